@@ -21,7 +21,6 @@ from zero_comm.transport.protocol import TransportCollectives as CommTransport
 from zero_comm.values.message import GradientMessages
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
-from zero_core.core.param_offload import LocalStore
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.plan.footprints import (
@@ -56,6 +55,7 @@ from zero_core.protocols import (
     UploadCodec,
     Work,
 )
+from zero_core.sharded.param_offload import LocalStore
 from zero_engine.deepspeed.zero.partitioned import Partitioned
 from zero_offload import create_param_tier, create_tier
 from zero_offload.footprint import TierFootprint as OffloadFootprint
@@ -198,7 +198,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_offload.tiers.twin.TwinTier, speculative": (TwinTier, SpeculativeTier),
     "zero_offload.tiers.auto_tier.AutoTier": (AutoTier, AccumulatingTier),
     "zero_offload.param_tier.OffloadedParams": (OffloadedParams, ParamTier),
-    "zero_core.core.param_offload.LocalStore": (LocalStore, ParamStore),
+    "zero_core.sharded.param_offload.LocalStore": (LocalStore, ParamStore),
     "zero_comm.footprint.CommFootprint": (CommFootprint, CollectivesFootprint),
     "zero_offload.footprint.TierFootprint": (OffloadFootprint, TierFootprint),
     "zero_engine.deepspeed.zero.partitioned.Partitioned": (Partitioned, PartitionedParam),

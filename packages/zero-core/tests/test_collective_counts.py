@@ -15,9 +15,9 @@ boundary is then gathered, unit by unit in that order.
 
 import pytest
 import torch
+from support.launches import LoggedCollectives
 
 from zero_core.testing import Case, make_tower, on_ranks, rows
-from zero_core.testing.training import LoggedCollectives
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
 BACKWARD = ["b3", "b2", "b1"]  # gathers; the last block and the root are still there

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from support.launches import LoggedCollectives
 from torch import nn
 
-from zero_core.testing import Case, make_tower, on_ranks, rows, simulate, train
-from zero_core.testing.training import LoggedCollectives, assert_same
+from zero_core.testing import Case, assert_same, make_tower, on_ranks, rows, simulate, train
 
 
 def _build(ranks, **case):

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from support.launches import LoggedCollectives
 from torch import nn
 
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
 from zero_core.testing import Case, batch, make_model, make_tower, rows, simulate, train
-from zero_core.testing.training import LoggedCollectives
 
 SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
 """By step: the blocks that the last rank calls without using them."""

@@ -16,10 +16,10 @@ import zero_core
 from zero_core._torch import DisableTorchFunction
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
-from zero_core.core.param_offload import OffloadedShard
 from zero_core.core.pool import BufferPool, CopyStream, allocator
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import ParamTier
+from zero_core.sharded.param_offload import OffloadedShard
 from zero_core.testing.equal import Variant, check, cover
 from zero_core.testing.models import Hard, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, run_ddp, run_engine

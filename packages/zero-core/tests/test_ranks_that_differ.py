@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from support.launches import LoggedCollectives
 from torch import nn
 
 import zero_core
@@ -12,12 +13,12 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
 from zero_core.core.facts import Facts
-from zero_core.core.norms import PLAIN
+from zero_core.core.grads import Arithmetic
 from zero_core.testing.models import rows, seeded
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import LoggedCollectives, assert_same, check_like_ddp
+from zero_core.testing.training import assert_same, check_like_ddp
 
 WIDTH = 6
 
@@ -165,7 +166,7 @@ def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it(rank
 def test_all_ranks_know_of_one_that_left_out_other_units(ranks):
     control, meter = ranks.connect(), Meter()
     communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
-    facts = Facts(communicator, ranks.device, 1, 3, meter, PLAIN)
+    facts = Facts(communicator, ranks.device, 1, 3, meter, Arithmetic())
     left_out = set()
 
     class Rank:

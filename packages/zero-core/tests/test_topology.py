@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import zero_core
 from zero_core import ConfigError
 from zero_core.comm.topology import count_per_node, find_ranks, fold
 from zero_core.testing import Case, spawn
@@ -82,7 +83,7 @@ def test_each_launcher_tells_its_nodes():
 
 def _build(**keywords):
     torch.manual_seed(0)
-    return Case(3).build(model=nn.Linear(5, 3), **keywords)
+    return zero_core.build(nn.Linear(5, 3), Case(3).config(), **keywords)
 
 
 def _sent(engine):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.core.exact_sums import NUM_BINS, bin_powers, chunk_norms, sum_bins
+from zero_core.extensions.invariance import NUM_BINS, bin_powers, chunk_norms, sum_bins
 from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
 from zero_core.testing import alone, late_device, make_model, on_ranks, simulate
 

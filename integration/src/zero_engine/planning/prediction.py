@@ -25,7 +25,7 @@ from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.core.facts import facts_nbytes
 from zero_core.core.gradient_plan import GradientCase, accumulated_dtype
-from zero_core.core.norms import norms_of
+from zero_core.extensions.invariance import arithmetic_of
 from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
 from zero_core.plan.activations import Trace
 from zero_core.plan.forecast import Forecast, num_gathers
@@ -282,7 +282,7 @@ class Prediction:
             low, stop = self._spans[segment.index]
             own.append((segment, stop - low - self._host_numel(segment, ratio)))
         num_params, num_units = len(self._layout.params), len(self._layout.units)
-        nbytes = facts_nbytes(num_params, num_units, norms_of(self._config))
+        nbytes = facts_nbytes(num_params, num_units, arithmetic_of(self._config))
         way = "between" if self._links.num_nodes > 1 else "within"
         agree_s = self._rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
         steps = self._config.gradient_accumulation_steps

@@ -51,13 +51,7 @@ class Blueprint:
         *,
         is_training: bool = True,
     ) -> Blueprint:
-        """Describe ``model``, which may be on the meta device and is not changed.
-
-        Without ``is_training`` every parameter is frozen, and the optimizer has none.
-
-        Raises:
-            ConfigError: there is no optimizer, or the configuration does not fit the model.
-        """
+        """Describe ``model``, which is not changed. Unless ``is_training`` it is all frozen."""
         leaf = config.zero_optimization.leaf_module
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         given = optimizer
@@ -68,12 +62,11 @@ class Blueprint:
                     "its real and imaginary parts in one real parameter, and use "
                     "torch.view_as_complex() in forward"
                 )
-        if is_training:
-            _check_max_norm(model, config, world_size)
         if not is_training:
             optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
-        elif optimizer is None:
-            optimizer = _optimizer_of(config, found)
+        else:
+            _check_max_norm(model, config, world_size)
+            optimizer = _optimizer_of(config, found) if optimizer is None else optimizer
         group_of = _groups_of(found, optimizer)
         for number, (param, names) in enumerate(zip(found.params, found.names, strict=True)):
             if is_training and param.requires_grad and number not in group_of:
@@ -100,11 +93,7 @@ class Blueprint:
     def check_ranks_agree(
         self, control: ControlGroup, config: Config, extensions: Sequence[str] = ()
     ) -> None:
-        """Refuse a model, a configuration or ``extensions`` that are not the same on every rank.
-
-        Raises:
-            RankMismatchError: with the ranks that differ, and in what.
-        """
+        """Refuse a model, a configuration or ``extensions`` that are not the same on every rank."""
         model = {f"parameter {p.name}": f"{p}" for p in self.layout.params}
         model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
         model["layout"] = _digest(repr(self.layout))
@@ -138,11 +127,8 @@ class Blueprint:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer without their parameters.
-
-        Torch's Adagrad takes its initial sum from its constructor alone, whatever a group says.
-        """
-        initial = "initial_accumulator_value"
+        """Parameter groups of the optimizer without their parameters."""
+        initial = "initial_accumulator_value"  # Adagrad takes its constructor's, not a group's
         is_adagrad = isinstance(self.optimizer, torch.optim.Adagrad)
         made_with = {initial: self.optimizer.defaults[initial]} if is_adagrad else {}
         return [
@@ -231,10 +217,7 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
 
 
 def check_patterns(patterns: Sequence[str], layout: Layout) -> None:
-    """Refuse a pattern that matches no trainable parameter of the whole model.
-
-    A tier sees the parameters of its rank alone and cannot check this.
-    """
+    """Refuse a pattern without a trainable parameter: a tier, which sees its rank's, cannot."""
     names = [param.name for param in layout.params if param.is_trainable]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

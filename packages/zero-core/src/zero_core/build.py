@@ -28,15 +28,20 @@ from zero_core.config import Config, load_config
 from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
 from zero_core.core.facts import Facts
-from zero_core.core.grads import FlatGrads
-from zero_core.core.norms import norms_of
+from zero_core.core.grads import Arithmetic, FlatGrads
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
-from zero_core.extensions import attach_extensions, make_extensions, wrap_forwards
-from zero_core.extensions.invariance import check_invariance
+from zero_core.extensions import (
+    Site,
+    attach_extensions,
+    check_extensions,
+    make_extensions,
+    wrap_forwards,
+)
+from zero_core.extensions.invariance import arithmetic_of
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
@@ -171,6 +176,7 @@ def build(
         torch.manual_seed(resolved.seed)
     if not is_training:
         resolved = for_evaluation(resolved, optimizer, lr_scheduler, extensions)
+    check_extensions(resolved)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     initial = InitialValues(model)
@@ -249,6 +255,7 @@ class _Joined:
     shared: SharedMemory | None
     transport: HostCollectives | DeviceCollectives
     extensions: Sequence[Extension]
+    arithmetic: Arithmetic
 
 
 def _join(
@@ -270,11 +277,22 @@ def _join(
     per_node = count_per_node(control, ranks)
     meter = Meter(Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu"))
     shared = share_memory(control, ranks, per_node)
+    arithmetic = arithmetic_of(config)
     transport = make_transport(
-        ranks, per_node, shared, meter, is_sequential=config.world_size_invariant
+        ranks, per_node, shared, meter, is_sequential=arithmetic.is_sequential
     )
     config = config.on_nodes(per_node, ranks.size)
-    return _Joined(config, ranks, control, per_node, meter, shared, transport, extensions)
+    return _Joined(
+        config,
+        ranks,
+        control,
+        per_node,
+        meter,
+        shared,
+        transport,
+        extensions,
+        arithmetic,
+    )
 
 
 @dataclass(frozen=True)
@@ -305,8 +323,7 @@ def _lay_out(
     transport, shared = joined.transport, joined.shared
     used = make_collectives(collectives, transport, config, layout, joined.per_node)
     communicator = Communicator(used, joined.control, layout.describe_segments())
-    if config.world_size_invariant:
-        check_invariance(config, communicator, ranks)
+    joined.arithmetic.check(config, communicator, ranks)
     memory = Memory(
         found,
         layout,
@@ -319,7 +336,7 @@ def _lay_out(
         has_own_tier=state_tier is not None,
     )
     tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
-    units = memory.make_units(tier, communicator)
+    units = memory.make_units(tier, communicator, joined.arithmetic)
     flats = (flat for unit in units for flat in unit.params)
     optimizer = drawn.optimizer
     state = ShardedState(
@@ -397,17 +414,18 @@ def _make_engine(
     config, ranks, layout, meter = joined.config, joined.ranks, drawn.layout, joined.meter
     communicator, memory, state = held.communicator, held.memory, held.state
     sizes = len(layout.params), len(layout.units)
-    facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(config))
+    facts = Facts(communicator, ranks.device, *sizes, meter, joined.arithmetic)
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
+    site = Site(config, state, train, facts, ranks, joined.per_node)
     if is_training:  # their hooks run behind those of the passes
         attach_extensions(joined.extensions, state, ownership)
-        followers += make_extensions(
-            config, state, train, facts, ranks, joined.per_node, joined.extensions
-        )
+        followers += make_extensions(site, joined.extensions)
         followers.append(patches := PatchWriter(state))
     extensions = Extensions(followers)
-    gradient = StepGradient(state, communicator, train, config, facts, extensions)
+    gradient = StepGradient(
+        state, communicator, train, config, facts, extensions, joined.arithmetic
+    )
     unit_set = UnitSet(
         held.units,
         communicator,
@@ -420,7 +438,7 @@ def _make_engine(
     host_inputs = HostInputs(ranks.device) if is_apart else None
     installed: list[Removable] = [f for f in followers if f not in joined.extensions]
     installed += [handle for follower in followers for handle in follower.handles]
-    installed += wrap_forwards(config, passes, modules, host_inputs)
+    installed += wrap_forwards(site, passes, modules, host_inputs)
     installed += hooks.install(passes, modules)
     holders = held.tier, held.collectives, joined.transport
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)

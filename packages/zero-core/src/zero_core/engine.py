@@ -30,10 +30,7 @@ from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.core.extension import EndedStep, Extensions
-from zero_core.errors import (
-    RankMismatchError,
-    UnusedParameterError,
-)
+from zero_core.errors import RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import StepRecords, Subject
@@ -167,18 +164,16 @@ class Engine(ShardedModel):
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
-        with DeferredInterrupt(is_on=self.should_defer_sigint):
-            self._step(client_state)
-
-    def _step(self, client_state: Mapping[str, Any] | None) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         micro_steps = self._train.accumulation.count + 1
-        with self.place.during("step()"):
-            why_skipped = self._update()
-        self.place.num_steps = self.global_steps
-        ended = EndedStep(self.global_steps, why_skipped, rates, micro_steps, client_state or {})
-        for follow in self._extensions.stepped:
-            follow(ended)
+        with DeferredInterrupt(is_on=self.should_defer_sigint):
+            with self.place.during("step()"):
+                why_skipped = self._update()
+            self.place.num_steps = self.global_steps
+            counts = self.global_steps, why_skipped
+            ended = EndedStep(*counts, rates, micro_steps, client_state or {})
+            for follow in self._extensions.stepped:
+                follow(ended)
 
     def train_batch(
         self,
@@ -509,15 +504,8 @@ class Engine(ShardedModel):
         those before it are whole.
 
         Args:
-            directory: the folder of all checkpoints; this one and the next seven are those of
-                `save_checkpoint`.
-            tag: name of this one; None is ``step-N``.
-            client_state: JSON and small tensors.
-            has_frozen: whether the values of frozen parameters are written.
-            is_latest: whether a load without a tag takes this one.
-            drops_partial: allow the middle of a step, and leave out its gradients.
-            keep_last: remove all but the last so many checkpoints.
-            keep_every: beside these keep the ones of steps that are multiples of it.
+            directory: the folder of all checkpoints. This and what is not listed here are the
+                arguments of `save_checkpoint`.
             on_pending: where an earlier save is under way, "wait" for it or "refuse".
             max_copy_bytes: limit for the copies of steps. One that needs more waits for the writer.
                 Give it where states are on NVMe because host memory has no room for them.

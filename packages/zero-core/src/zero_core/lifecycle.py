@@ -33,21 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class LeftShard(NamedTuple):
-    """This rank's elements of one parameter of an engine that has ended.
+    """This rank's elements of one parameter of an engine that has ended."""
 
-    Attributes:
-        param: the parameter, or a component of a quantized one.
-        spec: its form: ``spec.to_values`` makes the value of all elements.
-        control: the ranks that share it.
-        spans: which of its elements each rank has; they do not overlap.
-        values: this rank's, in the engine's memory: bytes if ``spec.is_opaque``.
-    """
-
-    param: Tensor
-    spec: ParamSpec
-    control: ControlGroup
-    spans: list[tuple[int, int]]
-    values: Tensor
+    param: Tensor  # the parameter, or a component of a quantized one
+    spec: ParamSpec  # its form: ``spec.to_values`` makes the value of all elements
+    control: ControlGroup  # the ranks that share it
+    spans: list[tuple[int, int]]  # which of its elements each rank has; they do not overlap
+    values: Tensor  # this rank's, in the engine's memory: bytes if ``spec.is_opaque``
 
 
 class Removable(Protocol):
@@ -114,9 +106,9 @@ class Ownership:
         return None if self.is_ended else self.state.param_names.get(id(param))
 
     def undo(self) -> None:
-        """Remove all that was put on the model so far, as the build has failed."""
+        """Remove all that was put on the model so far: of a failed build, or at the end."""
         self.is_ended = True
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # one that raises keeps none of the others
             while self.hooks:
                 stack.callback(self.hooks.pop(0).remove)
 
@@ -170,10 +162,7 @@ class Ownership:
             return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
-        """End with the ``full`` values by name in the parameters, and with buffers on the CPU.
-
-        Names are the layout's: components have theirs.
-        """
+        """End with ``full`` values by the layout's names in parameters, buffers on the CPU."""
         self._end()
         names = self.state.param_names
         for flat in self.state.params:
@@ -189,10 +178,7 @@ class Ownership:
         try:
             state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
         finally:  # a tier whose step failed raises: the model is free for another engine
-            self.is_ended = True
-            with ExitStack() as stack:  # one that raises keeps none of the others
-                while self.hooks:
-                    stack.callback(self.hooks.pop(0).remove)
+            self.undo()
 
     def allow_empty_entries(self, advice: str) -> None:
         """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
@@ -228,13 +214,7 @@ def owner_of(param: nn.Parameter) -> object | None:
 
 
 def check_is_free(model: nn.Module) -> None:
-    """Refuse a model of which another engine owns a parameter: both would take its gradient.
-
-    An engine that was freed without an end is ended here, if its hooks are still there.
-
-    Raises:
-        ConfigError: with the name of the first one.
-    """
+    """Refuse a model with another engine's parameter. One that was freed is ended here."""
     for name, param in model.named_parameters():
         for ref in tuple(_alive):
             found = ref()

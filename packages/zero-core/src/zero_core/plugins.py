@@ -21,7 +21,6 @@ from zero_core.blueprint import Blueprint
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import Meter
 from zero_core.config import Config, load_config
-from zero_core.core.param_offload import OffloadedSegments, offloaded_segments
 from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.device_tier import DeviceTier
@@ -45,6 +44,7 @@ from zero_core.protocols import (
 )
 from zero_core.schedules import make_scheduler
 from zero_core.sharded.memory import Memory
+from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 
 _log = logging.getLogger(__name__)
 
@@ -107,11 +107,7 @@ def _check_installed(group: str, name: str, asked_by: str, distribution: str) ->
 
 
 def call_factory(make: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a plug-in's factory makes.
-
-    Raises:
-        ConfigError: the ValueError of a factory that does not serve a setting.
-    """
+    """Return what a plug-in's factory makes."""
     try:
         return make(*args, **kwargs)
     except ValueError as error:

@@ -48,10 +48,7 @@ class Work(Protocol):
 
 @runtime_checkable
 class Reduction(Work, Protocol):
-    """A reduction that shows each rank's part of the sum.
-
-    With it the engine names the rank whose gradient is not finite.
-    """
+    """A reduction that shows each rank's part: the engine names the rank that is not finite."""
 
     @property
     def contributions(self) -> Sequence[Tensor]:
@@ -166,10 +163,7 @@ class StatefulCollectives(Collectives, Protocol):
         """
 
     def forget_errors(self) -> None:
-        """Drop what is kept of a skipped step's gradients.
-
-        All ranks call it when a step is skipped, after its reductions.
-        """
+        """Drop what is kept of a skipped step's gradients. All ranks call it, after reductions."""
 
 
 @runtime_checkable
@@ -186,10 +180,7 @@ class InPlaceCollectives(Collectives, Protocol):
 
 
 class SliceCodec(Protocol):
-    """Codes slices of gradients so that every bit arrives.
-
-    Tensors are 1-D, contiguous and of one device.
-    """
+    """Codes slices of gradients, 1-D, contiguous, of one device, so that every bit arrives."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are coded. All ranks answer alike."""
@@ -375,10 +366,7 @@ class StateTier(Protocol):
         """Names of the elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """A copy of one state over ``[start, stop)``: 1-D, on the CPU, in the stored dtype.
-
-        Elements that have no state yet read as zero.
-        """
+        """A copy of ``[start, stop)`` of a state: 1-D, on the CPU, as stored, 0 without one."""
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``.
@@ -422,16 +410,10 @@ class SnapshotTier(StateTier, Protocol):
     """A state tier whose states of one moment can be read while training goes on."""
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before every change of states from now on, in place of an earlier one.
-
-        It is called for updates and writes: for each part of an update right before that part.
-        """
+        """Call ``watcher`` right before each part of updates and writes, in place of an earlier."""
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Read a range that no thread is changing, as `read_state` does. Waits for no update.
-
-        May be called from any thread, and by the watcher.
-        """
+        """Read a range that no thread changes, on any thread, without a wait: see `read_state`."""
 
 
 @runtime_checkable
@@ -489,10 +471,7 @@ class TimedTier(StateTier, Protocol):
         """Start and end of the last updates by the host, of `time.perf_counter`, in order."""
 
     def time_copies(self, *, is_on: bool) -> None:
-        """Time later copies between the device and the host, or no longer.
-
-        On a CPU there are none.
-        """
+        """Time later copies between the device and the host, or no longer. A CPU has none."""
 
     def take_copies(self) -> Sequence[tuple[str, torch.Event, torch.Event]]:
         """Return the copies that were timed since the last call.
@@ -513,9 +492,7 @@ class ReservingTier(StateTier, Protocol):
         """Allocate what gradients are copied to, or widened in, and what copies pass through.
 
         Called once on an accelerator, before the first gradient. It decides on memory alone.
-
-        Args:
-            grads: ``(start, stop, dtype)`` of what is going to be offered or added.
+        ``grads``: ``(start, stop, dtype)`` of what is going to be offered or added.
         """
 
 
@@ -629,31 +606,16 @@ class UploadCodec(Protocol):
         """Return the most bytes of a difference, or 0 if such elements have none."""
 
     def checksum(self, values: Tensor) -> Tensor:
-        """Return a checksum of the bytes of ``values``, without waiting for their device.
-
-        It is int64, without dimensions, on that device, and the same on every device.
-        """
+        """Return an int64 checksum of the bytes, 0-dim, the same on any device, without a wait."""
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
-        """Write the difference from ``old`` to ``new``, of one dtype, in host memory.
+        """Write the difference from ``old`` to ``new``, in host memory, and return its bytes.
 
-        Args:
-            old: read.
-            new: read.
-            out: uint8, `max_nbytes` long, at an even address; undefined past the result.
-            num_threads: threads that encode.
-
-        Returns:
-            How many bytes were written.
+        ``out`` is uint8, `max_nbytes` long, at an even address, and undefined past the result.
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Change ``values`` from the old to the new ones, on their device's current stream.
-
-        Args:
-            difference: uint8, exactly the bytes that `encode` wrote, at an even address.
-            values: overwritten.
-        """
+        """Apply an `encode`d ``difference``, at an even address, to ``values``, on their stream."""
 
 
 class DeviceTierFactory(Protocol):
@@ -687,10 +649,7 @@ class ParamTier(Protocol):
     """
 
     def expect(self, segments: Sequence[int]) -> None:
-        """These are going to be fetched next, in this order: a tier may read them ahead.
-
-        A hint, repeated as the order moves on; what is fetched may differ.
-        """
+        """These are fetched next, in this order, as far as known: a tier may read them ahead."""
 
     def fetch(self, segment: int, out: Tensor) -> Work:
         """Start to copy the current values of a shard to ``out``.
@@ -732,12 +691,9 @@ class ParamTierFactory(Protocol):
         device: torch.device,
         config: Mapping[str, Any],
     ) -> ParamTier:
-        """Make a tier for ``shards``.
+        """Make a tier for ``shards``, ``(segment, numel, dtype)`` of each in the order of use.
 
-        Args:
-            shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
-            device: the compute device.
-            config: the resolved ``zero_optimization`` block as plain builtins.
+        ``config`` is the resolved ``zero_optimization`` block as plain builtins.
 
         Raises:
             ValueError: a setting that it cannot serve, by name.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,13 +61,16 @@ def quantize_blocks(
         raise ConfigError(
             "quantize_blocks() found no block: quantize the model itself, before build()"
         )
-    source = None if pretrained is None else _Files(model, find_tensors(pretrained))
+    source = None if pretrained is None else find_tensors(pretrained)
+    # foreign: transformers' models name their inner model
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    prefix = f"{prefix}." if prefix else ""
     initial = InitialValues(model)
     for path, block, numbers in blocks:
         for number in numbers:
             param = found.params[number]
             if source is not None:
-                value = source.find(found.names[number], param).value().to(param.dtype)
+                value = _find(source, prefix, found.names[number], param).value().to(param.dtype)
             elif param.is_meta:
                 value = _same(initial.of(param), control)
             else:
@@ -93,7 +95,7 @@ def quantize_blocks(
         outside = {*found.units[0][2], *(found.units[-1][2] if found.has_tail else ())}
         for number in sorted(outside):
             outer = found.params[number]
-            stored = source.find(found.names[number], outer)
+            stored = _find(source, prefix, found.names[number], outer)
             make_ordinary(outer)
             values = stored.read(*slice_range(outer, control)).to(outer.dtype)
             keep_slice(outer, values, control)
@@ -106,24 +108,18 @@ def _same(value: Tensor, control: ControlGroup) -> Tensor:
     return value
 
 
-class _Files(NamedTuple):
-    """Stored tensors, and the model that they are of."""
-
-    model: nn.Module
-    stored: Mapping[str, StoredTensor]
-
-    def find(self, names: Sequence[str], param: Tensor) -> StoredTensor:
-        # foreign: transformers' models name their inner model
-        prefix = str(getattr(self.model, "base_model_prefix", ""))
-        prefix = f"{prefix}." if prefix else ""
-        for name in map(plain_name, names):
-            for spelling in (name, prefix + name, name.removeprefix(prefix)):
-                stored = self.stored.get(spelling)
-                if stored is not None and stored.shape == tuple(param.shape):
-                    return stored
-                if stored is not None:
-                    raise CheckpointError(
-                        f"{name} has shape {stored.shape} in {stored.path} and "
-                        f"{tuple(param.shape)} in the model"
-                    )
-        raise CheckpointError(f"the files lack {names[0]}")
+def _find(
+    source: Mapping[str, StoredTensor], prefix: str, names: Sequence[str], param: Tensor
+) -> StoredTensor:
+    """Return the stored tensor of one of ``names``, with ``prefix`` and without."""
+    for name in map(plain_name, names):
+        for spelling in (name, prefix + name, name.removeprefix(prefix)):
+            stored = source.get(spelling)
+            if stored is not None and stored.shape == tuple(param.shape):
+                return stored
+            if stored is not None:
+                raise CheckpointError(
+                    f"{name} has shape {stored.shape} in {stored.path} and "
+                    f"{tuple(param.shape)} in the model"
+                )
+    raise CheckpointError(f"the files lack {names[0]}")

@@ -76,11 +76,7 @@ class IterationSchedule(ABC):
         self._last_lr = set_rates(self.optimizer.param_groups, self.get_lr())
 
     def get_last_lr(self) -> list[Rate]:
-        """Return the rates that were set last.
-
-        Raises:
-            AssertionError: "need to call step() first", DeepSpeed's message.
-        """
+        """Return the rates that were set last."""
         if self._last_lr is None:
             raise AssertionError("need to call step() first: no rate has been set yet")
         return self._last_lr
@@ -95,11 +91,7 @@ class IterationSchedule(ABC):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def count_in(self, saved: Mapping[str, Any]) -> int:
-        """Return the count of a saved state, which torch's ``last_epoch`` is one ahead of.
-
-        Raises:
-            ValueError: there is neither.
-        """
+        """Return the count of a saved state, which torch's ``last_epoch`` is one ahead of."""
         for key, ahead in (("last_batch_iteration", 0), ("last_epoch", 1)):
             if key in saved:
                 return int(saved[key]) - ahead
@@ -255,12 +247,7 @@ _NEEDS_OBJECTS = {
 def make_scheduler(
     optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
 ) -> Schedule:
-    """Make the schedule that the configuration names: DeepSpeed's, or torch's as spelled there.
-
-    Raises:
-        ConfigError: an unknown name or parameter, a missing one, or one that is out of range.
-        MissingPartError: the schedule is zero-engine's, which is not installed.
-    """
+    """Make the schedule that the configuration names: DeepSpeed's, or torch's as spelled there."""
     factory: Callable[..., Schedule]
     found = getattr(lr_scheduler, name, None)
     base = lr_scheduler.LRScheduler
@@ -299,11 +286,7 @@ _PARTS = "_schedulers"
 
 
 def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
-    """Refuse a state that ``schedule`` cannot resume from, before anything is changed.
-
-    Raises:
-        ValueError: it lacks what the schedule's own has, or is of another number of groups.
-    """
+    """Refuse a state that ``schedule`` cannot resume from, before anything is changed."""
     if isinstance(schedule, IterationSchedule):
         schedule.count_in(saved)
     else:
@@ -324,10 +307,7 @@ def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def resume_rates(schedule: Schedule) -> None:
-    """Set the current rates of ``schedule``, where only its own state was loaded.
-
-    Rates belong to the optimizer's groups and are restored with its state.
-    """
+    """Set the rates of ``schedule``, which its state lacks, where that alone was loaded."""
     if isinstance(schedule, IterationSchedule):
         if schedule.last_batch_iteration >= 0:  # a new engine has the rates of -1 already
             schedule.step(schedule.last_batch_iteration)
@@ -346,11 +326,7 @@ def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Rate]) -> list[R
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return ``optimizer`` itself, or the torch optimizer that is its attribute ``optimizer``.
-
-    Raises:
-        TypeError: neither is one.
-    """
+    """Return ``optimizer`` itself, or the torch optimizer that is its attribute ``optimizer``."""
     # foreign: wrappers of Accelerate and of mixed-precision libraries have this attribute
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
@@ -362,11 +338,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[Any]:
-    """Return ``value`` for each group: the same for all, or the items of a list.
-
-    Raises:
-        ValueError: a list of another length, or a number that is not finite.
-    """
+    """Return ``value`` for each group: the same for all, or the items of a list."""
     num_groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, list | tuple) else [value] * num_groups
     check_finite(name, *values)
@@ -384,11 +356,7 @@ def check_finite(name: str, *values: Any) -> None:
 
 
 def whole(name: str, value: Any, *, least: int) -> int:
-    """Return ``value`` as a whole number, which JSON may write as 1e3.
-
-    Raises:
-        ValueError: it is none, or less than ``least``.
-    """
+    """Return ``value`` as a whole number, which JSON may write as 1e3."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     is_whole = is_int or (isinstance(value, float) and value.is_integer())
     if not is_whole or value < least:

@@ -32,7 +32,7 @@ from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.core import access
 from zero_core.core.extension import Extension
-from zero_core.core.module_units import ModuleUnits
+from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.core.saved import Holding
 from zero_core.errors import ConfigError, EvaluationOnlyError
@@ -709,11 +709,7 @@ def for_evaluation(
     lr_scheduler: Schedule | ScheduleFactory | None,
     extensions: Sequence[Extension],
 ) -> Config:
-    """Return ``config`` without what only a training uses, and log which keys these are.
-
-    Raises:
-        ConfigError: an optimizer, a scheduler or extensions were given all the same.
-    """
+    """Return ``config`` without what only a training uses, and log which keys these are."""
     if optimizer is not None or lr_scheduler is not None or extensions:
         raise ConfigError(
             "build(is_training=False) uses no optimizer, no lr_scheduler and no extensions: leave "

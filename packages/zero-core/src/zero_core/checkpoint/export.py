@@ -33,10 +33,7 @@ def full_state_dict(
 
 
 def _in_order(names: Sequence[str], saved: Iterable[str]) -> Iterator[str]:
-    """Yield the keys of the state dict: ``names``, and what modules ``saved`` besides.
-
-    That has names of its own, which follow those of the module's parameters and buffers.
-    """
+    """Yield ``names``, and behind those of a module what it ``saved`` besides."""
     extra: dict[str, list[str]] = {}
     paths = {name.rpartition(".")[0] for name in names}
     known = set(names)
@@ -58,9 +55,7 @@ def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, 
 
 
 def _entries(
-    state: ShardedState,
-    params: Iterable[tuple[ParamSpec, Tensor]],
-    dtype: torch.dtype | None,
+    state: ShardedState, params: Iterable[tuple[ParamSpec, Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     """Yield the state dict's parameters, each with its names.
 
@@ -87,11 +82,7 @@ def _entries(
 def _quantized_holders(
     state: ShardedState,
 ) -> dict[str, tuple[nn.Module, tuple[Quantized, ...], frozenset[str]]]:
-    """Find the modules that hold quantized parameters of more than their own memory.
-
-    Returns:
-        By the module's path: the module, these parameters, and the names of their components.
-    """
+    """Return each module with quantized parameters by path, these, and their components' names."""
     whole = {id(q.param): q for q in state.quantized if not q.is_plain}
     holders = {}
     for path, module in state.module.named_modules(remove_duplicate=False):
@@ -109,10 +100,7 @@ def _saved_by(
     state: ShardedState,
     values: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return what a module itself saves, without its other parameters and buffers.
-
-    ``values``: those of the components by name, on the CPU.
-    """
+    """Return what a module itself saves of ``quantized`` parameters, from ``values`` by name."""
     prefix = f"{path}." if path else ""
     components = {id(c): c for q in quantized for c in q.components}
     with access.opened(module._parameters.values()):

@@ -41,21 +41,13 @@ _ADVICE = "load an older checkpoint by its tag"
 
 
 def check_tag(tag: str) -> None:
-    """Refuse a tag that is not the plain name of a folder.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Refuse a tag that is not the plain name of a folder."""
     if not is_plain(tag) or tag == LATEST:
         raise CheckpointError(f"a tag must be a plain folder name, found {tag!r:.300}")
 
 
 def read_latest(directory: Location) -> str | None:
-    """Return the tag of the newest checkpoint in ``directory``, None if there is none.
-
-    Raises:
-        CheckpointCorruptError: the file ``latest`` names no checkpoint.
-    """
+    """Return the tag of the newest checkpoint in ``directory``, None if there is none."""
     path = directory / LATEST
     try:
         with open_regular(path, follows_links=False) as file:
@@ -86,12 +78,7 @@ def newest_tag(directory: Location) -> str:
 
 
 def find(directory: Location, tag: str | None) -> Location:
-    """Return the folder of checkpoint ``tag``, or of the newest one.
-
-    Raises:
-        CheckpointError: there is none, or ``tag`` is no plain name.
-        CheckpointCorruptError: the file ``latest`` names no checkpoint.
-    """
+    """Return the folder of checkpoint ``tag``, or of the newest one."""
     if tag is None:
         tag = newest_tag(directory)
     check_tag(tag)
@@ -138,19 +125,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameter of a checkpoint.
+    """Parameter of a checkpoint."""
 
-    Attributes:
-        names: its name and the names tied to it.
-        value: the whole value on the CPU, unrounded if it is trained, else in its own dtype.
-        dtype: compute dtype.
-        is_trainable: whether it is trained.
-    """
-
-    names: tuple[str, ...]
-    value: Tensor
-    dtype: torch.dtype
-    is_trainable: bool
+    names: tuple[str, ...]  # its name and the names tied to it
+    value: Tensor  # the whole value on the CPU, unrounded if it is trained, else in its own dtype
+    dtype: torch.dtype  # compute dtype
+    is_trainable: bool  # whether it is trained
 
 
 class Reader:
@@ -158,10 +138,6 @@ class Reader:
 
     Each chunk of a file is checked before its first use: a file that is missing, or is not what was
     written, is a `CheckpointCorruptError`.
-
-    Attributes:
-        folder: the checkpoint's.
-        manifest: its manifest.
     """
 
     def __init__(self, place: Location, manifest: Manifest) -> None:
@@ -365,10 +341,5 @@ def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weig
 
 
 def read_buffers(directory: Path | str, tag: str | None = None) -> dict[str, Tensor]:
-    """Return the persistent buffers of checkpoint ``tag``, or of the newest.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: it is not what was written.
-    """
+    """Return the persistent buffers of checkpoint ``tag``, or of the newest."""
     return Reader.of(find(location_of(directory), tag)).read_buffers()

@@ -22,19 +22,7 @@ _TENSOR = "__tensor__"
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
-    """Return ``value`` as JSON from which `decode` restores it exactly.
-
-    Mappings come back as dicts, tensors on the CPU.
-
-    Args:
-        value: numbers, strings, lists, tuples, mappings and tensors.
-        where: name of the value, for messages.
-        advice: for messages.
-
-    Raises:
-        CheckpointError: it holds anything else, or a tensor that is complex, quantized, sparse or
-            of over `MAX_NUMEL` elements.
-    """
+    """Return ``value`` as JSON. `decode` restores it, mappings as dicts, tensors on the CPU."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -67,11 +55,7 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Restore the argument of `encode`.
-
-    Raises:
-        CheckpointCorruptError: it is not the result of `encode`.
-    """
+    """Restore the argument of `encode`."""
     try:
         return _decode(value)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from zero_core.checkpoint.files import Reader, find
 from zero_core.checkpoint.json_values import decode
-from zero_core.checkpoint.manifest import (
-    BUFFERS,
-    MANIFEST,
-    RNG,
-    VALUE,
-    file_name,
-    read_manifest,
-)
+from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, RNG, VALUE, file_name, read_manifest
 from zero_core.checkpoint.storage.location import Location, entry, location_of
 from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.checkpoint.whole_states import check_classes, restore
@@ -60,10 +53,6 @@ def load_checkpoint(
 
     All checks, of all bytes and on all ranks, come before the first write: a checkpoint that is
     refused has changed nothing. Every rank must call it.
-
-    Raises:
-        CheckpointError: there is none, it does not fit, or a rank failed.
-        CheckpointCorruptError: it is damaged.
     """
     control = state.control
 
@@ -126,7 +115,6 @@ def check_fits(
                 f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
                 "engine updates slices: was is_elementwise declared since?" + _HINT
             )
-    if "optimizer" not in without:
         saved_states = {name for name in manifest.states if name.startswith(PREFIX)}
         if differing := sorted((saved_states ^ state.extension_states().keys()) - set(without)):
             does = "has" if differing[0] in saved_states else "lacks"

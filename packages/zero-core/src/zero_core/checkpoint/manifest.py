@@ -69,23 +69,15 @@ class _Strict(BaseModel):
 
 
 class Param(_Strict):
-    """A parameter, or a component of a quantized one.
-
-    Attributes:
-        name: its first name.
-        aliases: the names tied to it.
-        shape: of the whole.
-        dtype: compute dtype, as in ``torch.float32``.
-        is_trainable: whether it is trained.
-        memory_order: its dimensions from the slowest one in its slot, if that is not the order of
-            the shape, and of a component, whose slot has bytes.
-    """
+    """A parameter, or a component of a quantized one."""
 
     name: str
-    aliases: tuple[str, ...]
-    shape: Annotated[tuple[_Numel, ...], Field(max_length=64)]
-    dtype: str
-    is_trainable: bool
+    aliases: tuple[str, ...]  # the names tied to it
+    shape: Annotated[tuple[_Numel, ...], Field(max_length=64)]  # of the whole
+    dtype: str  # compute dtype, as in ``torch.float32``
+    is_trainable: bool  # whether it is trained
+    # its dimensions from the slowest one in its slot, if that is not the order of the shape, and of
+    # a component, whose slot has bytes
     memory_order: tuple[int, ...] | None = None
 
     @property
@@ -122,41 +114,24 @@ class WholeState(_Strict):
 
 
 class Manifest(_Strict):
-    """A manifest. An object of this class has passed all checks that need no other file.
-
-    Attributes:
-        world_size: ranks that wrote it.
-        optimizer: kind and number of groups, in words.
-        states: names of the states of which each rank wrote a file.
-        params: the model's parameters.
-        segments: where their elements are.
-        scalars: the numbers in the optimizer's state, by parameter.
-        whole_states: states of whole parameters, by parameter.
-        python_rng: ``random.getstate()`` of each rank.
-        files: size and checksums of each file.
-        chunk_bytes: bytes under one checksum.
-        progress: `zero_core.optim.train_state.TrainState.state_dict`, encoded.
-        client_state: the user's own, encoded.
-        has_frozen: whether values of frozen parameters were written.
-        subfolder: folder beside the manifest that has the files. None: they are beside it.
-    """
+    """A manifest. An object of this class has passed all checks that need no other file."""
 
     format: Literal["zero-checkpoint"]
     version: Literal[2]
-    world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]
-    optimizer: str
-    states: tuple[str, ...]
-    params: tuple[Param, ...]
-    segments: tuple[SavedSegment, ...]
-    scalars: dict[str, dict[str, _Number]]
-    whole_states: dict[str, WholeState] = {}
+    world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]  # ranks that wrote it
+    optimizer: str  # kind and number of groups, in words
+    states: tuple[str, ...]  # names of the states of which each rank wrote a file
+    params: tuple[Param, ...]  # the model's parameters
+    segments: tuple[SavedSegment, ...]  # where their elements are
+    scalars: dict[str, dict[str, _Number]]  # the numbers in the optimizer's state, by parameter
+    whole_states: dict[str, WholeState] = {}  # states of whole parameters, by parameter
     python_rng: tuple[tuple[int, tuple[int, ...], float | None], ...]
-    files: dict[str, FileFacts]
-    chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)]
-    progress: dict[str, Any]
-    client_state: dict[str, Any]
-    has_frozen: bool = True
-    subfolder: str | None = None
+    files: dict[str, FileFacts]  # size and checksums of each file
+    chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)]  # bytes under one checksum
+    progress: dict[str, Any]  # `zero_core.optim.train_state.TrainState.state_dict`, encoded
+    client_state: dict[str, Any]  # the user's own, encoded
+    has_frozen: bool = True  # whether values of frozen parameters were written
+    subfolder: str | None = None  # folder of the files. None: they are beside the manifest
     sha256: str = ""
 
     @model_validator(mode="after")
@@ -295,12 +270,7 @@ def is_sealed(data: bytes) -> bool:
 
 
 def parse(data: bytes, where: object) -> Manifest:
-    """Return the checked manifest of its bytes. ``where`` is for messages.
-
-    Raises:
-        CheckpointError: it is of another format.
-        CheckpointCorruptError: it is not what was written.
-    """
+    """Return the checked manifest of its bytes. ``where`` is for messages."""
     _check_size(len(data), where)
     has_digest = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0)) is not None
     if has_digest and not is_sealed(data):
@@ -333,12 +303,7 @@ class _Kind(BaseModel):
 
 
 def read_manifest(place: Location) -> Manifest:
-    """Return the manifest of the checkpoint in folder ``place``.
-
-    Raises:
-        CheckpointError: it is of another format.
-        CheckpointCorruptError: it is not what was written.
-    """
+    """Return the manifest of the checkpoint in folder ``place``."""
     path = place / MANIFEST
     with open_regular(path, follows_links=False) as file:
         size = size_of(file)

@@ -24,16 +24,11 @@ _COPIED_BYTES = 16 * 1024**2  # at a time
 
 
 class TensorBuffer:
-    """Tensors of a file to be, whose bytes wait in an open file without a header.
-
-    Attributes:
-        raw: the open file.
-        nbytes: bytes so far.
-    """
+    """Tensors of a file to be, whose bytes wait in an open file without a header."""
 
     def __init__(self, raw: IO[bytes]) -> None:
-        self.raw = raw
-        self.nbytes = 0
+        self.raw = raw  # the open file
+        self.nbytes = 0  # bytes so far
         self._written: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
 
     def add(self, name: str, value: Tensor) -> None:

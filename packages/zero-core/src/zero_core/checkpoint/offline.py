@@ -86,11 +86,7 @@ def verify_checkpoint(
 
 @contextmanager
 def _staying(reader: Reader) -> Iterator[None]:
-    """Say of an error in this context that the checkpoint was removed, if it was.
-
-    Raises:
-        CheckpointError: it was removed or replaced, or the error.
-    """
+    """Say of an error in this context that the checkpoint was removed, if it was."""
     try:
         yield
     except CheckpointError as error:

@@ -221,11 +221,8 @@ def _restore(state: ShardedState, match: _Match, *, rounds_masters: bool) -> Non
 
 
 def _elements(tensor: StoredTensor, spec: ParamSpec, low: int, high: int) -> Tensor:
-    """Read elements ``[low, high)`` of the parameter's slot: bytes of a component.
-
-    The file has them in the order of indices: of a slot in another order all are read.
-    """
-    if spec.order and spec.order != tuple(range(len(spec.shape))):
+    """Read elements ``[low, high)`` of the parameter's slot: bytes of a component."""
+    if spec.order and spec.order != tuple(range(len(spec.shape))):  # the file's is of indices
         return spec.to_elements(tensor.value())[low:high]
     if not spec.is_opaque:
         return tensor.read(low, high)

@@ -79,10 +79,7 @@ class _Header(BaseModel):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a file, whose elements are contiguous from byte ``start``.
-
-    For ``follows_links`` see `zero_core.checkpoint.storage.location.open_regular`.
-    """
+    """Tensor in a file, contiguous from byte ``start``. `open_regular` has ``follows_links``."""
 
     path: Location
     dtype: torch.dtype
@@ -91,12 +88,7 @@ class StoredTensor:
     follows_links: bool = True
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return elements ``[first, last)`` of the flattened tensor, 1-D, in the file's dtype, CPU.
-
-        Raises:
-            CheckpointCorruptError: the tensor has no such elements, or the file is shorter than it
-                was.
-        """
+        """Return elements ``[first, last)`` of the flattened tensor, 1-D, as stored, on the CPU."""
         if not 0 <= first <= last <= math.prod(self.shape):
             raise CheckpointCorruptError(
                 f"{self.path} has {math.prod(self.shape)} elements where {first} to {last} are read"
@@ -123,12 +115,7 @@ class StoredTensor:
 
 
 def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredTensor]:
-    """Return the tensors by name of a file, several files, or a Hugging Face folder.
-
-    Raises:
-        CheckpointError: there is no such file, or a tensor is in two of them.
-        CheckpointCorruptError: a file is not whole.
-    """
+    """Return the tensors by name of a file, several files, or a Hugging Face folder."""
     found: dict[str, StoredTensor] = {}
     for path in model_files(source):
         for name, tensor in read_header(path).items():
@@ -169,12 +156,7 @@ def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def read_header(path: Location, *, follows_links: bool = True) -> dict[str, StoredTensor]:
-    """Return the tensors by name of one file. For ``follows_links`` see `open_regular`.
-
-    Raises:
-        CheckpointError: there is no such file, or a tensor has a dtype that torch lacks.
-        CheckpointCorruptError: it is not whole.
-    """
+    """Return the tensors by name of one file. For ``follows_links`` see `open_regular`."""
     with open_regular(path, follows_links=follows_links) as file:
         return read_open(file, path, follows_links=follows_links)[0]
 
@@ -237,10 +219,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def make_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]
 ) -> bytes:
-    """Return the header of a file with these names, dtypes and shapes, in that order.
-
-    It is padded to whole elements. Put the widest elements first, so that all are aligned.
-    """
+    """Return the header of a file with these tensors in order, padded to whole elements."""
     facts: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     stop = 0
     for name, dtype, shape in tensors:
@@ -270,10 +249,7 @@ class Blocks(Protocol):
 def arrange(
     tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]],
 ) -> tuple[bytes, int, Iterator[Tensor]]:
-    """Return the header of a file, the bytes behind it, and the tensors that have them, in order.
-
-    A sequence of 1-D tensors stands for their concatenation, which is not made.
-    """
+    """Return header, further bytes, and tensors in order. A sequence is written as one tensor."""
     found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
     for key, values in tensors.items():
         parts = [values] if isinstance(values, Tensor) else values

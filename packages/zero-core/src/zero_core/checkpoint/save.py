@@ -102,28 +102,18 @@ class Save:
 
     Making one takes what is small; every rank must do so. `write` does the rest, at once or in
     another thread.
-
-    Attributes:
-        state: frozen values are read from it as long as `write` runs.
-        snapshot: its trainable segments' states.
-        directory: folder of all checkpoints. Where ranks have folders of their own, a load needs
-            all files in one folder.
-        previous: this rank's files of the last save.
-        version: of the states: one that they had before stands for the same values. None: not
-            known.
-        known: this rank's files, once the checkpoint is complete.
     """
 
-    state: ShardedState
-    snapshot: Snapshot
-    directory: Location
-    tag: str
+    state: ShardedState  # frozen values are read from it as long as `write` runs
+    snapshot: Snapshot  # its trainable segments' states
     progress: TrainState
+    previous: Mapping[str, KnownFile]  # this rank's files of the last save
+    version: int | None  # of the states. Equal ones stand for equal values. None: not known
+    directory: Location  # of all checkpoints: a load needs all ranks' files in one
+    tag: str
     client_state: Mapping[str, Any]
     options: SaveOptions
-    previous: Mapping[str, KnownFile]
-    version: int | None
-    known: dict[str, KnownFile] = field(default_factory=dict)
+    known: dict[str, KnownFile] = field(default_factory=dict)  # once it is complete
 
     @property
     def place(self) -> Location:
@@ -160,11 +150,7 @@ class Save:
         state.control.together("checkpoint: prepare", prepare)
 
     def detach(self) -> None:
-        """Copy what steps may change before `write` has read it, beside the snapshot's states.
-
-        Those are states of whole parameters and of extensions, and frozen values that are not in
-        host memory.
-        """
+        """Copy what steps may change before `write` reads it, beside the snapshot's states."""
         state, rank = self.state, self.state.control.rank
         whole = self._tensors.get(file_name(WHOLE, rank), {})
         whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})
@@ -311,11 +297,7 @@ def slices(state: ShardedState, tier: WholeTier, name: str) -> dict[str, Tensor]
 def whole_states(
     state: ShardedState, tier: WholeTier, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Add this rank's states of whole parameters to ``tensors``, those of their file.
-
-    Returns:
-        File and structure of each state, by the parameter's name.
-    """
+    """Add this rank's whole states to ``tensors``. Return file and structure of each, by name."""
     rank, found = state.control.rank, {}
     for param in tier.updated_params():
         spec = state.layout.params[param]
@@ -334,14 +316,7 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
 def write_file(
     folder: Location, name: str, tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]]
 ) -> dict[str, dict[str, Any]]:
-    """Write a safetensors file so that it lasts, and return its size and checksums.
-
-    A sequence of 1-D tensors stands for their concatenation, which is not made. So do blocks of a
-    state, each of which is read when it is written.
-
-    Raises:
-        CheckpointError: there is no room, or a file of that name.
-    """
+    """Write a safetensors file through to the disk. Return size and checksums. See `arrange`."""
     path = folder / name
     try:
         with entry(path).writing() as file:
@@ -354,10 +329,7 @@ def write_file(
 def _write_summed(
     tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]], file: IO[bytes] | None = None
 ) -> dict[str, Any]:
-    """Return size and checksums of a safetensors file, as the manifest has them.
-
-    Each block is appended to ``file`` while it is in the cache.
-    """
+    """Return size and checksums of a safetensors file, and append each block to ``file``."""
     size, crcs = 0, [0]
     header, _, values = arrange(tensors)
     for value in chain([torch.frombuffer(bytearray(header), dtype=torch.uint8)], values):
@@ -424,11 +396,7 @@ def frame_of(state: ShardedState) -> dict[str, Any]:
 
 
 def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:
-    """Check a manifest, and give it to the checkpoint under way.
-
-    Raises:
-        CheckpointError: it could not be loaded, or there is no room.
-    """
+    """Check a manifest, and give it to the checkpoint under way."""
     if staging.subfolder is not None:
         content = {**content, "subfolder": staging.subfolder}
     data = seal(content)

@@ -24,11 +24,7 @@ _TUPLE, _ITEMS = "__tuple__", "__items__"
 
 
 def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """Return ``value`` as JSON, and add its tensors, copied to the CPU, to ``tensors``.
-
-    Raises:
-        CheckpointError: it holds an object of another kind, ``where`` in it.
-    """
+    """Return ``value`` as JSON, and add its tensors, copied to the CPU, to ``tensors``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype):
@@ -64,11 +60,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def check(value: Any, tensors: Collection[str]) -> None:
-    """Refuse what `restore` could not restore from a file with these ``tensors``.
-
-    Raises:
-        CheckpointCorruptError: it is not of the form that `flatten` makes, or a tensor is missing.
-    """
+    """Refuse what `restore` could not restore from a file with these ``tensors``."""
     if isinstance(value, list):
         for item in value:
             check(item, tensors)

@@ -5,10 +5,9 @@ In a profile each collective is a range with the same name. `zero_core.watch` na
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -52,64 +51,54 @@ class NamedWork:
 
     _owner: Communicator
     _work: Work
-    _verb: str
-    _segment: int
+    _name: str
 
     def wait(self) -> None:
-        """Wait. Raise `CollectiveError` if the collective failed or timed out.
-
-        `torch.OutOfMemoryError` is no failure of the ranks' exchange and stays what it is.
-        """
-        owner = self._owner
-        what = owner.name_of(self._verb, self._segment)
+        """Wait. Raise `CollectiveError` if the collective failed or timed out."""
+        owner, what = self._owner, self._name
         owner.place.begin_wait(what)
         try:
             self._work.wait()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            raise owner.control.error(what, error) from error
+            owner.fail(what, error)
         finally:
             owner.place.end_wait()
         if owner.device_waits is not None:
             owner.device_waits.note(what)
 
 
+@dataclass(slots=True, eq=False)
 class NamedReduction(NamedWork):
     """A reduction under way, with what the protocols of reductions offer besides."""
 
-    __slots__ = ()
+    _kind: _Kind
 
     def contributions(self) -> tuple[Tensor, ...]:
         """Return each rank's part of the sum, in rank order. Empty if they are not shown."""
-        work = self._work
-        if not self._owner.kind_of(work).shows_parts:
-            return ()
-        return tuple(cast(Reduction, work).contributions)
+        return tuple(cast(Reduction, self._work).contributions) if self._kind.shows_parts else ()
 
     def statistics(self) -> StatisticsReduction | None:
-        work = self._work
-        if not self._owner.kind_of(work).has_statistics:
-            return None
-        return cast(StatisticsReduction, work)
+        return cast(StatisticsReduction, self._work) if self._kind.has_statistics else None
 
     def acknowledge(self) -> NamedWork | None:
         """Report that the other ranks' parts were read. None if nobody waits for that."""
         work = self._work
-        if not self._owner.kind_of(work).is_in_place:
+        if not self._kind.is_in_place:
             if self._owner.reduces_in_place:
                 raise ConfigError(
-                    f"{self._owner.name_of(self._verb, self._segment)}: the collectives "
+                    f"{self._name}: the collectives "
                     f"({type(self._owner.transport).__name__}) say reduces_in_place, and the work "
                     f"that they returned ({type(work).__name__}) has no acknowledge(): gradients "
                     "would be overwritten while other ranks read them; return "
                     "zero_core.protocols.InPlaceReduction, or say that reduces_in_place is False"
                 )
             return None
-        verb = f"acknowledgement of the {self._verb}"
-        with self._owner.naming(self._owner.name_of(verb, self._segment)):
+        name = f"acknowledgement of the {self._name}"
+        try:
             acknowledgement = cast(InPlaceReduction, work).acknowledge()
-        return NamedWork(self._owner, acknowledgement, verb, self._segment)
+        except RuntimeError as error:
+            self._owner.fail(name, error)
+        return NamedWork(self._owner, acknowledgement, name)
 
 
 class Communicator:
@@ -138,6 +127,8 @@ class Communicator:
         self._adding = transport if isinstance(transport, AddingCollectives) else None
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
         self._names = dict(names)
+        self._names_of: dict[tuple[str, int], str] = {}  # by verb and segment
+        self._ranges: dict[str, str] = {}  # in profiles, by name
         self._kinds: dict[type, _Kind] = {}
         optional = {"forget_values", "forget_errors", "private_nbytes"}
         found = sorted(optional.intersection(dir(transport)))
@@ -158,7 +149,7 @@ class Communicator:
         """
         name = self.name_of("all_gather", segment)
         try:
-            with profiled_range(f"rank {self.rank}: {name}"):
+            with profiled_range(self._ranges[name]):
                 work = self.transport.all_gather(
                     out, shard, unit=segment, version=version, backward=backward
                 )
@@ -166,16 +157,14 @@ class Communicator:
             work = _NotStarted(error)
         if self.place.clock is not None:
             self.place.clock.launch(name)
-        return NamedWork(self, work, "all_gather", segment)
+        return NamedWork(self, work, name)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
         See `zero_core.protocols.Collectives.reduce_scatter`. `CollectiveError` if it cannot start.
         """
-        with self._reducing(segment):
-            work = self.transport.reduce_scatter(out, full, unit=segment)
-        return NamedReduction(self, work, "reduce_scatter", segment)
+        return self._reduce(self.transport.reduce_scatter, out, full, segment)
 
     @property
     def can_add(self) -> bool:
@@ -187,31 +176,37 @@ class Communicator:
         See `zero_core.protocols.AddingCollectives`. `CollectiveError` if it cannot start.
         """
         assert self._adding is not None, "checked when the engine was built"
-        with self._reducing(segment):
-            work = self._adding.reduce_add(out, full, unit=segment)
-        return NamedReduction(self, work, "reduce_scatter", segment)
+        return self._reduce(self._adding.reduce_add, out, full, segment)
 
-    @contextmanager
-    def _reducing(self, segment: int) -> Iterator[None]:
+    def _reduce(
+        self, start: Callable[..., Work], out: Tensor, full: Tensor, segment: int
+    ) -> NamedReduction:
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
             self.place.clock.launch(name)
-        with self.naming(name), profiled_range(f"rank {self.rank}: {name}"):
-            yield
-
-    @contextmanager
-    def naming(self, what: str) -> Iterator[None]:
-        """Have what fails in this context name the collective ``what``, as `CollectiveError`."""
         try:
-            yield
-        except torch.OutOfMemoryError:  # no failure of the ranks' exchange
-            raise
+            with profiled_range(self._ranges[name]):
+                work = start(out, full, unit=segment)
         except RuntimeError as error:
-            raise self.control.error(what, error) from error
+            self.fail(name, error)
+        return NamedReduction(self, work, name, self._kind_of(work))
+
+    def fail(self, name: str, error: RuntimeError) -> NoReturn:
+        """Raise ``error`` of the collective ``name`` as a `CollectiveError`.
+
+        `torch.OutOfMemoryError` is no failure of the ranks' exchange and stays what it is.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        raise self.control.error(name, error) from error
 
     def name_of(self, verb: str, segment: int) -> str:
         """Return the name that a collective has on all ranks: "all_gather of unit 3 (blocks.2)"."""
-        return f"{verb} of {self._names[segment]}"
+        name = self._names_of.get((verb, segment))
+        if name is None:
+            name = self._names_of[verb, segment] = f"{verb} of {self._names[segment]}"
+            self._ranges[name] = f"rank {self.rank}: {name}"
+        return name
 
     def sum_statistics(self, values: Tensor) -> None:
         """Sum every rank's statistics of a step in place, to the same bits on every rank."""
@@ -238,7 +233,7 @@ class Communicator:
         if self.control.watch is not None:
             self.control.watch.note_cause("")
 
-    def kind_of(self, work: Work) -> _Kind:
+    def _kind_of(self, work: Work) -> _Kind:
         """Return which protocols ``work`` satisfies. Checked once per class."""
         found = self._kinds.get(type(work))
         if found is None:

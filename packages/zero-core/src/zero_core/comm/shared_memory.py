@@ -77,6 +77,7 @@ class SharedMemory:
         self._stop = mmap.PAGESIZE  # of what is carved from it
         self._buffers: list[Tensor] = []  # live as long as this object: peers read them
         self._mapped: dict[int, Tensor] = {}  # whole windows, by rank
+        self._found: dict[tuple[int, int, int, torch.dtype], Tensor] = {}  # views of them
         per_node = ranks_per_node or control.world_size
         first = self._rank // per_node * per_node
         others = [rank for rank in range(first, first + per_node) if rank != self._rank]
@@ -129,6 +130,10 @@ class SharedMemory:
 
     def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written."""
+        key = (peer, offset, numel, dtype)
+        found = self._found.get(key)
+        if found is not None:
+            return found
         window = self._mapped[peer]
         is_within = 0 <= offset <= window.numel() - numel * dtype.itemsize
         if not is_within or offset % dtype.itemsize:
@@ -136,7 +141,8 @@ class SharedMemory:
                 f"rank {peer} sent rank {self._rank} the offset {offset} for {numel} elements of "
                 f"{dtype}, which are not in its window of {window.numel()} bytes"
             )
-        return window[offset : offset + numel * dtype.itemsize].view(dtype)
+        view = self._found[key] = window[offset : offset + numel * dtype.itemsize].view(dtype)
+        return view
 
     def _open_window(self, secret: bytes, others: Sequence[int]) -> int | None:
         """Make this rank's window, and pipes from the ``others`` of its node.

@@ -36,11 +36,7 @@ FURTHER_KEYS: Mapping[str, str] = {
 
 
 def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop DeepSpeed's further keys at the values that describe this engine, and ``$schema``.
-
-    Raises:
-        ConfigError: a key asks for more.
-    """
+    """Drop DeepSpeed's further keys at the values that describe this engine, and ``$schema``."""
     for key, same in _REFUSED_UNLESS.items():
         value = as_kind(raw.get(key, same), type(same))
         is_off = isinstance(value, Mapping) and as_kind(value.get("enabled"), bool) is False
@@ -55,11 +51,7 @@ def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_rules(config: Config, world_size: int) -> None:
-    """Refuse combinations that are wrong, and features that are not served.
-
-    Raises:
-        ConfigError: with the path of the key, what it needs, and what to do.
-    """
+    """Refuse combinations that are wrong, and features that are not served."""
     half, autocast = config.compute_dtype, config.autocast_dtype
     rules = (
         (

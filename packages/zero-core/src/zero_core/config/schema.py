@@ -99,11 +99,7 @@ def load_effective(written: Mapping[str, Any]) -> Config:
 
 
 def read_config_text(path: Path, name: str = "the configuration") -> str:
-    """Return the UTF-8 text of a regular file of at most 4 MiB. Messages call it ``name``.
-
-    Raises:
-        ConfigError: it is missing, not readable, not such a file, or longer.
-    """
+    """Return the UTF-8 text of a regular file of at most 4 MiB. Messages call it ``name``."""
     place = str(path)
     if len(place) > _MAX_SHOWN:  # its end has the file's name
         place = f"...{place[-_MAX_SHOWN:]}"
@@ -128,11 +124,7 @@ def read_config_text(path: Path, name: str = "the configuration") -> str:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Parse a JSON object without duplicate keys. Messages call it ``name``.
-
-    Raises:
-        ConfigError: it is not one.
-    """
+    """Parse a JSON object without duplicate keys. Messages call it ``name``."""
     doubled: list[tuple[dict[str, Any], str]] = []
 
     def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -160,12 +152,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
 
 
 def check_plain(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration that cannot be one, whatever its keys mean.
-
-    Raises:
-        ConfigError: blocks are nested too deeply, a key is not a string, or a number is not finite
-            or has more than 64 bits.
-    """
+    """Refuse a configuration that cannot be one, whatever its keys mean."""
     for path, value in _walk(config):
         name = _name_path(path)
         if isinstance(value, Mapping):
@@ -183,11 +170,7 @@ _Path = tuple[Any, ...]
 
 
 def _walk(config: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
-    """Yield the path and the value of every block, list and value.
-
-    Raises:
-        ConfigError: they are nested too deeply.
-    """
+    """Yield the path and the value of every block, list and value."""
     left: list[tuple[_Path, Any]] = [((), config)]
     while left:
         path, value = left.pop()
@@ -322,10 +305,7 @@ def explain(
 
 
 def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[BaseModel] | None]:
-    """Return the path in ``raw`` of an error's ``loc``, and the block in which it ends.
-
-    What else is in a ``loc`` names members of unions. The last key may be a missing one.
-    """
+    """Return the path in ``raw`` of an error's ``loc``, which unions lengthen, and its block."""
     block: type[BaseModel] | None = None
     inner: type[BaseModel] | None = kind
     for depth, key in enumerate(loc):

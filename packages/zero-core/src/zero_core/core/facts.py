@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
-from zero_core.core.norms import Norms
+from zero_core.core.grads import Arithmetic
 
 NUM_WORDS = 3
 """Numbers of 16 bits that a hash consists of."""
@@ -36,9 +36,9 @@ def slots_of(num_params: int, num_units: int) -> dict[str, int]:
     return {**dict.fromkeys(_SCALARS, 1), **hashed, "used": num_params, "left out": num_units}
 
 
-def facts_nbytes(num_params: int, num_units: int, norms: Norms) -> int:
+def facts_nbytes(num_params: int, num_units: int, arithmetic: Arithmetic) -> int:
     """Return the bytes that are summed over the ranks in a step of such a model."""
-    numel = sum(slots_of(num_params, num_units).values()) + norms.num_sums
+    numel = sum(slots_of(num_params, num_units).values()) + arithmetic.num_sums
     return numel * torch.float64.itemsize
 
 
@@ -63,19 +63,19 @@ class Facts:
         num_params: int,
         num_units: int,
         meter: Meter,
-        norms: Norms,
+        arithmetic: Arithmetic,
     ) -> None:
         """``norms`` are those of the gradient, whose sums the vector has behind the slots."""
         self._communicator = communicator
         self._device = device
         self._meter = meter
-        self._norms = norms
+        self._arithmetic = arithmetic
         self._slots: dict[str, slice] = {}
         stop = 0
         for name, size in slots_of(num_params, num_units).items():
             self._slots[name] = slice(stop, stop := stop + size)
         self._first_sum = stop
-        numel = stop + norms.num_sums
+        numel = stop + arithmetic.num_sums
         self._has_stream = device.type != "cpu"
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
@@ -105,9 +105,11 @@ class Facts:
     def start_sum(self, fillers: Iterable[Filler], square_sums: Tensor) -> None:
         """Ask the fillers, and start to sum over all ranks. Every rank must call it.
 
-        ``square_sums`` are those of this rank's shards, on the device: see `Norms.add_squares`.
+        ``square_sums`` are those of this rank's shards, on the device, as
+        `Arithmetic.add_squares` returns them.
         """
-        self._wait()  # the upload of sums that nobody has read
+        if self._event is not None:
+            self._wait()  # the upload of sums that nobody has read
         sent, total = self._sent, self._total
         sent.zero_()
         for filler in fillers:
@@ -116,16 +118,16 @@ class Facts:
         total[self._first_sum :] = square_sums
         self._meter.add_all_reduce(FACTS, total.nbytes)
         self._communicator.sum_statistics(total)
-        self._norms.finish(total[self._first_sum :])
+        self._arithmetic.finish(total[self._first_sum :])
         if self._has_stream:
             self._read.copy_(total, non_blocking=True)
             self._event = torch.accelerator.current_stream(self._device).record_event()
         self.is_known = False
 
     def _wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None  # not before: Ctrl-C may come meanwhile
+        assert self._event is not None, "a copy is under way"
+        self._event.synchronize()
+        self._event = None  # not before: Ctrl-C may come meanwhile
 
     # ----------------------------------- after the sum, the same on all ranks
 
@@ -151,16 +153,16 @@ class Facts:
     @property
     def square_sum(self) -> float:
         """Square of the gradient's 2-norm, loss scale included."""
-        self._await()
+        if self._event is not None:
+            self._wait()
+        self.is_known = True
         return float(self._read[self._first_sum])
 
     def _known(self, name: str) -> Tensor:
-        self._await()
-        return self._read[self._slots[name]]
-
-    def _await(self) -> None:
-        self._wait()
+        if self._event is not None:
+            self._wait()
         self.is_known = True
+        return self._read[self._slots[name]]
 
     # ---------------------------------------------------------- on the device
 

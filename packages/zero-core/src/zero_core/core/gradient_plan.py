@@ -11,7 +11,6 @@ from enum import Enum
 import torch
 
 from zero_core.config import DTYPES, Config
-from zero_core.core.norms import INVARIANT, PLAIN, Norms
 from zero_core.layout.arithmetic import Segment
 
 
@@ -68,11 +67,6 @@ class GradientPlan:
     is_sequential: bool = False
 
     @property
-    def norms(self) -> Norms:
-        """Arithmetic of the gradient's norms."""
-        return INVARIANT if self.is_sequential else PLAIN
-
-    @property
     def is_passed_on_each(self) -> bool:
         """Whether the state tier adds up the micro-steps' gradients."""
         return self.case is GradientCase.PASS_ON_EACH
@@ -126,7 +120,8 @@ def plan_gradient(
     every rank's part and adds them to the sum of the micro-steps before, one after another: that is
     the order of micro-batches for every W. Each is divided by the number of micro-batches before
     backward, and rounded to the dtype that is sent. A missing one is -0, which changes no bit of a
-    sum. A tier would add the ranks' sum of a micro-step as one term: it adds nothing, and the sum
+    sum. `zero_core.extensions.invariance` has that sum and its norms.
+    A tier would add the ranks' sum of a micro-step as one term: it adds nothing, and the sum
     is in ``grad_shard``, also where a step has one micro-step, as fewer ranks have several.
     """
     has_peers = world_size > 1

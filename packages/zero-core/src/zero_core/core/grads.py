@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
-from zero_core.comm.fused_sum import sum_dtype
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.fused_sum import norm_of
+from zero_core.comm.topology import Ranks
+from zero_core.config import Config
 from zero_core.core.gradient_plan import GradientCase, GradientPlan
 from zero_core.core.params import SegmentViews
 from zero_core.core.pool import BufferPool, Wait
@@ -87,6 +90,7 @@ class FlatGrads:
         tier: StateTier,
         span: tuple[int, int],
         views: SegmentViews,
+        arithmetic: Arithmetic,
     ) -> None:
         """Prepare. The state ``tier`` reads back what it was offered, if it owns gradients.
 
@@ -104,7 +108,7 @@ class FlatGrads:
         # The sum is gathered, or the tier copies it.
         self._is_used_at_once = buffers.total is not None or tier.owns_grads
         self._predivide = buffers.plan.predivide
-        self._norms = buffers.plan.norms
+        self._arithmetic = arithmetic
         self.is_passed_on_each = buffers.plan.is_passed_on_each
         self._shard = buffers.shard
         self._padded_numel = segment.padded_numel
@@ -142,6 +146,9 @@ class FlatGrads:
         """Whether gradients were added that no reduction has carried yet."""
         return self._full is not None
 
+    def begin_backward(self) -> None:
+        """Begin a backward. A sequential plan has one gradient of each parameter in it."""
+
     def accumulate_locally(self) -> None:
         """Let gradients of the following backwards add up until the next reduction (``no_sync``).
 
@@ -162,14 +169,21 @@ class FlatGrads:
                 "sparse gradients are not supported: use sparse=False in the embedding"
             )
         if self._full is None:
-            self._check_not_updated()
+            if self._is_updated:
+                raise RuntimeError(
+                    "a gradient came after its unit was updated during backward, as of a block "
+                    "that is used twice under reentrant activation checkpointing: set "
+                    "zero_optimization.offload_optimizer.update_in_backward to false, and go on "
+                    "from a checkpoint"
+                )
             self._open()
         view = self._slots[position]
         if self._has_grad[position]:
             view.add_(grad, alpha=self._predivide)
         else:
             # Divided in the wider dtype of the two: no bit is lost before it must be.
-            wide = torch.promote_types(grad.dtype, view.dtype)
+            same = grad.dtype is view.dtype
+            wide = grad.dtype if same else torch.promote_types(grad.dtype, view.dtype)
             if grad.dtype is wide:
                 torch.mul(grad, self._predivide, out=view)
             elif view.dtype is wide:
@@ -271,7 +285,8 @@ class FlatGrads:
             return target
         if not self._is_empty:
             return torch.empty_like(shard)
-        self._wait_until_copied()
+        if self._until_copied is not None:
+            self._wait_until_copied()
         return shard
 
     def _set_step_gradient(self, reduced: Tensor) -> None:
@@ -300,12 +315,12 @@ class FlatGrads:
         shard, total, dtype = self._values(), self._buffers.total, self.plan.offered
         rounded = shard
         if total is None:
-            rounded = self._round(shard)
+            rounded = shard if shard.dtype is dtype else self._round(shard)
         elif dtype is torch.float16:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
             # fp16 may overflow in this cast: take the norm after it.
-            self._norm = self._norms.measure(rounded)
+            self._norm = self._arithmetic.measure(rounded)
         norm = self.norm()
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
@@ -365,7 +380,8 @@ class FlatGrads:
             until_copied = None
         if self._shard is not None:
             self._until_copied = until_copied
-        self._return_lent(until_copied)
+        if self._borrowed_grad is not None:
+            self._return_lent(until_copied)
 
     def values(self) -> Tensor:
         """Return this rank's shard of the reduced gradient, [shard_numel]. Not to be written to."""
@@ -450,7 +466,7 @@ class FlatGrads:
         values = self.covered()
         if self.plan.offered is torch.float16:  # whose cast may overflow
             values = values.to(torch.float16)
-        return self._norms.measure(values, 2.0, self.plan.normed)
+        return self._arithmetic.measure(values, 2.0, self.plan.normed)
 
     def retake_norm(self) -> Tensor:
         """Return `norm` of the shard after changes."""
@@ -461,7 +477,7 @@ class FlatGrads:
         """Return the ``p``-norm of the shard, in fp32 or wider: see `ReducedGrad`."""
         if p == 2.0 and self._norm is not None:
             return self._norm
-        return self._norms.measure(self.values(), p, self.plan.normed)
+        return self._arithmetic.measure(self.values(), p, self.plan.normed)
 
     def nonfinite_ranks(self) -> list[int] | None:
         """Return the ranks that this rank found to have gradients that are not finite in this step.
@@ -489,16 +505,10 @@ class FlatGrads:
         if self._work is not None and self._work.statistics() is not None:
             self._until_reduced = self._until_read = self._work  # it still reads full_grad
         self._work = self._target = self._norm = self._nonfinite = self._changed_shard = None
-        self._close()
+        self._is_wide = False
+        if self._full is not None:
+            self._close()
         self._return_lent(None)
-
-    def _check_not_updated(self) -> None:
-        if self._is_updated:
-            raise RuntimeError(
-                "a gradient came after its unit was updated during backward, as of a block that is "
-                "used twice under reentrant activation checkpointing: set zero_optimization."
-                "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
-            )
 
     def _take_reduction(self, work: NamedReduction, reduced: Tensor) -> None:
         """Keep the norm of what ``work`` has ``reduced``, and the ranks that are not finite."""
@@ -507,11 +517,11 @@ class FlatGrads:
             self._until_reduced = self._until_read = work
             if self._is_used_at_once or not self._is_empty:  # or it is added to what is there
                 self.wait()
-            self._norm = self._norms.of_reduction(statistics.norm)
+            self._norm = self._arithmetic.of_reduction(statistics.norm)
             self._note_nonfinite(statistics.nonfinite)
             return
         work.wait()
-        self._norm = norm = self._norms.measure(reduced)
+        self._norm = norm = self._arithmetic.measure(reduced)
         # The norm is free to read on a host: finite means no search. On a device reading would
         # synchronize, so look at the contributions instead.
         if not (norm.is_cpu and math.isfinite(norm.sum().item())):
@@ -541,7 +551,8 @@ class FlatGrads:
             pool.release(buffer, until_copied)
 
     def _open(self) -> None:
-        self.wait()  # of a step that was dropped, or reduced again
+        if self._until_reduced is not None or self._until_gathered is not None:
+            self.wait()  # of a step that was dropped, or reduced again
         plan = self.plan
         if plan.case is GradientCase.ALONE:
             self._wait_until_copied()
@@ -571,46 +582,57 @@ class FlatGrads:
         self._buffers.full_pools[full.dtype].release(full, readers)
 
 
-class SequentialGrads(FlatGrads):
-    """Gradients that are added to the step's sum rank by rank, as a sequential plan has it.
+class Arithmetic:
+    """Arithmetic of gradients: sums and norms as in torch and DDP, unless a subclass differs.
 
-    See [Note: the same bits at any world size] in `zero_core.core.gradient_plan`.
+    Attributes:
+        is_sequential: whether every rank's gradient is a term by itself: see `GradientPlan`.
+        num_sums: length of the vector that `add_squares` returns.
+        grads_class: adds a segment's gradients.
     """
 
-    _missing = -0.0  # changes no bit of a sum
-    _added: set[int]  # positions, since `begin_backward`
+    is_sequential: bool = False
+    num_sums: int = 1
+    grads_class: type[FlatGrads] = FlatGrads
 
-    def begin_backward(self) -> None:
-        """Begin a backward, in which each parameter has one gradient."""
-        self._added = set()
-
-    def add(self, position: int, grad: Tensor) -> None:
-        """See `FlatGrads.add`.
+    def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
+        """Refuse collectives and settings with which it has other bits.
 
         Raises:
-            RuntimeError: the parameter had a gradient in this backward before.
+            ConfigError: what they lack.
         """
-        if position in self._added:
-            shape = list(self.params[position].shape)
-            name = self._communicator.name_of(f"parameter of shape {shape}", self.segment.index)
-            raise RuntimeError(
-                f"world_size_invariant: a {name} had two gradients in one backward, as of a module "
-                "that is used twice under reentrant activation checkpointing. They would be added "
-                "in another order at another world size: checkpoint with use_reentrant=False"
-            )
-        self._added.add(position)
-        # One rank sends nothing, and rounds its gradients as those of several are rounded.
-        super().add(position, grad.to(self.plan.communicated) if self._has_one_rank else grad)
 
-    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
-        if self._is_empty and target.dtype is sum_dtype(full.dtype):
-            return super()._start_reduction(target, full)
-        if self._is_empty:
-            target.fill_(self._missing)
-        return self._communicator.reduce_add(target, full, self.segment.index)
+    def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the ``p``-norm of a shard, [shard_numel]: 0-dimensional, or one of each chunk.
 
-    def _find_target(self) -> Tensor:
-        shard = self._shard
-        assert shard is not None, "a sequential plan keeps it"
-        self._wait_until_copied()
-        return shard
+        In fp32 or wider; ``dtype`` is that in which the powers are added up, where it is given.
+        """
+        return norm_of(values, p, dtype)
+
+    def of_reduction(self, norm: Tensor) -> Tensor | None:
+        """Return what `measure` does, if the ``norm`` that a reduction took on its way is that."""
+        return norm
+
+    def add_squares(self, norms: Sequence[Tensor], squares: Sequence[Tensor]) -> Tensor:
+        """Add up a rank's segments: [num_sums], float64. Ranks add such vectors.
+
+        Args:
+            norms: by segment, of `measure`.
+            squares: of segments of which only these are known, [1] each.
+        """
+        sums = [*squares]
+        if norms:
+            sums.append(torch.stack([*norms]).to(torch.float64).square())
+        return torch.cat(sums).sum().view(1)
+
+    def finish(self, sums: Tensor) -> None:
+        """Replace the first of ``sums``, those of `add_squares`, by the square sum."""
+
+    def over_ranks(self, norms: Sequence[Tensor], p: float, control: ControlGroup) -> float:
+        """Return the ``p``-norm of all ranks' shards. Every rank must call it.
+
+        Args:
+            norms: by segment, of `measure`: float64, on one device.
+        """
+        local = torch.linalg.vector_norm(torch.stack([*norms]), p)
+        return float(torch.linalg.vector_norm(control.gather(local.view(1)), p))

@@ -182,16 +182,18 @@ class BackwardOrder:
         """
         self._entered.add(unit)
         trail = self._trail_of(unit, forward)
-        if trail is None or trail.last_position(unit) is None:
+        position = None if trail is None else trail.last_position(unit)
+        if trail is None or position is None:
             return
         self._followed = trail
         if forward is None:
             self._with_grad.add(unit)  # reentrant checkpointing hid that in the forward
             self._note_next_checkpoint(trail, unit)
-        self._leave_recomputed()
-        position = trail.last_position(unit)
-        if position is None:
-            return
+        if self._recomputed is not None:
+            self._leave_recomputed()
+            position = trail.last_position(unit)
+            if position is None:
+                return
         if forward is not None:
             self._recomputed = None
             yield from self._follow(trail, position + 1)
@@ -215,12 +217,12 @@ class BackwardOrder:
         self._num_missing[unit] = missing = self._num_missing[unit] - 1
         return missing
 
-    def ready_units(self) -> Iterator[int]:
-        """Yield the units to be reduced now, each once."""
-        order = self._order
+    def ready_units(self) -> list[int]:
+        """Return the units to be reduced now, each once."""
+        order, first = self._order, self._next
         while self._next < len(order) and self._num_missing[order[self._next]] <= 0:
             self._next += 1
-            yield order[self._next - 1]
+        return order[first : self._next]
 
     def skipped_last(self) -> Iterator[int]:
         """Yield the units between those that backward entered and the start of the forward."""
@@ -302,21 +304,24 @@ class Prefetch:
 
     def __init__(self, num_units: int) -> None:
         self._num_units = num_units
-        self._depths: tuple[dict[int, int], dict[int, int]] = ({}, {})  # forward, backward
+        self._windows: tuple[dict[int, range], dict[int, range]] = ({}, {})  # forward, backward
+        for unit in range(num_units):
+            self.set_depth(unit, 1, backward=False)
+            self.set_depth(unit, 1, backward=True)
         self._entered = 0
         # Units gathered before they are needed, each with the one in use then.
         self._ahead: list[tuple[int, int]] = []
 
     def set_depth(self, unit: int, number: int, *, backward: bool) -> None:
         """Gather ``number`` units ahead of ``unit``, rather than one. All ranks set the same."""
-        self._depths[backward][unit] = number
+        found = range(unit + 1, min(self._num_units, unit + 1 + number))
+        if backward:
+            found = range(unit - 1, max(0, unit - 1 - number), -1)
+        self._windows[backward][unit] = found
 
     def window(self, unit: int, *, backward: bool) -> range:
         """Return the units that are gathered ahead of ``unit``, in order."""
-        depth = self._depths[backward].get(unit, 1)
-        if backward:
-            return range(unit - 1, max(0, unit - 1 - depth), -1)
-        return range(unit + 1, min(self._num_units, unit + 1 + depth))
+        return self._windows[backward][unit]
 
     def enter(self, unit: int, *, backward: bool) -> tuple[range, list[int]]:
         """Enter ``unit``.
@@ -325,7 +330,7 @@ class Prefetch:
             The units to gather ahead, in order, and those that were gathered ahead and are not in
             front of it: the order of use is not that of the module tree.
         """
-        window = self.window(unit, backward=backward)
+        window = self._windows[backward][unit]
         strays = []
         if self._ahead:
             ahead, self._ahead = self._ahead, []

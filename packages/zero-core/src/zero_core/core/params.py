@@ -93,10 +93,10 @@ class ShardSource(ABC):
 
         ``is_beside``: in another thread than the training's, whose place is left alone.
         """
-        if self.span is not None:
-            place = nullcontext() if is_beside else self._communicator.place.during(UPDATE)
-            with place:
-                self._tier.wait_params(*self.span)
+        if self.span is None or self._tier.are_params_ready(*self.span):
+            return
+        with nullcontext() if is_beside else self._communicator.place.during(UPDATE):
+            self._tier.wait_params(*self.span)
 
     @abstractmethod
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
@@ -287,6 +287,7 @@ class FlatParams:
         local_span: see `ShardSource.span`.
         rank: this rank.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
+        written: position of one that was written while UNSHARDED: see `take_written`.
         read_params: parameters of the model that have values here: what its code reads.
         is_watched: whether what programs write into parameters is compared between the ranks.
         has_masters_apart: whether it must reach other memory than the values, too.
@@ -337,7 +338,7 @@ class FlatParams:
         self.is_watched = segment.is_trainable and kept is not None
         self.has_masters_apart = has_masters_apart
         self._versions = list(map(_get_version, self.params))
-        self._written: int | None = None  # position of one that was written while UNSHARDED
+        self.written: int | None = None
         self.cures = access.Cures()
         self._why_refused = _SHARDED
         self._lock = threading.RLock()  # of waits: any thread may read
@@ -362,7 +363,7 @@ class FlatParams:
         self._is_closed = True  # reads wait or raise, but for those of copies
         self._moved: int | None = None  # position of a parameter that was moved while UNSHARDED
         self._views = views
-        self._placeholders = views.placeholders
+        self._placeholders = self._shown = views.placeholders  # what the parameters are views of
         # Copies that parameters are views of while SHARDED, and their holders, by position.
         self._copies: dict[int, Tensor] = {}
         self._num_holders: dict[int, int] = {}
@@ -382,7 +383,8 @@ class FlatParams:
         """
         if self._full_version == self.version:
             return
-        self.finish_gather()  # an older gather, started ahead and never used, may still write
+        if self._work is not None:
+            self.finish_gather()  # an older one, started ahead and never used, may still write
         if self._is_gathered:
             if self.full is None:
                 index = self.segment.index
@@ -415,12 +417,16 @@ class FlatParams:
         if not self._is_closed and self._work is None:
             return
         with self._lock:
-            self.finish_gather()
-            self._open()
+            if self._work is not None:
+                self.finish_gather()
+            access.open_all(self.read_params)
+            self._is_closed = False
             if not self._are_views_set:
                 if self._copies:
                     self._note_written()
-                list(map(_set_data, self.params, self._current_views().slots))
+                assert self.full is not None, "it has been gathered"
+                self._shown = self._views.of(self.full)
+                list(map(_set_data, self.params, self._shown.slots))
                 self._are_views_set = True
 
     def _note_written(self) -> None:
@@ -428,12 +434,8 @@ class FlatParams:
         versions = list(map(_get_version, self.params))
         if versions != self._versions:
             pairs = enumerate(zip(versions, self._versions, strict=True))
-            self._written = next(position for position, (now, before) in pairs if now != before)
+            self.written = next(position for position, (now, before) in pairs if now != before)
             self._versions = versions
-
-    def _open(self) -> None:
-        access.open_all(self.read_params)
-        self._is_closed = False
 
     def _defer(self) -> None:
         self._is_closed = True
@@ -477,11 +479,13 @@ class FlatParams:
             if self._is_deferred:
                 self._set_placeholders()
             return
-        self.finish_gather()
+        if self._work is not None:
+            self.finish_gather()
         if self._are_views_set:
             if self._moved is None:
                 self._moved = self._find_moved()
-            self._note_written()
+            if list(map(_get_version, self.params)) != self._versions:
+                self._note_written()
         self._set_placeholders()
         self._pool.release(full)
         self.full = None
@@ -507,7 +511,8 @@ class FlatParams:
         else:
             self.gather()  # this blocks nobody: the device alone waits
             if self._is_closed:
-                self._open()
+                access.open_all(self.read_params)
+                self._is_closed = False
 
     # ------------------------------------------------------------------ access
 
@@ -593,10 +598,9 @@ class FlatParams:
         return self.is_current or (not self._are_views_set and position in self._copies)
 
     def take_written(self) -> str | None:
-        """Return why a write into a parameter is lost, once, or None: there was none."""
-        position, self._written = self._written, None
-        if position is None:
-            return None
+        """Return why the write into a parameter is lost, once, or None: it is no parameter's."""
+        position, self.written = self.written, None
+        assert position is not None, "there was one"
         param = self.params[position]
         if not isinstance(param, nn.Parameter):
             return None
@@ -615,22 +619,15 @@ class FlatParams:
             return None  # else the objects were swapped, with their classes
         with DisableTorchFunction() if self._is_closed else nullcontext():  # it is no read
             found = list(map(Tensor.data_ptr, self.params))
-        expected = self._expected_addresses()
+        expected = self._shown.addresses
+        if self._copies and not self._are_views_set:
+            slots = enumerate(self._shown.slots)
+            expected = [self._copies.get(position, hole).data_ptr() for position, hole in slots]
+        elif self.segment.is_opaque:  # refilled, they have other addresses each time
+            expected = list(map(Tensor.data_ptr, self._shown.slots))
         if found == expected:
             return None
         return next(i for i, address in enumerate(expected) if found[i] != address)
-
-    def _expected_addresses(self) -> list[int]:
-        if not (self._are_views_set or self._copies):
-            return self._placeholders.addresses
-        if not self._are_views_set:
-            holes = enumerate(self._placeholders.slots)
-            expected = [self._copies.get(position, hole) for position, hole in holes]
-            return list(map(Tensor.data_ptr, expected))
-        views = self._current_views()
-        if self.segment.is_opaque:  # refilled, they have other addresses each time
-            return list(map(Tensor.data_ptr, views.slots))
-        return views.addresses
 
     def refresh(self) -> None:
         """Wait for kept values that are on their way. Starts no exchange with other ranks."""
@@ -743,10 +740,9 @@ class FlatParams:
         Returns:
             Whether it was.
         """
-        if self._are_views_set:
-            tensor = self._current_views().slots[position]
-        else:
-            tensor = self._copies.get(position, self._placeholders.slots[position])
+        tensor = self._shown.slots[position]
+        if not self._are_views_set:
+            tensor = self._copies.get(position, tensor)
         found = self.params[position]
         with DisableTorchFunction():  # an address is no read
             is_replaced = (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape)
@@ -794,14 +790,18 @@ class FlatParams:
 
     def _set_placeholders(self) -> None:
         if self._is_closed:
-            self._open()
-        values = self._placeholders.slots
+            access.open_all(self.read_params)
+        self._shown = self._placeholders
+        values = self._shown.slots
         if self._copies:
             values = [self._copies.get(position, hole) for position, hole in enumerate(values)]
         list(map(_set_data, self.params, values))
         self._are_views_set = self._is_deferred = False
         self._is_closed = True
-        self._refuse_absent()
+        if self._copies:
+            self._refuse_absent()
+        else:
+            access.refuse(self.read_params)
 
     def _refuse_absent(self) -> None:
         refused = self.read_params
@@ -817,7 +817,3 @@ class FlatParams:
             for param, positions in zip(self.read_params, self._read_positions, strict=True)
             if all(position in self._copies for position in positions)
         ]
-
-    def _current_views(self) -> BufferViews:
-        assert self.full is not None
-        return self._views.of(self.full)

@@ -42,13 +42,177 @@ from torch import Tensor, nn
 
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
-from zero_core.core.facts import Facts
+from zero_core.core.facts import Facts, Filler
 from zero_core.core.grads import FlatGrads
 from zero_core.core.order import BackwardOrder, Forward
-from zero_core.core.reductions import GradientSink, Reductions
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
 from zero_core.watch.place import OUTSIDE
+
+
+class GradientSink(Protocol):
+    """Takes reduced gradients and knows where in a step the training is.
+
+    `zero_core.step.gradient.StepGradient` is the one implementation.
+
+    Attributes:
+        params_with_grad: parameters that got a gradient on this rank since the last step;
+            `BackwardPass` adds to it.
+    """
+
+    params_with_grad: set[int]
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether every segment's gradient has been added."""
+
+    def begin_backward(self, *, is_new_round: bool) -> None:
+        """Check, at the first sign of a backward, that it may add to the gradient.
+
+        ``is_new_round``: a forward has begun since the backward before, outside of ``no_sync``.
+
+        Raises:
+            RuntimeError: units have been updated already, or fp16's loss scale is missing.
+        """
+
+    def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
+        """Take a segment's reduced gradient and offer it to the state tier.
+
+        ``is_last``: whether it is that of the last micro-step of its step.
+
+        Returns:
+            Whether the segment's parameters have been updated with it.
+        """
+
+    def broken(self) -> None:
+        """Restart the step: a forward found that the last backward did not end.
+
+        Raises:
+            RuntimeError: units have been updated already.
+        """
+
+    def drop_untaken(self) -> bool:
+        """Drop gradients that were left on parameters by a backward that ended before their hooks.
+
+        Returns:
+            Whether there were any.
+        """
+
+    def reopen(self) -> None:
+        """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
+
+    def agree(self, filler: Filler) -> None:
+        """Start to sum the step's facts over all ranks. Every rank must call it.
+
+        Nothing is done if they are known of the gradient as it is. ``filler`` has facts besides.
+        """
+
+    def void_update(self) -> None:
+        """Drop an update that was enqueued ahead of the decision: more is to be reduced."""
+
+    def clear(self) -> None:
+        """Drop the gradient and start a new step."""
+
+
+class Reductions:
+    """Reduces units, one at a time, and offers what is reduced to the sink.
+
+    One unit's reduction is under way while backward computes the next unit.
+
+    Attributes:
+        has_peers: whether there are other ranks.
+        is_due_per_backward: whether every backward reduces, and not the last of a step alone: one
+            rank has nothing to reduce before, unless its tier adds up each micro-step's gradient.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], sink: GradientSink, ready: set[int], *, has_peers: bool
+    ) -> None:
+        """``ready``: units whose parameters hold the current values.
+
+        A unit that the sink updates is taken out of it.
+        """
+        self.has_peers = has_peers
+        self._units = units
+        self._grads = [grads for unit in units for grads in unit.grads]
+        self._sequential = [grads for grads in self._grads if grads.plan.is_sequential]
+        self.is_due_per_backward = has_peers or any(g.is_passed_on_each for g in self._grads)
+        self._sink = sink
+        self._ready = ready
+        # With whether they are those of the last micro-step of their step.
+        self._in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
+
+    def begin_backward(self) -> None:
+        for grads in self._sequential:
+            grads.begin_backward()
+
+    def begin_unit(self, index: int) -> None:
+        """Begin the backward of one micro-batch through a unit."""
+        for grads in self._units[index].grads:
+            grads.begin_backward()
+
+    def finish_unit(self, index: int) -> None:
+        """`finish`, if reductions of this unit are under way: more is to be added to it."""
+        if any(grads.segment.unit == index for grads, _ in self._in_flight):
+            self.finish()
+
+    def start(self, index: int) -> None:
+        """Start to reduce a unit, when the one before it has been reduced."""
+        if self._in_flight:
+            self.finish()
+        for grads in self._units[index].grads:
+            grads.reduce()
+            self._in_flight += ((grads, self._sink.is_boundary),)
+        if not self.has_peers:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the reductions under way, and offer what they bring to the sink."""
+        for grads, is_last in self._in_flight:
+            grads.finish()
+            if is_last or grads.is_passed_on_each:
+                self.offer(grads, is_last=is_last)
+        self._in_flight = ()
+
+    def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
+        """Offer a reduced gradient to the sink. If it updates the segment, its values are stale."""
+        if self._sink.add(grads, is_last=is_last):
+            unit = grads.segment.unit
+            for flat in self._units[unit].params:
+                if flat.segment is grads.segment:
+                    flat.updated_early()
+            self._ready.discard(unit)
+
+    def accumulate_locally(self) -> None:
+        """Have gradients added up over several backwards before they are reduced."""
+        for grads in self._grads:
+            grads.accumulate_locally()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients were added that no reduction has carried yet.
+
+        They came within ``no_sync``, or after their unit had been reduced (reentrant activation
+        checkpointing of a block that is used twice).
+        """
+        return any(grads.has_unreduced for grads in self._grads)
+
+    def discard(self) -> None:
+        """Wait for the reductions under way, and drop all gradients."""
+        for grads, _ in self._in_flight:
+            grads.finish()
+        self._in_flight = ()
+        for grads in self._grads:
+            grads.clear()
+
+    def synchronize(self) -> None:
+        """Wait until nothing reads or writes gradients' memory any more."""
+        for grads in self._grads:
+            grads.synchronize()
 
 
 class _Running(NamedTuple):
@@ -66,6 +230,7 @@ class BackwardPass:
         is_open: whether a backward is under way, or was left by an exception.
         order: of gathers and reductions.
         reductions: of units' gradients.
+        params_with_grad: see `GradientSink`.
         should_sync: whether backwards reduce gradients: False within `no_sync`.
     """
 
@@ -77,7 +242,7 @@ class BackwardPass:
         self._names = [f"backward of {unit!r}" for unit in units.units]
         self._sink = sink
         self._facts = facts
-        self._params_with_grad = sink.params_with_grad
+        self.params_with_grad = sink.params_with_grad
         has_peers = communicator.world_size > 1
         self.reductions = Reductions(units.units, sink, units.ready, has_peers=has_peers)
         self.order = BackwardOrder(
@@ -118,7 +283,8 @@ class BackwardPass:
         if self._why_refused is not None:
             raise RuntimeError(self._why_refused)
         self._place.check_finished("a backward")
-        self._units.part_hooks.resume()
+        if not self._units.part_hooks.handles:
+            self._units.part_hooks.resume()
         self._units.drain()
         self._sink.begin_backward(is_new_round=self.should_sync and is_new)
         self.is_open = True
@@ -179,21 +345,20 @@ class BackwardPass:
         if not self.is_open:
             self.begin()
         index = unit.index
-        self._place.enter(self._names[index])  # without shards nothing enters it before
+        if self._place.doing is self._names[index]:
+            self._place.num_changes += 1
+        else:  # without shards nothing enters it before
+            self._place.enter(self._names[index])
         if index in self._recomputed:
             self._recomputed[index] -= 1
         num_missing = self.order.gradient_ready(index)
         # late: this unit's reduction has started. Finish it; the gradient opens a second one.
         if num_missing < 0:
             self.reductions.finish()
-        self.add(grads, position, grad)
+        grads.add(position, grad)
+        self.params_with_grad.add(grads.param_numbers[position])
         if num_missing == 0 and self._is_reducing:
             self._reduce_ready()
-
-    def add(self, grads: FlatGrads, position: int, grad: Tensor) -> None:
-        """Add the gradient of parameter ``position`` to those of its segment."""
-        grads.add(position, grad)
-        self._params_with_grad.add(grads.param_numbers[position])
 
     def _gather_skipped(self, skipped: int) -> None:
         """Gather a unit that backward skips here, because other ranks may go into it."""
@@ -349,7 +514,7 @@ class BackwardPass:
 
     def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
         """Pass on the gradient of a segment again: that of parameter number ``param`` was set."""
-        self._params_with_grad.add(param)
+        self.params_with_grad.add(param)
         self.reductions.offer(grads, is_last=self._sink.is_boundary)
 
 
@@ -430,13 +595,16 @@ class ForwardPass:
         units = self._units
         if self._running and unit.is_block and unit is not units.current:
             if self._forward is not None:
-                self._note_passed(unit.index)
+                last = self._path[-1].index if self._path else 0
+                if unit.index > last + 1:
+                    self._note_passed(unit.index)
                 self._order.use(unit.index)
             self._path.append(unit)
         units.launch(unit, backward=False)
         if self._running and unit.is_root:
             units.launch_tail()
-        units.wait(unit)  # the root, after the launch of the first block's gather
+        if not unit.is_block:  # the root, after the launch of the first block's gather
+            units.wait(unit)
 
     def _note_passed(self, before: int) -> None:
         """Note blocks that this rank gathered ahead and leaves out in the forward that is running.

@@ -296,7 +296,8 @@ class SavedWeights:
             offset = whole.storage_offset() + packed.nbytes_before // whole.element_size()
             return whole.as_strided(packed.shape, packed.stride, offset)
         unit, flat, dtype, offset, shape, stride, version, forward = packed
-        _check_version(unit, flat, version)
+        if version != flat.version:
+            raise _outdated(unit)
         if unit is not self.entered:
             backward.enter(unit, forward)
         assert flat.full is not None
@@ -323,7 +324,8 @@ class SavedWeights:
 
         def enter(grad: Tensor) -> None:
             for flat, version in opaque:
-                _check_version(unit, flat, version)
+                if version != flat.version:
+                    raise _outdated(unit)
             backward.enter(unit, forward)
 
         for tensor in pytree.tree_leaves(output):
@@ -331,10 +333,8 @@ class SavedWeights:
                 tensor.register_hook(enter)  # type: ignore[no-untyped-call]
 
 
-def _check_version(unit: Unit, flat: FlatParams, version: int) -> None:
-    """Refuse a backward whose forward had other values."""
-    if version != flat.version:
-        raise RuntimeError(
-            f"backward of a forward that ran before the last step or load: the weights of "
-            f"{unit!r} have changed since; run the forward again"
-        )
+def _outdated(unit: Unit) -> RuntimeError:
+    return RuntimeError(
+        f"backward of a forward that ran before the last step or load: the weights of {unit!r} "
+        "have changed since; run the forward again"
+    )

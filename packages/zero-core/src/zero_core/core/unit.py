@@ -36,11 +36,18 @@ A *parameter tier* holds shards outside the device. Slot, piece, local flat spac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from zero_core._torch import find_trainable
 from zero_core.core.grads import FlatGrads
-from zero_core.core.param_offload import PrefetchHints
 from zero_core.core.params import FlatParams
+
+
+class Hints(Protocol):
+    """Announces units to the parameter tier: `zero_core.sharded.param_offload.PrefetchHints`."""
+
+    def announce(self, unit: int, *, backward: bool) -> None:
+        """Announce the units after ``unit``, which is in use."""
 
 
 class Unit:
@@ -67,7 +74,7 @@ class Unit:
         name: str,
         params: Sequence[FlatParams],
         grads: Sequence[FlatGrads],
-        hints: PrefetchHints | None = None,
+        hints: Hints | None = None,
         *,
         is_tail: bool = False,
     ) -> None:

@@ -134,7 +134,10 @@ class UnitSet:
             unit.hints.announce(index, backward=backward)
         if unit.is_block:
             self.wait(unit)
-        for ahead in (self.units[i] for i in window if i not in self.ready):
+        for number in window:
+            ahead = self.units[number]
+            if number in self.ready:
+                continue
             if not ahead.is_exchanged and not ahead.is_updated():
                 continue  # it would block here until the tier has updated the unit
             if ahead.is_block:  # else it stays
@@ -144,7 +147,8 @@ class UnitSet:
     def open(self, unit: Unit, *, backward: bool) -> None:
         """Do as `launch`, and wait for ``unit``."""
         self.launch(unit, backward=backward)
-        self.wait(unit)
+        if not unit.is_block:  # `launch` waits for those
+            self.wait(unit)
 
     def launch_tail(self) -> None:
         """Launch the gather of the tail. Whoever reads it from now on waits."""
@@ -189,7 +193,8 @@ class UnitSet:
             return
         if unit is self.current:
             self.current = None
-        self.part_hooks.resume()
+        if not self.part_hooks.handles:
+            self.part_hooks.resume()
         self.ready.discard(unit.index)
         for flat in unit.params:
             if flat.full is not None and not flat.is_kept:
@@ -256,13 +261,14 @@ class UnitSet:
         ``flats``: whose values are meant; None: all.
         """
         with self._publishing:
-            self.part_hooks.resume()
+            if not self.part_hooks.handles:
+                self.part_hooks.resume()
             if flats is None:
                 self.ready.clear()
-                flats = (flat for unit in self.units for flat in unit.params)
+                flats = [flat for unit in self.units for flat in unit.params]
             for flat in flats:
-                # A forward may have left old values in it.
-                self.release(self.units[flat.segment.unit])
+                if flat.full is not None:  # a forward may have left old values in it
+                    self.release(self.units[flat.segment.unit])
                 self.ready.discard(flat.segment.unit)
                 flat.invalidate()
             self.publish()

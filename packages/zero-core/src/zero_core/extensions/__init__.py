@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from zero_core.comm.topology import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.facts import Facts
-from zero_core.core.module_units import ModuleUnits
+from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.extensions.heartbeat import HeartbeatFile
@@ -51,50 +52,95 @@ def attach_extensions(
         state.extensions.append(extension)
 
 
-def make_extensions(
-    config: Config,
-    state: ShardedState,
-    train: TrainState,
-    facts: Facts,
-    ranks: Ranks,
-    per_node: int,
-    given: Sequence[Extension],
-) -> list[Extension]:
+class Site(NamedTuple):
+    """What followers are made from."""
+
+    config: Config
+    state: ShardedState
+    train: TrainState
+    facts: Facts
+    ranks: Ranks
+    per_node: int
+
+
+def _make_copies(site: Site) -> Extension:
+    wanted = site.config.memory_checkpoint
+    assert wanted is not None, "the configuration has the key"
+    return MemoryCheckpoints(site.state, site.train, wanted, site.ranks, site.per_node)
+
+
+def _tile(site: Site, passes: Passes, modules: Sequence[nn.Module], _: object) -> Removable:
+    wanted = site.config.tiled_compute
+    assert wanted is not None, "the configuration has the key"
+    return TiledForwards(modules[0], wanted, ModuleUnits(passes))
+
+
+def _recompute(
+    site: Site, passes: Passes, modules: Sequence[nn.Module], host_inputs: HostInputs | None
+) -> Removable:
+    wanted = site.config.activation_checkpointing
+    assert wanted is not None, "the configuration has the key"
+    blocks = [modules[unit.index] for unit in passes.units.blocks]
+    return Recompute(blocks, passes, host_inputs, is_on_cpu=wanted.cpu_checkpointing)
+
+
+FIRST: dict[str, Callable[[Site], Extension]] = {
+    "check_replicas_every": lambda site: ReplicaCheck(site.state, site.config),
+    "zero_optimization.ignore_unused_parameters": lambda site: UnusedParameters(
+        site.state, site.facts, site.train
+    ),
+}
+"""Extensions whose events come before those of the program's, by key of the configuration."""
+LAST: dict[str, Callable[[Site], Extension]] = {
+    # It notes a backward that nobody has refused, so it comes behind all that may refuse one.
+    "world_size_invariant": lambda site: Invariance(
+        site.state.module, site.config, site.train, site.ranks
+    ),
+    # It copies states at a step's end, when the others have changed theirs.
+    "memory_checkpoint": _make_copies,
+}
+"""Those whose events come behind them."""
+WRAPPERS: dict[str, Callable[..., Removable]] = {
+    "tiled_compute": _tile,
+    "activation_checkpointing": _recompute,
+}
+"""Those that wrap forwards of modules."""
+
+
+def check_extensions(config: Config) -> None:
+    """Refuse a key whose extension is in no table.
+
+    Raises:
+        ConfigError: with the key.
+    """
+    for key in config.extension_keys:
+        if key not in FIRST | LAST | WRAPPERS:
+            raise ConfigError(
+                f"{key}: no table of zero_core.extensions has an extension for it: take the key "
+                "out of the configuration, or add what serves it to a table"
+            )
+
+
+def make_extensions(site: Site, given: Sequence[Extension]) -> list[Extension]:
     """Return what follows a training, in the order of their events. Every rank must call it.
 
     Raises:
         ConfigError: the ranks cannot do what is asked for.
     """
-    zero = config.zero_optimization
-    found: list[Extension] = [*HeartbeatFile.wanted(ranks.rank)]
-    if config.check_replicas_every:
-        found.append(ReplicaCheck(state, config))
-    if not zero.ignore_unused_parameters and zero.stage in (1, 2):
-        found.append(UnusedParameters(state, facts, train))
-    found.append(RepeatedRounds(train, rank=ranks.rank))
+    keys = site.config.extension_keys
+    found: list[Extension] = [*HeartbeatFile.wanted(site.ranks.rank)]
+    found += [FIRST[key](site) for key in keys if key in FIRST]
+    found.append(RepeatedRounds(site.train, rank=site.ranks.rank))
     found += given
-    # It notes a backward that nobody has refused, so it comes behind all that may refuse one.
-    if config.world_size_invariant:
-        found.append(Invariance(state.module, config, train, ranks))
-    # It copies states at a step's end, when the others have changed theirs.
-    if config.memory_checkpoint is not None:
-        found.append(MemoryCheckpoints(state, train, config.memory_checkpoint, ranks, per_node))
-    return found
+    return found + [LAST[key](site) for key in keys if key in LAST]
 
 
 def wrap_forwards(
-    config: Config, passes: Passes, modules: Sequence[nn.Module], host_inputs: HostInputs | None
+    site: Site, passes: Passes, modules: Sequence[nn.Module], host_inputs: HostInputs | None
 ) -> list[Removable]:
     """Wrap forwards of the units' ``modules``, the model first: tiles, and recomputed blocks.
 
     ``host_inputs`` move the inputs of blocks on an accelerator to the host and back.
     """
-    found: list[Removable] = []
-    if config.tiled_compute is not None:
-        found.append(TiledForwards(modules[0], config.tiled_compute, ModuleUnits(passes)))
-    checkpointing = config.activation_checkpointing
-    if checkpointing is not None and checkpointing.enabled:
-        blocks = [modules[unit.index] for unit in passes.units.blocks]
-        is_on_cpu = checkpointing.cpu_checkpointing
-        found.append(Recompute(blocks, passes, host_inputs, is_on_cpu=is_on_cpu))
-    return found
+    keys = site.config.extension_keys
+    return [WRAPPERS[k](site, passes, modules, host_inputs) for k in keys if k in WRAPPERS]

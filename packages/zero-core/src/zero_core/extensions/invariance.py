@@ -1,24 +1,42 @@
-"""Random numbers of ``world_size_invariant``, and checks beside the sums of `SequentialGrads`.
+"""``world_size_invariant``: arithmetic and random numbers that do not depend on the world size.
 
 [Note: random numbers that follow the micro-batch]
 Dropout draws from torch's generators, whose state depends on what the rank has drawn before. So the
 first forward of each micro-step seeds them from the seed, the step and the micro-batch's number in
 the step: whichever rank computes a micro-batch, at whatever world size, draws the same numbers. So
 does one that is repeated, as its forward raised or its gradients were dropped.
+
+[Note: one norm for any world size]
+Addition of rounded numbers depends on their order, and another number of ranks adds in another one.
+With ``world_size_invariant`` a norm is therefore taken in two parts that do not:
+- norms of **chunks**, `CHUNK_NUMEL` elements at fixed places of a segment. Shards are whole chunks
+  (`zero_core.layout.arithmetic.Layout.build`), and a chunk is a row of one operator, on its own.
+- **bins**: each chunk's power is rounded to 24 bits and added to the bin of its exponent, where all
+  terms are integers. Sums of integers below 2**53 are exact in float64, in any order. A bin holds
+  2**28 chunks, 2**38 elements.
+This is a reproducible sum by indexed bins (Demmel and Nguyen, "Fast Reproducible Floating-Point
+Summation", ARITH 2013), with bins at fixed places and a single level.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zero_core._torch import is_in_backward, outside_graphs, seed_generators
-from zero_core.comm.communicator import Communicator
+from zero_core.comm.communicator import Communicator, NamedReduction
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.fused_sum import sum_dtype
 from zero_core.comm.topology import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import Extension
+from zero_core.core.grads import Arithmetic, FlatGrads
 from zero_core.errors import ConfigError
+from zero_core.layout.arithmetic import CHUNK_NUMEL
 from zero_core.optim.train_state import TrainState
 
 
@@ -90,24 +108,145 @@ class Invariance(Extension):
         )
 
 
-def check_invariance(config: Config, communicator: Communicator, ranks: Ranks) -> None:
-    """Refuse what cannot give the same bits at any world size.
+class SequentialGrads(FlatGrads):
+    """Gradients that are added to the step's sum rank by rank, as a sequential plan has it.
 
-    Raises:
-        ConfigError: the collectives or the optimizer's place do not permit it.
+    See [Note: the same bits at any world size] in `zero_core.core.gradient_plan`.
     """
-    if not communicator.can_add:
-        raise ConfigError(
-            "world_size_invariant needs collectives with reduce_add, as of "
-            f"zero_core.protocols.AddingCollectives: {type(communicator.transport).__name__} has "
-            "none"
-        )
-    offload = config.zero_optimization.offload_optimizer
-    is_split = offload.device_budget is not None or offload.ratio not in (0.0, 1.0, None)
-    if offload.device != "none" and is_split and ranks.device.type != "cpu":
-        raise ConfigError(
-            f"world_size_invariant on {ranks.device.type} with a part of the optimizer on the "
-            "host: host and device differ by units in the last place, and each world size has the "
-            "border elsewhere. Set zero_optimization.offload_optimizer.ratio to 0 or 1, or name "
-            "the host's parameters in offload_optimizer.parameters"
-        )
+
+    _missing = -0.0  # changes no bit of a sum
+    _added: set[int]  # positions, since `begin_backward`
+
+    def begin_backward(self) -> None:
+        self._added = set()
+
+    def add(self, position: int, grad: Tensor) -> None:
+        """See `FlatGrads.add`.
+
+        Raises:
+            RuntimeError: the parameter had a gradient in this backward before.
+        """
+        if position in self._added:
+            shape = list(self.params[position].shape)
+            name = self._communicator.name_of(f"parameter of shape {shape}", self.segment.index)
+            raise RuntimeError(
+                f"world_size_invariant: a {name} had two gradients in one backward, as of a module "
+                "that is used twice under reentrant activation checkpointing. They would be added "
+                "in another order at another world size: checkpoint with use_reentrant=False"
+            )
+        self._added.add(position)
+        # One rank sends nothing, and rounds its gradients as those of several are rounded.
+        super().add(position, grad.to(self.plan.communicated) if self._has_one_rank else grad)
+
+    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
+        if self._is_empty and target.dtype is sum_dtype(full.dtype):
+            return super()._start_reduction(target, full)
+        if self._is_empty:
+            target.fill_(self._missing)
+        return self._communicator.reduce_add(target, full, self.segment.index)
+
+    def _find_target(self) -> Tensor:
+        shard = self._shard
+        assert shard is not None, "a sequential plan keeps it"
+        self._wait_until_copied()
+        return shard
+
+
+_MANTISSA_BITS = 24
+_BIN_BITS = 2
+_LEAST_EXPONENT, _LARGEST_EXPONENT = -160, 160
+NUM_BINS = (_LARGEST_EXPONENT - _LEAST_EXPONENT) // _BIN_BITS
+"""Bins cover powers from 2**-161 up to 2**160: smaller ones count as zero, larger as infinite."""
+_ROWS = 1024
+"""Chunks that an accelerator reduces at once: a kernel's order may depend on its shape."""
+
+
+def chunk_norms(values: Tensor, p: float = 2.0) -> Tensor:
+    """Return the ``p``-norm of each chunk of 1-D ``values``, in fp32 (float64 for float64)."""
+    rows, dtype = values.view(-1, CHUNK_NUMEL), sum_dtype(values.dtype)
+    if values.is_cpu:  # where each row is reduced by itself
+        return _row_norms(rows, p, dtype)
+    norms = [_row_norms(part, p, dtype) for part in torch.split(rows, _ROWS)]
+    missing = -len(rows) % _ROWS
+    if missing:
+        last = rows[len(rows) - len(rows) % _ROWS :]
+        padded = torch.nn.functional.pad(last, (0, 0, 0, missing))
+        norms[-1] = _row_norms(padded, p, dtype)[: len(last)]
+    return torch.cat(norms)
+
+
+def _row_norms(rows: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, p, dim=1, dtype=dtype)
+    return norms
+
+
+def bin_powers(norms: Tensor, p: float = 2.0) -> Tensor:
+    """Return the sums of the chunks' ``norms ** p`` by bin: [NUM_BINS], float64.
+
+    Such vectors may be added in any order.
+    """
+    powers = norms.to(torch.float64).pow(p)
+    mantissa, exponent = torch.frexp(powers)
+    place = exponent - _LEAST_EXPONENT
+    index = place.div(_BIN_BITS, rounding_mode="floor").clamp(0, NUM_BINS - 1)
+    whole = (mantissa * 2.0**_MANTISSA_BITS).round()
+    whole = torch.ldexp(whole, place.remainder(_BIN_BITS))
+    whole = torch.where((place < 0) & powers.isfinite(), 0.0, whole)
+    whole = torch.where(place >= NUM_BINS * _BIN_BITS, torch.inf, whole)
+    bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=norms.device)
+    return bins.index_add_(0, index.long(), whole)
+
+
+def sum_bins(bins: Tensor) -> Tensor:
+    """Return the sum that ``bins`` hold: 0-dimensional, float64."""
+    first = 2.0 ** (_LEAST_EXPONENT - _MANTISSA_BITS)
+    scale = torch.arange(NUM_BINS, dtype=torch.float64, device=bins.device)
+    return (bins * torch.ldexp(torch.full_like(scale, first), scale * _BIN_BITS)).sum()
+
+
+class Invariant(Arithmetic):
+    """The same bits at any world size: see the notes above."""
+
+    is_sequential = True
+    num_sums = NUM_BINS
+    grads_class = SequentialGrads
+
+    def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
+        if not communicator.can_add:
+            raise ConfigError(
+                "world_size_invariant needs collectives with reduce_add, as of zero_core.protocols."
+                f"AddingCollectives: {type(communicator.transport).__name__} has none"
+            )
+        offload = config.zero_optimization.offload_optimizer
+        is_split = offload.device_budget is not None or offload.ratio not in (0.0, 1.0, None)
+        if offload.device != "none" and is_split and ranks.device.type != "cpu":
+            raise ConfigError(
+                f"world_size_invariant on {ranks.device.type} with a part of the optimizer on the "
+                "host: host and device differ by units in the last place, and each world size has "
+                "the border elsewhere. Set zero_optimization.offload_optimizer.ratio to 0 or 1, or "
+                "name the host's parameters in offload_optimizer.parameters"
+            )
+
+    def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
+        return chunk_norms(values, p)
+
+    def of_reduction(self, norm: Tensor) -> Tensor | None:
+        return None
+
+    def add_squares(self, norms: Sequence[Tensor], squares: Sequence[Tensor]) -> Tensor:
+        assert not squares, "the engine adds up gradients, not the tier"
+        return bin_powers(torch.cat([*norms]))
+
+    def finish(self, sums: Tensor) -> None:
+        sums[0] = sum_bins(sums)
+
+    def over_ranks(self, norms: Sequence[Tensor], p: float, control: ControlGroup) -> float:
+        if math.isinf(p):
+            return super().over_ranks([norm.max() for norm in norms], p, control)
+        bins = control.sum(bin_powers(torch.cat([*norms]), p))
+        return math.pow(float(sum_bins(bins)), 1.0 / p)
+
+
+def arithmetic_of(config: Config) -> Arithmetic:
+    """Return the arithmetic that a configuration asks for."""
+    return Invariant() if config.world_size_invariant else Arithmetic()

@@ -88,11 +88,7 @@ def fill(
 
 
 def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialValues) -> bool:
-    """Return whether a value has to be computed first on some rank: then rank 0 alone does so.
-
-    Raises:
-        RankMismatchError: a parameter is partitioned on some ranks only. A deferred one may be.
-    """
+    """Return whether a value has to be computed first on some rank: then rank 0 alone does so."""
     num_recorded = sum(initial.is_recorded(p) for p in found.params)
     num_in_parts = sum(initial.is_in_parts(p) for p in found.params)
     rows = control.gather(torch.tensor([num_recorded, num_in_parts])).view(-1, 2)
@@ -135,11 +131,7 @@ def adopt_buffers(
 
 
 def check_values(control: ControlGroup, initial: InitialValues, *, has_pretrained: bool) -> None:
-    """Refuse on all ranks a model whose values are not known on one of them.
-
-    Raises:
-        ConfigError: as `InitialValues.check`.
-    """
+    """Refuse on all ranks a model whose values are not known on one of them."""
     with _on_all_ranks(control, ConfigError):
         initial.check(has_pretrained=has_pretrained)
 

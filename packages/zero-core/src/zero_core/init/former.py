@@ -34,18 +34,13 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _FormerParam:
-    """A parameter or component as it was.
-
-    Attributes:
-        param: the object.
-        is_lost: whether the engine alone has the values.
-    """
+    """A parameter or component as it was."""
 
     def __init__(self, param: Tensor, initial: InitialValues, *, is_taken: bool) -> None:
         """Remember ``param``, and its memory if the engine replaces that (``is_taken``)."""
         self.param = param
         self._initial = initial
-        self.is_lost = False
+        self.is_lost = False  # whether the engine alone has the values
         self._class = type(param)
         self._attributes = dict(vars(param))
         self._requires_grad = param.requires_grad
@@ -123,13 +118,9 @@ class _FormerParam:
 
 
 class FormerModel:
-    """A model and its optimizer before a build: see [Note: a build is a transaction].
+    """A model and its optimizer before a build: see [Note: a build is a transaction]."""
 
-    Attributes:
-        ownership: of the engine's hooks and shards; None before there are any.
-    """
-
-    ownership: Ownership | None = None
+    ownership: Ownership | None = None  # of the engine's hooks and shards, once there are any
 
     def __init__(
         self,

@@ -62,14 +62,7 @@ class InitialValues:
         return is_in_slices(tensor)
 
     def check(self, *, has_pretrained: bool) -> None:
-        """Refuse a model with unknown values.
-
-        With ``has_pretrained`` a file gives the parameters and the persistent buffers.
-
-        Raises:
-            ConfigError: a tensor is on the meta device and nothing recorded it, or it was changed
-                after it was recorded; or its value is in the shards of another engine.
-        """
+        """Refuse unknown values, but for those that a file gives if it ``has_pretrained``."""
         for path, module in self._model.named_modules():
             kept = set(module._buffers) - module._non_persistent_buffers_set
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):

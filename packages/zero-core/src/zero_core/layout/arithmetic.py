@@ -43,28 +43,18 @@ CHUNK_NUMEL = 1024
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter, described without its storage.
+    """One parameter, described without its storage."""
 
-    Attributes:
-        name: first name in the module tree.
-        shape: shape of the whole parameter.
-        dtype: compute dtype.
-        is_trainable: whether an optimizer may update it; see zero_core.runtime.param_guard.
-        aliases: further names (tied weights).
-        is_opaque: whether it is a component, whose segment holds bytes.
-        order: its dimensions as they lie in memory, the slowest first, as of channels-last
-            convolutions; () for the order of the shape. Its slot has the elements in this order.
-        twin: number of the component that has the same memory under another object, or None.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_trainable: bool
-    aliases: tuple[str, ...] = ()
-    is_opaque: bool = False
+    name: str  # first name in the module tree
+    shape: tuple[int, ...]  # shape of the whole parameter
+    dtype: torch.dtype  # compute dtype
+    is_trainable: bool  # whether an optimizer may update it; see zero_core.runtime.param_guard
+    aliases: tuple[str, ...] = ()  # further names (tied weights)
+    is_opaque: bool = False  # whether it is a component, whose segment holds bytes
+    # its dimensions as they lie in memory, the slowest first, as of channels-last convolutions; ()
+    # for the order of the shape. Its slot has the elements in this order
     order: tuple[int, ...] = ()
-    twin: int | None = None
+    twin: int | None = None  # component over the same memory by another object
 
     @property
     def numel(self) -> int:

@@ -47,19 +47,12 @@ _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized parameter of the model: [Note: quantized parameters] in `stored`.
-
-    Attributes:
-        param: the parameter.
-        name: its first name.
-        components: its components.
-        numbers: theirs.
-    """
+    """A quantized parameter of the model: [Note: quantized parameters] in `stored`."""
 
     param: nn.Parameter
     name: str
     components: tuple[Tensor, ...]
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # theirs
 
     @property
     def is_plain(self) -> bool:
@@ -99,11 +92,7 @@ def plain_name(name: str) -> str:
 
 
 def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = True) -> bool:
-    """Record whether ``module`` reads ``param``, which belongs to another module.
-
-    Returns:
-        Whether it was recorded as a reader before.
-    """
+    """Record ``module`` as a reader of another's ``param``. Return whether it was one before."""
     noted = _read.setdefault(module, {})
     found = noted.pop(id(param), None)
     if is_reader:
@@ -113,10 +102,7 @@ def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = Tru
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Selection of modules by configuration.
-
-    Classes are named with or without the Python module, and modules as in ``named_modules``.
-    """
+    """Selection of modules by class, with or without the Python module, or by name."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -186,10 +172,7 @@ def _owner(name: str, paths: dict[str, str]) -> str:
 
 
 def _behind_blocks(model: nn.Module, blocks: set[int]) -> set[str]:
-    """Return the names of the parameters that the module tree holds behind the last block.
-
-    ``blocks`` are the blocks' ``id``.
-    """
+    """Return the names of parameters behind the last of ``blocks``, ids, in the module tree."""
     modules = list(model.named_modules(remove_duplicate=False))
     last = max((n for n, (_, module) in enumerate(modules) if id(module) in blocks), default=None)
     if last is None:

@@ -29,19 +29,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Whole:
-    """A trainable parameter, and who has which part of it.
+    """A trainable parameter, and who has which part of it."""
 
-    Attributes:
-        param: its number in the layout.
-        segment: index of its segment.
-        owner: the rank that updates it.
-        shares: its parts by rank, in order. One if it is not divided.
-    """
-
-    param: int
-    segment: int
-    owner: int
-    shares: tuple[Share, ...]
+    param: int  # its number in the layout
+    segment: int  # index of its segment
+    owner: int  # the rank that updates it
+    shares: tuple[Share, ...]  # its parts by rank, in order. One if it is not divided
 
     @property
     def numel(self) -> int:
@@ -57,10 +50,7 @@ def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whol
 
     Divided ones are assigned, largest first, to the rank that has the least so far among those with
     a part. The shares are those of stages 1 to 3: at stage 0 every rank has all of each parameter.
-
-    Args:
-        layout: of the model.
-        sliced: numbers of parameters that have no owner. Empty parameters have none either.
+    Those ``sliced``, by number, and empty ones have no owner.
     """
     load = [0] * layout.world_size
     found: dict[int, tuple[int, tuple[Share, ...]]] = {}

@@ -38,15 +38,10 @@ _NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)
 
 
 class Component(NamedTuple):
-    """A plain tensor of a parameter.
+    """A plain tensor of a parameter."""
 
-    Attributes:
-        path: its attribute as seen from the parameter, "" for the parameter's own memory.
-        tensor: the object that the parameter holds.
-    """
-
-    path: str
-    tensor: Tensor
+    path: str  # its attribute as seen from the parameter, "" for the parameter's own memory
+    tensor: Tensor  # the object that the parameter holds
 
 
 def is_storage_dtype(dtype: torch.dtype) -> bool:
@@ -55,13 +50,7 @@ def is_storage_dtype(dtype: torch.dtype) -> bool:
 
 
 def components(name: str, param: Tensor) -> tuple[Component, ...]:
-    """Return the tensors that hold the bytes of ``param``: see [Note: quantized parameters].
-
-    That is ``param`` alone, at path "", if it is not quantized.
-
-    Raises:
-        ConfigError: it is of a class that cannot be sharded, with its ``name``.
-    """
+    """Return the tensors that hold the bytes of ``param``, itself if it is not quantized."""
     if isinstance(param, PartitionedParam):
         return (Component("", param),)
     if inner_tensors(param) is not None:
@@ -184,10 +173,7 @@ def dim_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the elements, 1-D, with the dimensions in ``order``: a view where it is dense so.
-
-    () stands for the order of the shape, here and in `unflatten`.
-    """
+    """Return the elements, 1-D, in ``order``, () for the shape's: a view if it is dense so."""
     return (tensor.permute(order) if order else tensor).reshape(-1)
 
 
@@ -200,10 +186,7 @@ def unflatten(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> T
 
 
 def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the bytes of ``tensor``, 1-D, in the order of memory: a view where it is dense.
-
-    ``order``: its `dim_order`.
-    """
+    """Return the bytes of ``tensor``, 1-D, in ``order``, its `dim_order`: a view if it is dense."""
     return flatten(tensor.detach(), order).view(torch.uint8)
 
 

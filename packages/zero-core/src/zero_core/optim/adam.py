@@ -1,14 +1,51 @@
-"""Adam and AdamW with optional bias correction, which torch's own always apply."""
+"""Base of this package's torch optimizers, and Adam and AdamW with optional bias correction."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from zero_core.optim.base import BaseOptimizer, check_settings
+
+class BaseOptimizer(torch.optim.Optimizer, ABC):
+    """Torch optimizer that evaluates a closure before its update."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        ``closure`` computes the loss, which is returned, and its gradients before the update.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Update every parameter that has a gradient, with autograd off."""
+
+
+def check_settings(betas: tuple[float, ...], **settings: float) -> None:
+    """Check hyperparameters."""
+    for name, value in settings.items():
+        if not value >= 0.0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta}")
 
 
 class Adam(BaseOptimizer):
@@ -19,30 +56,13 @@ class Adam(BaseOptimizer):
     which is larger in the first steps. State of a parameter, as torch's: ``step`` (0-d, fp32),
     ``exp_avg`` and ``exp_avg_sq`` of its shape and dtype.
 
-    Args:
-        params: parameters or groups of them; dense.
-        lr: learning rate.
-        betas: decay of the first and second moment, in [0, 1).
-        eps: added to the denominator.
-        weight_decay: decoupled, or L2.
-        bias_correction: divide the moments by ``1 - beta ** step``.
-        decoupled_weight_decay: AdamW.
-        maximize: maximize the objective instead.
-        fused: torch's fused kernel, which reads ``step`` on the parameter's device.
-
-    Attributes:
-        is_elementwise: an element's update depends on that element alone.
-        has_host_kernel: an offloaded tier may compute it by a kernel.
-        update_rule: the name by which it finds that kernel.
-
-    Raises:
-        ValueError: a setting that is out of range, by name.
-        RuntimeError: in ``step``, a gradient is sparse.
+    Arguments are torch's, with ``bias_correction`` and, for AdamW, ``decoupled_weight_decay``.
+    ``fused`` is torch's fused kernel, which reads ``step`` on the parameter's device.
     """
 
-    is_elementwise: ClassVar[bool] = True
-    has_host_kernel: ClassVar[bool] = True
-    update_rule: ClassVar[str] = "adam"
+    is_elementwise: ClassVar[bool] = True  # an element's update depends on that element alone
+    has_host_kernel: ClassVar[bool] = True  # an offloaded tier may compute it by a kernel
+    update_rule: ClassVar[str] = "adam"  # the name by which it finds that kernel
 
     def __init__(
         self,

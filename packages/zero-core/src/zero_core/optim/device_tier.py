@@ -49,17 +49,11 @@ from zero_core.protocols import ChangeWatcher, ParamStore
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Turns and copies of a step, kept while its arguments are alike.
+    """Turns and copies of a step, kept while its arguments are alike."""
 
-    Attributes:
-        key: the active pieces, and starts and lengths of the offers.
-        turns: the turns.
-        copies: start, master weights and parameter shard, where a shard is other memory.
-    """
-
-    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # active pieces; offers
     turns: list[Turn]
-    copies: list[tuple[int, Tensor, Tensor]]
+    copies: list[tuple[int, Tensor, Tensor]]  # start, masters and shard, if that is other memory
 
 
 class DeviceTier(FlatTier):
@@ -162,10 +156,7 @@ class DeviceTier(FlatTier):
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether `step_ahead` can be called with the groups that the optimizer has now.
-
-        The kernels read ``found_inf``, and nothing of a step is done by the host.
-        """
+        """Whether the kernels read ``found_inf``, and the host does no part of a step."""
         has_states = bool(self._initial) and None not in self._initial.values()
         return has_states and self._store is None and takes_found_inf(self._optimizer)
 
@@ -193,10 +184,7 @@ class DeviceTier(FlatTier):
         self._ahead = list(active)
 
     def settle(self, *, is_void: bool) -> None:
-        """Count the update of `step_ahead`, or not if ``is_void``: then it changed nothing.
-
-        A second call for the same update has no effect.
-        """
+        """Count the update of `step_ahead`, once. If it ``is_void`` it changed nothing."""
         if is_void:
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
@@ -222,17 +210,17 @@ class DeviceTier(FlatTier):
             return
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
-        starts = self._starts_of(self._parts[i][0].start for i in active)
+        starts = self._starts_of([self._parts[i][0].start for i in active])
         self._scale(starts, grad_scale)
         self._downloads.order_before_update()
         self._made.clear()
         plan = self._plan_of(active, starts)
         for turn in plan.turns:
-            for _, start, stop in turn.extents:
-                self._announce(start, stop)
-            is_first = not all(map(self._has_state, turn.parts))
+            if self._watcher is not None:
+                for _, start, stop in turn.extents:
+                    self._watcher.before_change(start, stop)
             self._run(turn, grad_scale)
-            if is_first and len(plan.turns) > 1:
+            if plan is not self._plan and len(plan.turns) > 1:
                 release_free_pages()
         for piece in active:
             self._num_steps[piece] += 1
@@ -240,10 +228,8 @@ class DeviceTier(FlatTier):
 
     def _plan_of(self, active: Sequence[int], starts: Sequence[int]) -> _Plan:
         """Return the turns and copies of a step over ``active``, with the offers at ``starts``."""
-        key = (tuple(active), tuple((start, self._grads[start].numel()) for start in starts))
-        # In its first step the optimizer makes states.
-        is_first = not all(self._num_steps[i] or self._has_state(self._parts[i][0]) for i in active)
-        if self._plan is None or self._plan.key != key or is_first:
+        key = (tuple(active), tuple([(start, self._grads[start].numel()) for start in starts]))
+        if self._plan is None or self._plan.key != key:
             copies = [
                 copy
                 for start in starts
@@ -256,7 +242,10 @@ class DeviceTier(FlatTier):
                 offer = starts[bisect_right(starts, self._parts[part.piece][0].start) - 1]
                 due.append(Due(part, offer, names, self._has_state(part)))
             turns = divide(due, num_groups=len(self._members), limit=self.turn_numel)
-            self._plan = _Plan(key, turns, copies)
+            plan = _Plan(key, turns, copies)
+            # In its first step the optimizer makes states, in turns of their own.
+            self._plan = plan if all(one.has_state for one in due) else None
+            return plan
         return self._plan
 
     def _has_state(self, part: Part) -> bool:
@@ -264,10 +253,7 @@ class DeviceTier(FlatTier):
         return is_given or self._num_steps[part.piece] > 0
 
     def _take_grads(self, turn: Turn, factor: Tensor | float) -> list[Tensor]:
-        """Return the gradient of each part of a turn, widened into the common buffer if need be.
-
-        Nothing is kept of it: what is offered may be other memory in each step.
-        """
+        """Return the gradient of each part of a turn, widened if need be. It is not kept."""
         views: list[Tensor] = []
         place: Counter[torch.dtype] = Counter()
         for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
@@ -315,15 +301,14 @@ class DeviceTier(FlatTier):
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         return self._flat[name].read(start, stop)
 
+    peek_state = read_state
+
     def watch_changes(self, watcher: ChangeWatcher) -> None:
         self._watcher = watcher
 
     def _announce(self, start: int, stop: int) -> None:
         if self._watcher is not None:
             self._watcher.before_change(start, stop)
-
-    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        return self._flat[name].read(start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         self._announce(start, start + values.numel())
@@ -423,11 +408,7 @@ class DeviceTier(FlatTier):
             self._made.append((part, name))
 
     def _new_flat(self, name: str, dtype: torch.dtype) -> Chunked:
-        """Allocate zeros for state ``name``, one buffer per dtype.
-
-        Where all masters have one dtype the state has ``dtype``. Otherwise the optimizer is probed,
-        which costs a step.
-        """
+        """Allocate zeros for state ``name``, one buffer per dtype. Several cost a probe's step."""
         chunks = self._masters.chunks
         of_master = {master.dtype: dtype for _, master in chunks}
         if len(of_master) > 1:

@@ -67,22 +67,14 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Return the groups whose update the optimizer declares to be elementwise, by their number.
-
-    It declares them by ``is_elementwise_group(group)``, as `zero_core.optim.muon.Muon` does. In a
-    step it may be given slices of their parameters, 1-D.
-    """
+    """Return the numbers of the groups that the optimizer declares to be elementwise."""
     # foreign: an object of the user's
     declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
     return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))
 
 
 def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that the engine cannot drive.
-
-    Raises:
-        ConfigError: it evaluates the model itself, or takes sparse gradients.
-    """
+    """Refuse an optimizer that the engine cannot drive."""
     name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -101,11 +93,7 @@ def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
 def check_whole_update(
     config: Config, optimizer: torch.optim.Optimizer, *, has_factory: bool
 ) -> None:
-    """Refuse what is served for elementwise optimizers alone, for one that is not.
-
-    Raises:
-        ConfigError: with the key.
-    """
+    """Refuse what is served for elementwise optimizers alone, for one that is not."""
     served: dict[str, tuple[Any, ...]] = {
         "device": ("none", "cpu"),
         "ratio": (1.0, None),
@@ -171,9 +159,6 @@ def make_optimizer(
     As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` is 0
     unless it is given. The kernel is torch's fused one where every device has it, unless
     ``fused``, ``foreach`` or the like is given: one pass over memory where the loop makes ten.
-
-    Raises:
-        ConfigError: an unknown type, or parameters that the optimizer does not take.
     """
     options = dict(config.params)
     if config.type.lower() == "muon":

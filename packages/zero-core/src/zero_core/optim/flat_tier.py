@@ -73,10 +73,7 @@ class FlatTier:
         param_store: ParamStore | None,
         own_masters: Collection[torch.dtype],
     ) -> None:
-        """Allocate master weights on ``device``. See `zero_core.protocols.StateTierFactory`.
-
-        Shards of the dtypes ``own_masters`` are their own master weights. Those of others are fp32.
-        """
+        """Allocate masters on ``device``. Shards of the dtypes ``own_masters`` are their own."""
         self._device = device
         self._published = Chunked(params)
         self._store = param_store
@@ -120,14 +117,14 @@ class FlatTier:
         return torch.cat([part.cpu() for _, part in grads.parts(start, stop)])
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Make the current stream wait for shards that are on their way to the host.
-
-        Others are updated on the stream that will read them.
-        """
-        self._downloads.wait(start, stop)
+        """Make the current stream wait for shards that are on their way to the host."""
+        for event in self._downloads.events(start, stop):
+            torch.accelerator.current_stream(self._device).wait_event(event)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        return self._downloads.have_ended(start, stop)
+        if not self._downloads.under_way:
+            return True
+        return all(event.query() for event in self._downloads.events(start, stop))
 
     def _master_dtype(self, start: int) -> torch.dtype:
         return self._masters.chunks[self._masters.index_of(start)][1].dtype
@@ -172,12 +169,15 @@ class _Downloads:
 
     The copies wait for the update, the readers of a shard for its copy, and the next update for all
     copies of master weights that it overwrites. The host waits for nothing.
+
+    Attributes:
+        under_way: the stop and the event of each copy, by its start.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.Stream | None = None
-        self._under_way: dict[int, tuple[int, torch.Event]] = {}  # stop and event, by start
+        self.under_way: dict[int, tuple[int, torch.Event]] = {}
 
     def start(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """Copy each of the master weights into its shard: ``(start, master, shard)``."""
@@ -188,26 +188,20 @@ class _Downloads:
             for start, master, shard in copies:
                 shard.copy_(master.to(shard.dtype), non_blocking=True)
                 event = self._stream.record_event()
-                self._under_way[start] = start + shard.numel(), event
+                self.under_way[start] = start + shard.numel(), event
 
     def order_before_update(self) -> None:
         """Make the current stream wait for all copies."""
-        if self._under_way:
+        if self.under_way:
             assert self._stream is not None
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
-    def wait(self, start: int, stop: int) -> None:
-        for event in self._events(start, stop):
-            torch.accelerator.current_stream(self._device).wait_event(event)
-
-    def have_ended(self, start: int, stop: int) -> bool:
-        return all(event.query() for event in self._events(start, stop))
 
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-            self._under_way.clear()
+            self.under_way.clear()
 
-    def _events(self, start: int, stop: int) -> list[torch.Event]:
-        under_way = self._under_way.items()
+    def events(self, start: int, stop: int) -> list[torch.Event]:
+        """Return those of the copies under way of ``[start, stop)``."""
+        under_way = self.under_way.items()
         return [event for low, (high, event) in under_way if low < stop and high > start]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zero_core.optim.base import BaseOptimizer, check_settings
+from zero_core.optim.adam import BaseOptimizer, check_settings
 
 
 class Lion(BaseOptimizer):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core.optim.adam import corrected_update, moments_of
-from zero_core.optim.base import BaseOptimizer, check_settings
+from zero_core.optim.adam import BaseOptimizer, check_settings, corrected_update, moments_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
@@ -26,21 +25,9 @@ class Muon(BaseOptimizer):
     orthogonal by five Newton-Schulz iterations in bf16. The other groups are AdamW's. ``exp_avg``
     is ``m`` in the former, and the first moment in the latter.
 
-    Args:
-        params: groups of parameters, each with ``use_muon``.
-        lr: learning rate, of groups that have none of their own, as all that follows.
-        weight_decay: decoupled.
-        momentum: decay of ``m``.
-        nesterov: see above.
-        adjust_lr_fn: "original": ``factor = sqrt(max(1, rows / columns))``; "match_rms_adamw":
-            ``0.2 * sqrt(max(rows, columns))``.
-        betas: AdamW's.
-        eps: AdamW's.
-        use_muon: whether the parameters are matrices.
-
-    Raises:
-        ValueError: a setting that is out of range, by name, or a parameter that is no matrix in a
-            group with ``use_muon``.
+    Settings are those of groups that have none of their own; ``betas`` and ``eps`` are AdamW's.
+    ``adjust_lr_fn`` "original": ``factor = sqrt(max(1, rows / columns))``; "match_rms_adamw":
+    ``0.2 * sqrt(max(rows, columns))``.
     """
 
     def __init__(
@@ -112,10 +99,7 @@ class Muon(BaseOptimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does.
-
-    Quintic Newton-Schulz iterations on a matrix of norm 1 or less bring singular values near 1.
-    """
+    """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does."""
     rows, columns = matrix.shape
     a, b, c = _COEFFICIENTS
     x = matrix.bfloat16()
@@ -142,9 +126,6 @@ def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict
     """Split each group into its matrices and the rest, by the parameters' ``use_muon``.
 
     Of the ``options``, which are ``optimizer.params``, ``muon_lr`` and ``adam_lr`` win over ``lr``.
-
-    Raises:
-        ValueError: a parameter does not say whether it is a matrix.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]

@@ -30,10 +30,7 @@ def probe_states(
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] = (2,),
 ) -> dict[str, torch.dtype]:
-    """Return the elementwise states of a parameter of ``dtype``, found by a step of its own.
-
-    ``make`` is the result of `optimizer_maker`, ``shape`` that of the parameter.
-    """
+    """Return the elementwise states of a parameter of ``dtype`` and ``shape``, after a step."""
     found: dict[str, torch.dtype] = {}
     for group in groups:
         state = probe_state(make, group, device, dtype, shape)
@@ -64,10 +61,7 @@ def probe_initial_state(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any] | None:
-    """Return the state of zeros from which a parameter starts as from none, or None.
-
-    Found by two steps over two elements, from none and from zeros.
-    """
+    """Return zeros from which a parameter starts as from none, found by two steps, or None."""
     grad = torch.tensor([0.5, -3.0], dtype=dtype, device=device)
 
     def step(zeros: Mapping[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:

@@ -24,30 +24,18 @@ _NO_OWN = "the schedule that was saved is not used: the engine has none" + _MEAN
 
 
 class Accumulation:
-    """Counter of micro-steps.
-
-    Attributes:
-        steps: micro-steps per step.
-        micro_steps: micro-steps that have ended.
-        count: those of the current step that have ended; 0 between two steps.
-        override: whether the current micro-step is the last one of its step. None: the count
-            decides.
-    """
+    """Counter of micro-steps."""
 
     def __init__(self, steps: int, num_parts: int = 1) -> None:
         """``num_parts``: the ranks among which `divide` divides a loss besides."""
-        self.steps = steps
+        self.steps = steps  # micro-steps per step
         self._num_parts = num_parts
-        self.micro_steps = 0
-        self.count = 0
-        self.override: bool | None = None
+        self.micro_steps = 0  # micro-steps that have ended
+        self.count = 0  # those of the current step that have ended; 0 between two steps
+        self.override: bool | None = None  # whether this one ends its step. None: the count decides
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
-        """Refuse to save in the middle of a step, unless its part is ``or_dropped``.
-
-        Raises:
-            CheckpointError: a step is under way.
-        """
+        """Refuse to save in the middle of a step, unless its part is ``or_dropped``."""
         if self.count and not or_dropped:
             raise CheckpointError(
                 f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
@@ -55,12 +43,7 @@ class Accumulation:
             )
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of micro-steps per step.
-
-        Raises:
-            ValueError: it is below 1.
-            RuntimeError: a step is under way.
-        """
+        """Set the number of micro-steps per step."""
         if steps < 1:
             raise ValueError(f"gradient_accumulation_steps = {steps}: expected 1 or more")
         if self.count:
@@ -91,11 +74,7 @@ class Accumulation:
         self.micro_steps, self.count = global_steps * self.steps, 0
 
     def divide(self, loss: Tensor, over: int | None) -> Tensor:
-        """Divide ``loss`` by ``over`` micro-steps. None stands for `steps`.
-
-        Raises:
-            ValueError: ``over`` is below 1.
-        """
+        """Divide ``loss`` by ``over`` micro-steps. None stands for `steps`."""
         steps = self.steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
@@ -111,28 +90,22 @@ class LossScaler:
     ``min_loss_scale``.
 
     Attributes:
-        is_dynamic: whether the scale changes.
         scale: factor on the loss; 1 without fp16.
-        is_applied: whether a loss of the current micro-step has been scaled.
-        config: the settings.
-        hysteresis_left: overflows from now on of which the last one halves the scale.
-        steps_since_overflow: steps without overflow since the last one, or since the start.
-        growth_delay: of these, how many come before the first window. DeepSpeed has one.
     """
 
     def __init__(self, config: Fp16Config) -> None:
         self.config = config
-        self.is_dynamic = config.enabled and config.loss_scale == 0.0
+        self.is_dynamic = config.enabled and config.loss_scale == 0.0  # whether the scale changes
         if not config.enabled:
             self.scale = 1.0
         elif self.is_dynamic:
             self.scale = max(2.0**config.initial_scale_power, config.min_loss_scale)
         else:
             self.scale = config.loss_scale
-        self.is_applied = False
-        self.hysteresis_left = config.hysteresis
-        self.steps_since_overflow = 0
-        self.growth_delay = 0
+        self.is_applied = False  # whether a loss of the current micro-step has been scaled
+        self.hysteresis_left = config.hysteresis  # overflows, of which the last halves the scale
+        self.steps_since_overflow = 0  # steps without overflow since the last one
+        self.growth_delay = 0  # of these, how many come before the first window. DeepSpeed has one
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.is_applied = True
@@ -179,17 +152,7 @@ class LossScaler:
 
 
 class TrainState:
-    """Counters, accumulation, loss scale, schedule and parameter groups of one training.
-
-    Attributes:
-        global_steps: optimizer steps so far, skipped ones included.
-        skipped_steps: steps skipped because a gradient was not finite.
-        num_drops: how often gradients were dropped, with or without a step.
-        accumulation: micro-steps of a step.
-        scaler: the loss scale.
-        lr_scheduler: stepped at each optimizer step that is taken, or None.
-        grad_norm: 2-norm of the last step's gradient, unscaled, before clipping, or None.
-    """
+    """Counters, accumulation, loss scale, schedule and parameter groups of one training."""
 
     def __init__(
         self,
@@ -200,17 +163,17 @@ class TrainState:
         rank: int,
     ) -> None:
         """Start at step 0. ``param_groups`` are the optimizer's own and are changed in place."""
-        self.global_steps = 0
-        self.skipped_steps = 0
-        self.num_drops = 0
+        self.global_steps = 0  # optimizer steps so far, skipped ones included
+        self.skipped_steps = 0  # steps skipped because a gradient was not finite
+        self.num_drops = 0  # how often gradients were dropped, with or without a step
         micro_steps, num_parts = config.gradient_accumulation_steps, 1
         if config.world_size_invariant:
             step_size = config.train_micro_batch_size_per_gpu * micro_steps
             num_parts = config.train_batch_size // step_size
-        self.accumulation = Accumulation(micro_steps, num_parts)
+        self.accumulation = Accumulation(micro_steps, num_parts)  # micro-steps of a step
         self.scaler = LossScaler(config.loss_scaling)
-        self.lr_scheduler = lr_scheduler
-        self.grad_norm: float | None = None
+        self.lr_scheduler = lr_scheduler  # stepped at each optimizer step that is taken, or None
+        self.grad_norm: float | None = None  # of the last step, unscaled, before clipping
         self._param_groups = param_groups
         self._steps_per_print = config.steps_per_print
         self._rank = rank
@@ -263,12 +226,7 @@ class TrainState:
         }
 
     def check(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Refuse a ``saved`` state, checked by `check_progress`, that could not be loaded here.
-
-        Raises:
-            CheckpointError: the schedule's state is not one that the engine's can go on from.
-            CheckpointCorruptError: it is not what `state_dict` returned for such an optimizer.
-        """
+        """Refuse a ``saved`` state, checked by `check_progress`, that could not be loaded here."""
         if "optimizer" not in without:
             self._check_hyperparameters(saved["param_groups"])
         if "lr_scheduler" not in without:
@@ -352,11 +310,7 @@ class TrainState:
 
 
 def check_progress(saved: Mapping[str, Any]) -> None:
-    """Refuse what `TrainState.state_dict` returns for no optimizer and no schedule.
-
-    Raises:
-        CheckpointCorruptError: with the place.
-    """
+    """Refuse what `TrainState.state_dict` returns for no optimizer and no schedule."""
     for name in ("global_steps", "micro_steps", "skipped_steps"):
         if not _is_count(saved.get(name)):
             raise CheckpointCorruptError(f"progress.{name} is {saved.get(name)!r:.100}")
@@ -436,10 +390,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_like(own: object, saved: object) -> bool:
-    """Whether ``saved`` can stand for ``own``: a number, a switch, text, a tensor, or several.
-
-    None stands for anything, and anything for None.
-    """
+    """Whether ``saved`` can stand for ``own``, of one kind. None stands for anything."""
     if own is None or saved is None:
         return True
     if isinstance(own, Tensor) or isinstance(saved, Tensor):

@@ -16,58 +16,34 @@ _ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece, or as much of it as one turn takes.
+    """A piece, or as much of it as one turn takes: ``[start, stop)`` of the flat space."""
 
-    Attributes:
-        piece: its index.
-        start, stop: its elements in the flat space.
-        group: index of its parameter group.
-        param: its master weights.
-        states: its elementwise states in the flat buffers, by name.
-    """
-
-    piece: int
+    piece: int  # its index
     start: int
     stop: int
-    group: int
-    param: nn.Parameter
-    states: dict[str, Tensor]
+    group: int  # index of its parameter group
+    param: nn.Parameter  # its master weights
+    states: dict[str, Tensor]  # its elementwise states in the flat buffers, by name
 
 
 @dataclass(slots=True)
 class Turn:
-    """Parts that are updated together.
+    """Parts that are updated together."""
 
-    Attributes:
-        parts: in ascending order.
-        members: their parameters by group.
-        extents: ``[offer, start, stop]``: an offered gradient and its elements from the first of
-            the turn's parts in it to the last.
-        sizes: of each extent's parts and of the gaps between them, in order.
-        places: of each part among all ``sizes``.
-    """
-
-    parts: list[Part]
-    members: list[list[nn.Parameter]]
-    extents: list[list[int]]
-    sizes: list[list[int]] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    parts: list[Part]  # in ascending order
+    members: list[list[nn.Parameter]]  # their parameters by group
+    extents: list[list[int]]  # ``[offer, start, stop]``: the turn's part of an offered gradient
+    sizes: list[list[int]] = field(default_factory=list)  # of extents' parts and gaps
+    places: list[int] = field(default_factory=list)  # of each part among all ``sizes``
 
 
 class Due(NamedTuple):
-    """A part that is to be updated.
-
-    Attributes:
-        part: the part.
-        offer: start of the offered gradient that it is in.
-        states: names of the elementwise states that the optimizer has for it.
-        has_state: whether the update makes no state.
-    """
+    """A part that is to be updated."""
 
     part: Part
-    offer: int
-    states: Collection[str]
-    has_state: bool
+    offer: int  # start of the offered gradient that it is in
+    states: Collection[str]  # names of the elementwise states that the optimizer has for it
+    has_state: bool  # whether the update makes no state
 
 
 def divide(due: Iterable[Due], *, num_groups: int, limit: int) -> list[Turn]:

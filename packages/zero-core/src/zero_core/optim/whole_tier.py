@@ -122,9 +122,6 @@ class WholeTier(FlatTier):
 
         An error of the optimizer is raised on the ranks that it has one on. The others wait for the
         new values, until the collectives' timeout.
-
-        Raises:
-            CollectiveError: another rank did not take part.
         """
         self._downloads.order_before_update()
         offered = self._starts_of(self._pieces[index].start for index in active)
@@ -298,10 +295,7 @@ class WholeTier(FlatTier):
             self.write_whole_state(param, copy.deepcopy(self._initial[param]))
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Replace the state of one of the `updated_params`. Its tensors move to the tier's device.
-
-        Those of the parameter's shape get its strides, which files do not keep.
-        """
+        """Replace the state of an updated parameter, in its strides, on the tier's device."""
         owner, shape = self._model_params[param], self._layout.params[param].shape
         state = {
             name: self._lent(param, self._elements(param, value))
@@ -414,13 +408,7 @@ class _Exchange:
     def to_owners(
         self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Send this rank's ``parts`` to their owners, gradients as `_put` has them.
-
-        ``parts`` are the master weights and the gradient, 1-D, of the parameters that are updated.
-
-        Returns:
-            Both of each whole parameter that this rank owns.
-        """
+        """Send ``parts``, value and gradient, to their owners. Return those that are whole here."""
         held = [parcel for parcel in self._held if parcel[1] in parts]
         missing = [parcel for parcel in self._missing if parcel[1] in parts]
         sent = self._like.new_empty(2 * sum(share.numel for _, _, share in held))
@@ -447,11 +435,7 @@ class _Exchange:
         return found
 
     def from_owners(self, values: Mapping[int, Tensor], used: set[int]) -> dict[int, Tensor]:
-        """Send ``values`` of whole parameters that this rank owns to those that hold a part.
-
-        Returns:
-            This rank's part of each divided parameter that is ``used``.
-        """
+        """Send ``values`` to who holds a part. Return this rank's parts of what is ``used``."""
         held = [parcel for parcel in self._held if parcel[1] in used]
         missing = [parcel for parcel in self._missing if parcel[1] in used]
         sent = [values[param][share.start : share.stop] for _, param, share in missing]

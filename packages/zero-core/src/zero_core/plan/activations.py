@@ -52,21 +52,13 @@ def _flop_counter() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One call of an operator.
+    """One call of an operator."""
 
-    Attributes:
-        kind: its name without overload; that of attention is `ATTENTION` for all kernels.
-        dtype: name of the dtype that it computes in.
-        amount: see [Note: amounts].
-        is_product: whether the amount are operations.
-        nbytes: bytes that a product reads and writes.
-    """
-
-    kind: str
-    dtype: str
-    amount: int
-    is_product: bool
-    nbytes: int = 0
+    kind: str  # its name without overload; that of attention is `ATTENTION` for all kernels
+    dtype: str  # name of the dtype that it computes in
+    amount: int  # see [Note: amounts]
+    is_product: bool  # whether the amount are operations
+    nbytes: int = 0  # bytes that a product reads and writes
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
@@ -113,31 +105,22 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch on the meta device: what it saves and what it computes.
+    """One micro-batch on the meta device: what it saves and what it computes."""
 
-    Attributes:
-        saved_bytes: bytes that autograd saves for backward, parameters and buffers not counted.
-        recomputed_bytes: those with activation checkpointing: a block saves its inputs alone, and
-            one block at a time what it saves else.
-        forward: calls of each operator in forward, by unit. What is computed between units counts
-            to the root before the first block, and to the last unit after it.
-        backward: those of backward, recomputation not included; None if it was not traced.
-        kept_bytes: of what is recomputed, inputs of blocks and what is saved in front of them.
-        border_bytes: the largest input of a block.
-        epilogue_bytes: of what is saved, that behind the blocks.
-        moved: bytes of each of a block's inputs that may wait in host memory, by unit.
-        freed_bytes: bytes that leave the device when inputs wait in host memory.
-    """
-
-    saved_bytes: int
+    saved_bytes: int  # bytes that autograd saves for backward, parameters and buffers not counted
+    # those with activation checkpointing: a block saves its inputs alone, and one block at a time
+    # what it saves else
     recomputed_bytes: int
+    # calls of each operator in forward, by unit. What is computed between units counts to the root
+    # before the first block, and to the last unit after it
     forward: Mapping[int, Counter[Operator]]
-    backward: Counter[Operator] | None
-    kept_bytes: int = 0
-    border_bytes: int = 0
-    epilogue_bytes: int = 0
+    backward: Counter[Operator] | None  # without recomputation; None: not traced
+    kept_bytes: int = 0  # inputs of blocks, and what is saved in front of them
+    border_bytes: int = 0  # the largest input of a block
+    epilogue_bytes: int = 0  # of what is saved, that behind the blocks
+    # bytes of each of a block's inputs that may wait in host memory, by unit
     moved: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    freed_bytes: int = 0
+    freed_bytes: int = 0  # bytes that leave the device when inputs wait in host memory
 
     def nbytes(self, config: Config, *, is_accelerated: bool) -> int:
         """Return the bytes that a configuration saves on the device.
@@ -169,10 +152,7 @@ class Trace:
         return sum(page_locked_bytes(nbytes, number * times) for nbytes, number in sizes.items())
 
     def code_bytes(self) -> int:
-        """Return the bytes of code that a CPU compiles for matrix products in bf16.
-
-        oneDNN compiles a kernel for each shape, and keeps 1024 of them.
-        """
+        """Return the bytes of kernels that oneDNN compiles on a CPU: one per shape in bf16."""
         calls = set[Operator]().union(*self.forward.values(), self.backward or ())
         return _CODE_BYTES * sum(c.is_product and c.dtype == "bfloat16" for c in calls)
 
@@ -190,9 +170,6 @@ def trace_step(
     keyword or positional arguments of one micro-batch, ``units`` names and modules, the root first.
     With ``torch_autocast`` activations count in fp32, and with them the casts of weights that stay
     to backward.
-
-    Raises:
-        ConfigError: the forward does not run on the meta device.
     """
 
     def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:
@@ -233,17 +210,7 @@ def trace_step(
             "example_inputs, and add the activations yourself"
         ) from error
     casts = sum(cast_bytes.get(number, 0) for number in place.weights)
-    return Trace(
-        place.saved_bytes + casts,
-        place.recomputed_bytes + casts,
-        operators.take(),
-        _trace_backward(output, weights, operators),
-        place.kept_bytes,
-        place.border_bytes,
-        place.epilogue_bytes,
-        {unit: tuple(sizes) for unit, sizes in place.moved.items()},
-        place.freed_bytes,
-    )
+    return place.trace(casts, operators.take(), _trace_backward(output, weights, operators))
 
 
 def _trace_backward(
@@ -263,20 +230,13 @@ def _trace_backward(
 
 
 class _Place:
-    """The unit that a traced forward is in, and what autograd saves in each.
-
-    Attributes:
-        unit: its index.
-        weights: storages of parameters and buffers that are saved.
-        moved: bytes of each positional input of a block, which recomputation may keep in host
-            memory, by unit.
-    """
+    """The unit that a traced forward is in, and what autograd saves in each."""
 
     def __init__(self, modules: Sequence[nn.Module], known: set[int]) -> None:
         """``modules`` of the units, the root first. ``known``: storages of their values."""
-        self.unit = 0
-        self.weights: set[int] = set()
-        self.moved: dict[int, list[int]] = {}
+        self.unit = 0  # its index
+        self.weights: set[int] = set()  # storages of parameters and buffers that are saved
+        self.moved: dict[int, list[int]] = {}  # bytes of blocks' positional inputs, by unit
         self._known = known
         self._blocks = {i: m for i, m in enumerate(modules) if m is not modules[0]}
         self._last = max(len(modules) - 1, 0)
@@ -302,43 +262,31 @@ class _Place:
                 self._stay.add(number)
         return tensor
 
-    @property
-    def saved_bytes(self) -> int:
-        return sum(storage.nbytes() for _, storage in self._saved.values())
-
-    @property
-    def recomputed_bytes(self) -> int:
-        """Bytes where each block saves its inputs alone, and one at a time the rest."""
-        by_unit: Counter[int] = Counter()
+    def trace(
+        self,
+        casts: int,
+        forward: Mapping[int, Counter[Operator]],
+        backward: Counter[Operator] | None,
+    ) -> Trace:
+        """Return the bytes that were saved, with those of ``casts``, and the operators."""
+        inputs = [storage.nbytes() for storage in self._inputs.values()]
+        by_unit: Counter[int] = Counter()  # besides inputs
         for number, (unit, storage) in self._saved.items():
             if number not in self._inputs:
                 by_unit[unit] += storage.nbytes()
+        in_front = by_unit[0]
         of_blocks = [by_unit.pop(block, 0) for block in self._blocks]
-        inputs = sum(storage.nbytes() for storage in self._inputs.values())
-        return inputs + by_unit.total() + max(of_blocks, default=0)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of inputs of blocks, and of what is saved in front of all blocks."""
-        inputs = sum(storage.nbytes() for storage in self._inputs.values())
-        return inputs + sum(
-            storage.nbytes()
-            for number, (unit, storage) in self._saved.items()
-            if unit == 0 and number not in self._inputs
+        return Trace(
+            sum(storage.nbytes() for _, storage in self._saved.values()) + casts,
+            sum(inputs) + by_unit.total() + max(of_blocks, default=0) + casts,
+            forward,
+            backward,
+            kept_bytes=sum(inputs) + in_front,
+            border_bytes=max(inputs, default=0),
+            epilogue_bytes=sum(self._saved[number][1].nbytes() for number in self._epilogue),
+            moved={unit: tuple(sizes) for unit, sizes in self.moved.items()},
+            freed_bytes=sum(self._inputs[number].nbytes() for number in self._moved - self._stay),
         )
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes of inputs of blocks that nothing else keeps than the blocks."""
-        return sum(self._inputs[number].nbytes() for number in self._moved - self._stay)
-
-    @property
-    def border_bytes(self) -> int:
-        return max((storage.nbytes() for storage in self._inputs.values()), default=0)
-
-    @property
-    def epilogue_bytes(self) -> int:
-        return sum(self._saved[number][1].nbytes() for number in self._epilogue)
 
     @contextmanager
     def followed(self) -> Iterator[None]:

@@ -58,26 +58,15 @@ MOMENTS = {"bfloat16": "bf16 moments", "int8": "8-bit moments"}
 
 @dataclass(frozen=True)
 class TrafficChoice:
-    """One configuration of the traffic, per rank and optimizer step.
+    """One configuration of the traffic, per rank and optimizer step."""
 
-    Attributes:
-        name: "as configured", "plain", or what is turned on.
-        settings: keys of ``zero_optimization`` that make it, on top of the configuration.
-        traffic: its transfers; copies between a device and its host are left out. Expected ones,
-            where they depend on the weights' values.
-        within_node_bytes: bytes that a rank sends within its node.
-        between_nodes_bytes: bytes that a rank sends to other nodes.
-        most_between_nodes_bytes: the most that it may send to them.
-        kept_bytes: memory for it: secondary shards, messages and errors.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    traffic: tuple[Traffic, ...]
-    within_node_bytes: int
-    between_nodes_bytes: int
-    most_between_nodes_bytes: int
-    kept_bytes: int
+    name: str  # "as configured", "plain", or what is turned on
+    settings: Mapping[str, Any]  # keys of ``zero_optimization`` that make it
+    traffic: tuple[Traffic, ...]  # expected, without copies between a device and its host
+    within_node_bytes: int  # bytes that a rank sends within its node
+    between_nodes_bytes: int  # bytes that a rank sends to other nodes
+    most_between_nodes_bytes: int  # the most that it may send to them
+    kept_bytes: int  # memory for it: secondary shards, messages and errors
 
 
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
@@ -149,17 +138,11 @@ def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, An
 
 @dataclass(frozen=True)
 class Placement:
-    """Keys that differ from the configuration. See [Note: placements].
+    """Keys that differ from the configuration. See [Note: placements]."""
 
-    Attributes:
-        words: the difference in words; empty for the configuration itself.
-        settings: ``(block, key, value)`` of ``zero_optimization``; "" is no block within it.
-        is_rounding: whether the numbers of a run change.
-    """
-
-    words: str = ""
-    settings: tuple[tuple[str, str, Any], ...] = ()
-    is_rounding: bool = False
+    words: str = ""  # the difference in words; empty for the configuration itself
+    settings: tuple[tuple[str, str, Any], ...] = ()  # ``(block or , key, value)``
+    is_rounding: bool = False  # whether the numbers of a run change
 
     @property
     def device(self) -> str | None:

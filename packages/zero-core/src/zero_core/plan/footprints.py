@@ -92,25 +92,14 @@ class CollectivesFootprintFactory(Protocol):
         ranks_per_node: int,
         learning_rate: float | None = None,
     ) -> CollectivesFootprint:
-        """Return the closed forms.
-
-        Args:
-            config: the resolved ``zero_optimization`` block.
-            world_size: number of ranks.
-            ranks_per_node: ranks of a node.
-            learning_rate: of the optimizer, for what depends on it; None for the most bytes.
-        """
+        """Return the closed forms, of the most bytes without a ``learning_rate``."""
 
 
 class TierFootprint(Protocol):
     """Bytes that one rank's state tier keeps and moves, for any ratio of elements on the host."""
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
-        """Return the share of the elements that the configuration gives to the host.
-
-        Args:
-            params: name and number of elements of each trainable parameter of the whole model.
-        """
+        """Return the configured share on the host of ``(name, numel)`` of all trainable params."""
 
     def device_span(self, ratio: float) -> tuple[int, int]:
         """Return start and stop of the elements that the device keeps."""
@@ -119,11 +108,7 @@ class TierFootprint(Protocol):
         """Return the bytes of host memory by kind."""
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
-        """Return the bytes on the device by kind.
-
-        On an accelerator the engine's own tier holds the device's part of the state: it is left
-        out here.
-        """
+        """Return the bytes on the device by kind, without those of the engine's own tier."""
 
     def undo_share(self, ratio: float) -> float:
         """Return the share of the host's elements for which the undo log has room."""
@@ -140,17 +125,11 @@ class TierFootprint(Protocol):
 
 @dataclass(frozen=True)
 class WholeFootprint:
-    """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing.
+    """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing."""
 
-    Attributes:
-        kept: bytes of host memory by kind.
-        on_device: bytes on the device by kind.
-        moved: bytes per step from the device to the host and back.
-    """
-
-    kept: Mapping[str, int]
-    on_device: Mapping[str, int]
-    moved: tuple[int, int]
+    kept: Mapping[str, int]  # bytes of host memory by kind
+    on_device: Mapping[str, int]  # bytes on the device by kind
+    moved: tuple[int, int]  # bytes per step from the device to the host and back
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
         return 1.0
@@ -218,12 +197,7 @@ class ParamFootprintFactory(Protocol):
     def __call__(
         self, *, shards: Sequence[tuple[int, int, torch.dtype]], config: Mapping[str, Any]
     ) -> dict[str, int]:
-        """Return the host bytes by kind of parameter shards that rest off the device.
-
-        Args:
-            shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
-            config: the resolved ``zero_optimization`` block.
-        """
+        """Return the host bytes by kind of ``shards``, arguments of `ParamTierFactory`."""
 
 
 class UploadFootprint(Protocol):
@@ -232,32 +206,19 @@ class UploadFootprint(Protocol):
     def __call__(
         self, *, numel: int, dtype: torch.dtype, learning_rate: float | None = None
     ) -> int:
-        """Return the expected bytes of a lossless difference of ``numel`` parameters.
-
-        None as the learning rate counts the most bytes.
-        """
+        """Return a lossless difference's expected bytes, or the most without ``learning_rate``."""
 
 
 class Footprints:
-    """Loads the closed forms of installed packages and notes which packages are missing.
-
-    Attributes:
-        missing: what is not counted and why, by distribution.
-    """
+    """Loads the closed forms of installed packages and notes which packages are missing."""
 
     def __init__(self) -> None:
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # what is not counted and why, by distribution
 
     def collectives(
         self, config: Config, world_size: int, ranks_per_node: int, *, is_worst_case: bool = False
     ) -> CollectivesFootprint | None:
-        """Return the footprint of the collectives, if they are asked for and zero-comm is there.
-
-        ``is_worst_case`` takes the most bytes where they depend on the weights' values.
-
-        Raises:
-            ConfigError: zero-comm does not serve a setting.
-        """
+        """Return the footprint of the collectives that are asked for, if zero-comm is there."""
         zero = config.zero_optimization
         if zero.quantized_key is None:
             return None
@@ -288,10 +249,7 @@ class Footprints:
         return found
 
     def uploaded_bytes(self, config: Config, uploaded: Mapping[torch.dtype, int]) -> int | None:
-        """Return the expected bytes of lossless differences of so many elements by dtype.
-
-        None without zero-comm.
-        """
+        """Return the expected bytes of lossless differences by dtype, None without zero-comm."""
         asked = "zero_optimization.offload_optimizer.lossless_upload"
         found: UploadFootprint | None = self._load("uploads", asked, "zero-comm")
         if found is None:

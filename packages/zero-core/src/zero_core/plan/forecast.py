@@ -26,7 +26,6 @@ from zero_core.comm.meter import Links
 from zero_core.comm.p2p import coded_room
 from zero_core.config import Config
 from zero_core.core.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.core.param_offload import OffloadedSegments, offloaded_segments
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.factory import has_kernel_rule
@@ -42,6 +41,7 @@ from zero_core.plan.footprints import (
 from zero_core.plugins import call_factory
 from zero_core.runtime.host_inputs import MAX_IN_PIECE, page_locked_bytes
 from zero_core.sharded.memory import Memory
+from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 from zero_core.step.update import may_speculate
 
 _META = torch.device("meta")
@@ -65,19 +65,7 @@ class MemoryUse:
 
 
 class Forecast:
-    """One configuration's bytes per rank, for any ratio of its optimizer state on the host.
-
-    Attributes:
-        collectives: closed forms of quantized collectives, if the configuration asks for them.
-        tier: closed forms of the offloaded state, if the configuration asks for it.
-        resting: segments whose shards rest off the device.
-        spans: ``(start, stop, segment)`` of each segment in what this rank updates.
-        gradients: how the gradient of each trainable segment is held, by its index.
-        tied: bytes of a micro-batch's gradient of each weight of the root that is tied, whose last
-            part ends a vertical backward. Empty for other schedules.
-        async_save_bytes: the most host memory of `Engine.async_save`: this rank's states once.
-        is_complete: whether every package that the configuration asks for is installed.
-    """
+    """One configuration's bytes per rank, for any ratio of its optimizer state on the host."""
 
     def __init__(
         self,
@@ -87,11 +75,7 @@ class Forecast:
         links: Links,
         buffer_bytes: int,
     ) -> None:
-        """Compute the layout and every size on the meta device, besides the model's buffers.
-
-        Raises:
-            ConfigError: a package does not serve a setting.
-        """
+        """Compute the layout and every size on the meta device, besides the model's buffers."""
         self._layout = drawn.layout
         self._config = config
         self._links = links
@@ -114,6 +98,7 @@ class Forecast:
             offloaded=OffloadedSegments(self.resting, None) if self.resting else None,
         )
         owns_grads = self._is_offloaded and drawn.updates_slices
+        # how the gradient of each trainable segment is held, by its index
         self.gradients = {
             index: buffers.plan
             for index, buffers in memory.allocate_gradients(
@@ -121,6 +106,7 @@ class Forecast:
             ).items()
         }
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
+        # ``(start, stop, segment)`` of each segment in what this rank updates
         self.spans = [(*span, drawn.layout.segments[index]) for index, span in memory.spans.items()]
         self._whole_bytes: tuple[int, int] | None = None  # of a step, where it is; its messages
         if not drawn.updates_slices:
@@ -142,11 +128,13 @@ class Forecast:
         self._footprints = footprints
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
         self.tier = self._tier_footprint(drawn, memory, footprints)
+        # the most host memory of `Engine.async_save`: this rank's states once
         self.async_save_bytes = sum(
             s.shard_numel * (config.master_dtype(s.dtype).itemsize + self._state_bytes)
             for *_, s in self.spans
         )
         find_resting = footprints.param_tier(zero) if self.resting else None
+        # whether every package that the configuration asks for is installed
         self.is_complete = (
             (self.collectives is not None or zero.quantized_key is None)
             and (self.tier is not None or not self._is_offloaded)
@@ -154,6 +142,8 @@ class Forecast:
         )
         params = drawn.layout.params
         root = {slot.param for s in drawn.layout.units[0].segments for slot in s.slots}
+        # bytes of a micro-batch's gradient of each weight of the root that is tied, whose last part
+        # ends a vertical backward. Empty for other schedules
         self.tied = [
             p.numel * p.dtype.itemsize
             for n, p in enumerate(params)
@@ -245,17 +235,11 @@ class Forecast:
         return self._config.gradient_accumulation_steps if is_each else 1
 
     def bytes_in_file(self, ratio: float) -> int:
-        """Return the bytes of master weights and states on NVMe: an update reads and writes them.
-
-        As `memory`, 0 without the package that knows.
-        """
+        """Return the bytes of states on NVMe, read and written in a step. 0 if not known."""
         return 0 if self.tier is None else self.tier.file_bytes(ratio)
 
     def memory(self, ratio: float) -> MemoryUse:
-        """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.
-
-        Bytes of a package that is not installed are left out; see `is_complete`.
-        """
+        """Return the bytes with the first ``ratio`` of states on the host: see `is_complete`."""
         host: dict[str, int] = {}
         kept = {"master weights": 0, "optimizer states": 0}  # in this order
         if self.tier is not None:

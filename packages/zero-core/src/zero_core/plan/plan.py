@@ -89,10 +89,7 @@ def make_planner(
 
 
 def _model_of(config: Any) -> nn.Module:
-    """Return the model of a Hugging Face configuration: with a language model's head if it has one.
-
-    An encoder-decoder gets the head that labels need.
-    """
+    """Return a Hugging Face configuration's model, with a language model's head if it has one."""
     # foreign: a configuration of transformers
     is_config = isinstance(config, Mapping) or hasattr(config, "model_type")
     if not is_config:

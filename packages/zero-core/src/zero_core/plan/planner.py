@@ -98,17 +98,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings that differ between choices besides stage and ratio. See [Note: choices].
+    """Settings that differ between choices besides stage and ratio. See [Note: choices]."""
 
-    Attributes:
-        micro_batch: samples of a rank and micro-step.
-        is_recomputed: whether activations are recomputed.
-        placement: other keys of ``zero_optimization``.
-    """
-
-    micro_batch: int
-    is_recomputed: bool
-    placement: Placement = AS_CONFIGURED
+    micro_batch: int  # samples of a rank and micro-step
+    is_recomputed: bool  # whether activations are recomputed
+    placement: Placement = AS_CONFIGURED  # other keys of ``zero_optimization``
 
     def of(self, config: Config) -> Config:
         """Return the configuration changed to this."""
@@ -126,16 +120,7 @@ class Variant:
 
 
 class Planner:
-    """Forecasts of all choices, and the smallest that fits. See [Note: choices].
-
-    Attributes:
-        config: the configuration.
-        machine: the machine.
-        layout: of the parameters.
-        links: between the ranks.
-        given: variant of the configuration.
-        configured: the configuration as a choice.
-    """
+    """Forecasts of all choices, and the smallest that fits. See [Note: choices]."""
 
     def __init__(
         self,
@@ -148,7 +133,7 @@ class Planner:
         self._drawn = drawn
         self.config = config
         self.machine = machine
-        self.layout = drawn.layout
+        self.layout = drawn.layout  # of the parameters
         self._buffer_bytes = buffer_bytes
         self._inputs = inputs
         self._stage = config.zero_optimization.stage
@@ -182,7 +167,16 @@ class Planner:
     # ------------------------------------------------------------- forecasts
 
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
-        return variant.of(_with_choice(self.config, stage, device))
+        """Return the configuration without keys that are not served at the ``stage``."""
+        zero = self.config.zero_optimization
+        changes: dict[str, Any] = {
+            "stage": stage,
+            "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
+        }
+        if stage != 3:
+            changes |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
+        zero = zero.model_copy(update=changes)
+        return variant.of(self.config.model_copy(update={"zero_optimization": zero}))
 
     def config_of(self, choice: Choice) -> Config:
         return self._changed(variant_of(choice), choice.stage, choice.device)
@@ -191,10 +185,7 @@ class Planner:
         return self._forecast(variant_of(choice), choice.stage, choice.device)
 
     def _forecast(self, variant: Variant, stage: int, device: str) -> Forecast:
-        """Return the forecast of a stage with the optimizer state on a device.
-
-        Gradients go to the host with it.
-        """
+        """Return the forecast of a stage with optimizer state and gradients on a device."""
         config = self._changed(variant, stage, device)
         micro_steps = config.gradient_accumulation_steps
         how = (config.is_vertical, config.has_inputs_on_host, variant.placement)
@@ -287,10 +278,7 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield the choices of a variant: each stage with no offload, all, and the least that fits.
-
-        ``ratios`` are further ones, if the state can be divided.
-        """
+        """Yield each stage with no offload, all, the least that fits, and further ``ratios``."""
         can_offload, placement = self._can_offload(), variant.placement
         is_divisible = can_offload and self._drawn.updates_slices
         whole = [] if placement.needs_offload else [0.0]
@@ -348,13 +336,6 @@ class Planner:
             return False
         return forecast.tier is not None
 
-    def _device_of(self, variant: Variant, stage: int, ratio: float) -> str:
-        if variant.placement.device is not None:
-            return variant.placement.device if ratio else "none"
-        if (stage, ratio) == (self._stage, self._ratio):
-            return self._device
-        return self._offloaded if ratio else "none"
-
     def _memory(self, variant: Variant, forecast: Forecast, ratio: float) -> MemoryUse:
         use, trace = forecast.memory(ratio), self.trace(variant.micro_batch)
         if trace is None:
@@ -370,7 +351,9 @@ class Planner:
         return MemoryUse({**use.device, **traced}, host)
 
     def choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
-        device = self._device_of(variant, stage, ratio)
+        device = variant.placement.device or self._offloaded if ratio else "none"
+        if variant.placement.device is None and (stage, ratio) == (self._stage, self._ratio):
+            device = self._device
         forecast = self._forecast(variant, stage, device)
         use = self._memory(variant, forecast, ratio)
         return Choice(
@@ -428,21 +411,6 @@ class Planner:
 
 def variant_of(choice: Choice) -> Variant:
     return Variant(choice.micro_batch, choice.is_recomputed, choice.placement)
-
-
-def _with_choice(config: Config, stage: int, device: str) -> Config:
-    """Return the configuration at another stage and with the optimizer state on ``device``.
-
-    Keys that the stage does not serve are dropped.
-    """
-    zero = config.zero_optimization
-    changes: dict[str, Any] = {
-        "stage": stage,
-        "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
-    }
-    if stage != 3:
-        changes |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
-    return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
 
 
 def ranks_of_node(world_size: int, ranks_per_node: int | None) -> int:

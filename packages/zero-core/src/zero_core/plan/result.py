@@ -24,35 +24,20 @@ MOST_VARIED = 8
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration of the same run, and the bytes it takes per rank.
+    """One configuration of the same run, and the bytes it takes per rank."""
 
-    Attributes:
-        stage: ZeRO stage.
-        ratio: share of the optimizer state on the host; 0 is no offload.
-        device_bytes: bytes on the compute device.
-        host_bytes: bytes of host memory besides.
-        is_fitting: whether both are within the memory that was given.
-        device: where the optimizer state of ``ratio`` is: "none", "cpu" or "nvme".
-        micro_batch: samples of a rank and micro-step.
-        micro_steps: micro-steps of an optimizer step.
-        is_recomputed: whether activations are recomputed.
-        is_varied: whether any of the last three, or the placement, differs from the configuration.
-        placement: keys of ``zero_optimization`` that differ from the configuration.
-        file_bytes: bytes of states on NVMe.
-    """
-
-    stage: int
-    ratio: float
-    device_bytes: int
-    host_bytes: int
-    is_fitting: bool
-    device: str = "none"
-    micro_batch: int = 1
-    micro_steps: int = 1
-    is_recomputed: bool = False
-    is_varied: bool = False
-    placement: Placement = AS_CONFIGURED
-    file_bytes: int = 0
+    stage: int  # ZeRO stage
+    ratio: float  # share of the optimizer state on the host; 0 is no offload
+    device_bytes: int  # bytes on the compute device
+    host_bytes: int  # bytes of host memory besides
+    is_fitting: bool  # whether both are within the memory that was given
+    device: str = "none"  # where the optimizer state of ``ratio`` is: "none", "cpu" or "nvme"
+    micro_batch: int = 1  # samples of a rank and micro-step
+    micro_steps: int = 1  # micro-steps of an optimizer step
+    is_recomputed: bool = False  # whether activations are recomputed
+    is_varied: bool = False  # from the configuration, in the last three or the placement
+    placement: Placement = AS_CONFIGURED  # keys that differ from the configuration
+    file_bytes: int = 0  # bytes of states on NVMe
 
     def __str__(self) -> str:
         found = f"stage {self.stage}"

@@ -20,7 +20,7 @@ from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config
 from zero_core.core.facts import facts_nbytes
 from zero_core.core.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.core.norms import norms_of
+from zero_core.extensions.invariance import arithmetic_of
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.plan.footprints import CollectivesFootprint
 from zero_core.plan.forecast import num_gathers
@@ -42,7 +42,7 @@ def step_traffic(
     if layout.world_size > 1:
         if footprint is not None or config.zero_optimization.quantized_key is None:
             found += _collectives(layout, config, links, footprint)
-        nbytes = facts_nbytes(len(layout.params), len(layout.units), norms_of(config))
+        nbytes = facts_nbytes(len(layout.params), len(layout.units), arithmetic_of(config))
         found += _sum("all_reduce", "facts of the step", [links.all_reduce(nbytes)])
     down, up = host_link
     if down or up:
@@ -77,10 +77,7 @@ def _collectives(
 def gather_calls(
     segment: Segment, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the calls of a segment's gather: (bytes within the node, bytes between nodes) each.
-
-    Those that run once for each version of the values, and those that run for each use.
-    """
+    """Return a gather's calls per version and per use: bytes within and between nodes."""
     numel, is_trainable = segment.shard_numel, segment.is_trainable
     gather = None
     if footprint is not None:

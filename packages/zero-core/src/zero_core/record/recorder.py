@@ -94,16 +94,13 @@ class Recorder(Extension):
 
     A program's end ends it too, and an error that nothing has caught is recorded. A rank that is
     killed, or ends by ``os._exit``, leaves no end.
-
-    Attributes:
-        folder: of the files of all ranks.
     """
 
     def __init__(
         self, subject: Subject, folder: Path, *, max_bytes: int, detail_every: int
     ) -> None:
         """Begin. See `zero_core.Engine.record`."""
-        self.folder = folder
+        self.folder = folder  # of the files of all ranks
         self._subject = subject
         self._device = device = subject.state.device
         self._is_host = device.type == "cpu"

@@ -34,136 +34,87 @@ _Time = Annotated[float, Field(ge=0.0, lt=1e11)]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One start of a program: its ranks, configuration and machine. The first line of each start.
-
-    Attributes:
-        rank: of the process group.
-        world_size: number of ranks.
-        ranks_per_node: ranks that share a host.
-        started_at: seconds since the epoch.
-        first_step: steps that were taken before.
-        num_parameters: elements of all parameters.
-        num_trainable: those that are trained.
-        units: names of the units, in forward order.
-        shares: elements that this rank updates, by place: "device", "host". Padding counts.
-        config: the resolved configuration.
-        environment: versions, device, cores, threads and memory.
-        model: its Hugging Face configuration, or empty.
-    """
+    """One start of a program: its ranks, configuration and machine. Each start begins with one."""
 
     kind: ClassVar[str] = "run"
 
-    rank: _Count
-    world_size: _Number
-    ranks_per_node: _Number
-    started_at: _Time
-    first_step: _Count
-    num_parameters: _Count
-    num_trainable: _Count
-    units: Sequence[str]
-    shares: Mapping[str, _Count]
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    model: Mapping[str, Any] = field(default_factory=dict)
+    rank: _Count  # of the process group
+    world_size: _Number  # number of ranks
+    ranks_per_node: _Number  # ranks that share a host
+    started_at: _Time  # seconds since the epoch
+    first_step: _Count  # steps that were taken before
+    num_parameters: _Count  # elements of all parameters
+    num_trainable: _Count  # those that are trained
+    units: Sequence[str]  # names of the units, in forward order
+    shares: Mapping[str, _Count]  # elements updated by "device" and "host", padding too
+    config: Mapping[str, Any]  # the resolved configuration
+    environment: Mapping[str, Any]  # versions, device, cores, threads and memory
+    model: Mapping[str, Any] = field(default_factory=dict)  # Hugging Face's, or empty
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step on one rank, from the end of the step before it to its own end.
-
-    Attributes:
-        step: its number, from 1.
-        at: when it ended, in seconds since the epoch.
-        seconds: its length.
-        is_taken: whether parameters were updated.
-        why_skipped: parameters whose gradient is not finite, and the ranks whose batches did it.
-        loss: mean over this rank's micro-steps, unscaled; None if the engine saw no loss.
-        grad_norm: 2-norm of the gradient over all ranks, unscaled, before clipping.
-        loss_scale: after the step.
-        lr: learning rate of each parameter group, as the step was taken with.
-        micro_steps: of this step.
-        samples: of this rank, by the configuration; none in an idle micro-step.
-        input_shape: of the first tensor that the engine was called with, or empty.
-        places: seconds by place of the program, waits apart: "forward", "backward", "step",
-            "outside", and others by their names. Empty where no times were taken.
-        waits: seconds in which it waited, by what for: "all_gather", "reduce_scatter", "ranks"
-            (small exchanges), "update" (of parameters, by the host).
-        lanes: seconds in which something else was at work: "gather" and "reduce" (collectives under
-            way), "host" (updates), "file" (reads and writes), "file wait" (updates that wait),
-            "copies" (between an accelerator and its host, in steps whose course is recorded).
-        sent: rows of `zero_core.Engine.comm_report`: collective, content, calls, bytes within the
-            node, bytes between nodes.
-        copied: bytes to the host and from the host.
-        memory_bytes: bytes that this rank holds after the step: on its device, or resident.
-        peak_bytes: the most so far.
-    """
+    """One optimizer step on one rank, from the end of the step before it to its own end."""
 
     kind: ClassVar[str] = "step"
 
-    step: _Count
-    at: _Time
-    seconds: _Seconds
-    is_taken: bool
-    why_skipped: str
-    loss: float | None
-    grad_norm: float | None
-    loss_scale: float
-    lr: Sequence[float]
-    micro_steps: _Count
-    samples: _Count
-    input_shape: Sequence[_Count] = ()
+    step: _Count  # its number, from 1
+    at: _Time  # when it ended, in seconds since the epoch
+    seconds: _Seconds  # its length
+    is_taken: bool  # whether parameters were updated
+    why_skipped: str  # parameters whose gradient is not finite, and the ranks whose batches did it
+    loss: float | None  # mean over the micro-steps, unscaled; None if the engine saw none
+    grad_norm: float | None  # 2-norm of the gradient over all ranks, unscaled, before clipping
+    loss_scale: float  # after the step
+    lr: Sequence[float]  # learning rate of each parameter group, as the step was taken with
+    micro_steps: _Count  # of this step
+    samples: _Count  # of this rank, by the configuration; none in an idle micro-step
+    input_shape: Sequence[_Count] = ()  # of the first tensor given to the engine
+    # seconds by place of the program, waits apart: "forward", "backward", "step", "outside", and
+    # others by their names. Empty where no times were taken
     places: Mapping[str, _Seconds] = field(default_factory=dict)
+    # seconds in which it waited, by what for: "all_gather", "reduce_scatter", "ranks" (small
+    # exchanges), "update" (of parameters, by the host)
     waits: Mapping[str, _Seconds] = field(default_factory=dict)
+    # seconds in which something else was at work: "gather" and "reduce" (collectives under way),
+    # "host" (updates), "file" (reads and writes), "file wait" (updates that wait), "copies"
+    # (between an accelerator and its host, in steps whose course is recorded)
     lanes: Mapping[str, _Seconds] = field(default_factory=dict)
+    # rows of `zero_core.Engine.comm_report`: collective, content, calls, bytes within the node,
+    # bytes between nodes
     sent: Sequence[tuple[str, str, _Count, _Count, _Count]] = ()
-    copied: tuple[_Count, _Count] = (0, 0)
-    memory_bytes: _Count = 0
-    peak_bytes: _Count = 0
+    copied: tuple[_Count, _Count] = (0, 0)  # bytes to the host and from the host
+    memory_bytes: _Count = 0  # that this rank holds after the step
+    peak_bytes: _Count = 0  # the most so far
 
 
 @dataclass(frozen=True)
 class DetailRecord:
-    """The course of one step on one rank. Times are seconds since the step began.
-
-    Attributes:
-        step: its number.
-        started_at: when it began, in seconds since the epoch.
-        spans: lane, name, start, stop, and whether the rank waited.
-        memory: time, bytes and place at the step's begin, each change of the place, and its end.
-        kinds: bytes in long-lived memory of the device by kind, after the step.
-        host_kinds: bytes of optimizer state and copies of gradients in host memory, if it is kept
-            there.
-    """
+    """The course of one step on one rank. Times are seconds since the step began."""
 
     kind: ClassVar[str] = "detail"
 
-    step: _Count
-    started_at: _Time
+    step: _Count  # its number
+    started_at: _Time  # when it began, in seconds since the epoch
+    # lane, name, start, stop, and whether the rank waited
     spans: Sequence[tuple[str, str, _Seconds, _Seconds, bool]]
+    # time, bytes and place at the step's begin, each change of the place, and its end
     memory: Sequence[tuple[_Seconds, _Count, str]]
-    kinds: Mapping[str, _Count] = field(default_factory=dict)
-    host_kinds: Mapping[str, _Count] = field(default_factory=dict)
+    kinds: Mapping[str, _Count] = field(default_factory=dict)  # long-lived bytes on the device
+    host_kinds: Mapping[str, _Count] = field(default_factory=dict)  # bytes of states in host memory
 
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Something that happened besides steps.
-
-    Attributes:
-        at: seconds since the epoch.
-        step: steps that were taken before.
-        what: "saved", "loaded", "ended", or "failed" for an end by an uncaught error.
-        text: the call or the folder, or the error's first line.
-        seconds: that the program waited for it.
-    """
+    """Something that happened besides steps."""
 
     kind: ClassVar[str] = "event"
 
-    at: _Time
-    step: _Count
-    what: str
-    text: str = ""
-    seconds: _Seconds = 0.0
+    at: _Time  # seconds since the epoch
+    step: _Count  # steps that were taken before
+    what: str  # "saved", "loaded", "ended", or "failed" for an end by an uncaught error
+    text: str = ""  # the call or the folder, or the error's first line
+    seconds: _Seconds = 0.0  # that the program waited for it
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
@@ -239,22 +190,15 @@ class RecordFile:
     and at most three eighths of the bytes, and from then on only such steps are written; so a long
     run keeps records of all of its course, further apart. Of the others the newest stay, in three
     eighths, and the last start in any case. A quarter is free then, so thinning is rare.
-
-    Attributes:
-        last_step: number of the last step that was given to `write`.
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
-        """Open the file in ``folder``, after the records of earlier starts.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Open the file in ``folder``, after the records of earlier starts."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE.format(rank=rank)
         self._max_bytes = self._limit = max_bytes
         self._stride = 1
-        self.last_step = 0
+        self.last_step = 0  # number of the last step that was given to `write`
         self._file = self.path.open("a", encoding="utf-8")
         if self._file.tell():
             self._file.write("\n")  # the line before may have been cut short

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.comm.control import ControlGroup
@@ -56,37 +56,22 @@ class BufferSync:
     def idle_forward(self) -> None:
         """Take part in what the other ranks' next forward broadcasts, without a forward here."""
         if self.handles:
-            self._enter_forward()
-            self._leave_forward()
+            self._pre_forward()
+            self._post_forward()
 
-    def _pre_forward(self, module: nn.Module, args: Any) -> None:
-        if not is_in_backward():  # no recomputation
-            self._enter_forward()
-
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not is_in_backward():
-            self._leave_forward()
-
-    def _enter_forward(self) -> None:
-        if self._is_due:
-            self._broadcast()
-
-    def _leave_forward(self) -> None:
-        self._is_due = torch.is_grad_enabled() and self._backward.should_sync
-
-    def _broadcast(self) -> None:
+    def _pre_forward(self, *hook_args: Any) -> None:
+        if is_in_backward() or not self._is_due:  # a recomputation is no forward
+            return
         for same in self._buffers.by_dtype().values():  # each time: a module may replace its own
             flat = torch.cat([buffer.detach().reshape(-1) for buffer, _ in same])
             self._control.broadcast(flat)
-            if self._control.rank != 0:
-                _copy_back(flat, same)
+            parts = torch.split(flat, [buffer.numel() for buffer, _ in same])
+            for (buffer, is_here), part in zip(same, parts, strict=True):
+                # Through .data: what an earlier forward saved of a buffer counts as unchanged, as
+                # where batch normalisation updates it; two forwards may precede a backward.
+                if is_here and self._control.rank != 0:
+                    buffer.data.copy_(part.view_as(buffer))
 
-
-def _copy_back(flat: Tensor, buffers: list[tuple[Tensor, bool]]) -> None:
-    parts = torch.split(flat, [buffer.numel() for buffer, _ in buffers])
-    for (buffer, is_here), part in zip(buffers, parts, strict=True):
-        if not is_here:
-            continue
-        # Through .data: what an earlier forward saved of a buffer counts as unchanged, as it does
-        # where batch normalisation updates its statistics; two forwards may precede a backward.
-        buffer.data.copy_(part.view_as(buffer))
+    def _post_forward(self, *hook_args: Any) -> None:
+        if not is_in_backward():
+            self._is_due = torch.is_grad_enabled() and self._backward.should_sync

@@ -33,20 +33,12 @@ class EngineParameter(nn.Parameter):
 
 
 class ModelCopies:
-    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing.
+    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing."""
 
-    Attributes:
-        engine: what is to live as long as the model: the modules refer to this object, and their
-            copies do not.
-    """
-
-    engine: object = None
+    engine: object = None  # lives as long as the model, and not as its copies
 
     def __init__(self, state: ShardedState, handles: Sequence[Sequence[Any]]) -> None:
-        """Replace the copying of the model and of every module in it, until `remove`.
-
-        ``handles``: lists of everything of the engine that is on the modules.
-        """
+        """Replace copying by the model's modules. ``handles``: lists of the engine's on them."""
         self._state = state
         self._handles = tuple(handles)
         self._modules = list(state.module.modules())
@@ -61,11 +53,6 @@ class ModelCopies:
             vars(module)[_KEY] = partial(self._copy, module)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        self._check_has_values(module)
-        with self._taken_off():
-            return copy.deepcopy(module, memo)
-
-    def _check_has_values(self, module: nn.Module) -> None:
         self._state.refresh()
         for param in module.parameters():
             places = self._state.places_of.get(id(param), ())
@@ -76,6 +63,8 @@ class ModelCopies:
                     f"that a copy of the module would not either: copy within "
                     f"{self._state.cures.read}, on every rank"
                 )
+        with self._taken_off():
+            return copy.deepcopy(module, memo)
 
     @contextmanager
     def _taken_off(self) -> Iterator[None]:

@@ -93,10 +93,7 @@ class DeviceStates:
         edits: Edits,
         extensions: Extensions,
     ) -> None:
-        """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`.
-
-        ``extensions`` are notified before states are written.
-        """
+        """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`."""
         self.edits = edits
         self._extensions = extensions
         self._memory = memory
@@ -122,11 +119,7 @@ class DeviceStates:
         self._ended_by = self._ended_by or call
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part that it needs is away, or values are half-updated.
-
-        Raises:
-            RuntimeError: with what to do.
-        """
+        """Refuse ``what`` while a part that it needs is away, or values are half-updated."""
         self._state.control.place.check_finished(what)
         self.check_here(what, needed)
 
@@ -135,9 +128,6 @@ class DeviceStates:
 
         If it needs all parts, what was published has ended then, so nothing that it exchanges meets
         a publication that another rank has yet to launch.
-
-        Raises:
-            RuntimeError: with what to do.
         """
         if self._ended_by is not None:
             raise RuntimeError(

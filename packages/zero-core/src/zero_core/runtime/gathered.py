@@ -34,15 +34,11 @@ _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
 
 
 class _FullParam(NamedTuple):
-    """One parameter while it is gathered: that at ``position`` of ``flat``.
-
-    Attributes:
-        tensor: the values, in the parameter's shape, which it is a view of.
-    """
+    """One parameter while it is gathered: that at ``position`` of ``flat``."""
 
     flat: FlatParams
     position: int
-    tensor: Tensor
+    tensor: Tensor  # the values, in the parameter's shape, which it is a view of
 
     @property
     def param(self) -> Tensor:
@@ -98,12 +94,7 @@ class GatheredParams:
     def some_params(
         self, params: Iterable[nn.Parameter], modifier_rank: int | None
     ) -> Iterator[nn.Module]:
-        """Gather ``params`` within.
-
-        Raises:
-            ValueError: one of them is not the engine's.
-            RankMismatchError: they are to be changed, and other ranks gather others.
-        """
+        """Gather ``params`` within."""
         self._passes.forward.end_interrupted()
         wanted = list(params)
         if modifier_rank is not None:
@@ -146,7 +137,10 @@ class GatheredParams:
                 for read in self._reading:
                     read.update((key, known[key]) for key in read.keys() & known.keys())
             else:
-                self._keep_replaced(full)
+                for p in full:  # what replaced the memory of kept parameters is copied into it
+                    if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
+                        with torch.no_grad():
+                            p.tensor.copy_(p.param.data)
                 self._check_unwritten(lost, before)
         finally:
             self._reading = [read for read in self._reading if read is not before]
@@ -162,19 +156,8 @@ class GatheredParams:
             return nullcontext()
         return self._units.saved.watching_gathered(params, self, self._passes.backward)
 
-    @torch.no_grad()
-    def _keep_replaced(self, full: Sequence[_FullParam]) -> None:
-        """Copy what replaced the memory of kept parameters into it."""
-        for p in full:
-            if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
-                p.tensor.copy_(p.param.data)
-
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
-        """Refuse changes within a context that only reads, of which nothing would be left.
-
-        Raises:
-            RuntimeError: with the names of the parameters.
-        """
+        """Refuse changes within a context that only reads, of which nothing would be left."""
         specs, cures = self._state.layout.params, self._state.cures
         changed = [
             specs[p.slot.param].name
@@ -225,10 +208,7 @@ class GatheredParams:
     def _gather(
         self, unit: Unit, wanted: list[tuple[FlatParams, int]], copies: list[_FullParam]
     ) -> Iterator[_FullParam]:
-        """Gather the ``wanted`` parameters of ``unit``. Add to ``copies`` what was copied.
-
-        A unit that is offloaded may have segments that are kept: these are not copied.
-        """
+        """Gather the ``wanted`` parameters of ``unit``. Add those not kept to ``copies``."""
         is_needed = self._passes.is_needed(unit)
         copied = [not (is_needed or flat.is_kept) for flat, _ in wanted]
         # A copy of another context is held once more: that one may end before this one.
@@ -262,11 +242,7 @@ class _Edit:
     def __init__(
         self, state: ShardedState, edits: Edits, rank: int, params: Sequence[_FullParam]
     ) -> None:
-        """Remember the values on ``rank``. Takes their memory there once more.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Remember the values on ``rank``. Takes their memory there once more."""
         if not 0 <= rank < state.control.world_size:
             raise ValueError(
                 f"modifier_rank = {rank}: expected a rank below {state.control.world_size}"
@@ -280,11 +256,7 @@ class _Edit:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Broadcast the values of ``rank``. Every rank must call it.
-
-        Raises:
-            ValueError: a parameter was given another shape, on all ranks.
-        """
+        """Broadcast the values of ``rank``. Every rank must call it."""
         self._state.quiesce()  # others may still be gathering the old values
         if not self._params:
             return
@@ -315,7 +287,9 @@ class _Edit:
             is_same = torch.equal(spec.to_elements(now), spec.to_elements(before).to(now.device))
             return _SAME if is_same else _CHANGED
         # What replaced ``data`` may have another dtype and device.
-        return _CHANGED if bool(_differs(now.to(before), before).any()) else _SAME
+        now = now.to(before)
+        differs = (now != before) & ~(now.isnan() & before.isnan())
+        return _CHANGED if bool(differs.any()) else _SAME
 
     def _spread(self, index: int, *, is_changed: bool) -> None:
         full = self._params[index]
@@ -343,7 +317,3 @@ def _has_own_slice(full: _FullParam, spec: ParamSpec) -> bool:
     shard = flat.part_of(full.position, flat.read_shard())
     own = spec.to_elements(full.tensor)[start:stop].to(shard.device)
     return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
-
-
-def _differs(now: Tensor, before: Tensor) -> Tensor:
-    return (now != before) & ~(now.isnan() & before.isnan())

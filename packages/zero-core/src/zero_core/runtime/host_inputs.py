@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,77 +35,24 @@ _ALIGNMENT = 256
 
 
 class HostCopy:
-    """A tensor's values on the host. It returns its buffer when it is dropped.
-
-    Attributes:
-        values: in the buffer, in the tensor's shape and dtype.
-        last_copy: the copy down, or the last copy up.
-        fetched: the values on the device, until they are used.
-        is_fetched: whether they were fetched at all.
-    """
+    """A tensor's values on the host. It returns its buffer when it is dropped."""
 
     def __init__(
         self, copies: HostCopies, buffer: Tensor, values: Tensor, copied: torch.Event
     ) -> None:
         self._copies = copies
         self._buffer = buffer
-        self.values = values
-        self.last_copy = copied
-        self.fetched: Tensor | None = None
-        self.is_fetched = False
+        self.values = values  # in the buffer, in the tensor's shape and dtype
+        self.last_copy = copied  # the copy down, or the last copy up
+        self.fetched: Tensor | None = None  # the values on the device, until they are used
+        self.is_fetched = False  # whether they were fetched at all
 
     def __del__(self) -> None:
         self._copies.release(self._buffer, self.last_copy, self.fetched)
 
 
-class _Buffers:
-    """Page-locked buffers of the sizes that were asked for lately."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}  # by bytes
-        self._last_use: dict[int, int] = {}  # by bytes, as a number of the call
-        self._num_calls = 0
-
-    def acquire(self, nbytes: int, most: int) -> tuple[Tensor, torch.Event | None]:
-        """Borrow a buffer of ``nbytes`` or a few more, and the copy that its writer waits for.
-
-        ``most``: buffers of this size that are page-locked at a time, at most.
-        """
-        size = _aligned(nbytes)
-        self._num_calls += 1
-        self._last_use[size] = self._num_calls
-        free = self._free.setdefault(size, [])
-        if not free:
-            self._drop_idle()
-            count = _num_in_piece(size, most)
-            with torch.inference_mode(False):  # it serves training too
-                piece = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
-            free += [(piece[n * size : (n + 1) * size], None) for n in range(count)]
-        return free.pop()
-
-    def release(self, buffer: Tensor, last_copy: torch.Event) -> None:
-        # Its size may have been dropped while the buffer was lent.
-        self._last_use.setdefault(buffer.nbytes, self._num_calls)
-        self._free.setdefault(buffer.nbytes, []).append((buffer, last_copy))
-
-    def _drop_idle(self) -> None:
-        """Drop sizes that nobody asks for any more, as of batches of another length.
-
-        Torch waits for copies under way before it uses the memory again.
-        """
-        # A copy, as autograd's threads return buffers at any time.
-        last_use = list(self._last_use.items())
-        for size, call in last_use:
-            if self._num_calls - call > _MAX_IDLE:
-                del self._last_use[size]
-                self._free.pop(size, None)
-
-
 def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int:
-    """Return the bytes that torch page-locks for ``number`` buffers of ``nbytes``.
-
-    ``most``: those that are page-locked at a time, at most.
-    """
+    """Return the bytes that torch page-locks for ``number`` buffers, ``most`` at a time."""
     if not nbytes:
         return 0
     size = _aligned(nbytes)
@@ -133,9 +80,32 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         """For tensors on ``device``, an accelerator."""
         self._device = device
-        self._buffers = _Buffers()
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
+        # Page-locked buffers of the sizes that were asked for lately.
+        self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}  # by bytes
+        self._last_use: dict[int, int] = {}  # by bytes, as a number of the call
+        self._num_calls = 0
+
+    def _acquire(self, nbytes: int, most: int) -> tuple[Tensor, torch.Event | None]:
+        """Borrow a buffer of ``nbytes``, of ``most`` in a piece, and the copy to wait for."""
+        size = _aligned(nbytes)
+        self._num_calls += 1
+        self._last_use[size] = self._num_calls
+        free = self._free.setdefault(size, [])
+        if not free:
+            # Sizes that nobody asks for any more are dropped. Torch waits for their copies under
+            # way. A list, as autograd's threads return buffers at any time.
+            last_use = list(self._last_use.items())
+            for idle, call in last_use:
+                if self._num_calls - call > _MAX_IDLE:
+                    del self._last_use[idle]
+                    self._free.pop(idle, None)
+            count = _num_in_piece(size, most)
+            with torch.inference_mode(False):  # it serves training too
+                piece = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
+            free += [(piece[n * size : (n + 1) * size], None) for n in range(count)]
+        return free.pop()
 
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
         """Begin to copy ``tensor`` down. None for one that is elsewhere, sparse or empty.
@@ -147,7 +117,7 @@ class HostCopies:
         if not is_moved or not tensor.numel():
             return None
         given = tensor.detach()
-        buffer, last_copy = self._buffers.acquire(given.nbytes, min(most, MAX_IN_PIECE))
+        buffer, last_copy = self._acquire(given.nbytes, min(most, MAX_IN_PIECE))
         values = buffer[: given.nbytes].view(given.dtype).view(given.shape)
         if last_copy is not None:
             self._down.wait_event(last_copy)
@@ -181,7 +151,9 @@ class HostCopies:
         """Take a buffer back after its ``last_copy``. ``unused``: what was fetched in vain."""
         if unused is not None:
             unused.record_stream(self._up)
-        self._buffers.release(buffer, last_copy)
+        # Its size may have been dropped while the buffer was lent.
+        self._last_use.setdefault(buffer.nbytes, self._num_calls)
+        self._free.setdefault(buffer.nbytes, []).append((buffer, last_copy))
 
     def _copy_up(self, stored: HostCopy) -> Tensor:
         fetched = torch.empty_like(stored.values, device=self._device)
@@ -195,15 +167,10 @@ class HostCopies:
 
 
 class _Call:
-    """A block's call, whose inputs are fetched together.
-
-    Attributes:
-        number: among all calls, from 0 on.
-        stored: its inputs, in the order in which they were packed.
-    """
+    """A block's call, whose ``stored`` inputs are fetched together."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number = number  # among all calls, from 0 on
         self._stored: list[weakref.ref[HostCopy]] = []
 
     def add(self, stored: HostCopy) -> None:
@@ -214,19 +181,8 @@ class _Call:
         return [stored for ref in self._stored if (stored := ref()) is not None]
 
 
-class _Packed(NamedTuple):
-    """An input on the host, and the call that it belongs to."""
-
-    stored: HostCopy
-    call: _Call
-
-
 class HostInputs:
-    """Moves what is saved within `context` to the host, and back. [Note: two streams ...].
-
-    Attributes:
-        copies: what copies.
-    """
+    """Moves what is saved within `context` to the host, and back. [Note: two streams ...]."""
 
     def __init__(self, device: torch.device) -> None:
         """For inputs on ``device``, an accelerator. Others stay where they are."""
@@ -249,21 +205,21 @@ class HostInputs:
         call = self._calls[self._num_calls] = _Call(self._num_calls)
         self._num_calls += 1
 
-        def pack(tensor: Tensor) -> _Packed | Tensor:
+        def pack(tensor: Tensor) -> tuple[HostCopy, _Call] | Tensor:
             stored = self.copies.store(tensor)
             if stored is None:
                 return tensor
             self.copies.record(tensor)
             call.add(stored)
-            return _Packed(stored, call)
+            return stored, call
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
-    def _unpack(self, packed: _Packed | Tensor) -> Tensor:
+    def _unpack(self, packed: tuple[HostCopy, _Call] | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        found = self.copies.take(packed.stored)
-        for call in (packed.call, self._following(packed.call)):
+        found = self.copies.take(packed[0])
+        for call in (packed[1], self._following(packed[1])):
             for stored in () if call is None else call.stored:
                 self.copies.fetch(stored)
         return found

@@ -52,10 +52,7 @@ class ParamGuard:
     def __init__(
         self, model: nn.Module, values: Sequence[FlatParams], names: Mapping[int, str]
     ) -> None:
-        """Remember the parameters of ``model``, their memory and their places.
-
-        ``names`` are those of the parameters and components, by ``id``.
-        """
+        """Remember the model's parameters, memory and places, and ``names`` by ``id``."""
         self._model = model
         self._values = list(values)
         self._name_of_memory = names
@@ -70,15 +67,13 @@ class ParamGuard:
 
         def hook(module: nn.Module, args: Any) -> None:
             if torch.is_grad_enabled():
-                self._check_places(has_substitutes=True)
-                self._check_memory()
-                self._check_frozen()
+                self.check(has_substitutes=True)
 
         return self._model.register_forward_pre_hook(outside_graphs(hook), prepend=True)
 
-    def check(self) -> None:
+    def check(self, *, has_substitutes: bool = False) -> None:
         """Raise if the model has other parameters than at first, or one was moved or unfrozen."""
-        self._check_places(has_substitutes=False)
+        self._check_places(has_substitutes=has_substitutes)
         self._check_memory()
         self._check_frozen()
 
@@ -93,7 +88,7 @@ class ParamGuard:
                     "module.to(), module.double(), param.data = ... or param.set_(): the engine "
                     f"would not follow it. Cast and move a model before build(). {_ADVICE}"
                 )
-            if (lost := values.take_written()) is not None:
+            if values.written is not None and (lost := values.take_written()) is not None:
                 raise RuntimeError(lost)
 
     def _check_frozen(self) -> None:
@@ -107,10 +102,7 @@ class ParamGuard:
                 )
 
     def _check_places(self, *, has_substitutes: bool) -> None:
-        """Compare the model's entries with those at construction.
-
-        With ``has_substitutes`` tensors may stand in parameters' places.
-        """
+        """Compare the model's entries with the first ones, or ``has_substitutes`` for them."""
         # Called at each forward: passes over dictionaries in C that touch no entry.
         if (
             any(self._empty)

@@ -20,13 +20,7 @@ class SmallParams:
     """Copies of parameters of at most so many elements, until `remove`."""
 
     def __init__(self, state: ShardedState, max_numel: int, max_total: int) -> None:
-        """Prepare: the first `refresh` makes the copies.
-
-        Args:
-            state: the parameters. Those of segments of bytes get no copy.
-            max_numel: elements of the largest parameter that stays whole.
-            max_total: elements of all that do, in the model's order.
-        """
+        """Prepare for parameters of up to ``max_numel`` elements, ``max_total`` in all."""
         self._state = state
         self._limits = max_numel, max_total
         self._held: list[tuple[FlatParams, int]] | None = None

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.core.gradient_plan import GradientPlan, plan_segment_gradient
-from zero_core.core.grads import FlatGrads, GradientBuffers, SequentialGrads
-from zero_core.core.param_offload import (
-    LocalStore,
-    OffloadedSegments,
-    OffloadedShard,
-    PrefetchHints,
-)
+from zero_core.core.grads import Arithmetic, GradientBuffers
 from zero_core.core.params import DeviceShard, FlatParams, SegmentViews, ShardSource
 from zero_core.core.pool import (
     Allocate,
@@ -38,6 +32,12 @@ from zero_core.layout.discovery import Discovered, Quantized
 from zero_core.layout.stored import dim_order
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
 from zero_core.sharded.changes.log import ChangeLog
+from zero_core.sharded.param_offload import (
+    LocalStore,
+    OffloadedSegments,
+    OffloadedShard,
+    PrefetchHints,
+)
 
 NUM_SPARE = 2
 """Buffers whose copies to the host may still be under way when the next one is needed."""
@@ -203,7 +203,9 @@ class Memory:
 
     # ------------------------------------------------------------------- units
 
-    def make_units(self, tier: StateTier, communicator: Communicator) -> list[Unit]:
+    def make_units(
+        self, tier: StateTier, communicator: Communicator, arithmetic: Arithmetic
+    ) -> list[Unit]:
         """Allocate what gradients need, and make the units, whose shards ``tier`` updates."""
         segments = self._layout.segments
         params = {s.index: self._flat_params(s, tier, communicator) for s in segments}
@@ -214,7 +216,7 @@ class Memory:
         ):
             tier.expect_micro_steps(self._config.gradient_accumulation_steps)
         grads = {
-            index: (SequentialGrads if of_segment.plan.is_sequential else FlatGrads)(
+            index: arithmetic.grads_class(
                 segments[index],
                 [p for p in self._params_of(segments[index]) if isinstance(p, nn.Parameter)],
                 of_segment,
@@ -222,6 +224,7 @@ class Memory:
                 tier,
                 self.spans[index],
                 self._views_of(segments[index]),
+                arithmetic,
             )
             for index, of_segment in buffers.items()
         }

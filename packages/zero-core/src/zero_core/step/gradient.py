@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
 from zero_core.core.extension import Extensions
 from zero_core.core.facts import Facts, Filler
-from zero_core.core.grads import FlatGrads
-from zero_core.core.norms import norms_of
+from zero_core.core.grads import Arithmetic, FlatGrads
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier
@@ -58,7 +57,7 @@ class StepDecision:
 class StepGradient:
     """Gradient of the current step.
 
-    The first group of methods is the runtime's `zero_core.core.reductions.GradientSink`, which
+    The first group of methods is the runtime's `zero_core.core.passes.GradientSink`, which
     documents them.
 
     Attributes:
@@ -77,6 +76,7 @@ class StepGradient:
         config: Config,
         facts: Facts,
         extensions: Extensions,
+        arithmetic: Arithmetic,
     ) -> None:
         self._extensions = extensions
         self.params_with_grad: set[int] = set()
@@ -89,7 +89,7 @@ class StepGradient:
         self._communicator = communicator
         self._train = train
         self._config = config
-        self._norm_kind = norms_of(config)
+        self._arithmetic = arithmetic
         self._is_scaled = config.loss_scaling.enabled
         self._is_checked = config.check_grad_overflow or self._is_scaled
         self.facts = facts
@@ -143,8 +143,8 @@ class StepGradient:
             self._take_changes(changes)
         self.param_grads.close()
         self.reopen()
-        self.policy.check_unused("a further backward of the same step")
         if self.policy.begins_early:
+            self.policy.check_unused("a further backward of the same step")
             for before in self._extensions.before_early_update:
                 before()
         if self._is_scaled and not self._train.scaler.is_applied:
@@ -217,7 +217,7 @@ class StepGradient:
             if self._communicator.world_size > 1:
                 norms = {index: self._grads[index].covered_norm() for index in norms}
             square_sums = self._square_sums(norms)
-            self._norm_kind.finish(square_sums)
+            self._arithmetic.finish(square_sums)
             self._changed_square_sum = square_sums[0]
 
     def fill(self, facts: Facts) -> None:
@@ -234,7 +234,7 @@ class StepGradient:
         # In the order of the layout: that of the reductions may change from step to step.
         ordered = [norm for _, norm in sorted(norms.items())]
         squares = [self._on_device(call()).view(1) for _, call in sorted(self._tier_sums.items())]
-        return self._norm_kind.add_squares(ordered, squares)
+        return self._arithmetic.add_squares(ordered, squares)
 
     def _take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> bool:
         """Have the step use what was done to ``param.grad``. Return whether anything was."""
@@ -305,7 +305,7 @@ class StepGradient:
             return math.sqrt(self._square_sum)
         grads = [grads for _, grads in sorted(self._grads.items())]
         norms = [g.norm(p).to(self._device, torch.float64) for g in grads]
-        return self._norm_kind.over_ranks(norms, p, self._state.control)
+        return self._arithmetic.over_ranks(norms, p, self._state.control)
 
     def explain_skip(self) -> str:
         """Return why `decide` skips the step, before `clear`.
@@ -400,13 +400,15 @@ class StepGradient:
             follow(self._train.global_steps + 1)
         self.param_grads.decided()
         used, scale = self.facts.counts("used"), self._train.scaler.scale
+        for param in self.param_grads.set_params:  # since the ranks were counted
+            used[param] = float(param in self.params_with_grad)
         norm = self._norm()
         clipped = norm * self._clip_factor
         factor = self._clip_factor * clip_factor(clipped, self._config.gradient_clipping)
         self.decision = StepDecision(
             norm=norm,
             is_taken=self._is_to_be_taken(norm),
-            active=[i for i, p in enumerate(self._state.pieces) if self._is_used(p.param, used)],
+            active=[i for i, p in enumerate(self._state.pieces) if used[p.param] > 0],
             grad_scale=factor / scale,
         )
         self.policy.settle(is_void=not self.decision.is_taken)
@@ -415,11 +417,6 @@ class StepGradient:
             self._why_skipped = self._explain_nonfinite()
         self._train.grad_norm = norm
         return self.decision
-
-    def _is_used(self, param: int, num_ranks: Sequence[float]) -> bool:
-        if self.param_grads.is_set(param):  # since the ranks were counted
-            return param in self.params_with_grad
-        return num_ranks[param] > 0
 
     @property
     def _square_sum(self) -> float:
@@ -453,6 +450,8 @@ class StepGradient:
         A parameter without one waits for ``step``: only then is it known whether another rank has
         one. Returns whether they have new values.
         """
+        if not self.policy.begins_early:
+            return False
         pieces = self._state.pieces
         own = self._pieces_of.get(grads.segment.index, ())
         active = [i for i in own if pieces[i].param in self.params_with_grad]

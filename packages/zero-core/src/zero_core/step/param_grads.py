@@ -102,7 +102,11 @@ def _forget(numbers: Collection[int], dropped: weakref.ref[ParamGrads]) -> None:
 
 
 class ParamGrads:
-    """The gradient of a step by parameter, and the changes that scripts make to it."""
+    """The gradient of a step by parameter, and the changes that scripts make to it.
+
+    Attributes:
+        set_params: numbers of those whose gradient was set since the facts were summed.
+    """
 
     def __init__(
         self,
@@ -132,7 +136,7 @@ class ParamGrads:
         self._complete: dict[int, FlatGrads] = {}  # by segment, while they may be read
         # By segment and position: what reads return, None where there is to be no gradient.
         self._given: dict[int, dict[int, Tensor | None]] = {}
-        self._set: set[int] = set()  # numbers of the parameters whose gradient was set
+        self.set_params: set[int] = set()
         # Of views that were given out, with changes so far, by segment and position.
         self._checksums: dict[int, dict[int, Tensor]] = {}
         self._assigned: dict[int, nn.Parameter] = {}  # while no gradient was there, by id
@@ -195,7 +199,7 @@ class ParamGrads:
         set_grad(param, None)
         self._given.setdefault(index, {})[position] = grad
         number = grads.param_numbers[position]
-        self._set.add(number)
+        self.set_params.add(number)
         if grad is None:
             self._with_grad.discard(number)
         else:
@@ -225,7 +229,7 @@ class ParamGrads:
     def clear(self) -> None:
         """Drop all that was given out or assigned."""
         self.close()
-        self._set.clear()
+        self.set_params.clear()
         self._changed.clear()
         self._changed_late.clear()
         for param in self._assigned.values():
@@ -246,10 +250,6 @@ class ParamGrads:
         """Whether a script gave ``param`` a gradient while the step had none."""
         return id(param) in self._assigned
 
-    def is_set(self, number: int) -> bool:
-        """Whether the gradient of parameter ``number`` was set since the facts were summed."""
-        return number in self._set
-
     def note_changes(self, *, is_agreed: bool) -> dict[int, dict[int, Tensor]]:
         """Return what was changed, by segment and position of the parameter, and write nothing.
 
@@ -264,7 +264,7 @@ class ParamGrads:
         """Begin the sum of the facts, and name the segments that were changed, which it hashes."""
         self._changed |= self._changed_late
         self._changed_late = set()
-        self._set.clear()
+        self.set_params.clear()
         name_of = communicator.name_of
         changed = [name_of("param.grad", i) for i in sorted(self._changed)]
         before = [name_of("the last step's param.grad", i) for i in sorted(self._changed_before)]

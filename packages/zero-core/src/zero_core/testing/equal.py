@@ -38,50 +38,30 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """Keys of a configuration that change no bit.
+    """Keys of a configuration that change no bit."""
 
-    Attributes:
-        zero: what it adds to ``zero_optimization``.
-        base: what the configuration without it has there.
-        top: what it adds at the top.
-        base_top: what both configurations have at the top, beside the keys of a scenario.
-        further: what it adds to the arguments of ``build()``.
-        stages: ZeRO stages that serve it.
-        ranks: numbers of ranks that serve it, and how many of them share a node.
-        width: of the model: by default even the shards of its gradients are worth quantizing.
-        family: variants of one family share rows where `cover` is asked to: see there.
-    """
-
-    zero: Mapping[str, Any] = field(default_factory=dict)
-    base: Mapping[str, Any] = field(default_factory=dict)
-    top: Mapping[str, Any] = field(default_factory=dict)
-    base_top: Mapping[str, Any] = field(default_factory=dict)
-    further: Mapping[str, Any] = field(default_factory=dict)
-    stages: Sequence[int] = (0, 1, 2, 3)
+    zero: Mapping[str, Any] = field(default_factory=dict)  # what it adds to ``zero_optimization``
+    base: Mapping[str, Any] = field(default_factory=dict)  # what the other one has there
+    top: Mapping[str, Any] = field(default_factory=dict)  # what it adds at the top
+    base_top: Mapping[str, Any] = field(default_factory=dict)  # what both have at the top
+    further: Mapping[str, Any] = field(default_factory=dict)  # adds to arguments of ``build()``
+    stages: Sequence[int] = (0, 1, 2, 3)  # ZeRO stages that serve it
+    # numbers of ranks that serve it, and how many of them share a node
     ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
-    width: int = 33
-    family: str = ""
+    width: int = 33  # of the model, with shards of gradients that are worth quantizing
+    family: str = ""  # variants of one family share rows where `cover` is asked to: see there
 
 
 @dataclass(frozen=True)
 class Row:
-    """One equality.
+    """One equality."""
 
-    Attributes:
-        scenario: what is done, by its name in `SCENARIOS` or `LONG`.
-        variant: name of what is added.
-        stage: ZeRO stage of both sides.
-        dtype: of forward and backward: "fp32", "bf16" or "fp16".
-        ranks: number of simulated ranks.
-        per_node: how many of them share a node.
-    """
-
-    scenario: str
-    variant: str
-    stage: int
-    dtype: str
-    ranks: int
-    per_node: int
+    scenario: str  # what is done, by its name in `SCENARIOS` or `LONG`
+    variant: str  # name of what is added
+    stage: int  # ZeRO stage of both sides
+    dtype: str  # of forward and backward: "fp32", "bf16" or "fp16"
+    ranks: int  # number of simulated ranks
+    per_node: int  # how many of them share a node
 
     def __str__(self) -> str:
         where = f"{self.ranks} ranks" + (f", {self.per_node} a node" * (self.per_node > 1))
@@ -128,17 +108,8 @@ def cover(
     return sorted(chosen, key=str)
 
 
-def check(
-    row: Row,
-    variant: Variant,
-    folder: Path,
-    *,
-    is_simulated: bool = True,
-) -> None:
-    """Run both sides of a row, and compare losses, skipped steps and values bit by bit.
-
-    ``is_simulated``: ranks are threads of this process, else processes.
-    """
+def check(row: Row, variant: Variant, folder: Path, *, is_simulated: bool = True) -> None:
+    """Compare both sides of a row bit by bit, on threads if ``is_simulated``, else processes."""
     run: Callable[..., object] = simulate if is_simulated else run_on_processes
     run(_compare, row.ranks, row, variant, folder, ranks_per_node=row.per_node)
 

@@ -36,17 +36,11 @@ class _Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same memory that nothing orders.
+    """Two accesses to the same memory that nothing orders."""
 
-    Attributes:
-        address: of the first byte.
-        first: operation that is first in the trace, with its stream.
-        second: the other one.
-    """
-
-    address: int
-    first: str
-    second: str
+    address: int  # of the first byte
+    first: str  # operation that is first in the trace, with its stream
+    second: str  # the other one
 
     def __str__(self) -> str:
         return f"{self.second} is not ordered after {self.first} (memory at {self.address:#x})"
@@ -57,14 +51,11 @@ class HappensBefore:
 
     Streams, threads and events are named by any integers. Those of streams and of threads may
     coincide.
-
-    Attributes:
-        races: found so far, one for each pair of operations.
     """
 
     def __init__(self, ranges: Iterable[Range]) -> None:
         """Prepare for accesses to ``ranges`` of memory."""
-        self.races: list[Race] = []
+        self.races: list[Race] = []  # found so far, one for each pair of operations
         self._bounds = sorted({bound for a, numel in ranges for bound in (a, a + numel)})
         self._handler = EventHandler()
         self._numbers: dict[tuple[str, int], int] = {}
@@ -196,10 +187,6 @@ def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
     """Return the line that waited, as ``file:line function``. Empty: no line of ``roots`` did.
 
     What an operator waits for by itself (a copy that blocks) is no wait of a line.
-
-    Args:
-        record: of any kind.
-        roots: folders of the sources of interest.
     """
     if record.kind not in _WAITS or record.name:
         return ""
@@ -214,12 +201,7 @@ def find_races(
     """Yield the races of a trace of the late device.
 
     Threads of one device take turns (a thread of autograd's works while its caller waits), except
-    for ``workers``.
-
-    Args:
-        trace: what `late_device.stop_trace` returned.
-        workers: numbers of threads that run beside the others.
-        without: positions in the trace of records to leave out: waits that are to be missed.
+    for ``workers``. Records at positions ``without``, waits that are to be missed, are left out.
     """
     devices: dict[int, int] = {}  # the first that each thread used
     for record in trace:

@@ -27,19 +27,12 @@ _LEFT_STEP = 1
 
 @dataclass
 class Interruption:
-    """An interruption at a call of a function of some packages, on this thread.
+    """An interruption at a call of a function of some packages, on this thread."""
 
-    Attributes:
-        moment: number of that call, from 1 on. 0: none.
-        is_signal: whether SIGINT is sent, and not KeyboardInterrupt raised in the function.
-        packages: names of the packages whose calls count.
-        num_calls: calls so far.
-    """
-
-    moment: int
-    is_signal: bool
-    packages: Sequence[str]
-    num_calls: int = 0
+    moment: int  # number of that call, from 1 on. 0: none
+    is_signal: bool  # whether SIGINT is sent, and not KeyboardInterrupt raised in the function
+    packages: Sequence[str]  # names of the packages whose calls count
+    num_calls: int = 0  # calls so far
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -131,9 +124,6 @@ def check_left_anywhere(
     In turns by KeyboardInterrupt in the middle of everything and by SIGINT, and in turns with
     gradients dropped after it and without. The values are those of a training that was not
     interrupted, or, where nothing was dropped, a warning has named the call that drops them.
-
-    Raises:
-        AssertionError: with the moment at which it is not so.
     """
     never = Interruption(0, is_signal=False, packages=packages)
     expected, told = _train_left(config, folder, never, drops=False)

@@ -56,13 +56,7 @@ class Hard(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, ids: Tensor, *, use_sometimes: bool, use_side: bool) -> dict[str, Tensor]:
-        """Loss of predicting each symbol from the one before.
-
-        Args:
-            ids: int64, [batch, length].
-            use_sometimes: whether the parameter ``sometimes`` takes part.
-            use_side: whether each block's side branch takes part (may differ between ranks).
-        """
+        """Loss of predicting each of ``ids``, int64, [batch, length], from the one before."""
         x = self.embed(ids[:, :-1]) * self.gain
         for block in (*self.blocks, *self.frozen, self.blocks[0]):
             x = block(x, use_side=use_side)

@@ -30,29 +30,17 @@ LR, WEIGHT_DECAY = 1e-2, 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the equivalence grid.
+    """One point of the equivalence grid."""
 
-    Attributes:
-        stage: ZeRO stage.
-        dtype: "fp32", "bf16", or "fp16", whose first steps overflow the largest loss scale.
-        accumulation: micro-steps per step.
-        clipping: largest gradient norm; 0 is off.
-        is_local: whether micro-steps before the last run within ``no_sync``.
-        zero: further keys of ``zero_optimization``.
-        top: further keys of the configuration, and others for some.
-        num_backwards: backwards per micro-step, each of an equal part of the loss.
-        width: of the model; odd unless given.
-    """
-
-    stage: int = 0
-    dtype: str = "fp32"
-    accumulation: int = 1
-    clipping: float = 0.0
-    is_local: bool = False
-    zero: Mapping[str, Any] = field(default_factory=dict)
-    top: Mapping[str, Any] = field(default_factory=dict)
-    num_backwards: int = 1
-    width: int = 11
+    stage: int = 0  # ZeRO stage
+    dtype: str = "fp32"  # "fp32", "bf16", or "fp16", whose first steps overflow
+    accumulation: int = 1  # micro-steps per step
+    clipping: float = 0.0  # largest gradient norm; 0 is off
+    is_local: bool = False  # whether micro-steps before the last run within ``no_sync``
+    zero: Mapping[str, Any] = field(default_factory=dict)  # further keys of ``zero_optimization``
+    top: Mapping[str, Any] = field(default_factory=dict)  # and of the configuration
+    num_backwards: int = 1  # backwards per micro-step, each of an equal part of the loss
+    width: int = 11  # of the model; odd unless given
 
     def config(self) -> dict[str, Any]:
         return {
@@ -76,19 +64,12 @@ class Case:
 
 @dataclass
 class Trace:
-    """The comparable results of a run.
+    """The comparable results of a run."""
 
-    Attributes:
-        losses: of every micro-step, on this rank.
-        values: final values by name.
-        num_skipped: steps that were skipped as their gradient was not finite.
-        between_nodes_bytes: what this rank's engine sent to other nodes in the last step.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    values: dict[str, Tensor] = field(default_factory=dict)
-    num_skipped: int = 0
-    between_nodes_bytes: int = 0
+    losses: list[float] = field(default_factory=list)  # of every micro-step, on this rank
+    values: dict[str, Tensor] = field(default_factory=dict)  # final values by name
+    num_skipped: int = 0  # steps that were skipped as their gradient was not finite
+    between_nodes_bytes: int = 0  # what this rank's engine sent to other nodes in the last step
 
 
 def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[str, Any]:
@@ -199,15 +180,7 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
 def run_engine(
     case: Case, rank: int, steps: int, *, resume_from: str | None = None, **build_kwargs: Any
 ) -> Trace:
-    """Train the same model on the same batches with the engine.
-
-    Args:
-        case: model and configuration.
-        rank: this rank, whose batches it takes.
-        steps: number of optimizer steps.
-        resume_from: folder of checkpoints that `Engine.resume` gets before the first step.
-        build_kwargs: passed on to `zero_core.build`.
-    """
+    """Train the same model on the same batches with the engine, resumed from a folder if given."""
     trace = Trace()
     device = find_ranks(None, None).device  # that the engine would choose
     engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
@@ -232,18 +205,11 @@ def run_engine(
 
 
 class Gap(NamedTuple):
-    """Distance of an engine run from DDP and from the first stage of the same case.
+    """Distance of an engine run from DDP and from the first stage of the same case."""
 
-    Attributes:
-        loss: largest difference of a loss from DDP's on this rank.
-        value: largest difference of a final value from DDP's.
-        across_stages: largest difference of a loss or value from the first engine run of a case
-            that differs only in its stage and ``zero`` keys.
-    """
-
-    loss: float
-    value: float
-    across_stages: float
+    loss: float  # largest difference of a loss from DDP's on this rank
+    value: float  # largest difference of a final value from DDP's
+    across_stages: float  # from the first engine run of an equal case at another stage
 
 
 def compare_with_ddp(

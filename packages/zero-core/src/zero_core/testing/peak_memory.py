@@ -11,13 +11,9 @@ from zero_core._libc import release_free_pages
 
 
 class PeakMemory:
-    """Context that measures how far this process's resident memory rises above its start.
+    """Context that measures how far this process's resident memory rises above its start."""
 
-    Attributes:
-        nbytes: the rise, known when the context has ended.
-    """
-
-    nbytes: int
+    nbytes: int  # the rise, known when the context has ended
 
     def __enter__(self) -> PeakMemory:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
@@ -32,12 +28,9 @@ class OwnPeakMemory:
     """Context that measures how far the memory rises that this process has for itself.
 
     Unlike `PeakMemory` it leaves out the files that the process maps. It reads every millisecond.
-
-    Attributes:
-        nbytes: the rise, known when the context has ended.
     """
 
-    nbytes: int
+    nbytes: int  # the rise, known when the context has ended
 
     def __enter__(self) -> OwnPeakMemory:
         gc.collect()  # what is freed meanwhile would make room

@@ -165,10 +165,7 @@ def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, An
 
 
 def check_truth(found: dict[Any, Any], refusals: dict[str, str]) -> None:
-    """Check that each reader found the value of its moment.
-
-    ``refusals``: what begins the errors of moments at which the value is refused, by moment.
-    """
+    """Check that each reader found its moment's value, or the error in ``refusals``."""
     for (moment, reader), value in found.items():
         if moment in refusals:
             assert isinstance(value, str), (moment, reader, value)

@@ -251,6 +251,6 @@ SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "repeats backward": (_repeats_backward, {}),
 }
 LONG: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
-    "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0}),
+    "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0})
 }
 """200 steps and more, of which a tenth is clipped and some are skipped: for rows by name."""

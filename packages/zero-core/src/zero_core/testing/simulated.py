@@ -52,19 +52,14 @@ TIMEOUT_S = 120.0
 
 
 class _Network:
-    """Mailboxes between the ranks, by sender, receiver and tag.
-
-    Attributes:
-        world_size: number of ranks.
-        failed: the rank that failed first.
-    """
+    """Mailboxes between the ranks, by sender, receiver and tag."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
-        self.world_size = world_size
+        self.world_size = world_size  # number of ranks
         self._timeout_s = timeout_s
         self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
-        self.failed: int | None = None
+        self.failed: int | None = None  # the rank that failed first
 
     def send(self, source: int, target: int, tag: Any, tensor: Tensor) -> None:
         with torch.inference_mode(False):
@@ -268,17 +263,9 @@ def simulate(
 ) -> list[_T]:
     """Run ``program(ranks, *args)`` on simulated ranks and return their results in order.
 
-    Args:
-        program: gets the `SimulatedRanks` or `LateRanks` of its rank.
-        world_size: number of ranks.
-        args: passed on to every rank; ranks must not change them.
-        ranks_per_node: consecutive ranks that share a node; None: all.
-        device: ``"cpu"``, or ``"late"`` for ranks with a `zero_core.testing.late_device` each, in
-            a process of their own (`zero_core.testing.run_alone`).
-        timeout_s: longest wait for another rank.
-
-    Raises:
-        BaseException: of the rank that failed first.
+    ``ranks`` are `SimulatedRanks`, or `LateRanks` with ``device`` "late", which needs a process of
+    its own (`zero_core.testing.run_alone`). Ranks must not change ``args``. An error is that of the
+    rank that failed first.
     """
     per_node = ranks_per_node or world_size
     network: LateWorld | _Network = _Network(world_size, timeout_s)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 from zero_core.testing.models import batch
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case, SimulatedDDP
 from zero_core.testing.simulated import SimulatedRanks
@@ -57,13 +56,8 @@ def train_ddp(
 ) -> list[float]:
     """Train with `SimulatedDDP` and fused AdamW as `Case` has it, one micro-step per batch.
 
-    The reduced gradients of the micro-steps of a step are added up. Return the losses.
-
-    Args:
-        model: trained in place.
-        ranks: simulated.
-        batches: of this rank; None where it has no data.
-        accumulation: micro-steps of every step, or of each.
+    The reduced gradients of the micro-steps of a step, ``accumulation`` of every step or of each,
+    are added up. A batch is None where this rank has no data. Return the losses.
     """
     ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     counts = iter(accumulation) if isinstance(accumulation, Sequence) else repeat(accumulation)
@@ -102,14 +96,8 @@ def check_like_ddp(
 ) -> None:
     """Train ``make()`` with the engine and with DDP, and compare losses and values.
 
-    Args:
-        ranks: simulated; with up to two of them `SimulatedDDP` has the bits of torch's DDP.
-        make: the model, drawn alike each time.
-        draw: inputs of (micro-step, rank), or None for a rank without data.
-        case: configuration of the engine, in fp32 and without clipping.
-        steps: optimizer steps.
-        atol: largest difference of a loss or a value. 0: the bits are compared.
-        build_kwargs: passed on to `zero_core.build`.
+    With up to two ranks `SimulatedDDP` has the bits of torch's DDP. ``draw`` returns the inputs of
+    (micro-step, rank), or None for a rank without data. ``case`` is in fp32 and without clipping.
     """
     batches = [draw(number, ranks.rank) for number in range(steps * case.accumulation)]
     model = make()
@@ -148,45 +136,3 @@ def train_steps(engine: zero_core.Engine, first: int, stop: int) -> list[float]:
 def assert_same(found: Any, expected: Any) -> None:
     """Compare tensors, or mappings or sequences of them, bit by bit."""
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-class Launch(NamedTuple):
-    """A collective that an engine launched.
-
-    ``kind`` is "f" for a gather of parameters in forward, "b" in backward, "g" for a gather of
-    gradients, and "r" for a reduction. As text, a launch is its kind and its unit: "f0".
-    """
-
-    kind: str
-    unit: int
-    numel: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.unit}"
-
-
-class LoggedCollectives:
-    """The engine's own collectives, and a log of what is launched.
-
-    Passed to ``build()`` as ``collectives=LoggedCollectives.factory(log)``.
-    """
-
-    def __init__(self, native: TransportCollectives, log: list[Launch]) -> None:
-        self.native = native
-        self.log = log
-
-    @classmethod
-    def factory(cls, log: list[Launch]) -> Callable[..., LoggedCollectives]:
-        return lambda native, **settings: cls(native, log)
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
-        kind = "g" if version == EXACT_GRADIENTS else "b" if backward else "f"
-        self.log.append(Launch(kind, unit, out.numel(), out.dtype))
-        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        self.log.append(Launch("r", unit, full.numel(), full.dtype))
-        return self.native.reduce_scatter(out, full, unit=unit)

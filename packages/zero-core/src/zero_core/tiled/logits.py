@@ -72,10 +72,7 @@ class TiledLogits(Tensor):
     def __new__(
         cls, hidden: Tensor, head: TileForward, tile_tokens: int, steps: tuple[_Call, ...] = ()
     ) -> Self:
-        """Return the logits ``head`` gives for ``hidden``, [..., features].
-
-        ``tile_tokens`` are the tokens of a tile; ``steps`` are applied to each tile.
-        """
+        """Return ``head``'s logits for ``hidden``, [..., features], with ``steps`` applied."""
         like = _apply(head(hidden[..., :0, :]), steps)  # of no token: its shape and dtype
         logits = Tensor._make_wrapper_subclass(
             cls,
@@ -220,10 +217,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return the cross entropy of [tokens, vocabulary] tile by tile, or None if it needs all.
-
-    Arguments are those of `torch.nn.functional.cross_entropy`.
-    """
+    """Return `functional.cross_entropy` of [tokens, vocabulary] by tiles, None if it needs all."""
     if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
         return None
     is_legacy = (size_average, reduce) != (None, None)

@@ -157,11 +157,7 @@ class TiledForwards(ObjectMethods):
 
 
 def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
-    """Check the names in the configuration before anything is changed.
-
-    Raises:
-        ConfigError: a name is not the model's.
-    """
+    """Check the names in the configuration before anything is changed."""
     for key, block in (("modules", config.modules), ("logits", config.logits)):
         missing = ModuleRule(**block.model_dump()).missing(model)
         if missing:

@@ -42,10 +42,7 @@ class HostGradients:
 
 
 class PartialGrads:
-    """Partial gradients of one micro-batch, by id of the parameter.
-
-    With host memory they wait there between two turns of the micro-batch.
-    """
+    """Partial gradients of one micro-batch, by id of the parameter, on the host between turns."""
 
     def __init__(self, host: HostGradients | None) -> None:
         """Keep partial gradients in ``host``, or on their device if it is None."""

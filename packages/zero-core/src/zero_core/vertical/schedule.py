@@ -62,10 +62,7 @@ _OWN = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return tensors that modules hold besides parameters and buffers, by attribute.
-
-    Lists, tuples and dicts are looked into, once.
-    """
+    """Return tensors in modules' attributes and containers, parameters and buffers left out."""
     found = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -78,11 +75,7 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 class VerticalSchedule:
-    """Runs all micro-batches of a step. See the note at the top of this file.
-
-    Attributes:
-        handles: of the hooks on the blocks.
-    """
+    """Runs all micro-batches of a step. See the note at the top of this file."""
 
     def __init__(
         self,
@@ -92,10 +85,7 @@ class VerticalSchedule:
         state: ShardedState,
         host_inputs: HostInputs | None,
     ) -> None:
-        """Hook ``modules``, those of the passes' blocks. ``state``: the model's.
-
-        ``host_inputs`` move the blocks' inputs to the host, if any does.
-        """
+        """Hook ``modules``, those of the passes' blocks, whose inputs ``host_inputs`` may move."""
         if not passes.units.blocks:
             raise AccumulationScheduleError(
                 "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
@@ -134,7 +124,7 @@ class VerticalSchedule:
         # Backward: the micro-batch, and the unit that its gradients are of; the prologue's is the
         # root.
         self._turn: tuple[MicroBatch, Unit | None] | None = None
-        self.handles: list[Any] = []
+        self.handles: list[Any] = []  # of the hooks on the blocks
         for number, module in enumerate(modules):
             self._hook(number, module)
 
@@ -327,7 +317,8 @@ class VerticalSchedule:
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         self._backward.reductions.finish_unit(unit.index)
-        self._backward.add(grads, position, grad)
+        grads.add(position, grad)
+        self._backward.params_with_grad.add(grads.param_numbers[position])
 
     def _take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         assert self._turn is not None, "a gradient comes within a backward"
@@ -430,10 +421,7 @@ def make_micro_batches(
     state: ShardedState,
     host_inputs: HostInputs | None,
 ) -> MicroBatches:
-    """Return what runs a step's micro-batches, by the configuration's schedule.
-
-    ``modules`` are those of the passes' units. See `VerticalSchedule` for the others, and errors.
-    """
+    """Return what runs a step's micro-batches, by the configuration's schedule."""
     place, wanted = state.control.place, config.accumulation_schedule
     if wanted == "auto" and state.control.rank == 0:
         chosen = "vertical: %s" if config.is_vertical else "horizontal: no %s"

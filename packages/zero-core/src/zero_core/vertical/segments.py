@@ -44,15 +44,11 @@ from zero_core.vertical.partial_grads import PartialGrads
 
 
 class SegmentCrossing(Exception):
-    """A tensor of an earlier segment got into a block in another way than as its input.
-
-    Attributes:
-        segment: the number of the segment that made it, None for one of another micro-batch.
-    """
+    """A tensor of an earlier segment got into a block in another way than as its input."""
 
     def __init__(self, segment: int | None) -> None:
         super().__init__(segment)
-        self.segment = segment
+        self.segment = segment  # that made it, None: of another micro-batch
 
 
 @dataclass(eq=False, slots=True)
@@ -111,19 +107,13 @@ class _Between(TorchFunctionMode):
 
 @dataclass(eq=False)
 class _Segment:
-    """Start of one segment's backward, and the leaves that it may add to.
+    """Start of one segment's backward, and the leaves that it may add to."""
 
-    Attributes:
-        start: `sequence_number` of its first node.
-        sources: the tensors that it made and that borders were put behind, without their memory.
-        borders: the borders in its graph, by their nodes.
-        params: the parameters in its graph, by id.
-    """
-
-    start: int
+    start: int  # `sequence_number` of its first node
+    # the tensors that it made and that borders were put behind, without their memory
     sources: list[tuple[GradientEdge, _Gradient]] = field(default_factory=list)
     borders: dict[Any, _Gradient] = field(default_factory=dict)
-    params: dict[int, Tensor] = field(default_factory=dict)
+    params: dict[int, Tensor] = field(default_factory=dict)  # the parameters in its graph, by id
 
 
 class Segments:
@@ -131,13 +121,10 @@ class Segments:
 
     All methods but `backward`, `prefetch` and `params` are called on the thread that computes the
     forward.
-
-    Attributes:
-        partial: gradients of parameters of which more is to come.
     """
 
     def __init__(self, partial: PartialGrads) -> None:
-        self.partial = partial
+        self.partial = partial  # gradients of parameters of which more is to come
         self._segments = [_Segment(0)]
         # Borders of blocks' inputs, and what they stand for, by node and number of the output. What
         # nobody can pass to a block again is not kept.
@@ -252,10 +239,7 @@ class Segments:
         self.partial.prefetch(self._segments[number].params)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
-        """Go backward through one segment, later ones first. Its graph is freed.
-
-        ``loss`` is what the epilogue computed.
-        """
+        """Go backward through one segment, later ones first. Its graph is freed."""
         segment = self._segments[number]
         self._segments[number] = _Segment(segment.start)
         self._entries.clear()  # the forward has ended

@@ -24,16 +24,7 @@ class ForwardAbandoned(BaseException):
 
 
 class MicroBatch:
-    """One micro-batch.
-
-    Attributes:
-        number: in the step, from 0 on.
-        segments: its graph.
-        next_block: number of the block that its forward is about to enter.
-        states: of random number generators, between its turns.
-        results: loss and scaled loss, once its forward is done.
-        is_done: whether its forward has ended.
-    """
+    """One micro-batch."""
 
     def __init__(
         self,
@@ -44,12 +35,12 @@ class MicroBatch:
         partial: PartialGrads,
     ) -> None:
         """Prepare. The thread enqueues as the caller does on ``device``."""
-        self.number = number
-        self.segments = Segments(partial)
-        self.next_block = 0
-        self.states: tuple[Tensor, ...] | None = None
-        self.results: tuple[Tensor, Tensor] | None = None
-        self.is_done = False
+        self.number = number  # in the step, from 0 on
+        self.segments = Segments(partial)  # its graph
+        self.next_block = 0  # number of the block that its forward is about to enter
+        self.states: tuple[Tensor, ...] | None = None  # of random generators, between turns
+        self.results: tuple[Tensor, Tensor] | None = None  # loss and scaled loss
+        self.is_done = False  # whether its forward has ended
         self._batch = batch
         self._loss_of = loss_of
         self._device = device

@@ -33,29 +33,17 @@ _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
 
 
 class Beat(NamedTuple):
-    """State of a rank that it publishes.
+    """State of a rank that it publishes."""
 
-    Attributes:
-        number: increases with each beat.
-        place: `zero_core.watch.place.Place.doing`, with the step.
-        waits_for: the collective that it waits for, with the step, or an empty string.
-        num_changes: of its place.
-        still_s: how long it has been there.
-        cause: the error of its own that others wait in vain for, or how it ended.
-        has_given_up: whether it failed as it waited for another rank.
-        pid: its process.
-        namespace: of ``pid``.
-    """
-
-    number: int
-    place: str
-    waits_for: str
-    num_changes: int
-    still_s: float
-    cause: str
-    has_given_up: bool
+    number: int  # increases with each beat
+    place: str  # `zero_core.watch.place.Place.doing`, with the step
+    waits_for: str  # the collective that it waits for, with the step, or an empty string
+    num_changes: int  # of its place
+    still_s: float  # how long it has been there
+    cause: str  # the error of its own that others wait in vain for, or how it ended
+    has_given_up: bool  # whether it failed as it waited for another rank
     pid: int
-    namespace: str
+    namespace: str  # of ``pid``
 
     def to_json(self) -> str:
         return json.dumps(self)
@@ -74,17 +62,11 @@ _TYPES = (int, str, str, int, float, str, bool, int, str)
 
 
 class Verdict(NamedTuple):
-    """Reason for which a rank waits.
+    """Reason for which a rank waits."""
 
-    Attributes:
-        text: names ranks.
-        level: of `logging`: ERROR for what does not heal by itself, INFO for what is no cause.
-        is_final: whether waiting longer would not change it.
-    """
-
-    text: str
-    level: int
-    is_final: bool
+    text: str  # names ranks
+    level: int  # of `logging`: ERROR for what does not heal by itself, INFO for what is no cause
+    is_final: bool  # whether waiting longer would not change it
 
 
 @dataclass

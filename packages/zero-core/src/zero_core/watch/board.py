@@ -17,13 +17,9 @@ from typing import Protocol
 
 
 class BeatStore(Protocol):
-    """Place where ranks put their beats. Calls may block. Connection errors are RuntimeErrors.
+    """Place where ranks put their beats. Calls may block. Connection errors are RuntimeErrors."""
 
-    Attributes:
-        host: what hosts it, such as "rank 0 of the job (it hosts the store at node1:29500)".
-    """
-
-    host: str
+    host: str  # what hosts it, such as "rank 0 of the job (it hosts the store at node1:29500)"
 
     def publish(self, beat: str) -> None:
         """Replace this rank's beat."""
@@ -33,11 +29,7 @@ class BeatStore(Protocol):
 
 
 class ThreadedBoard:
-    """A `BeatStore` whose calls do not block. See [Note: stores that do not answer].
-
-    Attributes:
-        host: that of the store.
-    """
+    """A `BeatStore` whose calls do not block. See [Note: stores that do not answer]."""
 
     def __init__(self, store: BeatStore) -> None:
         self.host = store.host
@@ -87,21 +79,14 @@ class ThreadedBoard:
 
 
 class _Calls:
-    """Pending calls of the thread and their results, guarded by ``changed``.
-
-    Attributes:
-        beat: the newest that is not yet published, or None.
-        ranks: whose beats are to be read, or None.
-        found: what was read.
-        busy_since: when the call under way began, or None.
-    """
+    """Pending calls of the thread and their results, guarded by ``changed``."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.beat: str | None = None
-        self.ranks: Sequence[int] | None = None
-        self.found: dict[int, str] = {}
-        self.busy_since: float | None = None
+        self.beat: str | None = None  # the newest that is not yet published, or None
+        self.ranks: Sequence[int] | None = None  # whose beats are to be read, or None
+        self.found: dict[int, str] = {}  # what was read
+        self.busy_since: float | None = None  # when the call under way began, or None
         self.is_lost = False
         self.is_closed = False
 

@@ -11,14 +11,9 @@ from pathlib import Path
 
 
 def write_error_file(kind: str, message: str, trace: str = "") -> None:
-    """Write an error in torchelastic's format to ``TORCHELASTIC_ERROR_FILE``, if that is set.
+    """Write an error to ``TORCHELASTIC_ERROR_FILE``, if that is set, for torchrun to read.
 
-    torchrun reads it if the rank ends with an exit code other than 0.
-
-    Args:
-        kind: the error's class.
-        message: its text.
-        trace: its traceback. Without one, the file has the stack of the caller.
+    ``trace`` is its traceback. Without one, the file has the stack of the caller.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

@@ -15,28 +15,17 @@ UPDATE = "the wait for updated parameters"
 
 
 class Place:
-    """Place of this rank in its program. The main thread writes it, that of heartbeats reads it.
-
-    Attributes:
-        doing: such as "forward of unit 3 (blocks.2)".
-        num_steps: steps that have ended.
-        waits_for: the collective that the host waits for, or an empty string.
-        num_changes: increases with each change of the others. A rank in which it does not change
-            is at one place.
-        clock: notes the times, while steps are recorded.
-        unfinished: the change of values that is under way or was left in the middle, such as
-            "step()", or an empty string.
-    """
+    """Place of this rank in its program. The main thread writes it, that of heartbeats reads it."""
 
     __slots__ = ("clock", "doing", "num_changes", "num_steps", "unfinished", "waits_for")
 
     def __init__(self) -> None:
-        self.doing = OUTSIDE
-        self.num_steps = 0
-        self.waits_for = ""
-        self.num_changes = 0
-        self.clock: StepClock | None = None
-        self.unfinished = ""
+        self.doing = OUTSIDE  # such as "forward of unit 3 (blocks.2)"
+        self.num_steps = 0  # steps that have ended
+        self.waits_for = ""  # the collective that the host waits for, or an empty string
+        self.num_changes = 0  # grows with each change of the others
+        self.clock: StepClock | None = None  # notes the times, while steps are recorded
+        self.unfinished = ""  # change of values under way or left in the middle, as "step()"
 
     def enter(self, doing: str) -> None:
         self.doing = doing

@@ -20,19 +20,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Span(NamedTuple):
-    """A part of a step.
+    """A part of a step."""
 
-    Attributes:
-        doing: the place, as of `zero_core.watch.place.Place.doing`.
-        waits_for: the collective that it waits for there, or an empty string.
-        start: seconds since the step began.
-        stop: seconds since then.
-    """
-
-    doing: str
-    waits_for: str
-    start: float
-    stop: float
+    doing: str  # the place, as of `zero_core.watch.place.Place.doing`
+    waits_for: str  # the collective that it waits for there, or an empty string
+    start: float  # seconds since the step began
+    stop: float  # seconds since then
 
 
 class MemoryMeter:
@@ -72,13 +65,10 @@ class MemoryMeter:
 
 
 class StepClock:
-    """Notes each change of a `Place`. It belongs to the thread that the place belongs to.
+    """Notes each change of a `Place`. It belongs to the thread that the place belongs to."""
 
-    Attributes:
-        trail: seconds since the step began, bytes held, and place, at each change of the place;
-            None where these are not noted.
-    """
-
+    # seconds since the step began, bytes held, and place, at each change of the place; None where
+    # these are not noted
     trail: list[tuple[float, int, str]] | None = None
 
     def __init__(self, device: torch.device, doing: str, memory: MemoryMeter) -> None:
@@ -120,10 +110,7 @@ class StepClock:
             self._carried.append((what, started, perf_counter()))
 
     def launch(self, what: str) -> None:
-        """Note that the collective ``what`` starts. It is under way until it has been waited for.
-
-        Of a name that is launched again before, the first counts.
-        """
+        """Note that the collective ``what`` starts. Of starts without a wait the first counts."""
         if self._is_host:
             self._under_way.setdefault(what, perf_counter())
 
@@ -166,21 +153,14 @@ class StepMarks(NamedTuple):
         ]
 
     def under_way(self) -> list[tuple[str, float, float]]:
-        """Return name, start and stop of each collective that was waited for in this step.
-
-        Seconds since the step began; one that the step before started has a negative start. There
-        are none on an accelerator.
-        """
+        """Return name, start and stop in the step of each collective it waited for, on a host."""
         begin = self.marks[0][2]
         if isinstance(begin, torch.Event):
             return []
         return [(what, start - begin, stop - begin) for what, start, stop in self.carried]
 
     def of_events(self, begun: torch.Event, ended: torch.Event) -> tuple[float, float]:
-        """Return start and stop of the work between two events, in seconds since the step began.
-
-        Wait for the second. On an accelerator alone.
-        """
+        """Return start and stop in the step of work between two events. Waits for the second."""
         begin = self.marks[0][2]
         assert isinstance(begin, torch.Event)
         ended.synchronize()

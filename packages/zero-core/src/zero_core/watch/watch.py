@@ -90,10 +90,7 @@ class Watch:
     # ------------------------------------------------------------------ thread
 
     def tick(self, now: float) -> None:
-        """Publish a beat, and log whom this rank waits for if it has done so for long.
-
-        ``now`` is in seconds. The thread calls it.
-        """
+        """Publish a beat at ``now``, and log whom this rank waits for if it has for long."""
         with self._lock:
             self._publish(now)
             identity, what = self._find_wait()
@@ -208,10 +205,7 @@ class Watch:
             self._board.flush(_FLUSH_S)  # this process may end now
 
     def explain(self) -> str:
-        """Say which rank is the cause of this rank's failure in a collective, if it is known.
-
-        It may take as long as a rank must be silent to be without a sign of life.
-        """
+        """Say which rank made this one fail in a collective. It may wait for a silence."""
         pause_s = min(max(self.interval_s, 0.01), 0.1)
         deadline = time.monotonic() + self._silence_s + 2 * self.interval_s
         with self._lock:

@@ -107,8 +107,13 @@ class Progress:
         return [entry.event for entry in hits if entry.event is not None]
 
     def is_over(self, start: int, stop: int) -> bool:
-        """Return whether every run that overlaps ``[start, stop)`` is published and has arrived."""
+        """Return whether every run that overlaps ``[start, stop)`` is published and has arrived.
+
+        None is after a step that failed: `wait` raises.
+        """
         with self._changed:
+            if self.error is not None:
+                return False
             hits = self._overlapping(start, stop)
             return all(e.is_published and (e.event is None or e.event.query()) for e in hits)
 

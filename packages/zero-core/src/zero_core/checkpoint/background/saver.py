@@ -68,10 +68,7 @@ class Saver:
     """Saves one engine's checkpoints. See [Note: a save beside training]."""
 
     def __init__(self, state: ShardedState, progress: TrainState, exchange: Exchange) -> None:
-        """Save ``state`` and ``progress``. Threads agree over ``exchange``, which nobody else uses.
-
-        Made in one order on all ranks.
-        """
+        """Made in one order on all ranks, whose threads alone agree over ``exchange``."""
         self._state = state
         self._progress = progress
         self._exchange = exchange
@@ -99,10 +96,7 @@ class Saver:
         on_pending: OnPending,
         max_bytes: int | None,
     ) -> PendingSave:
-        """Start to write a checkpoint beside training. Every rank must call it.
-
-        See `zero_core.Engine.async_save`.
-        """
+        """Start to write a checkpoint beside training, on all ranks: see `Engine.async_save`."""
         self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watch, max_bytes)
         try:
@@ -151,24 +145,10 @@ class Saver:
             wait([self._pending])
 
     def _take(
-        self,
-        snapshot: Snapshot,
-        directory: Location,
-        tag: str,
-        client_state: Mapping[str, Any],
-        options: SaveOptions,
+        self, snapshot: Snapshot, *asked: *tuple[Location, str, Mapping[str, Any], SaveOptions]
     ) -> Save:
-        return Save(
-            self._state,
-            snapshot,
-            directory,
-            tag,
-            self._progress,
-            client_state,
-            options,
-            self._known,
-            None if self._watch is None else self._watch.num_changes,
-        )
+        version = None if self._watch is None else self._watch.num_changes
+        return Save(self._state, snapshot, self._progress, self._known, version, *asked)
 
     def _run(self, pending: PendingSave, save: Save, snapshot: Snapshot) -> None:
         failure = None

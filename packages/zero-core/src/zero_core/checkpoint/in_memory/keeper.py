@@ -26,10 +26,7 @@ def status(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """Return when a process was started, in ticks, or an empty string if there is none.
-
-    Numbers of processes are given again.
-    """
+    """Return when a process was started, in ticks, or an empty string: numbers are used again."""
     return "".join(status(pid)[19:20])
 
 

@@ -25,19 +25,10 @@ _WAIT_S = 15.0  # longer than the workers of a data loader take to notice the en
 
 
 class Place:
-    """A rank's use of ``folder``, of the copies that belong to one folder of checkpoints.
-
-    It lasts until `close` or the end of the process.
-    """
+    """A rank's use of the copies of a folder of checkpoints, until `close` or the process's end."""
 
     def __init__(self, path: str | None, directory: Location, rank: int) -> None:
-        """Open the folder for the checkpoints of ``directory``.
-
-        ``path``: given by the user, who removes it; None is the launcher's.
-
-        Raises:
-            CheckpointError: the folder cannot be made, or is in use for another engine.
-        """
+        """Open the folder for ``directory``: in the user's ``path``, or the launcher's."""
         self._locks: list[int] = []
         try:
             root = self._open_of_launcher() if path is None else Path(path)
@@ -70,7 +61,13 @@ class Place:
         lock = _open(_BASE / f"zero-core-{user}.lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _remove_stale(user)
+            for other in _BASE.glob(f"zero-core-{user}-*"):  # those that no process uses any more
+                with suppress(OSError):  # another user's, or its keeper is removing it
+                    _check_is_own(other)
+                    users = _open(other / keeper.USERS)
+                    if _has_lock(users):
+                        shutil.rmtree(other, ignore_errors=True)
+                    os.close(users)
             root.mkdir(mode=0o700, exist_ok=True)
             _check_is_own(root)
             self._locks.append(_open(root / keeper.USERS))
@@ -146,17 +143,6 @@ def _has_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _remove_stale(user: int) -> None:
-    """Remove the folders that no process uses any more."""
-    for root in _BASE.glob(f"zero-core-{user}-*"):
-        with suppress(OSError):  # another user's, or its keeper is removing it
-            _check_is_own(root)
-            users = _open(root / keeper.USERS)
-            if _has_lock(users):
-                shutil.rmtree(root, ignore_errors=True)
-            os.close(users)
 
 
 def _start_keeper(root: Path, launcher: int, start: str) -> None:

@@ -63,13 +63,10 @@ class Slot:
 
     Its files are mapped: that takes half the time of writing to them. Memory is reserved before, as
     a write to a page for which there is none would end the process.
-
-    Attributes:
-        folder: its files.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder  # its files
         self._files: dict[str, Tensor] = {}
 
     def write(self, name: str, tensors: Mapping[str, Tensor | Blocks]) -> int:
@@ -170,10 +167,7 @@ class Ring:
         self._channel = messages.next_channel()
 
     def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
-        """Send ``files`` (name and bytes) of ``slot`` and its marker, and store the source's.
-
-        Every rank must call it.
-        """
+        """Send ``files`` of ``slot`` and its marker, store the source's, on all ranks."""
         said = json.dumps([files, marker.decode()]).encode()
         card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         size = torch.empty(1, dtype=torch.int64)

@@ -1,21 +1,43 @@
-"""Application of patches, to models in memory and to folders of safetensors files."""
+"""Application of patches, to models in memory and to folders of safetensors files.
+
+A file with changes is written anew. Where a folder has one file, the new one takes its name. Where
+it has several and an index, new files have new names, and the new index replaces the old one: that
+is the moment of the change. Old files go afterwards.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from zero_core.checkpoint.patches.document import Version, WeightPatch
-from zero_core.checkpoint.patches.folder import patch_folder
+from zero_core.checkpoint.patches.document import PatchedTensor, Version, WeightPatch
 from zero_core.checkpoint.patches.received import ReceivedPatch, open_patch
-from zero_core.errors import CheckpointError
+from zero_core.checkpoint.safetensors_files import (
+    INDEX,
+    StoredTensor,
+    bytes_of,
+    make_header,
+    model_files,
+    read_open,
+)
+from zero_core.checkpoint.storage.local import create, no_room, sync_folder, write_all, write_synced
+from zero_core.checkpoint.storage.location import open_regular
+from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.layout.stored import flatten, unflatten
 from zero_core.lifecycle import owner_of
 
 _VERSION = "_zero_patch_version"
+_KEY = "zero_patch_version"
+_VERSION_SUFFIX = re.compile(r"-patch(\d+)$")
 
 
 def apply_patch(
@@ -54,7 +76,7 @@ def apply_patch(
         if isinstance(target, nn.Module):
             _patch_model(target, received, version)
         else:
-            patch_folder(Path(target), received, version)
+            _patch_folder(Path(target), received, version)
         return received.document.version
 
 
@@ -79,3 +101,103 @@ def _patch_model(model: nn.Module, patch: ReceivedPatch, version: int | None) ->
                 if not is_trial and flat.data_ptr() != target.data_ptr():  # a copy
                     target.copy_(unflatten(flat, tensor.shape, tensor.order))
     setattr(model, _VERSION, Version(engine=document.engine, version=document.version))
+
+
+def _patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> None:
+    document = patch.document
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"apply_patch() takes a model or a folder of safetensors files, found {folder}: pass "
+            "the folder that has the files"
+        )
+    files = model_files(folder)
+    is_indexed = files != [folder / "model.safetensors"]
+    stored: dict[Path, dict[str, StoredTensor]] = {}
+    metadata: dict[Path, dict[str, str]] = {}
+    for path in files:
+        with open_regular(path) as file:
+            stored[path], metadata[path] = read_open(file, path)
+    index: dict[str, Any] = {}
+    if is_indexed:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        kept = (index.get("metadata") or {}).get(_KEY)
+    else:
+        kept = metadata[files[0]].get(_KEY)
+    try:
+        known = None if kept is None else Version.model_validate_json(kept)
+    except ValidationError as error:
+        raise CheckpointCorruptError(
+            f"{folder} has a version that is none, {kept!r}: export the model again"
+        ) from error
+    patch.check_version(known, version, str(folder))
+    there = [(path, name, value) for path, of in stored.items() for name, value in of.items()]
+    required = {f"{name} in {path.name}": value for path, name, value in there}
+    paths = {id(value): path for path, _, value in there}
+    changed: dict[Path, dict[str, PatchedTensor]] = {}
+    for name, tensor, value in patch.match([(n, v) for _, n, v in there], required, str(folder)):
+        changed.setdefault(paths[id(value)], {})[name] = tensor
+    mark = Version(engine=document.engine, version=document.version).model_dump_json()
+    try:
+        if is_indexed:
+            _replace_indexed(folder, index, stored, metadata, changed, patch, mark)
+        else:
+            (path,) = files
+            new = path.with_name(path.name + ".tmp")
+            facts = {**metadata[path], _KEY: mark}
+            _rewrite(stored[path], new, facts, changed.get(path, {}), patch)
+            new.replace(path)
+            sync_folder(folder)
+    except OSError as error:
+        raise no_room(folder, error) from error
+
+
+def _replace_indexed(
+    folder: Path,
+    index: dict[str, Any],
+    stored: Mapping[Path, Mapping[str, StoredTensor]],
+    metadata: Mapping[Path, dict[str, str]],
+    changed: Mapping[Path, Mapping[str, PatchedTensor]],
+    patch: ReceivedPatch,
+    mark: str,
+) -> None:
+    new_names: dict[str, str] = {}
+    for path, tensors in changed.items():
+        # A new name each time: versions of two engines may have one number.
+        found = _VERSION_SUFFIX.search(path.stem)
+        number = 1 if found is None else int(found[1]) + 1
+        name = f"{_VERSION_SUFFIX.sub('', path.stem)}-patch{number}{path.suffix}"
+        _rewrite(stored[path], folder / name, metadata[path], tensors, patch)
+        new_names[path.name] = name
+    weights = {t: new_names.get(name, name) for t, name in index["weight_map"].items()}
+    facts = {**(index.get("metadata") or {}), _KEY: mark}
+    text = json.dumps({**index, "metadata": facts, "weight_map": weights}, indent=2)
+    new_index = folder / (INDEX + ".tmp")
+    new_index.unlink(missing_ok=True)
+    write_synced(new_index, text.encode())
+    new_index.replace(folder / INDEX)
+    sync_folder(folder)
+    for name in new_names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _rewrite(
+    stored: Mapping[str, StoredTensor],
+    new: Path,
+    metadata: dict[str, str],
+    changed: Mapping[str, PatchedTensor],
+    patch: ReceivedPatch,
+) -> None:
+    """Write a file's tensors to ``new``, one after another, with their changes."""
+    ordered = sorted(stored.items(), key=lambda item: item[1].start)
+    new.unlink(missing_ok=True)  # an earlier attempt's
+    with create(new) as file:
+        write_all(file, make_header(((n, t.dtype, t.shape) for n, t in ordered), metadata))
+        for name, tensor in ordered:
+            values = tensor.value()
+            if name in changed:
+                order = changed[name].order
+                flat = flatten(values, order)
+                patch.apply(changed[name], flat)
+                values = unflatten(flat, tensor.shape, order).contiguous()
+            write_all(file, bytes_of(values))
+        os.fsync(file.fileno())

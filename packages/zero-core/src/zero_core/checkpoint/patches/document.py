@@ -34,62 +34,35 @@ class _Part(BaseModel):
 
 
 class Piece(NamedTuple):
-    """Changes in a range of a tensor's flattened elements.
+    """Changes in a range of a tensor's flattened elements."""
 
-    Attributes:
-        number: of the piece.
-        start: first element of the range.
-        numel: elements of the range.
-        kind: encoding of the positions.
-        form: what there is of the values.
-        data_crc: crc32 of the tensor of values, after that of positions.
-        result_crc: crc32 of the new values.
-    """
-
-    number: _Count
-    start: _Count
-    numel: _Count
-    kind: Kind
-    form: Form
-    data_crc: int
-    result_crc: int
+    number: _Count  # of the piece
+    start: _Count  # first element of the range
+    numel: _Count  # elements of the range
+    kind: Kind  # encoding of the positions
+    form: Form  # what there is of the values
+    data_crc: int  # crc32 of the tensor of values, after that of positions
+    result_crc: int  # crc32 of the new values
 
 
 class PatchedTensor(_Part):
-    """A parameter or buffer with changes.
+    """A parameter or buffer with changes."""
 
-    Attributes:
-        names: in the model's state dict: several, if it is tied.
-        shape: of the whole.
-        dtype: as in safetensors.
-        pieces: in the order of their starts.
-        order: the order of its dimensions in which elements count, the slowest first; () for that
-            of the shape.
-    """
-
-    names: Annotated[tuple[str, ...], Field(min_length=1)]
-    shape: tuple[_Count, ...]
-    dtype: str
-    pieces: tuple[Piece, ...]
-    order: tuple[_Count, ...] = ()
+    names: Annotated[tuple[str, ...], Field(min_length=1)]  # several, if it is tied
+    shape: tuple[_Count, ...]  # of the whole
+    dtype: str  # as in safetensors
+    pieces: tuple[Piece, ...]  # in the order of their starts
+    order: tuple[_Count, ...] = ()  # of dimensions, the slowest first; () for the shape's
 
 
 class Document(_Part):
-    """Description of a patch.
+    """Description of a patch."""
 
-    Attributes:
-        format: of the file.
-        engine: the engine that wrote it: versions of two engines have nothing in common.
-        since: the oldest version that it applies to. None: to any values, as it has all.
-        version: of a receiver afterwards.
-        tensors: the changed ones.
-    """
-
-    format: Literal[1] = 1
-    engine: str
-    since: _Count | None
-    version: _Count
-    tensors: tuple[PatchedTensor, ...]
+    format: Literal[1] = 1  # of the file
+    engine: str  # the engine that wrote it: versions of two engines have nothing in common
+    since: _Count | None  # the oldest version that it applies to. None: any values
+    version: _Count  # of a receiver afterwards
+    tensors: tuple[PatchedTensor, ...]  # the changed ones
 
 
 class Version(_Part):
@@ -114,14 +87,6 @@ class WeightPatch:
     version: int
     nbytes: int
     source: Path | bytes | None
-
-
-def positions_key(piece: Piece) -> str:
-    return f"{piece.number}.positions"
-
-
-def values_key(piece: Piece) -> str:
-    return f"{piece.number}.values"
 
 
 def crc_of(*tensors: Tensor) -> int:

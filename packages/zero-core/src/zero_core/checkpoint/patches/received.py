@@ -23,8 +23,6 @@ from zero_core.checkpoint.patches.document import (
     Version,
     WeightPatch,
     crc_of,
-    positions_key,
-    values_key,
 )
 from zero_core.checkpoint.safetensors_files import DTYPES, StoredTensor, first_error, read_open
 from zero_core.checkpoint.storage.location import open_regular
@@ -38,15 +36,10 @@ _Value = TypeVar("_Value", Tensor, StoredTensor)
 
 
 class ReceivedPatch:
-    """An open patch.
-
-    Attributes:
-        document: its description.
-        name: for messages.
-    """
+    """An open patch, described by ``document``."""
 
     def __init__(self, file: IO[bytes], name: str) -> None:
-        self.name = name
+        self.name = name  # for messages
         self._file = file
         self._stored, metadata = read_open(file, Path(name))
         text = metadata.get(METADATA_KEY)
@@ -73,10 +66,7 @@ class ReceivedPatch:
                     self._content(tensor, piece)
 
     def apply(self, tensor: PatchedTensor, values: Tensor, *, is_trial: bool = False) -> None:
-        """Write the changes of ``tensor`` to ``values``, flattened.
-
-        ``is_trial``: write nothing, but check that it can be done.
-        """
+        """Write the changes of ``tensor`` to ``values``, flattened, or check it if ``is_trial``."""
         for piece in tensor.pieces:
             with self._named(tensor):
                 index, sent = self._content(tensor, piece)
@@ -95,14 +85,7 @@ class ReceivedPatch:
                 part[place] = new.to(values.device)
 
     def check_version(self, known: Version | None, given: int | None, what: str) -> None:
-        """Refuse a receiver ``what`` that the patch does not apply to.
-
-        ``known``: the version that is kept with it. ``given`` by the caller, another one counts.
-
-        Raises:
-            PatchGapError: the receiver is too old.
-            CheckpointError: its version is not known, is another engine's, or is newer.
-        """
+        """Refuse a receiver ``what`` of a wrong version: ``known`` from it, or ``given``."""
         document = self.document
         if document.since is None:
             return
@@ -135,10 +118,7 @@ class ReceivedPatch:
     def match(
         self, there: Sequence[tuple[str, _Value]], required: Mapping[str, _Value], what: str
     ) -> list[tuple[str, PatchedTensor, _Value]]:
-        """Return what the patch's tensors are written to, by names and values of a receiver.
-
-        ``required`` are values that a patch of all must have. ``what``: the receiver.
-        """
+        """Return what the tensors are written to. A patch of all must have those ``required``."""
         by_name = {name: tensor for tensor in self.document.tensors for name in tensor.names}
         found = [(name, by_name[name], value) for name, value in there if name in by_name]
         known = {tensor.names for _, tensor, _ in found}
@@ -169,9 +149,10 @@ class ReceivedPatch:
 
     def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
         """Return the positions in a piece, and what was sent of their values."""
+        keys = f"{piece.number}.positions", f"{piece.number}.values"
         positions, sent = (
             stored.read_from(self._file, 0, math.prod(stored.shape))
-            for stored in (self._stored[positions_key(piece)], self._stored[values_key(piece)])
+            for stored in (self._stored[keys[0]], self._stored[keys[1]])
         )
         if crc_of(positions, sent) != piece.data_crc:
             raise ValueError("its checksum is wrong")
@@ -198,13 +179,7 @@ class ReceivedPatch:
 
 @contextmanager
 def open_patch(patch: WeightPatch | bytes | str | Path) -> Iterator[ReceivedPatch]:
-    """Open a patch and check it.
-
-    Raises:
-        ValueError: a `WeightPatch` of another rank than 0.
-        CheckpointError: it is none.
-        CheckpointCorruptError: it is damaged.
-    """
+    """Open a patch and check it."""
     source = patch.source if isinstance(patch, WeightPatch) else patch
     if source is None:
         raise ValueError("the patch is on rank 0: apply it there, or send its bytes or file")

@@ -23,9 +23,7 @@ from zero_core.checkpoint.patches.document import (
     Piece,
     WeightPatch,
     crc_of,
-    positions_key,
     to_metadata,
-    values_key,
 )
 from zero_core.checkpoint.safetensors_files import dtype_name
 from zero_core.checkpoint.storage.local import no_room
@@ -141,7 +139,17 @@ class PatchWriter(Extension):
                 for tensor, of in tensors.items()
             )
             document = Document(engine=engine, since=since, version=version, tensors=described)
-            return _finish(buffer, document, path, new)
+            if path is None:
+                file = io.BytesIO()
+                buffer.write_to(file, to_metadata(document))
+                return file.getvalue()
+            try:
+                with new.open("wb") as named:
+                    buffer.write_to(named, to_metadata(document))
+                new.replace(path)
+            except OSError as error:
+                raise no_room(path, error) from error
+            return path
 
         try:
             control.together("weight_patch: open", open_raw)
@@ -153,8 +161,8 @@ class PatchWriter(Extension):
                     piece = Piece(next(numbers), *found[1:])
                     tensors.setdefault(tensor, []).append(piece)
                     try:
-                        buffer.add(positions_key(piece), positions)
-                        buffer.add(values_key(piece), values)
+                        buffer.add(f"{piece.number}.positions", positions)
+                        buffer.add(f"{piece.number}.values", values)
                     except OSError as error:
                         failure.append(no_room(path, error))
             except CheckpointError as error:  # of rank 0, past the last exchange: all must hear
@@ -251,18 +259,3 @@ class PatchWriter(Extension):
                 pieces.append((number, Piece(0, first, last - first, kind, form, *crcs)))
                 parts += [tensor.to(self._state.device) for tensor in (positions, sent)]
         return pieces, parts
-
-
-def _finish(buffer: TensorBuffer, document: Document, path: Path | None, new: Path) -> Path | bytes:
-    """Write the file as ``new`` and give it its name, or return it."""
-    if path is None:
-        file = io.BytesIO()
-        buffer.write_to(file, to_metadata(document))
-        return file.getvalue()
-    try:
-        with new.open("wb") as named:
-            buffer.write_to(named, to_metadata(document))
-        new.replace(path)
-    except OSError as error:
-        raise no_room(path, error) from error
-    return path

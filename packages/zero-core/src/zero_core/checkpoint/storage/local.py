@@ -86,10 +86,7 @@ class LocalEntry:
         return False
 
     def discard(self) -> None:
-        """Remove a checkpoint's folder, which is none from the rename on.
-
-        The next save removes what is left under the hidden name if this is cut short.
-        """
+        """Remove a checkpoint's folder, hidden first: the next save removes what is left."""
         path = self._path
         hidden = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
         path.rename(hidden)
@@ -101,31 +98,17 @@ class LocalEntry:
 
 
 class Aside:
-    """A checkpoint under way: its folder is locked until it is renamed or removed.
+    """A checkpoint under way, as `Upload` is one: its folder is locked to `commit` or `remove`."""
 
-    Nothing of it counts before `commit`. `zero_core.checkpoint.storage.remote.Upload` has the same
-    methods.
-
-    Attributes:
-        folder: for its files.
-        subfolder: its name within the checkpoint's folder, None as the files are in that itself.
-    """
-
-    subfolder: str | None = None
+    subfolder: str | None = None  # the files are in the folder itself
 
     def __init__(self, directory: Path, tag: str) -> None:
-        self.folder = directory / f".{tag}.saving"
+        self.folder = directory / f".{tag}.saving"  # for its files
         self._place = directory / tag
         self._descriptor: int | None = None
 
     def make(self) -> None:
-        """Remove what killed saves left in the folder of checkpoints, then make and lock this one.
-
-        One of the ranks calls it.
-
-        Raises:
-            CheckpointError: another program saves the same tag there.
-        """
+        """Remove what killed saves left beside it, make and lock the folder. One rank calls it."""
         remove_stale(self.folder.parent)
         is_lost = False
         for _ in range(_TRIES):
@@ -158,10 +141,7 @@ class Aside:
             raise no_room(self.folder / MANIFEST, error, ADVICE) from error
 
     def commit(self, *, is_latest: bool) -> None:
-        """Rename the folder to the checkpoint's, whose old content stays readable until then.
-
-        ``is_latest``: make it the newest one, too.
-        """
+        """Rename the folder to the checkpoint's, whose old content stays readable until then."""
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
         mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
@@ -201,9 +181,6 @@ def _open_locked(folder: Path) -> tuple[int, bool | None]:
     Returns:
         The descriptor, and whether it is locked. False: another program has the lock, or the name
         is another folder's by now. None: the file system has no locks.
-
-    Raises:
-        FileNotFoundError: another program removes it.
     """
     is_locked: bool | None = True
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

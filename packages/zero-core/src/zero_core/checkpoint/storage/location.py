@@ -13,19 +13,13 @@ from zero_core.errors import CheckpointError
 
 Location = Path | RemotePath
 """Path of this machine, or one that fsspec reaches. Both have pathlib's names."""
+Staging = Aside | Upload
+"""A checkpoint under way."""
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+(::[a-z].*)?):(?P<slashes>/+)", re.IGNORECASE)
 
 
-Staging = Aside | Upload
-"""A checkpoint under way."""
-
-
 def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
-    """Return the location that a user has given: a path, or a URL such as ``s3://bucket/run``.
-
-    Raises:
-        CheckpointError: it is a URL that fsspec cannot open, or one that went through `Path`.
-    """
+    """Return the location that a user has given: a path, or a URL such as ``s3://bucket/run``."""
     if isinstance(place, RemotePath):
         return place
     text = os.fspath(place)
@@ -42,11 +36,7 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
 
 
 def local_path(place: str | os.PathLike[str] | RemotePath, what: str) -> Path:
-    """Return the path of this machine that a user has given for ``what``.
-
-    Raises:
-        CheckpointError: it is a URL.
-    """
+    """Return the path of this machine that a user has given for ``what``."""
     found = location_of(place)
     if not isinstance(found, Path):
         raise CheckpointError(f"{place} is a URL, and {what} needs a folder of this machine")
@@ -58,10 +48,7 @@ def entry(place: Location) -> LocalEntry | RemotePath:
 
 
 def open_regular(place: Location, *, follows_links: bool = True) -> IO[bytes]:
-    """Open a regular file for reading. A pipe or a device neither blocks nor never ends.
-
-    Raises `CheckpointError` if there is none, `CheckpointCorruptError` if it cannot be read.
-    """
+    """Open a regular file for reading. A pipe or a device neither blocks nor never ends."""
     return entry(place).open(follows_links=follows_links)
 
 

@@ -29,16 +29,10 @@ _IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs",
 
 
 class RemotePath:
-    """A path of a file system of fsspec's, with the methods of `pathlib.Path` that are used here.
-
-    Errors of the file system's library are raised as OSError.
-    """
+    """A path of fsspec's, with methods of `pathlib.Path`. Its library's errors are OSErrors."""
 
     def __init__(self, files: Any, path: str, url: str, chain: str = "") -> None:
-        """Stand for ``path`` of ``files``, a `fsspec.AbstractFileSystem`.
-
-        Written ``url``, and behind that what the file system is reached through: ``chain``.
-        """
+        """Stand for ``path`` of ``files``, an `AbstractFileSystem`, written ``url + chain``."""
         self._files = files
         self._path = path.rstrip("/")
         self._url = url.rstrip("/")
@@ -223,13 +217,7 @@ class Upload:
 
 
 def open_url(url: str) -> RemotePath:
-    """Return the path of ``url``.
-
-    Raises:
-        CheckpointError: fsspec, or what it needs for this protocol, is not installed; it does not
-            know the protocol; or that does not replace an object as a whole.
-        CheckpointFailedError: opening it failed.
-    """
+    """Return the path of ``url``."""
     protocols = {part.partition("://")[0].lower() for part in url.split("::")}
     if protocols & _IN_PLACE:
         raise CheckpointError(

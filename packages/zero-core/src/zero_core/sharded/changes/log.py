@@ -102,29 +102,18 @@ class Marks:
 
 
 class ShardChanges:
-    """Changes of one shard in one version.
-
-    Attributes:
-        all: the changed positions.
-        far: those of them that may have moved by more than `NEAR` at once. None: all of them.
-        num_updates: how often a value may have changed.
-    """
+    """Changes of one shard in one version."""
 
     def __init__(self, numel: int) -> None:
-        self.all = Marks(numel)
-        self.far: Marks | None = Marks(numel)
-        self.num_updates = 0
+        self.all = Marks(numel)  # the changed positions
+        self.far: Marks | None = Marks(numel)  # those moved by more than `NEAR` at once. None: all
+        self.num_updates = 0  # how often a value may have changed
         self._starts: list[int] = []  # of what the last update has written, sorted
         self._stops: list[int] = []
 
     @property
     def nbytes(self) -> int:
         return self.all.nbytes + (0 if self.far is None else self.far.nbytes)
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether a position is marked."""
-        return self.all.is_marked
 
     def add(self, start: int, changed: Tensor, far: Tensor) -> None:
         """Mark what an update changed, by masks that begin at ``start``."""
@@ -161,25 +150,15 @@ class ShardChanges:
 
 @dataclass(frozen=True)
 class ChangedShard:
-    """Changes of one shard since a version.
+    """Changes of one shard since a version."""
 
-    Attributes:
-        near: mask of the positions that moved by `NEAR` at most in each of ``num_updates``.
-        far: mask of the other changed ones.
-    """
-
-    near: Tensor
-    far: Tensor
+    near: Tensor  # mask of the positions that moved by `NEAR` at most in each of ``num_updates``
+    far: Tensor  # mask of the other changed ones
     num_updates: int
 
 
 class ChangeLog:
-    """Writes compared shards, and remembers what changed. See the notes above.
-
-    Attributes:
-        version: the newest version.
-        oldest: the oldest version from which changes are known.
-    """
+    """Writes compared shards, and remembers what changed since version ``oldest``."""
 
     def __init__(
         self,
@@ -200,7 +179,7 @@ class ChangeLog:
             num_versions: kept at most.
             max_bytes: of all positions; older versions are dropped. None: no limit.
         """
-        self.version = self.oldest = 0
+        self.version = self.oldest = 0  # the newest version
         self._shards = dict(shards)
         self._segments = [segment for _, segment in spans]
         self._starts = [start for start, _ in spans]
@@ -259,7 +238,7 @@ class ChangeLog:
     def collect(self, params: Sequence[FlatParams]) -> bool:
         """Note which other shards changed. Return whether anything did since the last version."""
         self._collect(params)
-        return any(changes.is_changed for changes in self._open.values())
+        return any(changes.all.is_marked for changes in self._open.values())
 
     def _collect(self, params: Sequence[FlatParams]) -> None:
         for flat in params:
@@ -298,10 +277,7 @@ class ChangeLog:
         return sum(m.nbytes for of in (*self._closed, self._open) for m in of.values())
 
     def changed(self, segment: int, since: int, numel: int) -> ChangedShard | None:
-        """Return which of a shard's ``numel`` elements changed after version ``since``.
-
-        None stands for no change.
-        """
+        """Return which of a shard's ``numel`` elements changed after version ``since``, or None."""
         assert since >= self.oldest, "checked by the caller, for all ranks"
         with self._lock:
             versions = chain(self._closed[since - self.oldest :], [self._open])

@@ -75,11 +75,7 @@ def to_low_bits(values: Tensor, form: Form) -> Tensor:
 
 
 def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
-    """Return the values next to ``old``, 16-bit, that have the lowest bits ``codes``.
-
-    Raises:
-        ValueError: there are not as many codes.
-    """
+    """Return the values next to ``old``, 16-bit, that have the lowest bits ``codes``."""
     if codes.numel() != -(-old.numel() * form.num_bits // 8):
         raise ValueError(f"{codes.numel()} bytes of {form} for {old.numel()} positions")
     low = codes.to(torch.int32)
@@ -171,11 +167,7 @@ def encode(mask: Tensor, value_bytes: int | None = None) -> tuple[Kind, Tensor]:
 
 
 def decode(kind: Kind, encoded: Tensor, numel: int) -> Tensor | slice:
-    """Return what `encode` encoded as an index: positions, or a slice for all.
-
-    Raises:
-        ValueError: it encodes no set of positions below ``numel``.
-    """
+    """Return what `encode` encoded as an index: positions, or a slice for all."""
     if kind is Kind.ALL:
         positions: Tensor | slice = slice(0, numel)
         is_right = not encoded.numel()

@@ -44,11 +44,7 @@ _loaded: list[int] = []  # the number of devices, once they are there
 
 
 def load(num_devices: int = 4) -> None:
-    """Register ``num_devices`` devices. Again with the same number: nothing.
-
-    Raises:
-        RuntimeError: it was loaded with another number, or there is no C++ compiler.
-    """
+    """Register ``num_devices`` devices. Again with the same number: nothing."""
     if _loaded:
         if _loaded[0] != num_devices:
             raise RuntimeError(
@@ -62,12 +58,7 @@ def load(num_devices: int = 4) -> None:
     torch._register_device_module(NAME, _module())  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend()
     _loaded.append(num_devices)
-    atexit.register(_drain)
-
-
-def _drain() -> None:
-    """Wait for all jobs: torch is torn down after this."""
-    torch.ops.late.drain()
+    atexit.register(torch.ops.late.drain)  # waits for all jobs: torch is torn down after this
 
 
 def _module() -> types.ModuleType:
@@ -154,25 +145,17 @@ def forget_contexts() -> None:
 
 @dataclass(frozen=True)
 class Counters:
-    """Work of a device since `reset_counters`.
+    """Work of a device since `reset_counters`."""
 
-    Attributes:
-        launches: jobs other than events, waits and overwritten free memory.
-        by_op: ``launches`` by operator, ``"aten::mm"`` say, or ``"copy up"``, ``"copy down"``.
-        bytes_read: of the tensors that the jobs read.
-        bytes_written: of the tensors that they wrote. What is updated in place counts once, here.
-        syncs: how often the host waited, by kind: ``"event"``, ``"stream"``, ``"device"``,
-            ``"item"`` (a value or shape that the host needs) and ``"copy"`` (not of pinned memory,
-            not ``non_blocking``, or not of the same dtype and contiguous).
-        stacks: kind and Python stack of each, innermost frame first, if they were asked for.
-    """
-
-    launches: int
-    by_op: dict[str, int]
-    bytes_read: int
-    bytes_written: int
+    launches: int  # jobs other than events, waits and overwritten free memory
+    by_op: dict[str, int]  # by operator, ``"aten::mm"`` say, or ``"copy up"``, ``"copy down"``
+    bytes_read: int  # of the tensors that the jobs read
+    bytes_written: int  # of the tensors that they wrote. What is updated in place counts once, here
+    # how often the host waited, by kind: ``"event"``, ``"stream"``, ``"device"``, ``"item"`` (a
+    # value or shape that the host needs) and ``"copy"`` (not of pinned memory, not
+    # ``non_blocking``, or not of the same dtype and contiguous)
     syncs: dict[str, int]
-    stacks: list[tuple[str, str]]
+    stacks: list[tuple[str, str]]  # kind and Python stack, innermost frame first
 
 
 def reset_counters(*, with_stacks: bool = False) -> None:

@@ -25,9 +25,6 @@ def built_library() -> Path:
 
     The library lies in ``$XDG_CACHE_HOME/zero_core`` (default ``~/.cache/zero_core``) under a hash
     of source, flags and versions, so environments with the same torch share it.
-
-    Raises:
-        RuntimeError: no C++ compiler is found, or it fails.
     """
     parts = [SOURCE.read_text(), *_FLAGS, torch.__version__, sys.version, platform.machine()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]

@@ -26,21 +26,16 @@ _numbers = itertools.count()
 
 
 class LateWorld:
-    """Ranks of one simulation.
-
-    Attributes:
-        timeout_s: longest wait of a collective for its peers.
-        failed: the rank that failed first.
-    """
+    """Ranks of one simulation."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         load()
         torch.ops.late.drain()  # what a failed simulation left
         torch.ops.late.forget_errors()
-        self.failed: int | None = None
+        self.failed: int | None = None  # the rank that failed first
         self._world_size = world_size
         self.number = next(_numbers)
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s  # longest wait of a collective for its peers
 
     def ranks(self, rank: int, per_node: int) -> LateRanks:
         """Return the ranks as ``rank`` sees them, with its device as the current one."""
