@@ -1,4 +1,4 @@
-"""How much of the package a plain stage-3 step walks through: what its reader has to know."""
+"""Files, classes and calls of a plain stage-3 step: the length of what its reader has to know."""
 
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ class _Walk:
 
 
 class _Four(nn.Module):
-    """The root and four blocks that FSDP2 was counted with; models of `testing` are larger."""
+    """The root and four blocks that FSDP2 was counted with: no model of `testing` is so small."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def _walks(rank, world_size):
     # The bars are 800 and 13, then 1,000, 18 and 26. These are what is reached.
     assert num_files <= 25, sorted(walk.files)
     assert num_calls <= 800
-    assert walk.num_calls <= 1_000
+    assert walk.num_calls <= 1_000, walk.num_calls
     assert len(walk.files) <= 32, sorted(walk.files)
     assert len(walk.classes) <= 51, sorted(walk.classes)
     engine.close()

@@ -158,14 +158,13 @@ def build(
             model may then be on the meta device, but for buffers that are not in its state dict.
         attach: called with the engine before values move to its memory, for an adapter that adds to
             the engine and the model. If it raises, the build is undone.
-        extensions: follow the training, besides those of the configuration.
+        extensions: follow the training, besides the configuration's.
         is_training: False for a `ShardedModel`, which evaluates alone.
 
     Raises:
-        ConfigError: the configuration is wrong or does not fit the model, or the model is on the
-            meta device and its values are not known, or it has an engine that has not ended. Or the
-            optimizer is not served: its step needs a closure, it takes sparse gradients, or a
-            setting is for elementwise ones alone.
+        ConfigError: the configuration is wrong or does not fit the model; the model has values that
+            are not known, or an engine that has not ended; or the optimizer needs a closure or
+            sparse gradients, or a setting is for elementwise ones alone.
         CheckpointError: ``pretrained`` does not fit the model.
         MissingPartError: it asks for a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.
@@ -199,39 +198,9 @@ def build(
             engine = made.engine
             if attach is not None:
                 attach(engine)
-            # From here on parameters' values move.
-            state, tier = held.state, held.tier
-            if pretrained is None:
-                is_rounded = joined.config.data_types.master_weights_from == "rounded"
-                fill(
-                    drawn.found,
-                    drawn.layout,
-                    state.params,
-                    tier,
-                    joined.control,
-                    initial,
-                    former,
-                    rounds_masters=is_rounded,
-                )
-            else:
-                load_pretrained(engine, pretrained)
-                for flat in state.params:
-                    adopt(flat, former)
-            if ranks.device.type != "cpu":
-                held.memory.reserve()
-                if isinstance(tier, ReservingTier):
-                    spans = held.memory.spans
-                    tier.reserve([(*spans[g.segment.index], g.plan.offered) for g in held.grads])
-            for extension in state.extensions:
-                extension.reset()
-            for follow in made.extensions.begun:
-                follow()
-            made.units.publish()  # what a tier has rounded otherwise
-            engine.publish()
-            for flat in state.params:
-                flat.forget_marks()
-            joined.control.place.enter(OUTSIDE)
-        for flat in state.params:
+            _move_values(joined, drawn, held, engine, initial, former, pretrained)
+            _begin(joined, held, made)
+        for flat in held.state.params:
             former.give_up(flat)
         release_free_pages()  # what the parameters' own storage left
         return engine
@@ -371,6 +340,51 @@ def _take_values(
     state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
     state.common_buffers.confirm()
     initial.give_attributes()
+
+
+def _move_values(
+    joined: _Joined,
+    drawn: Blueprint,
+    held: _Held,
+    engine: ShardedModel,
+    initial: InitialValues,
+    former: FormerModel,
+    pretrained: str | Path | Sequence[str | Path] | None,
+) -> None:
+    """Give the engine its first values: the model's, or those of ``pretrained`` files."""
+    if pretrained is not None:
+        load_pretrained(engine, pretrained)
+        for flat in held.state.params:
+            adopt(flat, former)
+        return
+    fill(
+        drawn.found,
+        drawn.layout,
+        held.state.params,
+        held.tier,
+        joined.control,
+        initial,
+        former,
+        rounds_masters=joined.config.data_types.master_weights_from == "rounded",
+    )
+
+
+def _begin(joined: _Joined, held: _Held, made: _Made) -> None:
+    """Allocate what backwards borrow, and publish the first values."""
+    tier, memory = held.tier, held.memory
+    if joined.ranks.device.type != "cpu":
+        memory.reserve()
+        if isinstance(tier, ReservingTier):
+            tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in held.grads])
+    for extension in held.state.extensions:
+        extension.reset()
+    for follow in made.extensions.begun:
+        follow()
+    made.units.publish()  # what a tier has rounded otherwise
+    made.engine.publish()
+    for flat in held.state.params:
+        flat.forget_marks()
+    joined.control.place.enter(OUTSIDE)
 
 
 def _make_schedule(

@@ -35,6 +35,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -199,7 +200,7 @@ class Reductions:
         They came within ``no_sync``, or after their unit had been reduced (reentrant activation
         checkpointing of a block that is used twice).
         """
-        return any(grads.has_unreduced for grads in self._grads)
+        return any(map(attrgetter("has_unreduced"), self._grads))
 
     def discard(self) -> None:
         """Wait for the reductions under way, and drop all gradients."""

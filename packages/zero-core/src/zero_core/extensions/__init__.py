@@ -53,7 +53,7 @@ def attach_extensions(
 
 
 class Site(NamedTuple):
-    """What followers are made from."""
+    """Parts of an engine that extensions are made from."""
 
     config: Config
     state: ShardedState
