@@ -1,32 +1,17 @@
 """Reads and writes of parameters at any moment: the right value, or an error on the spot."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from contextlib import nullcontext
 from types import GetSetDescriptorType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_core
 from zero_core import RankMismatchError
 from zero_core.core.access import NEEDS_NO_VALUE
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    check_like_ddp,
-    on_ranks,
-    simulate,
-    step_ddp,
-    train,
-)
+from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.readers import (
     AFTER,
     BEFORE,
@@ -36,24 +21,23 @@ from zero_core.testing.readers import (
     inputs,
     read_everywhere,
 )
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same, check_like_ddp, step_ddp, train
 
 STEPS = 3
 REFUSAL = "parameter blocks.1.inner.weight was read where stage 3 holds only"
 
 
-def _build(
-    ranks: SimulatedRanks, stage: int, dtype: str = "fp32"
-) -> tuple[zero_core.Engine, Watched]:
+def _build(ranks, stage, dtype="fp32"):
     model = Watched()
-    return zero_core.build(model, Case(stage, dtype).config(), process_group=ranks), model
+    return Case(stage, dtype).build(ranks, model), model
 
 
-def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
+def _ddp(ranks):
     """Train under DDP and read the weight before and after the last step."""
     model, losses = Watched(), []
     log, ddp = Log(model.blocks[1].inner.weight), SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     for step in range(STEPS):
         log.look(BEFORE)
         losses.append(step_ddp(ddp, optimizer, inputs(step, ranks.rank)))
@@ -63,9 +47,7 @@ def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3)])
 @on_ranks()
-def test_each_reader_has_the_value_of_ddp_or_an_error_at_each_moment(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_each_reader_has_the_value_of_ddp_or_an_error_at_each_moment(ranks, stage):
     engine, _ = _build(ranks, stage)
     found, losses = read_everywhere(engine, ranks.rank, STEPS)
     here = {"forward of block 1", "forward of block 1, evaluating", BEFORE, AFTER}
@@ -80,7 +62,7 @@ def test_each_reader_has_the_value_of_ddp_or_an_error_at_each_moment(
 
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
-def test_integers_are_no_zeros_where_they_are_not(ranks: SimulatedRanks, stage: int) -> None:
+def test_integers_are_no_zeros_where_they_are_not(ranks, stage):
     engine, model = _build(ranks, stage)
     counts = model.blocks[1].counts
     if stage == 3:
@@ -91,15 +73,10 @@ def test_integers_are_no_zeros_where_they_are_not(ranks: SimulatedRanks, stage: 
     assert stage == 3 or counts.tolist() == [0, 1, 2]
 
 
-# ----------------------------------------------------------------- other blocks
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_a_block_that_reads_a_later_ones_weight_follows_ddp_or_is_refused_by_name(
-    ranks: SimulatedRanks, stage: int
-) -> None:
-    def make() -> Watched:
+def test_a_block_that_reads_a_later_ones_weight_follows_ddp_or_is_refused_by_name(ranks, stage):
+    def make():
         model = Watched()
         held, plain = [model.blocks[2].inner.weight], model.blocks[0].forward
         model.blocks[0].forward = lambda x: plain(x) + nn.functional.linear(x, held[0])
@@ -110,10 +87,7 @@ def test_a_block_that_reads_a_later_ones_weight_follows_ddp_or_is_refused_by_nam
         check_like_ddp(ranks, make, inputs, Case(stage))
 
 
-# ------------------------------------------------------------------- penalties
-
-
-def _penalty(weight: Tensor) -> Tensor:
+def _penalty(weight):
     off = weight @ weight.t() - torch.eye(len(weight))
     return 0.01 * (weight.abs().sum() + off.square().sum())
 
@@ -121,15 +95,13 @@ def _penalty(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("where", ["one", "all", "within"])
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
-def test_a_penalty_of_gathered_weights_has_torchs_gradient(
-    ranks: SimulatedRanks, stage: int, where: str
-) -> None:
+def test_a_penalty_of_gathered_weights_has_torchs_gradient(ranks, stage, where):
     model = Watched()
     ddp = SimulatedDDP(model, ranks)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     own = Watched()
     top = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine = zero_core.build(own, Case(stage, top=top).config(), process_group=ranks)
+    engine = Case(stage, top=top).build(ranks, own)
     weight = own.blocks[1].inner.weight
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -151,11 +123,8 @@ def test_a_penalty_of_gathered_weights_has_torchs_gradient(
             assert torch.equal(one, other)
 
 
-# ----------------------------------------------------------------------- edits
-
-
 @torch.no_grad()
-def _clamp(model: nn.Module, way: str) -> None:
+def _clamp(model, way):
     weight = model.blocks[1].inner.weight
     if way == "data":
         weight.data.clamp_(-0.1, 0.1)
@@ -172,9 +141,7 @@ def _clamp(model: nn.Module, way: str) -> None:
 @pytest.mark.parametrize("way", ["data", "in place", "state dict", "read"])
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "bf16"), (2, "fp16"), (2, "fp32")])
 @on_ranks(2)
-def test_edits_past_the_engine_are_those_within_gathered(
-    ranks: SimulatedRanks, stage: int, way: str, dtype: str
-) -> None:
+def test_edits_past_the_engine_are_those_within_gathered(ranks, stage, way, dtype):
     found = []
     for own in (True, False):
         engine, model = _build(ranks, stage, dtype)
@@ -187,14 +154,12 @@ def test_edits_past_the_engine_are_those_within_gathered(
                     _clamp(model, "data")
         full = engine.full_state_dict(dtype=torch.float32)
         found.append({n: full[n] for n, _ in model.named_parameters()})
-    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (2, "fp32"), (2, "bf16")])
 @on_ranks(3)
-def test_an_edit_of_one_rank_is_refused_by_all_until_it_is_mended(
-    ranks: SimulatedRanks, stage: int, dtype: str
-) -> None:
+def test_an_edit_of_one_rank_is_refused_by_all_until_it_is_mended(ranks, stage, dtype):
     engine, model = _build(ranks, stage, dtype)
     train(engine, [inputs(0, ranks.rank)])
     if ranks.rank == 1:
@@ -213,10 +178,8 @@ def test_an_edit_of_one_rank_is_refused_by_all_until_it_is_mended(
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_a_write_in_the_units_own_forward_is_kept_or_told(
-    ranks: SimulatedRanks, stage: int
-) -> None:
-    def clamp(module: nn.Module, args: Any) -> None:
+def test_a_write_in_the_units_own_forward_is_kept_or_told(ranks, stage):
+    def clamp(module, args):
         with torch.no_grad():
             module.inner.weight.clamp_(-0.05, 0.05)
 
@@ -233,7 +196,7 @@ def test_a_write_in_the_units_own_forward_is_kept_or_told(
 
 
 @on_ranks(2)
-def test_a_write_into_a_small_parameter_that_stage_3_keeps_is_told(ranks: SimulatedRanks) -> None:
+def test_a_write_into_a_small_parameter_that_stage_3_keeps_is_told(ranks):
     engine, model = _build(ranks, 3)
     engine.keep_small_params()
     engine.publish()
@@ -247,10 +210,10 @@ def test_a_write_into_a_small_parameter_that_stage_3_keeps_is_told(ranks: Simula
 
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
-def test_one_rank_may_read_a_parametrized_weight(ranks: SimulatedRanks, stage: int) -> None:
+def test_one_rank_may_read_a_parametrized_weight(ranks, stage):
     model = Watched()
     nn.utils.parametrizations.weight_norm(model.blocks[1].inner)
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     train(engine, [inputs(0, ranks.rank)])
     refusal = pytest.raises(RuntimeError, match="was read where stage 3 holds only")
     with refusal if stage == 3 and ranks.rank == 0 else nullcontext():
@@ -261,9 +224,7 @@ def test_one_rank_may_read_a_parametrized_weight(ranks: SimulatedRanks, stage: i
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_zero_grad_of_the_module_drops_what_another_loss_has_left(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_zero_grad_of_the_module_drops_what_another_loss_has_left(ranks, stage):
     trained = []
     for is_left in (True, False):
         engine, model = _build(ranks, stage)
@@ -272,14 +233,12 @@ def test_zero_grad_of_the_module_drops_what_another_loss_has_left(
             model.zero_grad()
         train(engine, [inputs(0, ranks.rank)])
         trained.append(engine.full_state_dict())
-    torch.testing.assert_close(*trained, rtol=0.0, atol=0.0)
+    assert_same(*trained)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
 @on_ranks(2)
-def test_a_backward_of_a_forward_before_the_step_is_refused_as_in_torch(
-    ranks: SimulatedRanks, stage: int, dtype: str
-) -> None:
+def test_a_backward_of_a_forward_before_the_step_is_refused_as_in_torch(ranks, stage, dtype):
     engine, _ = _build(ranks, stage, dtype)
     old = engine(inputs(0, ranks.rank))
     train(engine, [inputs(1, ranks.rank)])
@@ -288,11 +247,11 @@ def test_a_backward_of_a_forward_before_the_step_is_refused_as_in_torch(
 
 
 @on_ranks(2)
-def test_threads_read_while_the_engine_steps(ranks: SimulatedRanks) -> None:
+def test_threads_read_while_the_engine_steps(ranks):
     engine, model = _build(ranks, 2)
     weight, errors, is_over = model.blocks[1].inner.weight, [], threading.Event()
 
-    def read() -> None:
+    def read():
         while not is_over.is_set():
             try:
                 weight.detach().clone()
@@ -309,31 +268,27 @@ def test_threads_read_while_the_engine_steps(ranks: SimulatedRanks) -> None:
     assert not errors
 
 
-def _writes_without_modifier(ranks: SimulatedRanks, where: str, way: str) -> None:
-    engine, model = _build(ranks, 3)
-    weight = model.blocks[1].inner.weight
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.inner\.weight was written where stage 3"):
-        _clamp(model, "in place")
-    with engine.gathered(params=[weight] if where == "one" else None):
-        _clamp(model, way)
-    engine(inputs(0, ranks.rank))
-
-
 @pytest.mark.parametrize("way", ["data", "in place"])
 @pytest.mark.parametrize("where", ["one", "all"])
 def test_a_write_that_stage_3_would_lose_is_told(where, way):
+    def write(ranks):
+        engine, model = _build(ranks, 3)
+        weight = model.blocks[1].inner.weight
+        with pytest.raises(RuntimeError, match=r"1\.inner\.weight was written where stage 3"):
+            _clamp(model, "in place")
+        with engine.gathered(params=[weight] if where == "one" else None):
+            _clamp(model, way)
+        engine(inputs(0, ranks.rank))
+
     with pytest.raises(RuntimeError, match=r"1\.inner\.weight changed within engine\.gathered"):
-        simulate(_writes_without_modifier, 2, where, way)
-
-
-# -------------------------------------------------------------- without values
+        simulate(write, 2)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks: SimulatedRanks, stage: int) -> None:
+def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks, stage):
     model, plain = Watched(), Watched()
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     train(engine, [inputs(0, ranks.rank)])
     closed = [type(p) for p in model.parameters()]
     assert repr(model) == repr(plain)
@@ -374,7 +329,7 @@ def test_what_needs_no_value_is_torchs_list_of_what_returns_none_of_it():
     }
 
 
-def _warns(ranks: SimulatedRanks, stage: int) -> None:
+def _warns(ranks, stage):
     engine, model = _build(ranks, stage)
     for step in range(2):
         model.zero_grad()

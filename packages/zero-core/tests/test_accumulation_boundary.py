@@ -1,41 +1,28 @@
 """Accumulation over as many micro-steps as the training loop declares, against DDP."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from support.tiers import MadeTier
 
-import zero_core
 from zero_core.errors import CheckpointError
-from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    make_model,
-    on_ranks,
-    run_on_processes,
-    simulate,
-    train_ddp,
-)
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, train_ddp
 
 EPOCHS = (3, 3, 2, 3, 1)
 """Micro-steps of each step where 3 are configured: two epochs that do not divide."""
 
 
-def _ddp(ranks: SimulatedRanks, counts: Sequence[int]) -> dict[str, Tensor]:
+def _ddp(ranks, counts):
     model = make_model()
     batches = [batch(s, micro, ranks.rank) for s, n in enumerate(counts) for micro in range(n)]
     train_ddp(model, ranks, batches, counts)
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[str, Tensor]:
+def _train(engine, rank, counts):
     for step, count in enumerate(counts):
         for micro in range(count):
             is_last = micro == count - 1
@@ -49,13 +36,12 @@ def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[s
     return {name: full[name] for name in names}
 
 
-def _follows_ddp(ranks: SimulatedRanks, stage: int, configured: int) -> None:
+def _follows_ddp(ranks, stage, configured):
     expected = _ddp(ranks, EPOCHS)
-    config = Case(stage, accumulation=configured).config()
-    engine = zero_core.build(make_model(), config, process_group=ranks)
+    engine = Case(stage, accumulation=configured).build(ranks)
     found = _train(engine, ranks.rank, EPOCHS)
     assert engine.micro_steps == sum(EPOCHS)
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    assert_same(found, expected)
 
 
 @pytest.mark.sampled(3)
@@ -68,26 +54,23 @@ def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size, stage, con
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
 @on_ranks()
-def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(ranks, stage):
     expected = _ddp(ranks, (2,))
-    config = Case(stage, accumulation=4).config()
-    engine = zero_core.build(make_model(), config, process_group=ranks)
+    engine = Case(stage, accumulation=4).build(ranks)
     for micro in range(2):
         engine.backward(engine(**batch(0, micro, ranks.rank))["loss"], over=2)
         engine.set_gradient_accumulation_boundary(True if micro == 1 else None)
         engine.step()
     found = engine.full_state_dict()
-    torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=0.0, atol=0.0)
+    assert_same({n: found[n] for n in expected}, expected)
 
 
-def _engine(accumulation: int) -> zero_core.Engine:
-    return zero_core.build(make_model(), Case(accumulation=accumulation).config())
+def _engine(accumulation):
+    return Case(accumulation=accumulation).build()
 
 
-def _micro_step(engine: zero_core.Engine, **over: Any) -> None:
-    engine.backward(engine(**batch(0, 0, 0))["loss"], **over)
+def _micro_step(engine, micro=0, **over):
+    engine.backward(engine(**batch(0, micro, 0))["loss"], **over)
     engine.step()
 
 
@@ -118,32 +101,25 @@ def test_a_loss_over_no_micro_steps_is_refused():
     assert engine.scale(torch.ones(())) == 0.5
 
 
-class _Keeper(DeviceTier):
+class _Keeper(MadeTier):
     """A tier that stores gradients itself and leaves the engine only those on their way to it."""
 
     owns_grads = True
 
-    def offer_grad(self, start: int, grad: Tensor) -> None:
+    def offer_grad(self, start, grad):
         super().offer_grad(start, grad.float() if grad.dtype is torch.bfloat16 else grad.clone())
 
 
-def _keeper(
-    *, config: object, adam_kernel: object, device_tier: object, names: object, **kept: Any
-) -> _Keeper:
-    return _Keeper(**kept)
-
-
 @on_ranks(1)
-def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
-    ranks: SimulatedRanks,
-) -> None:
-    for tier in (None, _keeper):
+def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(ranks):
+    for tier in (None, _Keeper.made):
         for stage in (2, 3):
             found = []
             for how in ("config", "setter", "declared"):
                 accumulation = 4 if how == "config" else 1
-                config = Case(stage, "bf16", accumulation=accumulation).config()
-                engine = zero_core.build(make_model(), config, state_tier=tier, process_group=ranks)
+                engine = Case(stage, "bf16", accumulation=accumulation).build(
+                    ranks, state_tier=tier
+                )
                 if how == "setter":
                     engine.gradient_accumulation_steps = 4
                 for micro in range(8):
@@ -154,39 +130,33 @@ def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
                 assert engine.global_steps == 2
                 found.append(engine.full_state_dict(dtype=torch.float32))
             for other in found[1:]:
-                torch.testing.assert_close(other, found[0], rtol=0.0, atol=0.0)
+                assert_same(other, found[0])
 
 
 @on_ranks(1)
-def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
-    ranks: SimulatedRanks, tmp_path: Path
-) -> None:
-    def micro_step(engine: zero_core.Engine, micro: int) -> None:
-        engine.backward(engine(**batch(0, micro, 0))["loss"])
-        engine.step()
-
-    engine = zero_core.build(make_model(), Case(accumulation=2).config(), process_group=ranks)
+def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(ranks, tmp_path):
+    engine = Case(accumulation=2).build(ranks)
     engine.save_checkpoint(tmp_path)
-    micro_step(engine, 0)
+    _micro_step(engine, 0)
     with pytest.raises(CheckpointError, match="nowhere"):
         engine.load_checkpoint(tmp_path / "nowhere")
-    micro_step(engine, 1)
+    _micro_step(engine, 1)
     assert engine.global_steps == 1
     expected, norm = engine.full_state_dict(), engine.get_global_grad_norm()
     oracle = _ddp(ranks, (2,))
     for without in ((), ("progress",)):
-        micro_step(engine, 0)
+        _micro_step(engine, 0)
         done = engine.global_steps
         engine.load_checkpoint(tmp_path, without=without)
         for micro in range(2):
-            micro_step(engine, micro)
+            _micro_step(engine, micro)
         assert engine.global_steps == (1 if not without else done + 1)
         assert engine.micro_steps == 2 * engine.global_steps
         assert not engine.is_gradient_accumulation_boundary()
         assert engine.get_global_grad_norm() == norm
-        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+        assert_same(engine.full_state_dict(), expected)
         assert all(torch.equal(expected[name], value) for name, value in oracle.items())
 
 
-def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory() -> None:
+def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory():
     run_on_processes(_follows_ddp, 2, 3, 3)

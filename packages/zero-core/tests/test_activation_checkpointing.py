@@ -1,53 +1,25 @@
 """The ``activation_checkpointing`` block: blocks are computed again, and nothing else changes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from support.late import on_late_rank
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    check_like_ddp,
-    late_device,
-    make_model,
-    make_tower,
-    on_ranks,
-    run_alone,
-    seeded,
-    simulate,
-    spawn,
-    train_unread,
-)
+from zero_core.testing import late_device
+from zero_core.testing.models import make_model, make_tower, seeded
+from zero_core.testing.oracle import Case, train_unread
+from zero_core.testing.ranks import alone, on_processes
+from zero_core.testing.simulated import simulate
+from zero_core.testing.training import assert_same
 
-BLOCKS: tuple[dict[str, Any], ...] = ({}, {"cpu_checkpointing": True})
+BLOCKS = ({}, {"cpu_checkpointing": True})
 
 
-def _config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
+def _config(stage, block):
     return Case(stage=stage).config() | {"activation_checkpointing": block}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("block", BLOCKS, ids=["on the device", "on the host"])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
-def test_losses_and_weights_are_those_of_ddp_without_it(
-    ranks: SimulatedRanks, stage: int, block: dict[str, Any]
-) -> None:
-    case = Case(stage, top={"activation_checkpointing": block})
-
-    def draw(step: int, rank: int) -> dict[str, Any]:
-        return batch(step, 0, rank)
-
-    check_like_ddp(ranks, make_model, draw, case, steps=5)
 
 
 def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradient():
@@ -62,14 +34,14 @@ def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradie
 class _Watched(nn.Module):
     """A block with dropout that notes its calls and whether its activations are still there."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 8)
         self.own = nn.Parameter(torch.ones(8))
         self.num_calls = 0
-        self.kept: list[StorageWeakRef] = []
+        self.kept = []
 
-    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x, *, scale):
         self.num_calls += 1
         y = torch.tanh(self.inner(x) * self.own)
         self.kept.append(StorageWeakRef(y.untyped_storage()))
@@ -77,25 +49,26 @@ class _Watched(nn.Module):
 
 
 class _Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(5):
             self.blocks = nn.ModuleList(_Watched() for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x, _ = block(x, scale=torch.tensor(2.0))
         return x.square().mean()
 
 
-def _is_recomputed(rank: int, world_size: int) -> None:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+@on_processes(2)
+def test_blocks_keep_no_activations_and_repeat_their_dropout(ranks):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(ranks.rank))
     for stage in (0, 3):
         finals = []
         for block in (None, {"enabled": False}, *BLOCKS):
             is_on = block is not None and block.get("enabled", True)
             engine = zero_core.build(_Net(), _config(stage, block))
-            torch.manual_seed(rank)
+            torch.manual_seed(ranks.rank)
             loss = engine(x)
             alive = [not ref.expired() for b in engine.module.blocks for ref in b.kept]
             assert alive == [not is_on] * 3
@@ -109,11 +82,7 @@ def _is_recomputed(rank: int, world_size: int) -> None:
             engine.close()
             assert all("forward" not in vars(b) for b in engine.module.blocks)
         for final in finals[1:]:
-            torch.testing.assert_close(final, finals[0], rtol=0.0, atol=0.0)
-
-
-def test_blocks_keep_no_activations_and_repeat_their_dropout():
-    spawn(_is_recomputed, 2)  # processes: each has its own random state
+            assert_same(final, finals[0])
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a second memory")
@@ -131,36 +100,34 @@ def test_cpu_checkpointing_frees_the_accelerators_memory():
     assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
 
 
-def _train_late(ranks: Any, stage: int) -> Any:
+def _train_late(ranks, stage):
     config = _config(stage, {"cpu_checkpointing": True})
     engine = zero_core.build(make_model(), config, process_group=ranks)
     return train_unread(engine, ranks.rank, ranks.device, steps=3)
 
 
-def _follow_the_cpu() -> None:
+@alone
+def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():
     for seed, (world_size, stage) in enumerate([(1, 0), (2, 1), (2, 3)]):
         late_device.load()
         expected = simulate(_train_late, world_size, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         found = simulate(_train_late, world_size, stage, device="late")
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():
-    run_alone(_follow_the_cpu)
+        assert_same(found, expected)
 
 
 DEPTH, ROWS = 6, 1360
 INPUT_BYTES = ROWS * 8 * 4  # 43,520: page-locked alone 65,536, three of them 131,072
 
 
-def _deep(ranks: SimulatedRanks) -> tuple[zero_core.Engine, Tensor]:
+def _deep(ranks):
     config = _config(0, {"cpu_checkpointing": True})
     engine = zero_core.build(make_tower(DEPTH, 8), config, process_group=ranks)
     return engine, torch.randn(ROWS, 8, device=ranks.device)
 
 
-def _trace_a_step(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_inputs_come_up_one_block_ahead_on_a_stream_of_their_own_and_the_host_waits_for_none(ranks):
     engine, x = _deep(ranks)
     for _ in range(2):
         engine.backward(engine(x))
@@ -182,7 +149,8 @@ def _trace_a_step(ranks: SimulatedRanks) -> None:
     engine.close()
 
 
-def _count_page_locked(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_inputs_on_the_host_take_the_page_locked_memory_that_they_fill(ranks):
     engine, x = _deep(ranks)
     late_device.start_trace()
     for _ in range(3):
@@ -194,10 +162,11 @@ def _count_page_locked(ranks: SimulatedRanks) -> None:
     engine.close()
 
 
-def _drop_what_is_idle(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_later(ranks):
     host = HostInputs(ranks.device)
 
-    def save(numel: int, times: int = 1) -> Tensor:
+    def save(numel, times=1):
         x = torch.ones(numel, device=ranks.device, requires_grad=True)
         for _ in range(times):
             with host.context():
@@ -215,23 +184,6 @@ def _drop_what_is_idle(ranks: SimulatedRanks) -> None:
     save(8000)
     freed = [r.writes[0] for r in late_device.stop_trace() if r.kind == "pinned_free"]
     assert taken in freed
-
-
-def _run_late(program: Any) -> None:
-    late_device.load()
-    simulate(program, 1, device="late")
-
-
-def test_inputs_come_up_one_block_ahead_on_a_stream_of_their_own_and_the_host_waits_for_none():
-    run_alone(_run_late, _trace_a_step)
-
-
-def test_inputs_on_the_host_take_the_page_locked_memory_that_they_fill():
-    run_alone(_run_late, _count_page_locked)
-
-
-def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_later():
-    run_alone(_run_late, _drop_what_is_idle)
 
 
 def test_a_forward_that_was_set_on_the_object_comes_back():

@@ -1,14 +1,11 @@
 """Saves beside training: what they hold, what happens meanwhile, and how they fail."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,35 +17,23 @@ import torch
 import torch.distributed as dist
 from support.full_disk import files_up_to
 
-import zero_core
 from zero_core import CheckpointError, CollectiveError
 from zero_core.checkpoint import save
-from zero_core.checkpoint.background.saver import PendingSave
 from zero_core.checkpoint.files import read_weights
 from zero_core.comm import groups
-from zero_core.comm.control import Exchange
 from zero_core.comm.groups import StoreExchange
-from zero_core.comm.topology import Ranks
 from zero_core.sharded import snapshot
-from zero_core.testing import (
-    Case,
-    GatedRanks,
-    SimulatedRanks,
-    make_model,
-    run_engine,
-    run_on_processes,
-    simulate,
-)
+from zero_core.testing.oracle import Case, run_engine
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import GatedRanks, SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
-from zero_core.watch.watch import Watch
 
 
-def _build(ranks: SimulatedRanks, stage: int, **keys: object) -> zero_core.Engine:
-    config = {**Case(stage=stage).config(), **keys}
-    return zero_core.build(make_model(), config, process_group=ranks)
+def _build(ranks, stage, **keys):
+    return Case(stage, top=keys).build(ranks)
 
 
-def _gated(ranks: SimulatedRanks) -> GatedRanks:
+def _gated(ranks):
     return GatedRanks(**vars(ranks))
 
 
@@ -70,7 +55,7 @@ _WHOLE = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
 def test_an_overtaken_save_has_the_bytes_of_one_at_once(
     tmp_path, monkeypatch, stage, world_size, keys
 ):
-    def program(ranks: SimulatedRanks) -> None:
+    def program(ranks):
         gated = _gated(ranks)
         engine = _build(gated, stage, **keys)
         train_steps(engine, 0, 3)
@@ -94,32 +79,30 @@ def test_an_overtaken_save_has_the_bytes_of_one_at_once(
     assert (tmp_path / "beside" / "latest").read_text() == "step-3"
 
 
-def test_a_second_save_waits_or_is_refused_and_loads_wait(tmp_path):
-    def program(ranks: SimulatedRanks) -> None:
-        gated = _gated(ranks)
-        engine = _build(gated, 2)
-        train_steps(engine, 0, 1)
-        first = engine.async_save(tmp_path)
-        with pytest.raises(CheckpointError, match="save of step-1 is under way"):
-            engine.async_save(tmp_path, "other", on_pending="refuse")
-        assert not first.done()
-        threading.Timer(0.05, gated.gate.set).start()
-        second = engine.async_save(tmp_path, "other")
-        assert first.done()
-        engine.load_checkpoint(tmp_path, "step-1")
-        assert second.done()
-        train_steps(engine, 1, 2)
-        engine.async_save(tmp_path)
-        engine.close()
-        assert (tmp_path / "step-2" / "manifest.json").exists()
-
-    simulate(program, 2)
+@on_ranks(2)
+def test_a_second_save_waits_or_is_refused_and_loads_wait(ranks, tmp_path):
+    gated = _gated(ranks)
+    engine = _build(gated, 2)
+    train_steps(engine, 0, 1)
+    first = engine.async_save(tmp_path)
+    with pytest.raises(CheckpointError, match="save of step-1 is under way"):
+        engine.async_save(tmp_path, "other", on_pending="refuse")
+    assert not first.done()
+    threading.Timer(0.05, gated.gate.set).start()
+    second = engine.async_save(tmp_path, "other")
+    assert first.done()
+    engine.load_checkpoint(tmp_path, "step-1")
+    assert second.done()
+    train_steps(engine, 1, 2)
+    engine.async_save(tmp_path)
+    engine.close()
+    assert (tmp_path / "step-2" / "manifest.json").exists()
 
 
 def test_copies_are_bounded_if_asked_except_of_whole_states(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "BLOCK_NUMEL", 64)
 
-    def save(ranks: SimulatedRanks, limit: int | None, **keys: object) -> int:
+    def save(ranks, limit, **keys):
         gated = _gated(ranks)
         engine = _build(gated, 1, **keys)
         train_steps(engine, 0, 1)
@@ -132,7 +115,7 @@ def test_copies_are_bounded_if_asked_except_of_whole_states(tmp_path, monkeypatc
         engine.close()
         return pending.peak_bytes
 
-    def program(ranks: SimulatedRanks) -> None:
+    def program(ranks):
         assert save(ranks, 1024) <= 1024 < save(ranks, None)
         assert save(ranks, 1, **_WHOLE) > 1
 
@@ -146,7 +129,7 @@ def test_one_core_writes(tmp_path, monkeypatch):
         found.add(torch.get_num_threads())
         return write(*args)
 
-    def program(ranks: SimulatedRanks) -> None:
+    def program(ranks):
         torch.set_num_threads(2)  # of the threads to come, too
         _build(ranks, 1).async_save(tmp_path).result()
 
@@ -159,7 +142,7 @@ def test_one_core_writes(tmp_path, monkeypatch):
 
 
 def test_what_has_not_changed_is_linked_not_written(tmp_path):
-    def program(ranks: SimulatedRanks) -> None:
+    def program(ranks):
         engine = _build(ranks, 3)
         train_steps(engine, 0, 2)
         engine.save_checkpoint(tmp_path, "a")
@@ -178,7 +161,7 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
         for tag in "abcd"
     }
 
-    def new(one: str, other: str) -> set[str]:
+    def new(one, other):
         files = inodes[one].keys()
         return {name.split("-")[0] for name in files if inodes[one][name] != inodes[other][name]}
 
@@ -195,31 +178,29 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
 class _Losing(SimulatedRanks):
     """The exchange fails on rank 1 alone, when all have written: the others have the answers."""
 
-    def exchange_beside(self, watch: Watch | None) -> Exchange:
+    def exchange_beside(self, watch):
         exchange = super().exchange_beside(watch)
         gather = exchange.gather_bytes
 
-        def gather_bytes(data: bytes) -> list[bytes]:
+        def gather_bytes(data):
             rows = gather(data)
             if self.rank == 1 and exchange.place.doing == "checkpoint: finish":
                 raise CollectiveError("rank 1: no answer in time")
             return rows
 
-        exchange.gather_bytes = gather_bytes  # type: ignore[method-assign]
+        exchange.gather_bytes = gather_bytes
         return exchange
 
 
-def test_an_exchange_that_fails_on_one_rank_is_an_error_of_all_at_the_next_save(tmp_path):
-    def program(ranks: SimulatedRanks) -> None:
-        engine = _build(_Losing(**vars(ranks)), 2)
-        train_steps(engine, 0, 1)
-        engine.async_save(tmp_path)
-        with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .*no answer in time"):
-            engine.save_checkpoint(tmp_path, "other")
-        assert engine.save_checkpoint(tmp_path, "other") == tmp_path / "other"
-        engine.close()
-
-    simulate(program, 2, timeout_s=20.0)
+@on_ranks(2, timeout_s=20.0)
+def test_an_exchange_that_fails_on_one_rank_is_an_error_of_all_at_the_next_save(ranks, tmp_path):
+    engine = _build(_Losing(**vars(ranks)), 2)
+    train_steps(engine, 0, 1)
+    engine.async_save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .*no answer in time"):
+        engine.save_checkpoint(tmp_path, "other")
+    assert engine.save_checkpoint(tmp_path, "other") == tmp_path / "other"
+    engine.close()
 
 
 def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):
@@ -227,7 +208,7 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
     meeting = threading.Barrier(2, timeout=60)
 
     @contextmanager
-    def full_disk(rank: int) -> Iterator[None]:
+    def full_disk(rank):
         """Let no large file be written between two meetings of both ranks."""
         meeting.wait()
         with files_up_to(2000) if rank == 0 else nullcontext():
@@ -235,10 +216,10 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
             yield
             meeting.wait()
 
-    def program(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
+    def program(ranks):
         gated = _gated(ranks)
 
-        def fill(pending: PendingSave) -> None:
+        def fill(pending):
             with full_disk(ranks.rank):
                 gated.gate.set()
                 wait([pending])
@@ -281,7 +262,7 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-3"]
 
 
-def _exchange_after_a_failure(ranks: Ranks) -> None:
+def _exchange_after_a_failure(ranks):
     """Fail on rank 1 alone. In the next use rank 0 sees that rank 1 has left."""
     control = ranks.connect()
     exchange = StoreExchange(None, rank=ranks.rank, world_size=2, timeout=timedelta())
@@ -300,9 +281,9 @@ def _exchange_after_a_failure(ranks: Ranks) -> None:
     groups.suppress = hidden
 
 
-def _run_in_process(ranks: Ranks, folder: str) -> None:
+def _run_in_process(ranks, folder):
     _exchange_after_a_failure(ranks)
-    engine = zero_core.build(make_model(), Case(stage=2).config(), process_group=ranks)
+    engine = Case(stage=2).build(ranks)
     train_steps(engine, 0, 1)
     for step in (1, 2):
         pending = engine.async_save(folder)
@@ -317,14 +298,14 @@ def test_the_threads_of_processes_agree_through_the_store(tmp_path):
     assert (tmp_path / "latest").read_text() == "last"
 
 
-def _be_killed(*_: object) -> None:
+def _be_killed(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _end_beside_a_dead_rank(rank: int, folder: Path) -> None:
+def _end_beside_a_dead_rank(rank, folder):
     logging.basicConfig(filename=folder / f"log-{rank}")
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    engine = zero_core.build(make_model(), Case(stage=2).config())
+    engine = Case(stage=2).build()
     train_steps(engine, 0, 1)
     engine.save_checkpoint(folder / "saved")
     train_steps(engine, 1, 2)

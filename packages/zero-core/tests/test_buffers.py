@@ -1,33 +1,24 @@
 """Buffers follow rank 0's, when and as they do in DDP."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedRanks,
-    make_tower,
-    on_ranks,
-    seeded,
-    spawn,
-    train,
-)
+from zero_core.testing.models import make_tower, rows, seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import on_processes
+from zero_core.testing.simulated import on_ranks
+from zero_core.testing.training import adamw, assert_same, train
 
 
 class _Normed(nn.Module):
     """Batch normalisation in two blocks, and buffers that are replaced, not persistent, shared."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(7):
             self.blocks = nn.ModuleList(
@@ -38,7 +29,7 @@ class _Normed(nn.Module):
             self.blocks[0].register_buffer("again", self.mean)
             self.register_buffer("nothing", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
         x = x - self.mean
@@ -47,25 +38,23 @@ class _Normed(nn.Module):
         return x.square().mean()
 
 
-def _x(step: int, micro: int, rank: int) -> Tensor:
-    return torch.randn(
-        4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    )
+def _x(step, micro, rank):
+    return rows(3 * step + micro, rank, 6)
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
+def _buffers(model):
     return {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
 
 
-def _train(case: Case, rank: int, world_size: int | None) -> tuple[list[float], dict[str, Tensor]]:
+def _train(case, rank, world_size):
     """Train by DDP over ``world_size`` ranks, or by the engine if that is None."""
     model = _Normed()
-    call: Any = model
+    call = model
     if world_size is None:
-        call = zero_core.build(model, case.config())
+        call = case.build(model=model)
     elif world_size > 1:
         call = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     losses = []
     for step in range(4):
         for micro in range(case.accumulation):
@@ -89,26 +78,23 @@ def _train(case: Case, rank: int, world_size: int | None) -> tuple[list[float], 
     return losses, _buffers(model)
 
 
-def _follows_ddp(rank: int, world_size: int) -> None:
-    for accumulation in (1, 3):
-        expected = _train(Case(accumulation=accumulation), rank, world_size)
-        for stage in (1, 3):
-            found = _train(Case(stage, accumulation=accumulation), rank, None)
-            # Three ranks: DDP adds gradients in the order of its ring.
-            atol = 0.0 if world_size <= 2 else 1e-5
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
-
-
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
 )
-def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(world_size):
-    spawn(_follows_ddp, world_size)
+@on_processes()
+def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(ranks):
+    for accumulation in (1, 3):
+        expected = _train(Case(accumulation=accumulation), ranks.rank, ranks.size)
+        for stage in (1, 3):
+            found = _train(Case(stage, accumulation=accumulation), ranks.rank, None)
+            # Three ranks: DDP adds gradients in the order of its ring.
+            atol = 0.0 if ranks.size <= 2 else 1e-5
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
 
 
 @on_ranks(2)
-def test_without_broadcast_buffers_each_rank_keeps_its_own(ranks: SimulatedRanks) -> None:
+def test_without_broadcast_buffers_each_rank_keeps_its_own(ranks):
     engine = zero_core.build(
         _Normed(), {**Case().config(), "broadcast_buffers": False}, process_group=ranks
     )
@@ -116,12 +102,12 @@ def test_without_broadcast_buffers_each_rank_keeps_its_own(ranks: SimulatedRanks
     for step in range(2):
         engine(_x(step, 0, ranks.rank))
         alone(_x(step, 0, ranks.rank))
-    torch.testing.assert_close(_buffers(engine.module), _buffers(alone), rtol=0.0, atol=0.0)
+    assert_same(_buffers(engine.module), _buffers(alone))
 
 
 @on_ranks(2)
-def test_two_forwards_may_precede_one_backward(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Normed(), Case(stage=3).config(), process_group=ranks)
+def test_two_forwards_may_precede_one_backward(ranks):
+    engine = Case(stage=3).build(ranks, _Normed())
     for step in range(2):
         engine.backward(engine(_x(step, 0, ranks.rank)) + engine(_x(step, 1, ranks.rank)))
         engine.step()
@@ -144,17 +130,15 @@ CHANGES = {
     ],
 )
 @on_ranks(3)
-def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(
-    ranks: SimulatedRanks, odd: int, change: str, dtype: str
-) -> None:
+def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(ranks, odd, change, dtype):
     rank, model = ranks.rank, make_tower(1)
     model.register_buffer("seen", torch.full((3,), 7.0))
-    engine = zero_core.build(model, Case(1, dtype).config(), process_group=ranks)
+    engine = Case(1, dtype).build(ranks, model)
 
-    def step() -> None:
+    def step():
         train(engine, [torch.ones(1, 7)])
 
-    def alter() -> None:
+    def alter():
         if change == "gains":
             model.register_buffer("more", torch.full((2,), float(rank)))
         elif change == "gains the first of a part":

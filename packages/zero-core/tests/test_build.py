@@ -1,7 +1,9 @@
-"""Units that build() finds, optimizers that it adopts, and arguments that it refuses."""
+"""Units that build() finds, what it adopts and what it refuses."""
 
-from __future__ import annotations
-
+import io
+import logging
+import sys
+import time
 from functools import partial
 
 import pytest
@@ -11,9 +13,9 @@ from torch.optim.lr_scheduler import StepLR
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.layout.discovery import discover
+from zero_core.layout.discovery import discover, note_reader
 from zero_core.protocols import StateTier
-from zero_core.testing import batch, make_model, train
+from zero_core.testing import Case, batch, make_model, train
 
 BASE = {"train_micro_batch_size_per_gpu": 2}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -27,10 +29,7 @@ def _units(model):
 def test_units_are_the_children_of_lists_and_a_root_for_the_rest():
     units = _units(make_model())
     assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2", "frozen.0"]
-    assert units[""] == {
-        ("embed.weight", "head.weight"),
-        *(("gain",), ("sometimes",), ("never",)),
-    }
+    assert units[""] == {("embed.weight", "head.weight"), *(("gain",), ("sometimes",), ("never",))}
     assert all(name.startswith("blocks.1.") for (name,) in units["blocks.1"])
 
 
@@ -71,7 +70,7 @@ def test_a_state_tier_is_told_the_name_of_each_piece(stage):
 class _LackingTier:
     """A tier that lacks ``owns_grads``."""
 
-    def __init__(self, tier: StateTier) -> None:
+    def __init__(self, tier):
         for name in vars(StateTier):
             if not name.startswith("_") and name != "owns_grads":
                 setattr(self, name, getattr(tier, name))
@@ -158,15 +157,6 @@ def test_stepping_the_optimizer_by_hand_is_refused():
         engine.optimizer.state_dict()
 
 
-def test_step_hooks_of_the_engines_optimizer_run():
-    engine = zero_core.build(nn.Linear(3, 2), {**BASE, **ADAMW})
-    seen = []
-    engine.optimizer.register_step_post_hook(lambda *args: seen.append("after"))
-    engine.backward(engine(torch.ones(1, 3)).sum())
-    engine.step()
-    assert seen == ["after"]
-
-
 def test_optimizers_that_are_missing_or_do_not_belong_to_the_model_are_refused():
     with pytest.raises(ConfigError, match="no optimizer"):
         zero_core.build(nn.Linear(3, 2), BASE)
@@ -184,12 +174,10 @@ def test_optimizers_that_are_missing_or_do_not_belong_to_the_model_are_refused()
         zero_core.build(model, BASE, optimizer=used)
 
 
-def test_a_frozen_model_and_a_meta_model_are_refused():
+def test_a_frozen_model_is_refused():
     frozen = nn.Linear(3, 2).requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
         zero_core.build(frozen, {**BASE, **ADAMW})
-    with pytest.raises(ConfigError, match="meta device"):
-        zero_core.build(nn.Linear(3, 2, device="meta"), {**BASE, **ADAMW})
 
 
 def test_ranks_without_a_process_group_are_told_what_to_do(monkeypatch):
@@ -198,28 +186,141 @@ def test_ranks_without_a_process_group_are_told_what_to_do(monkeypatch):
         zero_core.build(nn.Linear(3, 2), {**BASE, **ADAMW})
 
 
-def test_mixed_dtypes_keep_their_own():
-    engine = zero_core.build(
-        nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()}), {**BASE, **ADAMW}
-    )
-    dtypes = {p.dtype for p in engine.module.parameters()}
-    assert dtypes == {torch.float32, torch.float64}
-    engine.backward(
-        engine.module["a"](torch.ones(1, 2)).sum()
-        + engine.module["b"](torch.ones(1, 2).double()).sum()
-    )
-    engine.step()
-    assert engine.full_state_dict()["b.weight"].dtype == torch.float64
+CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}}
 
 
-def test_schedules_warm_up_and_go_down():
-    params = {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_max_lr": 0.5}
-    scheduler = {"type": "WarmupDecayLR", "params": {**params, "warmup_type": "linear"}}
-    engine = zero_core.build(nn.Linear(3, 2), {**BASE, **ADAMW, "scheduler": scheduler})
-    rates = []
-    for _ in range(8):
-        rates.append(engine.optimizer.param_groups[0]["lr"])
-        engine.backward(engine(torch.ones(1, 3)).sum())
-        engine.step()
-    # The count starts at -1: rate of iteration -1 (the lowest), 0, 1, then down to 0 at 6.
-    assert rates == [0.0, 0.0, 0.25, 0.5, 0.375, 0.25, 0.125, 0.0]
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def _shown_by_build(monkeypatch, stream, takes_s):
+    """Return what a build that takes so long writes to stderr."""
+    module = sys.modules["zero_core.build"]  # the package has the function under that name
+    adopt_buffers = module.adopt_buffers
+
+    def slow(*arguments):
+        time.sleep(takes_s)
+        adopt_buffers(*arguments)
+
+    monkeypatch.setattr(module, "adopt_buffers", slow)
+    monkeypatch.setattr(sys, "stderr", stream)
+    zero_core.build(nn.Linear(2, 2), CONFIG).close()
+    return stream.getvalue()
+
+
+def test_long_build_is_shown_on_a_terminal(monkeypatch):
+    shown = _shown_by_build(monkeypatch, _Terminal(), 1.8)
+    assert "zero_core.build: 1 s\r" in shown
+    assert shown.endswith("\r\x1b[K"), "the line is removed"
+
+
+@pytest.mark.parametrize(
+    ("stream", "rank", "takes_s"),
+    [(_Terminal(), "0", 0.0), (_Terminal(), "1", 1.5), (io.StringIO(), "0", 1.5)],
+    ids=["short", "another rank", "no terminal"],
+)
+def test_nothing_is_shown_otherwise(monkeypatch, stream, rank, takes_s):
+    monkeypatch.setenv("RANK", rank)
+    assert _shown_by_build(monkeypatch, stream, takes_s) == ""
+
+
+class _Mixture(nn.Module):
+    """Experts, found by the name of their list."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x):
+        return self.experts[0](x)
+
+
+def _net():
+    model = nn.Module()
+    model.below, model.mixture = nn.Linear(5, 5), _Mixture()
+    model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+    return model
+
+
+def _built_units(model, leaf_module=None):
+    zero = {} if leaf_module is None else {"leaf_module": leaf_module}
+    engine = Case(zero=zero).build(model=model)
+    return [unit.name for unit in engine.layout.units]
+
+
+def _marked(*paths):
+    model = _net()
+    for path in paths:
+        model.get_submodule(path)._is_zero_leaf = True
+    return model
+
+
+WHOLE = ["", "mixture", "blocks.0", "blocks.1"]
+
+
+def test_without_a_mark_experts_are_a_unit_and_other_parts_are_units():
+    assert _built_units(_net()) == WHOLE
+    model = _net()
+    model.mixture.parts = model.mixture.experts
+    del model.mixture.experts
+    assert _built_units(model) == [
+        "",
+        *(f"mixture.parts.{n}" for n in range(4)),
+        "blocks.0",
+        "blocks.1",
+    ]
+    model = nn.Module()
+    model.action_expert_layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    assert _built_units(model) == ["", "action_expert_layers.0", "action_expert_layers.1"]
+
+
+def test_a_marked_module_is_one_unit():
+    assert _built_units(_marked("mixture")) == WHOLE
+    assert _built_units(_marked("mixture", "below")) == ["", "below", *WHOLE[1:]]
+    assert _built_units(_marked("")) == [""]
+    assert _built_units(_marked("mixture.experts")) == [
+        "",
+        "mixture.experts",
+        "blocks.0",
+        "blocks.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "leaf_module",
+    [
+        {"classes": ["_Mixture"]},
+        {"classes": f"{__name__}._Mixture"},
+        {"names": ["mixture"]},
+        {"name_suffixes": ["ixture"]},
+    ],
+)
+def test_the_configuration_names_leaves(leaf_module):
+    assert _built_units(_net(), leaf_module) == WHOLE
+
+
+def test_names_that_the_model_lacks_are_told(caplog):
+    with caplog.at_level(logging.WARNING, "zero_core"):
+        _built_units(
+            _net(), {"classes": ["Elsewhere"], "names": ["mixture"], "name_suffixes": ["x.y"]}
+        )
+    assert "what the model lacks: ['Elsewhere', 'x.y']" in caplog.text
+
+
+def test_a_parameter_that_another_block_reads_is_gathered_with_the_root():
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(5, 5) for _ in range(2))})
+    weight, reader = model["blocks"][0].weight, model["blocks"][1]
+
+    def unit_of_weight():
+        found = discover(model)
+        number = next(n for n, p in enumerate(found.params) if p is weight)
+        return next(name for name, _, members in found.units if number in members)
+
+    assert unit_of_weight() == "blocks.0"
+    assert not note_reader(reader, weight)
+    assert unit_of_weight() == ""
+    assert note_reader(reader, weight, is_reader=False)
+    assert unit_of_weight() == "blocks.0"
+    note_reader(model["blocks"][0], weight)  # it does so anyway
+    assert unit_of_weight() == "blocks.0"

@@ -1,71 +1,55 @@
 """A model that is changed after build() is refused by the parameter's name, or followed."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    check_like_ddp,
-    make_tower,
-    on_ranks,
-    rows,
-    seeded,
-    train,
-)
+from zero_core.testing import Case, check_like_ddp, make_tower, on_ranks, rows, seeded, train
 
 STAGES = (0, 1, 2, 3)
-Engine = zero_core.Engine
 
 
-def _build(ranks: SimulatedRanks | None, stage: int) -> Engine:
+def _build(ranks, stage):
     model = make_tower(3)
     model.head.requires_grad_(False)
-    return zero_core.build(model, Case(stage).config(), process_group=ranks)
+    return Case(stage).build(ranks, model)
 
 
-def _train(engine: Engine, rank: int, steps: range) -> list[float]:
+def _train(engine, rank, steps):
     return train(engine, [rows(step, rank) for step in steps])
 
 
-# ------------------------------------------------------------------ refused
-
-
-def _replace_by_a_tensor(engine: Engine) -> None:
+def _replace_by_a_tensor(engine):
     del engine.module.first.bias
     engine.module.first.bias = torch.zeros(7)
 
 
-def _replace(engine: Engine) -> None:
+def _replace(engine):
     engine.module.blocks[1][0].weight = nn.Parameter(torch.zeros(9, 7))
 
 
-def _move_data(param: nn.Parameter) -> None:
+def _move_data(param):
     param.data = param.data.clone()
 
 
-def _move_storage(param: nn.Parameter) -> None:
+def _move_storage(param):
     with torch.no_grad():
         param.set_(param.detach().clone())
 
 
-def _swap(engine: Engine) -> None:
+def _swap(engine):
     torch.utils.swap_tensors(engine.module.first.bias, nn.Parameter(torch.zeros(7)))
 
 
 ADDED = "was added to the model after build"
 MOVED = "was given other memory"
-REFUSED: dict[str, tuple[Callable[[Engine], object], str]] = {
+REFUSED = {
     "replaced": (_replace, r"blocks\.1\.0\.weight was replaced after build"),
     "replaced and frozen": (
         lambda e: setattr(e.module.head, "bias", nn.Parameter(torch.zeros(3), requires_grad=False)),
@@ -121,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[Engine], object], str]] = {
 }
 
 
-def _change_and_train(engine: Engine, change: Callable[[Engine], object], rank: int) -> None:
+def _change_and_train(engine, change, rank):
     change(engine)
     _train(engine, rank, range(1, 2))
 
@@ -133,9 +117,7 @@ AT_3 = "(read|written) where stage 3 holds only"
 @pytest.mark.parametrize("which", REFUSED)
 @pytest.mark.parametrize(("world_size", "stage"), [*((2, stage) for stage in STAGES), (3, 3)])
 @on_ranks()
-def test_a_parameter_that_changes_after_build_is_refused_by_name(
-    ranks: SimulatedRanks, stage: int, which: str
-) -> None:
+def test_a_parameter_that_changes_after_build_is_refused_by_name(ranks, stage, which):
     change, message = REFUSED[which]
     if stage == 3 and which != "swapped":  # which no class can see
         message = message.replace(MOVED, f"was {AT_3}").split(" .*")[0]
@@ -158,9 +140,7 @@ def test_a_change_between_backward_and_step_is_refused_at_the_step():
 @pytest.mark.parametrize("move", [_move_data, _move_storage])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_a_parameter_that_moves_in_a_forward_is_refused_at_the_step(
-    ranks: SimulatedRanks, stage: int, move: Callable[[nn.Parameter], None]
-) -> None:
+def test_a_parameter_that_moves_in_a_forward_is_refused_at_the_step(ranks, stage, move):
     for name in ("first", "blocks.1.0"):
         engine = _build(ranks, stage)
         _train(engine, ranks.rank, range(1))
@@ -177,7 +157,7 @@ def test_complex_parameters_are_refused_by_name():
     model = make_tower()
     model.blocks[0].register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
     with pytest.raises(ConfigError, match=r"blocks\.0\.phase is complex \(torch\.complex64\)"):
-        zero_core.build(model, Case().config())
+        Case().build(model=model)
     with pytest.raises(ConfigError, match=r"blocks\.0\.phase is complex"):
         zero_core.plan(model, Case().config(), 4)
 
@@ -201,24 +181,21 @@ def test_copies_of_the_engine_are_refused_with_what_to_do(how):
         how(engine)
 
 
-# ------------------------------------------------------------------ followed
-
-
 class _FlatLSTM(nn.LSTM):
     """Moves its weights as torch's does on a GPU."""
 
-    def flatten_parameters(self) -> None:
+    def flatten_parameters(self):
         for param in self._flat_weights:
             _move_storage(param)
 
 
 class _Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(3):
             self.blocks = nn.ModuleList(_FlatLSTM(7, 7) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             block.flatten_parameters()
             x = x + block(x)[0]
@@ -227,11 +204,9 @@ class _Recurrent(nn.Module):
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_recurrent_weights_stay_where_the_engine_has_them(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_recurrent_weights_stay_where_the_engine_has_them(ranks, stage):
     check_like_ddp(ranks, _Recurrent, rows, Case(stage))
-    engine = zero_core.build(_Recurrent(), Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, _Recurrent())
     with engine.gathered() as module:
         copied = copy.deepcopy(module)
     engine.unwrap()
@@ -245,7 +220,7 @@ class _Wrapped(nn.Sequential):
     """A block under a further name."""
 
 
-def _same_place(engine: Engine) -> None:
+def _same_place(engine):
     engine.module.to("cpu")
     engine.module.to(torch.float32)
     engine.module.float()
@@ -253,23 +228,23 @@ def _same_place(engine: Engine) -> None:
     engine.module.zero_grad()
 
 
-def _toggle(engine: Engine) -> None:
+def _toggle(engine):
     engine.module.requires_grad_(False)
     for name, param in engine.module.named_parameters():
         param.requires_grad_("head" not in name)
 
 
-def _other_activation(engine: Engine) -> None:
+def _other_activation(engine):
     for block in engine.module.blocks:
         block[1] = nn.Tanh()
     engine.module.extra = nn.Dropout()
 
 
-def _wrap(engine: Engine) -> None:
+def _wrap(engine):
     engine.module.blocks[1] = _Wrapped(engine.module.blocks[1])
 
 
-def _evaluate_others(engine: Engine) -> None:
+def _evaluate_others(engine):
     """Exchange values for an evaluation, and put the old ones back."""
     with engine.gathered(), torch.no_grad():
         before = [p.data for p in engine.module.parameters()]
@@ -280,7 +255,7 @@ def _evaluate_others(engine: Engine) -> None:
             param.data = data
 
 
-def _substitute(engine: Engine) -> None:
+def _substitute(engine):
     others = {n: torch.zeros(p.shape) for n, p in engine.module.named_parameters()}
     assert functional_call(engine.module, others, (rows(0, 0),)).item() == 0.0
 
@@ -297,9 +272,7 @@ FOLLOWED = {
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_changes_that_keep_parameters_and_their_memory_are_followed(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_changes_that_keep_parameters_and_their_memory_are_followed(ranks, stage):
     engine = _build(ranks, stage)
     expected = _train(engine, ranks.rank, range(4))
     for name, change in FOLLOWED.items():

@@ -13,17 +13,11 @@ from the last to the first and the root last: 4 3 2 1 0. At stage 0 alone the su
 boundary is then gathered, unit by unit in that order.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
-from support.launches import Launch, LoggedCollectives
-from torch import Tensor
+from support.launches import LoggedCollectives
 
-import zero_core
-from zero_core.testing import Case, SimulatedRanks, make_tower, on_ranks, rows
+from zero_core.testing import Case, make_tower, on_ranks, rows
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
 BACKWARD = ["b3", "b2", "b1"]  # gathers; the last block and the root are still there
@@ -34,34 +28,34 @@ SUMS = ["g4", "g3", "g2", "g1", "g0"]
 class _Run:
     """An engine, and what it sends."""
 
-    def __init__(self, stage: int, ranks: SimulatedRanks, accumulation: int = 1) -> None:
-        self.log: list[Launch] = []
+    def __init__(self, stage, ranks, accumulation=1):
+        self.log = []
         self.stage = stage
         self.rank = ranks.rank
         self.published = FORWARD if stage in (1, 2) else []  # gathers that an update launches
         self.forward = FORWARD if stage == 3 else []
         self.back = BACKWARD if stage == 3 else []  # gathers of a backward after its forward
         self.sums = SUMS if stage == 0 else []  # gathers of gradients at a boundary
-        config = Case(stage, accumulation=accumulation).config()
         logged = LoggedCollectives.factory(self.log)
-        self.engine = zero_core.build(make_tower(), config, collectives=logged, process_group=ranks)
+        self.engine = Case(stage, accumulation=accumulation).build(
+            ranks, make_tower(), collectives=logged
+        )
 
-    def loss(self) -> Tensor:
-        loss: Tensor = self.engine(rows(0, self.rank))
-        return loss
+    def loss(self):
+        return self.engine(rows(0, self.rank))
 
-    def micro_step(self) -> None:
+    def micro_step(self):
         self.engine.backward(self.loss())
         self.engine.step()
 
-    def expect(self, gathers: list[str], reductions: list[str], sums: list[str]) -> None:
+    def expect(self, gathers, reductions, sums):
         """Gathers of parameters, reductions and gathers of gradients since the last call."""
         log, self.log[:] = [str(launch) for launch in self.log], []
         found = [[entry for entry in log if entry[0] in kinds] for kinds in ("fb", "r", "g")]
         assert found == [gathers, reductions, sums], (self.stage, log)
 
 
-def _accumulation(run: _Run) -> None:
+def _accumulation(run):
     count = run.engine.gradient_accumulation_steps
     for _ in range(3):
         for micro in range(count):
@@ -70,7 +64,7 @@ def _accumulation(run: _Run) -> None:
             run.expect(run.forward + run.back + published, REDUCED, sums)
 
 
-def _no_sync(run: _Run) -> None:
+def _no_sync(run):
     for _ in range(2):
         for micro in range(3):
             if micro < 2:  # gradients stay on the rank
@@ -82,7 +76,7 @@ def _no_sync(run: _Run) -> None:
                 run.expect(run.forward + run.back + run.published, REDUCED, run.sums)
 
 
-def _two_forwards(run: _Run) -> None:
+def _two_forwards(run):
     for _ in range(2):
         losses = run.loss() + run.loss()
         # The root is still there; the last block, which stayed, gives way to the second forward.
@@ -95,7 +89,7 @@ def _two_forwards(run: _Run) -> None:
         run.expect(twice + run.published, REDUCED, run.sums)
 
 
-def _two_backwards(run: _Run) -> None:
+def _two_backwards(run):
     for _ in range(2):
         for _ in range(2):
             run.engine.backward(run.loss())
@@ -105,7 +99,7 @@ def _two_backwards(run: _Run) -> None:
         run.expect(run.published, [], [])
 
 
-def _evaluation(run: _Run) -> None:
+def _evaluation(run):
     run.micro_step()
     run.log.clear()
     run.engine.eval()
@@ -119,7 +113,7 @@ def _evaluation(run: _Run) -> None:
     run.expect(run.forward + run.back + run.published, REDUCED, run.sums)
 
 
-def _gathered(run: _Run) -> None:
+def _gathered(run):
     run.micro_step()
     run.log.clear()
     with run.engine.gathered() as module:
@@ -131,7 +125,7 @@ def _gathered(run: _Run) -> None:
     run.expect([], [], [])
 
 
-_RUNS: dict[str, tuple[Callable[[_Run], None], int]] = {
+_RUNS = {
     "a plain step": (_accumulation, 1),
     "accumulation": (_accumulation, 3),
     "no_sync": (_no_sync, 3),

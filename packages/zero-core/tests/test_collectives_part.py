@@ -1,20 +1,13 @@
 """Parts of ``zero_core.collectives`` and the nodes, frozen segments and changes they learn of."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import zero_core
 from zero_core import CollectiveError, ConfigError, MissingPartError
-from zero_core.protocols import TransportCollectives, Work
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, simulate, train
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate, train
 
 CONFIG = Case(3).config()
 
@@ -24,36 +17,36 @@ class _Part:
 
     private_nbytes = {"secondary shards": 4711}  # noqa: RUF012
 
-    def __init__(self, native: TransportCollectives) -> None:
+    def __init__(self, native):
         self.native = native
         self.num_forgotten = 0
-        self.failure: Exception | None = None
+        self.failure = None
 
-    def all_gather(self, out: Tensor, shard: Tensor, **further: Any) -> Work:
-        def job() -> None:
+    def all_gather(self, out, shard, **further):
+        def job():
             if self.failure is not None:
                 raise self.failure
             self.native.all_gather(out, shard, **further).wait()
 
         return self.native.launch(job, is_reduction=False)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        def job() -> None:
+    def reduce_scatter(self, out, full, *, unit):
+        def job():
             self.native.reduce_scatter(out, full.clone(), unit=unit).wait()
 
         return self.native.launch(job, is_reduction=True)
 
-    def forget_values(self) -> None:
+    def forget_values(self):
         self.num_forgotten += 1
 
-    def forget_errors(self) -> None:
+    def forget_errors(self):
         pass
 
 
-def _build(ranks: SimulatedRanks, **further: Any) -> tuple[zero_core.Engine, _Part, dict[str, Any]]:
-    told: dict[str, Any] = {}
+def _build(ranks, **further):
+    told = {}
 
-    def factory(native: TransportCollectives, **given: Any) -> _Part:
+    def factory(native, **given):
         told.update(given, part=_Part(native))
         return told["part"]
 
@@ -63,14 +56,12 @@ def _build(ranks: SimulatedRanks, **further: Any) -> tuple[zero_core.Engine, _Pa
     return engine, told["part"], told
 
 
-def _step(engine: zero_core.Engine, step: int) -> None:
+def _step(engine, step):
     train(engine, [batch(step, 0, engine.rank)])
 
 
 @on_ranks(4, ranks_per_node=2)
-def test_a_part_is_told_the_nodes_and_what_is_frozen_and_may_use_the_lanes(
-    ranks: SimulatedRanks,
-) -> None:
+def test_a_part_is_told_the_nodes_and_what_is_frozen_and_may_use_the_lanes(ranks):
     engine, part, told = _build(ranks)
     assert (told["rank"], told["world_size"], told["ranks_per_node"]) == (ranks.rank, 4, 2)
     frozen = [s.index for s in engine.layout.segments if not s.is_trainable]
@@ -89,13 +80,11 @@ def test_a_part_is_told_the_nodes_and_what_is_frozen_and_may_use_the_lanes(
 
 
 @on_ranks(2)
-def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(
-    ranks: SimulatedRanks, tmp_path: Path
-) -> None:
+def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(ranks, tmp_path):
     engine, part, _ = _build(ranks)
     counts = []
 
-    def note() -> None:
+    def note():
         counts.append(part.num_forgotten)
         part.num_forgotten = 0
 
@@ -127,9 +116,7 @@ def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(
 
 
 @on_ranks(2)
-def test_a_failure_within_a_lane_is_the_error_that_names_rank_and_unit(
-    ranks: SimulatedRanks,
-) -> None:
+def test_a_failure_within_a_lane_is_the_error_that_names_rank_and_unit(ranks):
     engine, part, _ = _build(ranks)
     _step(engine, 0)
     part.failure = RuntimeError("Connection closed by peer")
@@ -149,10 +136,8 @@ def test_a_failure_within_a_lane_is_the_error_that_names_rank_and_unit(
     ],
     ids=lambda zero: list(zero)[1],
 )
-def test_each_key_that_needs_a_package_is_named_where_it_is_missing(
-    zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(ranks: SimulatedRanks) -> None:
+def test_each_key_that_needs_a_package_is_named_where_it_is_missing(zero, monkeypatch):
+    def build(ranks):
         zero_core.build(make_model(), {**CONFIG, "zero_optimization": zero}, process_group=ranks)
 
     monkeypatch.setattr("zero_core.parts.entry_points", lambda **kwargs: ())
@@ -162,8 +147,8 @@ def test_each_key_that_needs_a_package_is_named_where_it_is_missing(
         simulate(build, 2)
 
 
-def test_what_a_part_refuses_is_an_error_of_the_configuration() -> None:
-    def factory(native: TransportCollectives, **given: Any) -> _Part:
+def test_what_a_part_refuses_is_an_error_of_the_configuration():
+    def factory(native, **given):
         raise ValueError("zero_optimization.zero_quantized_weights_format: no such format")
 
     with pytest.raises(ConfigError, match="no such format"):
@@ -173,14 +158,14 @@ def test_what_a_part_refuses_is_an_error_of_the_configuration() -> None:
 class _HalfStateful:
     """Collectives with a part of `StatefulCollectives`."""
 
-    def __init__(self, native: TransportCollectives, **_: Any) -> None:
+    def __init__(self, native, **_):
         self.all_gather = native.all_gather
         self.reduce_scatter = native.reduce_scatter
 
-    def forget_values(self) -> None:
+    def forget_values(self):
         raise AssertionError("not reached")
 
 
-def test_collectives_are_refused_when_they_keep_values_and_not_all_of_the_protocol() -> None:
+def test_collectives_are_refused_when_they_keep_values_and_not_all_of_the_protocol():
     with pytest.raises(ConfigError, match="_HalfStateful have forget_values alone"):
         zero_core.build(make_model(), CONFIG, collectives=_HalfStateful)

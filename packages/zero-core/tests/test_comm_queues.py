@@ -1,7 +1,5 @@
 """Queues of collectives: order of the jobs, threads and streams, and what a job raises."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from functools import partial
@@ -10,20 +8,20 @@ from unittest import mock
 import pytest
 import torch
 
-from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
-from zero_core.testing import late_device, run_alone
+from zero_core.comm.queues import HostQueues, StreamQueues
+from zero_core.testing import alone, late_device
 
 LIMIT_S = 20.0
 
 
-def _fail() -> None:
+def _fail():
     raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
 
 
-def test_jobs_of_one_queue_run_in_order_and_the_queues_do_not_wait_for_each_other() -> None:
+def test_jobs_of_one_queue_run_in_order_and_the_queues_do_not_wait_for_each_other():
     queues, log, may_go = HostQueues(), [], threading.Event()
 
-    def slow() -> None:
+    def slow():
         assert may_go.wait(LIMIT_S)
         log.append("gather 0")
 
@@ -40,10 +38,10 @@ def test_jobs_of_one_queue_run_in_order_and_the_queues_do_not_wait_for_each_othe
 
 
 @pytest.mark.parametrize("is_reduction", [False, True])
-def test_a_job_launched_by_a_job_of_the_same_queue_runs_at_once(is_reduction: bool) -> None:
+def test_a_job_launched_by_a_job_of_the_same_queue_runs_at_once(is_reduction):
     queues, log = HostQueues(), []
 
-    def outer() -> None:
+    def outer():
         queues.launch(lambda: log.append("inner"), is_reduction=is_reduction).wait()
         log.append("outer")
 
@@ -54,10 +52,10 @@ def test_a_job_launched_by_a_job_of_the_same_queue_runs_at_once(is_reduction: bo
     assert log == ["inner", "outer"]
 
 
-def test_a_job_has_the_modes_of_its_caller_and_no_gradients() -> None:
+def test_a_job_has_the_modes_of_its_caller_and_no_gradients():
     queues, seen = HostQueues(), []
 
-    def look() -> None:
+    def look():
         seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
 
     queues.launch(look, is_reduction=False).wait()
@@ -69,7 +67,7 @@ def test_a_job_has_the_modes_of_its_caller_and_no_gradients() -> None:
     assert buffer.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_threads_end_with_the_queues_and_hold_nothing_in_between() -> None:
+def test_threads_end_with_the_queues_and_hold_nothing_in_between():
     queues, is_gone = HostQueues(), threading.Event()
     buffer = torch.zeros(5)
     weakref.finalize(buffer, is_gone.set)
@@ -85,12 +83,12 @@ def test_threads_end_with_the_queues_and_hold_nothing_in_between() -> None:
         assert not thread.is_alive()
 
 
-def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues() -> None:
+def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues():
     _check_failed_job(HostQueues())
 
 
-def _check_failed_job(queues: CommQueues) -> None:
-    done: list[int] = []
+def _check_failed_job(queues):
+    done = []
     failed = queues.launch(_fail, is_reduction=True)
     queues.launch(lambda: done.append(1), is_reduction=True).wait()
     assert done == [1]
@@ -99,14 +97,15 @@ def _check_failed_job(queues: CommQueues) -> None:
             failed.wait()
 
 
-def _queues_are_streams() -> None:
+@alone
+def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for_the_job():
     late_device.load()
     device = torch.device("late:0")
     queues, reader = StreamQueues(device), torch.Stream(device)
     source, *outs = (torch.zeros(4, device=device) for _ in range(4))
     streams = []
 
-    def job(number: int) -> None:
+    def job(number):
         streams.append(torch.accelerator.current_stream(device))
         outs[number].copy_(source * 2)
 
@@ -117,8 +116,7 @@ def _queues_are_streams() -> None:
         # A job may launch another of its queue.
         works.append(
             queues.launch(
-                lambda: queues.launch(lambda: job(2), is_reduction=False).wait(),
-                is_reduction=False,
+                lambda: queues.launch(lambda: job(2), is_reduction=False).wait(), is_reduction=False
             )
         )
         with reader:
@@ -134,7 +132,3 @@ def _queues_are_streams() -> None:
     assert gathers == nested != reductions
     assert torch.accelerator.current_stream(device) not in streams
     _check_failed_job(queues)
-
-
-def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for_the_job() -> None:
-    run_alone(_queues_are_streams)

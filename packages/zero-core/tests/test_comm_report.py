@@ -1,32 +1,18 @@
 """Bytes that a step sends, as reported, as planned, and as counted at the process's boundary."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zero_core
 import zero_core.comm.device
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    Tower,
-    make_tower,
-    on_ranks,
-    rows,
-    simulate,
-    spawn,
-    train,
-)
+from zero_core.testing import Case, make_tower, on_ranks, rows, simulate, spawn, train
 
 
-def _net() -> Tower:
+def _net():
     net = make_tower()
     net.blocks[2].requires_grad_(False)
     return net
@@ -38,7 +24,7 @@ CASES = [
 ]
 
 
-def _train(engine: zero_core.Engine, steps: int) -> None:
+def _train(engine, steps):
     num_micro_steps = steps * engine.gradient_accumulation_steps
     train(engine, [rows(n, engine.rank) for n in range(num_micro_steps)])
 
@@ -46,36 +32,36 @@ def _train(engine: zero_core.Engine, steps: int) -> None:
 class _Postman:
     """Counts of bytes that leave this process point to point, within its node and beyond."""
 
-    def __init__(self, rank: int, per_node: int) -> None:
-        self.bytes: Counter[str] = Counter()
+    def __init__(self, rank, per_node):
+        self.bytes = Counter()
         group = dist.ProcessGroup
         send, receive = group.send, group.recv
 
-        def count(kind: str, tensor: Tensor, peer: int) -> None:
+        def count(kind, tensor, peer):
             link = "within" if peer // per_node == rank // per_node else "between"
             self.bytes[f"{kind} {link}"] += tensor.nbytes
 
-        def counted_send(own: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        def counted_send(own, tensors, peer, tag):
             count("sent", tensors[0], peer)
             return send(own, tensors, peer, tag)
 
-        def counted_receive(own: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        def counted_receive(own, tensors, peer, tag):
             count("received", tensors[0], peer)
             return receive(own, tensors, peer, tag)
 
-        group.send, group.recv = counted_send, counted_receive  # type: ignore[method-assign]
+        group.send, group.recv = counted_send, counted_receive
 
 
 class _NothingShared:
-    def __init__(self, *args: Any, **further: Any) -> None:
+    def __init__(self, *args, **further):
         self.peers = frozenset[int]()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("world_size", "per_node"), [(1, 1), (3, 1), (3, 3), (4, 2)])
-def test_a_step_sends_what_was_planned(case: Case, world_size: int, per_node: int) -> None:
-    def program(ranks: SimulatedRanks) -> None:
-        engine = zero_core.build(_net(), case.config(), process_group=ranks)
+def test_a_step_sends_what_was_planned(case, world_size, per_node):
+    def program(ranks):
+        engine = case.build(ranks, _net())
         assert engine.comm_report() == ()
         _train(engine, 2)
         assert engine.comm_report() == planned
@@ -88,11 +74,11 @@ def test_a_step_sends_what_was_planned(case: Case, world_size: int, per_node: in
     simulate(program, world_size, ranks_per_node=per_node)
 
 
-def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
+def _check_on_the_wire(rank, world_size, per_node):
     zero_core.comm.device.SharedMemory = _NothingShared  # or bytes would not travel
     postman = _Postman(rank, per_node)
     for stage in range(4):
-        engine = zero_core.build(_net(), Case(stage).config())
+        engine = Case(stage).build(model=_net())
         _train(engine, 1)
         engine.publish()
         postman.bytes.clear()
@@ -112,13 +98,13 @@ def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 2), (4, 2)])
-def test_the_report_counts_the_bytes_that_leave_the_process(world_size: int, per_node: int) -> None:
+def test_the_report_counts_the_bytes_that_leave_the_process(world_size, per_node):
     spawn(_check_on_the_wire, world_size, per_node, ranks_per_node=per_node)
 
 
 @on_ranks(2)
-def test_bytes_sent_between_steps_count_for_the_second(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_net(), Case(3).config(), process_group=ranks)
+def test_bytes_sent_between_steps_count_for_the_second(ranks):
+    engine = Case(3).build(ranks, _net())
     _train(engine, 2)
     whole = engine.comm_report()
     with torch.no_grad():

@@ -1,11 +1,8 @@
 """Failures of collectives, which name the collective, its unit and the rank."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from support.board import Board
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError, ConfigError
-from zero_core.testing import late_device, run_alone
+from zero_core.testing import alone, late_device
 from zero_core.watch.beats import Beat
 from zero_core.watch.device_waits import DeviceWaits
 from zero_core.watch.place import Place
@@ -24,10 +21,10 @@ EMPTY = torch.empty(0)
 
 
 class _Work:
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error=None):
         self._error = error
 
-    def wait(self) -> None:
+    def wait(self):
         if self._error is not None:
             raise self._error
 
@@ -37,23 +34,23 @@ class _Reduction(_Work):
 
 
 class _InPlaceReduction(_Reduction):
-    def acknowledge(self) -> _Work:
+    def acknowledge(self):
         return _Work(RuntimeError("Connection reset"))
 
 
-def _communicator(work: Any, watch: Any = None) -> Communicator:
-    def start(*args: Any, **keys: Any) -> Any:
+def _communicator(work, watch=None):
+    def start(*args, **keys):
         if isinstance(work, Exception):
             raise work
         return work
 
-    transport: Any = SimpleNamespace(all_gather=start, reduce_scatter=start)
-    library: Any = SimpleNamespace(rank=1, world_size=2, all_reduce=lambda values: _Work())
+    transport = SimpleNamespace(all_gather=start, reduce_scatter=start)
+    library = SimpleNamespace(rank=1, world_size=2, all_reduce=lambda values: _Work())
     control = ControlGroup(library, torch.device("cpu"), watch=watch)
     return Communicator(transport, control, {7: "unit 3 (blocks.2)"})
 
 
-def _gather(communicator: Communicator) -> Any:
+def _gather(communicator):
     return communicator.all_gather(EMPTY, EMPTY, 7, version=1, backward=False)
 
 
@@ -62,7 +59,7 @@ NAMED = r"rank 1: all_gather of unit 3 \(blocks.2\) failed or timed out: Connect
 
 
 @pytest.mark.parametrize("work", [_Work(CLOSED), CLOSED], ids=["it fails", "it cannot start"])
-def test_a_failure_is_named_where_values_are_needed(work: Any) -> None:
+def test_a_failure_is_named_where_values_are_needed(work):
     communicator = _communicator(work)
     gathered = _gather(communicator)
     for _ in range(2):
@@ -81,9 +78,7 @@ def test_a_failure_is_named_where_values_are_needed(work: Any) -> None:
     ],
     ids=["memory", "value"],
 )
-def test_errors_that_are_no_failures_of_ranks_stay_what_they_are(
-    error: Exception, when: str
-) -> None:
+def test_errors_that_are_no_failures_of_ranks_stay_what_they_are(error, when):
     communicator = _communicator(error if when == "start" else _Work(error))
     with pytest.raises(type(error), match=f"^{error}$"):
         _gather(communicator).wait()
@@ -91,13 +86,13 @@ def test_errors_that_are_no_failures_of_ranks_stay_what_they_are(
         communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
 
 
-def test_acknowledgements_are_named_when_they_fail_or_are_missing() -> None:
+def test_acknowledgements_are_named_when_they_fail_or_are_missing():
     reading = _communicator(_InPlaceReduction()).reduce_scatter(EMPTY, EMPTY, 7).acknowledge()
     assert reading is not None
     with pytest.raises(CollectiveError, match="acknowledgement of the reduce_scatter of unit 3"):
         reading.wait()
     communicator = _communicator(_Reduction())
-    transport: Any = communicator.transport
+    transport = communicator.transport
     transport.reduces_in_place = True
     transport.rank, transport.world_size = 1, 2
     work = communicator.reduce_scatter(EMPTY, EMPTY, 7)
@@ -111,9 +106,7 @@ def test_acknowledgements_are_named_when_they_fail_or_are_missing() -> None:
     [(_Work(), 0, False), (_Reduction(), 2, False), (_InPlaceReduction(), 2, True)],
     ids=lambda given: type(given).__name__,
 )
-def test_works_have_what_their_protocol_declares(
-    work: Any, num_parts: int, is_in_place: bool
-) -> None:
+def test_works_have_what_their_protocol_declares(work, num_parts, is_in_place):
     reduction = _communicator(work).reduce_scatter(EMPTY, EMPTY, 7)
     assert len(reduction.contributions()) == num_parts
     assert (reduction.acknowledge() is not None) == is_in_place
@@ -122,22 +115,22 @@ def test_works_have_what_their_protocol_declares(
 class _Event:
     """An event of a stream that a collective holds up until ``has_fired``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.has_fired = False
-        self.error: RuntimeError | None = None
+        self.error = None
 
-    def query(self) -> bool:
+    def query(self):
         if self.error is not None:
             raise self.error
         return self.has_fired
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
+def events(monkeypatch):
     """Collect the events recorded on the current stream of a device that does not exist."""
-    made: list[_Event] = []
+    made = []
 
-    def record() -> _Event:
+    def record():
         made.append(_Event())
         return made[-1]
 
@@ -147,17 +140,15 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
     return made
 
 
-def _watched(device: str = "xpu:1") -> tuple[Communicator, Watch, Board]:
+def _watched(device="xpu:1"):
     board = Board({}, 1)
-    board.take = lambda: board.table  # type: ignore[method-assign]
+    board.take = lambda: board.table
     waits = DeviceWaits(torch.device(device))
     watch = Watch(board, Place(), rank=1, world_size=2, within_s=10.0, device_waits=waits)
     return _communicator(_Work(), watch), watch, board
 
 
-def test_a_collective_that_hangs_on_a_device_is_logged_by_name_once(
-    events: list[_Event], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_collective_that_hangs_on_a_device_is_logged_by_name_once(events, caplog):
     communicator, watch, board = _watched()
     _gather(communicator).wait()
     communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
@@ -174,7 +165,7 @@ def test_a_collective_that_hangs_on_a_device_is_logged_by_name_once(
     communicator.close()
 
 
-def test_the_sum_of_a_steps_statistics_is_noted(events: list[_Event]) -> None:
+def test_the_sum_of_a_steps_statistics_is_noted(events):
     communicator, watch, _ = _watched()
     communicator.sum_statistics(EMPTY)
     assert watch.device_waits is not None
@@ -185,9 +176,7 @@ def test_the_sum_of_a_steps_statistics_is_noted(events: list[_Event]) -> None:
     communicator.close()
 
 
-def test_a_watch_ends_when_the_device_has_failed(
-    events: list[_Event], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_watch_ends_when_the_device_has_failed(events, caplog):
     communicator, watch, _ = _watched()
     _gather(communicator).wait()
     events[0].error = RuntimeError("an illegal memory access was encountered")
@@ -200,9 +189,7 @@ def test_a_watch_ends_when_the_device_has_failed(
     assert len(caplog.records) == 1
 
 
-def test_nothing_is_noted_while_a_cuda_graph_is_captured(
-    events: list[_Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_noted_while_a_cuda_graph_is_captured(events, monkeypatch):
     # Events of a captured graph cannot be queried, and the host waits for none of them.
     communicator, _, _ = _watched("cuda:1")
     for is_capturing in (True, False):
@@ -213,8 +200,8 @@ def test_nothing_is_noted_while_a_cuda_graph_is_captured(
     communicator.close()
 
 
-def test_the_thread_of_a_process_ends_with_its_last_watch() -> None:
-    def threads() -> list[threading.Thread]:
+def test_the_thread_of_a_process_ends_with_its_last_watch():
+    def threads():
         return [t for t in threading.enumerate() if t.name == "zero_core watch"]
 
     watches = [Watch(Board({}, 1), Place(), rank=1, world_size=2, within_s=0.1) for _ in range(3)]
@@ -228,7 +215,7 @@ def test_the_thread_of_a_process_ends_with_its_last_watch() -> None:
     assert not thread.is_alive()
 
 
-def test_collectives_are_ranges_of_a_profile() -> None:
+def test_collectives_are_ranges_of_a_profile():
     communicator = _communicator(_Work())
     with torch.autograd.profiler.profile() as profile:
         _gather(communicator).wait()
@@ -237,7 +224,8 @@ def test_collectives_are_ranges_of_a_profile() -> None:
     assert {f"rank 1: {v} of unit 3 (blocks.2)" for v in ("all_gather", "reduce_scatter")} <= names
 
 
-def _watches_a_device() -> None:
+@alone
+def test_the_thread_of_a_watch_touches_no_other_device():
     late_device.load(2)
     torch.accelerator.set_device_index(1)
     values = torch.zeros(8, device="late:1")
@@ -251,7 +239,3 @@ def _watches_a_device() -> None:
     waits.close()  # waits for what is under way
     assert torch.accelerator.current_stream().query()
     assert late_device.contexts() == [1]
-
-
-def test_the_thread_of_a_watch_touches_no_other_device() -> None:
-    run_alone(_watches_a_device)

@@ -1,43 +1,40 @@
 """Blocks may be compiled, before or after build(): same numbers, and no graph is broken."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, rows, spawn, train
+from zero_core.testing import Case, adamw, assert_same, on_processes, rows, train
 
-WHOLE: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
-ON_HOST: dict[str, Any] = {"cpu_checkpointing": True}
+WHOLE = {"backend": "aot_eager", "fullgraph": True}
+ON_HOST = {"cpu_checkpointing": True}
 
 
 class _Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(6, 7)
         self.down = nn.Linear(7, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down(torch.tanh(self.up(x)))
 
 
 class _Block(nn.Module):
-    def __init__(self, recompute: str) -> None:
+    def __init__(self, recompute):
         super().__init__()
         self.norm = nn.LayerNorm(6)
         self.mlp = _Mlp()
         self.recompute = recompute
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         if self.recompute:
             return x + checkpoint(self.mlp, y, use_reentrant=self.recompute == "reentrant")
@@ -45,26 +42,26 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    def __init__(self, recompute: str = "") -> None:
+    def __init__(self, recompute=""):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(_Block(recompute) for _ in range(3))
         self.head = nn.Linear(6, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return self.head(x).square().mean()
 
 
-def _x(step: int, rank: int) -> Tensor:
+def _x(step, rank):
     return rows(step, rank, 6)
 
 
-def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
+def _reference(rank, world_size):
     model = _Net()
     ddp = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     for step in range(3):
         optimizer.zero_grad()
         ddp(_x(step, rank)).backward()
@@ -72,13 +69,13 @@ def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def _train(engine: zero_core.Engine, rank: int) -> dict[str, Tensor]:
+def _train(engine, rank):
     train(engine, [_x(step, rank) for step in range(3)])
     assert engine.skipped_steps == 0
     return {k.replace("_orig_mod.", ""): v for k, v in engine.full_state_dict().items()}
 
 
-def _build(how: str, config: dict[str, Any]) -> zero_core.Engine:
+def _build(how, config):
     model = _Net()
     if how == "wrapped":
         for i, block in enumerate(model.blocks):
@@ -93,28 +90,6 @@ def _build(how: str, config: dict[str, Any]) -> zero_core.Engine:
     return engine
 
 
-def _follows_ddp(rank: int, world_size: int, again: dict[str, Any] | None) -> None:
-    expected = _reference(rank, world_size)
-    # What keeps inputs on the host cannot be within a graph.
-    ways = ("wrapped",) if again == ON_HOST else ("before", "after", "wrapped")
-    for how in ways:
-        # Graphs are the same whoever made them when, so one way goes through the stages: one where
-        # values are whole, and one where they are sharded.
-        for stage in (0, 3) if (world_size, how, again) == (2, "before", None) else (3,):
-            torch._dynamo.reset()
-            counters.clear()
-            config = Case(stage).config() | {"activation_checkpointing": again}
-            engine = _build(how, config)
-            assert [u.name.removesuffix("._orig_mod") for u in engine.layout.units[1:]] == [
-                f"blocks.{i}" for i in range(3)
-            ]
-            found = _train(engine, rank)
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-            assert not counters["graph_break"]
-            # Of the first block, whose input needs no gradient, and of the others: never again.
-            assert counters["stats"]["unique_graphs"] == 2
-
-
 RECOMPUTED = {"saved": None, "recomputed": {}, "recomputed from the host": ON_HOST}
 
 
@@ -125,16 +100,33 @@ RECOMPUTED = {"saved": None, "recomputed": {}, "recomputed from the host": ON_HO
     [*((2, again) for again in RECOMPUTED.values()), (1, RECOMPUTED["recomputed"])],
     ids=[*(f"2-{name}" for name in RECOMPUTED), "1-recomputed"],
 )
-def test_compiled_blocks_follow_ddp_without_a_graph_break(world_size, again):
-    spawn(_follows_ddp, world_size, again)
+@on_processes()
+def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, again):
+    expected = _reference(ranks.rank, ranks.size)
+    # What keeps inputs on the host cannot be within a graph.
+    ways = ("wrapped",) if again == ON_HOST else ("before", "after", "wrapped")
+    for how in ways:
+        # Graphs are the same whoever made them when, so one way goes through the stages: one where
+        # values are whole, and one where they are sharded.
+        for stage in (0, 3) if (ranks.size, how, again) == (2, "before", None) else (3,):
+            torch._dynamo.reset()
+            counters.clear()
+            config = Case(stage).config() | {"activation_checkpointing": again}
+            engine = _build(how, config)
+            assert [u.name.removesuffix("._orig_mod") for u in engine.layout.units[1:]] == [
+                f"blocks.{i}" for i in range(3)
+            ]
+            found = _train(engine, ranks.rank)
+            assert_same(found, expected)
+            assert not counters["graph_break"]
+            # Of the first block, whose input needs no gradient, and of the others: never again.
+            assert counters["stats"]["unique_graphs"] == 2
 
 
-def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def _parts(rank: int, world_size: int) -> None:
-    expected = _reference(rank, world_size)
+@pytest.mark.slow
+@on_processes(2)
+def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_same_numbers(ranks):
+    expected = _reference(ranks.rank, ranks.size)
     # Values are whole, and sharded.
     for stage, recompute in itertools.product((0, 3), ("root", "plain", "reentrant")):
         torch._dynamo.reset()
@@ -143,17 +135,12 @@ def _parts(rank: int, world_size: int) -> None:
         if recompute != "root":
             for block in model.blocks:
                 block.mlp.compile(**WHOLE)
-        engine = zero_core.build(model, Case(stage).config())
+        engine = Case(stage).build(model=model)
         if recompute == "root":
             model.compile(backend="aot_eager")
-        train(engine, [_x(step, rank).requires_grad_() for step in range(3)])
-        assert _equal(engine.full_state_dict(), expected), (recompute, stage)
+        train(engine, [_x(step, ranks.rank).requires_grad_() for step in range(3)])
+        assert_same(engine.full_state_dict(), expected)
         assert counters["stats"]["unique_graphs"] >= 1
-
-
-@pytest.mark.slow
-def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_same_numbers():
-    spawn(_parts, 2)
 
 
 # Dynamo warns about itself in the process that pytest watches.
@@ -162,4 +149,4 @@ def test_an_exception_in_a_compiled_block_does_no_harm():
     engine = _build("before", {**Case().config(), "activation_checkpointing": {}})
     with pytest.raises(RuntimeError):
         engine(torch.ones(5, 5))  # one column too few
-    assert _equal(_train(engine, 0), _reference(0, 1))
+    assert_same(_train(engine, 0), _reference(0, 1))

@@ -1,6 +1,4 @@
-"""The configuration: what is resolved, and which error says what to do."""
-
-from __future__ import annotations
+"""The configuration: what is resolved, which error says what to do, and its JSON Schema."""
 
 import copy
 import json
@@ -9,20 +7,19 @@ import math
 import pydantic
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 from zero_core import ConfigError, build, check_config, load_config
-from zero_core.config import (
-    UNNEEDED,
-    ActivationCheckpointingConfig,
-    Config,
-    load_effective,
-)
+from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config, load_effective
+from zero_core.config.blocks import block_of
+from zero_core.config.json_schema import SCHEMA_FILE, make_schema, schema_text
+from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
-def refused(config, match: str, world_size: int = 2) -> None:
+def refused(config, match, world_size=2):
     with pytest.raises(ConfigError, match=match):
         load_config(config, world_size=world_size)
 
@@ -86,12 +83,12 @@ def test_wrong_file_is_refused(tmp_path, text, match):
     refused(path, match)
 
 
-def offload(stage: int = 0, **block):
+def offload(stage=0, **block):
     block = {"device": "cpu", **block}
     return {"zero_optimization": {"stage": stage, "offload_optimizer": block}}
 
 
-def quantized(stage: int = 3, **keys):
+def quantized(stage=3, **keys):
     return {"zero_optimization": {"stage": stage, **keys}}
 
 
@@ -143,6 +140,22 @@ def quantized(stage: int = 3, **keys):
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown = True is not served"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
+        ({"data_types": {"buffer_dtype": "fp8"}}, r"data_types\.buffer_dtype: .*found 'fp8'"),
+        ({"check_replicas_every": 2, **quantized()}, "check_replicas_every needs zero_opt"),
+        (quantized(leaf_module={"names": [3]}), r"leaf_module.names: .*list of strings"),
+        *(
+            ({"world_size_invariant": True, **block}, match)
+            for block, match in (
+                ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+                (quantized(zero_quantized_weights=True), "zero_quantized_w"),
+                (offload(1, ratio="auto"), "ratio 'auto'"),
+                (offload(state_dtype="int8"), "state_dtype 'int8'"),
+            )
+        ),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.enabled = true"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "states = true"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "optimizer_states needs"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "moments in fp16"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "params.lr: Input should"),
     ],
 )
@@ -155,7 +168,7 @@ def test_further_keys_of_deepspeed_pass_where_they_ask_for_nothing():
     assert load_config(config, world_size=1) == load_config(SMALL, world_size=1)
 
 
-def _with_default(config: dict, path: str) -> None:
+def _with_default(config, path):
     """Put the key at ``path`` into ``config``, with its default or another value that is valid."""
     model, block = Config, config
     *parents, name = path.split(".")
@@ -169,7 +182,7 @@ def _with_default(config: dict, path: str) -> None:
 
 
 def test_every_unneeded_key_exists_and_is_told(caplog):
-    config: dict = {**SMALL, "zero_optimization": {"stage": 2}}
+    config = {**SMALL, "zero_optimization": {"stage": 2}}
     for path in UNNEEDED:
         _with_default(config, path)
     with caplog.at_level("INFO", logger="zero_core"):
@@ -179,10 +192,7 @@ def test_every_unneeded_key_exists_and_is_told(caplog):
         assert path in told, path
 
 
-THRESHOLDS = {
-    "stage3_param_persistence_threshold": 5,
-    "stage3_model_persistence_threshold": 6,
-}
+THRESHOLDS = {"stage3_param_persistence_threshold": 5, "stage3_model_persistence_threshold": 6}
 ON_NVME = {"buffer_count": 2, "buffer_size": 8, "max_in_cpu": 9, "nvme_path": "/nvme"}
 STATES_ON_NVME = {"nvme_path": "/nvme", "buffer_count": 3}
 ALWAYS = {"pipeline_read": True, "fast_init": False}
@@ -196,7 +206,7 @@ OF_GRADIENTS = {
 QUANTIZED = {**OF_WEIGHTS, **OF_GRADIENTS, "zero_quantized_checksum": True}
 
 
-def _resting(device: str) -> dict:
+def _resting(device):
     return {**THRESHOLDS, "offload_param": {"pin_memory": True, **ON_NVME, "device": device}}
 
 
@@ -215,10 +225,7 @@ def _resting(device: str) -> dict:
         ({**QUANTIZED, "zero_quantized_gradients": True}, {*OF_WEIGHTS}),
         ({**QUANTIZED, "zero_quantized_weights": True}, {*OF_GRADIENTS}),
         ({**QUANTIZED, "zero_quantized_nontrainable_weights": True}, {*OF_GRADIENTS}),
-        (
-            {**QUANTIZED, "zero_quantized_weights": True, "zero_quantized_gradients": True},
-            set(),
-        ),
+        ({**QUANTIZED, "zero_quantized_weights": True, "zero_quantized_gradients": True}, set()),
         (
             {"zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True},
             {"zero_quantized_nontrainable_weights"},
@@ -396,3 +403,99 @@ def _zero_with(key, value):
         offloaded = {"device": "cpu", key: value}
         return {"zero_optimization": {"stage": "2", "offload_optimizer": offloaded}}
     return {"zero_optimization": {key: value}}
+
+
+BATCH = {"train_micro_batch_size_per_gpu": 1}
+RESOLVED = {"train_batch_size": 1, "gradient_accumulation_steps": 1, **BATCH}
+VALUES = (True, 0, 1, 0.5, -1, 200, "auto", "cpu", "fp32", "float16", [], ["a"], [0.1, 0.2], {})
+REQUIRED = {
+    "optimizer": {"type": "Adam"},
+    "scheduler": {"type": "WarmupLR"},
+    "step_records": {"folder": "records"},
+}
+# Validators look at the values of these more closely than a schema does.
+LOOSER = {
+    "zero_optimization.offload_optimizer.parameters",  # a list must not be empty
+    "name_waits_within_s",  # 0, or at least 0.5
+    "torch_autocast.dtype",  # several names of two dtypes
+}
+
+
+@pytest.fixture(scope="module")
+def schema():
+    made = make_schema()
+    Draft202012Validator.check_schema(made)
+    return Draft202012Validator(made)
+
+
+def _keys(block, path=()):
+    for name, key in block.model_fields.items():
+        inner = block_of(key)
+        if inner is None:
+            yield (*path, name)
+        else:
+            yield from _keys(inner, (*path, name))
+
+
+KEYS = (
+    *(path for path in _keys(Config) if path[-1] != "params"),
+    *(("optimizer", "params", key) for key in OPTIMIZER_PARAMS.model_fields),
+    *(("scheduler", "params", key) for key in SCHEDULER_PARAMS.model_fields),
+)
+
+
+def _config_with(path, value):
+    config = copy.deepcopy(RESOLVED)
+    block = config
+    for key in path[:-1]:
+        block = block.setdefault(key, dict(REQUIRED.get(key, {})))
+    block[path[-1]] = value
+    return config
+
+
+def _has_its_type(config):
+    try:
+        Config.model_validate(config)
+    except pydantic.ValidationError:
+        return False
+    return True
+
+
+def test_file_of_the_wheel_is_the_schema_of_the_source():
+    hint = "run python -m zero_core.config.json_schema"
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), hint
+
+
+def test_values_of_every_key_are_accepted_where_the_loader_takes_them(schema):
+    differences = set()
+    for path in KEYS:
+        for value in VALUES:
+            config = _config_with(path, value)
+            is_taken = _has_its_type(config)
+            assert schema.is_valid(config) or not is_taken, (path, value)
+            # A list with one value in it stands for the value.
+            if schema.is_valid(config) and not is_taken and path[-2:-1] != ("params",):
+                differences.add(".".join(path))
+        assert schema.is_valid(_config_with(path, None)), path
+    assert differences <= LOOSER
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**BATCH, "zero_optimisation": {"stage": 1}},
+        {**BATCH, "zero_optimization": {"stages": 1}},
+        {**BATCH, "zero_optimization": {"stage": "3"}},
+        {**BATCH, "fp16": {"initial_scale_power": 128}},
+        {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": -1}}},
+        {"gradient_accumulation_steps": 2},
+    ],
+)
+def test_mistakes_are_marked(config, schema):
+    assert not schema.is_valid(config)
+
+
+def test_a_file_may_name_its_schema(schema):
+    config = {"$schema": "./zero.schema.json", **BATCH, "tensorboard": {"enabled": False}}
+    assert schema.is_valid(config)
+    assert load_config(config, world_size=1).train_batch_size == 1

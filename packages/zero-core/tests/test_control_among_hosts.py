@@ -1,15 +1,11 @@
 """The control group's collectives among hosts: torch's results, and errors where ranks differ."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zero_core
 from zero_core.comm.control import ControlGroup
-from zero_core.comm.device_library import DeviceLibrary
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import ProcessMessages
@@ -23,23 +19,23 @@ SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 DTYPES = (*SUMMED, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
-def _drawn(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _drawn(rank, numel, dtype):
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, 9, (numel,), generator=generator).to(dtype)
 
 
-def _is_equal(found: Tensor, expected: Tensor) -> bool:
+def _is_equal(found, expected):
     return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
-def _as_torch_does(rank: int, world_size: int) -> None:
+def _as_torch_does(rank, world_size):
     hosts = HostLibrary(ProcessMessages(None), rank=rank, world_size=world_size)
     _check(hosts, rank, world_size, is_of_hosts=True)
     torchs = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
     _check(torchs, rank, world_size, is_of_hosts=False)
 
 
-def _check(library: DeviceLibrary, rank: int, world_size: int, *, is_of_hosts: bool) -> None:
+def _check(library, rank, world_size, *, is_of_hosts):
     for dtype in DTYPES:
         for numel in (0, 1, 7, 40_000) if is_of_hosts else (1, 7, 40_000):
             own = _drawn(rank, numel, dtype)
@@ -75,11 +71,11 @@ def _check(library: DeviceLibrary, rank: int, world_size: int, *, is_of_hosts: b
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
-def test_libraries_do_what_torchs_collectives_do(world_size: int) -> None:
+def test_libraries_do_what_torchs_collectives_do(world_size):
     spawn(_as_torch_does, world_size)
 
 
-def _differ(rank: int, world_size: int) -> None:
+def _differ(rank, world_size):
     ranks = find_ranks(None, None)
     controls = [ranks.connect() for _ in range(1 + rank)]  # as after a build that failed on some
     assert controls[-1].gather_bytes(str(rank).encode()) == [b"0", b"1", b"2"]
@@ -90,11 +86,11 @@ def _differ(rank: int, world_size: int) -> None:
         control.gather(own)
 
 
-def test_ranks_meet_whatever_groups_they_made_and_exchanges_of_different_sizes_raise() -> None:
+def test_ranks_meet_whatever_groups_they_made_and_exchanges_of_different_sizes_raise():
     spawn(_differ, 3)
 
 
-def _build_alone(rank: int, world_size: int) -> None:
+def _build_alone(rank, world_size):
     if rank > 0:
         find_ranks(None, None).connect()  # as build() does first, and then it ends
         return
@@ -102,5 +98,5 @@ def _build_alone(rank: int, world_size: int) -> None:
         zero_core.build(make_tower(1), Case(top={"collective_timeout_s": 1.0}).config())
 
 
-def test_a_rank_that_others_do_not_follow_into_build_says_so() -> None:
+def test_a_rank_that_others_do_not_follow_into_build_says_so():
     spawn(_build_alone, 2)

@@ -1,30 +1,26 @@
 """Models made without memory, which get the values of an ordinary construction in shards."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.init import values
-from zero_core.init.slices import Slice, put_in_slices, slice_of, whole_value
+from zero_core.init.slices import put_in_slices, slice_of, whole_value
 from zero_core.init.values import InitialValues
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import Case, Hard, SimulatedRanks, make_model, simulate
-from zero_core.testing.training import assert_same, train_steps
+from zero_core.testing import Case, Hard, assert_same, make_model, on_ranks, simulate, train_steps
 
 
 class Odd(nn.Module):
     """A model with everything constructors do: initialisers, buffers, numbers, copies and views."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(5, 7)
         nn.init.orthogonal_(self.linear.weight)
@@ -59,15 +55,13 @@ class Odd(nn.Module):
         self.never_set = nn.Parameter(torch.zeros(3), requires_grad=False)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def _tensors(model):
     params = model.named_parameters(remove_duplicate=False)
     return dict(params) | dict(model.named_buffers(remove_duplicate=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_value_and_the_generator_are_those_of_an_ordinary_construction(
-    dtype: torch.dtype,
-) -> None:
+def test_every_value_and_the_generator_are_those_of_an_ordinary_construction(dtype):
     torch.manual_seed(3)
     ordinary = Odd().to(dtype)
     state = torch.get_rng_state()
@@ -91,7 +85,7 @@ def test_every_value_and_the_generator_are_those_of_an_ordinary_construction(
     assert torch.equal(model.plain, ordinary.plain)
 
 
-def test_the_default_dtype_of_the_construction_counts_and_replaying_draws_nothing() -> None:
+def test_the_default_dtype_of_the_construction_counts_and_replaying_draws_nothing():
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(0)
@@ -115,7 +109,7 @@ def test_the_default_dtype_of_the_construction_counts_and_replaying_draws_nothin
         (lambda t: t.to(torch.complex64).conj() * 2, "resolve_conj"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(act, message: str) -> None:
+def test_what_cannot_be_recorded_is_refused(act, message):
     with pytest.raises(RuntimeError, match=message), zero_core.deferred_init():
         act(torch.ones(3))
 
@@ -123,7 +117,7 @@ def test_what_cannot_be_recorded_is_refused(act, message: str) -> None:
 class Normed(nn.Module):
     """A model with batch normalisation, computed buffers, and a frozen part."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
@@ -132,14 +126,14 @@ class Normed(nn.Module):
         self.blocks[1].requires_grad_(False)
         self.register_buffer("shift", torch.arange(6).float().sin(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.shift
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
 
 
-def _seeded(make: Callable[[], nn.Module], seed: int, *, is_deferred: bool) -> nn.Module:
+def _seeded(make, seed, *, is_deferred):
     torch.manual_seed(seed)
     with zero_core.deferred_init() if is_deferred else nullcontext():
         model = make()
@@ -148,10 +142,10 @@ def _seeded(make: Callable[[], nn.Module], seed: int, *, is_deferred: bool) -> n
     return model
 
 
-def _build_both(ranks: SimulatedRanks, case: Case, models: list[tuple[nn.Module, ...]]) -> None:
+def _build_both(ranks, case, models):
     engines = []
     for model in models[ranks.rank]:
-        engine = zero_core.build(model, case.config(), process_group=ranks)
+        engine = case.build(ranks, model)
         assert not any(t.is_meta for t in _tensors(model).values())
         engines.append(engine)
     ordinary, deferred = engines
@@ -169,9 +163,7 @@ def _build_both(ranks: SimulatedRanks, case: Case, models: list[tuple[nn.Module,
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("make", [Hard, Normed])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_shards_masters_and_training_are_those_of_an_ordinary_model(
-    world_size: int, make: Callable[[], nn.Module], dtype: str, stage: int
-) -> None:
+def test_shards_masters_and_training_are_those_of_an_ordinary_model(world_size, make, dtype, stage):
     # Not made by ranks, which are threads. The values of rank 0 are taken, as ever.
     models = [
         (_seeded(make, 4, is_deferred=False), _seeded(make, 4 + rank, is_deferred=True))
@@ -180,7 +172,7 @@ def test_shards_masters_and_training_are_those_of_an_ordinary_model(
     simulate(_build_both, world_size, Case(stage=stage, dtype=dtype), models)
 
 
-def test_an_own_optimizer_over_deferred_parameters_drives_them() -> None:
+def test_an_own_optimizer_over_deferred_parameters_drives_them():
     config = {"train_micro_batch_size_per_gpu": 2}
     torch.manual_seed(0)
     ordinary = nn.Linear(4, 3)
@@ -202,14 +194,14 @@ def test_an_own_optimizer_over_deferred_parameters_drives_them() -> None:
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
-def test_a_plain_meta_model_is_refused_with_both_cures() -> None:
+def test_a_plain_meta_model_is_refused_with_both_cures():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(zero_core.ConfigError, match=r"0\.weight .*deferred_init.*pretrained=path"):
         zero_core.build(model, CONFIG)
 
 
-def _change(model: nn.Module) -> nn.Module:
+def _change(model):
     nn.init.ones_(model.bias.data)  # what .data hides is known to nobody
     nn.init.uniform_(model.weight)
     return model
@@ -222,16 +214,14 @@ def _change(model: nn.Module) -> nn.Module:
         (nn.Module.double, "weight is on the meta device"),
     ],
 )
-def test_a_change_after_the_block_is_refused(
-    change: Callable[[nn.Module], nn.Module], message: str
-) -> None:
+def test_a_change_after_the_block_is_refused(change, message):
     with zero_core.deferred_init():
         model = nn.Linear(4, 3)
     with pytest.raises(zero_core.ConfigError, match=message):
         zero_core.build(change(model), CONFIG)
 
 
-def test_another_device_and_a_tensor_of_another_block_are_refused_within_a_block() -> None:
+def test_another_device_and_a_tensor_of_another_block_are_refused_within_a_block():
     with zero_core.deferred_init():
         model = nn.Linear(4, 3)
     with (
@@ -244,7 +234,7 @@ def test_another_device_and_a_tensor_of_another_block_are_refused_within_a_block
     assert nn.Linear(2, 2).weight.device.type == "cpu", "ordinary again after an error"
 
 
-def test_no_tier_is_made_for_a_model_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tier_is_made_for_a_model_that_is_refused(monkeypatch):
     monkeypatch.setattr(DeviceTier, "__init__", lambda *_, **__: pytest.fail("a tier was made"))
     with torch.device("meta"):
         model = nn.Linear(4, 3)
@@ -252,14 +242,14 @@ def test_no_tier_is_made_for_a_model_that_is_refused(monkeypatch: pytest.MonkeyP
         zero_core.build(model, CONFIG)
 
 
-def test_a_deferred_model_can_be_planned() -> None:
+def test_a_deferred_model_can_be_planned():
     with zero_core.deferred_init():
         model = make_model()
     planned = zero_core.plan(model, Case(stage=3).config(), 4)
     assert planned.to_json() == zero_core.plan(make_model(), Case(stage=3).config(), 4).to_json()
 
 
-def test_what_numpy_would_write_unseen_is_refused() -> None:
+def test_what_numpy_would_write_unseen_is_refused():
     with zero_core.deferred_init():
         model = nn.Linear(4, 3)
         values = model.weight.detach().numpy()
@@ -268,7 +258,7 @@ def test_what_numpy_would_write_unseen_is_refused() -> None:
             values[:] = 7.0
 
 
-def test_buffers_that_modules_share_stay_shared() -> None:
+def test_buffers_that_modules_share_stay_shared():
     for context in (nullcontext, zero_core.deferred_init):
         with context():
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
@@ -280,42 +270,38 @@ def test_buffers_that_modules_share_stay_shared() -> None:
         assert torch.equal(model[0].table, torch.arange(4.0))
 
 
-def _defer_on_one_rank(ranks: SimulatedRanks, models: list[nn.Module]) -> dict[str, Tensor]:
-    return zero_core.build(models[ranks.rank], CONFIG, process_group=ranks).full_state_dict()
-
-
-def test_ranks_need_not_defer_alike() -> None:
+def test_ranks_need_not_defer_alike():
     models = [_seeded(lambda: nn.Linear(4, 3), rank, is_deferred=rank == 1) for rank in range(2)]
     expected = {name: value.clone() for name, value in models[0].state_dict().items()}
-    for found in simulate(_defer_on_one_rank, 2, models):
-        assert_same(found, expected)  # rank 0's values count
+
+    def build(ranks):
+        engine = zero_core.build(models[ranks.rank], CONFIG, process_group=ranks)
+        assert_same(engine.full_state_dict(), expected)  # rank 0's values count
+
+    simulate(build, 2)
 
 
-def _meta_on_one_rank(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_meta_model_on_one_rank_is_refused_on_all(ranks):
     model = nn.Linear(4, 3, device="meta" if ranks.rank == 1 else "cpu")
     with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
         zero_core.build(model, CONFIG, process_group=ranks)
 
 
-def test_a_meta_model_on_one_rank_is_refused_on_all() -> None:
-    simulate(_meta_on_one_rank, 2)
+def test_slices_are_freed_as_their_unit_is_filled():
+    slices = {}
+    held = []
 
-
-def _build_from_slices(ranks: SimulatedRanks, slices: dict[int, list[Slice]]) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    put_in_slices(list(model.parameters()), ranks.connect())
-    slices[threading.get_ident()] = [slice_of(param) for param in model.parameters()]
-    zero_core.build(model, Case(3).config(), process_group=ranks)
-
-
-def test_slices_are_freed_as_their_unit_is_filled() -> None:
-    slices: dict[int, list[Slice]] = {}
-    held: list[int] = []
-
-    def noted(tensor: Tensor) -> Tensor:
+    def noted(tensor):
         held.append(sum(found.own.nbytes for found in slices[threading.get_ident()]))
         return whole_value(tensor)
 
+    def build(ranks):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        put_in_slices(list(model.parameters()), ranks.connect())
+        slices[threading.get_ident()] = [slice_of(param) for param in model.parameters()]
+        Case(3).build(ranks, model)
+
     with mock.patch.object(values, "whole_value", noted):
-        simulate(_build_from_slices, 2, slices)
+        simulate(build, 2)
     assert sorted(held) == [n * 8 * 8 * 4 // 2 for n in (1, 1, 2, 2, 3, 3, 4, 4)]

@@ -1,7 +1,5 @@
 """Memory that ranks of a host share: who may read it, for how long, and wrong descriptions."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os
@@ -13,15 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.hosts import connect, control_of
-from torch import Tensor
 
 import zero_core
 from zero_core.comm import p2p
-from zero_core.comm.host import HostCollectives
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.shared_memory import SharedMemory, read_card
 from zero_core.errors import CollectiveError
-from zero_core.protocols import Work
 from zero_core.testing import Case, batch, make_model, spawn
 from zero_core.watch.beats import process_state
 
@@ -29,14 +24,14 @@ NUMEL = 96  # of a shard
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
 
 
-def _start_gather(direct: HostCollectives, shared: SharedMemory) -> tuple[Work, Tensor]:
+def _start_gather(direct, shared):
     """Start a gather of two ranks from newly allocated memory. Returns its work and its output."""
     shard = shared.zeros(NUMEL, torch.float32).fill_(direct.rank + 1.0)
     out = torch.zeros(2 * NUMEL)
     return direct.all_gather(out, shard, unit=0, version=0, backward=False), out
 
 
-def _ends_first(rank: int, world_size: int, how: str) -> None:
+def _ends_first(rank, world_size, how):
     """End rank 1 after its part of a gather, before rank 0 reads its memory."""
     direct, shared = connect(rank, world_size)
     pids = [torch.empty(1, dtype=torch.int64) for _ in range(world_size)]
@@ -65,16 +60,16 @@ def _ends_first(rank: int, world_size: int, how: str) -> None:
 
 @ON_LINUX
 @pytest.mark.parametrize("how", ["drops", "ends", "is killed"])
-def test_bytes_can_be_read_by_a_late_rank_when_their_owner(how: str) -> None:
+def test_bytes_can_be_read_by_a_late_rank_when_their_owner(how):
     spawn(_ends_first, 2, how)
 
 
-def _windows() -> list[str]:
+def _windows():
     paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     return [path for path in paths if "memfd:zero_core" in os.path.realpath(path)]
 
 
-def _maps_windows(rank: int, world_size: int) -> None:
+def _maps_windows(rank, world_size):
     direct, shared = connect(rank, world_size)
     for _ in range(3):
         work, out = _start_gather(direct, shared)
@@ -98,7 +93,7 @@ def _maps_windows(rank: int, world_size: int) -> None:
 
 
 @ON_LINUX
-def test_a_window_takes_one_descriptor_and_wrong_uses_are_refused() -> None:
+def test_a_window_takes_one_descriptor_and_wrong_uses_are_refused():
     spawn(_maps_windows, 2)
 
 
@@ -112,13 +107,13 @@ def test_a_window_takes_one_descriptor_and_wrong_uses_are_refused() -> None:
         *(b'[1, 3, 1, "SECRET", "", []]', b'[1, 3, 1, "SECRET", "", {"0": -1}]'),
     ],
 )
-def test_wrong_description_of_a_window_is_refused_with_the_rank(row: bytes) -> None:
+def test_wrong_description_of_a_window_is_refused_with_the_rank(row):
     read_card(b'[1, 3, 4096, "%s", "x", {"0": 1}]' % (b"0" * 32), 5)
     with pytest.raises(CollectiveError, match="rank 5 sent"):
         read_card(row.replace(b"SECRET", b"0" * 32), 5)
 
 
-def _has_no_memfd(rank: int, world_size: int) -> None:
+def _has_no_memfd(rank, world_size):
     if rank == 1:
         del os.memfd_create
     assert SharedMemory(control_of(rank, world_size), timeout_s=300).peers == (
@@ -126,11 +121,11 @@ def _has_no_memfd(rank: int, world_size: int) -> None:
     )
 
 
-def test_python_without_memfd_shares_nothing() -> None:
+def test_python_without_memfd_shares_nothing():
     spawn(_has_no_memfd, 3)
 
 
-def _leaves_messages(rank: int, world_size: int) -> None:
+def _leaves_messages(rank, world_size):
     left, late, value = torch.zeros(4), torch.zeros(4), torch.zeros(1)
     if rank == 0:
         messages = ProcessMessages(None)
@@ -151,11 +146,11 @@ def _leaves_messages(rank: int, world_size: int) -> None:
     assert late[0] == 1 - rank
 
 
-def test_messages_that_nobody_waits_for_do_not_block_later_ones() -> None:
+def test_messages_that_nobody_waits_for_do_not_block_later_ones():
     spawn(_leaves_messages, 2)
 
 
-def _drops_engines(rank: int, world_size: int) -> None:
+def _drops_engines(rank, world_size):
     left = []
     for _ in range(4):
         engine = zero_core.build(make_model(), Case(2).config())
@@ -168,11 +163,11 @@ def _drops_engines(rank: int, world_size: int) -> None:
 
 
 @ON_LINUX
-def test_an_engine_that_is_dropped_leaves_no_message_and_no_descriptor() -> None:
+def test_an_engine_that_is_dropped_leaves_no_message_and_no_descriptor():
     spawn(_drops_engines, 2)
 
 
-def _fills_pipes(rank: int, world_size: int) -> None:
+def _fills_pipes(rank, world_size):
     mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox
     peers = [peer for peer in range(world_size) if peer != rank]
     letters = [(n, p, mailbox.expect(p, 3)) for n in range(10_000) for p in peers]
@@ -184,11 +179,11 @@ def _fills_pipes(rank: int, world_size: int) -> None:
 
 
 @ON_LINUX
-def test_ranks_that_post_more_than_a_pipe_holds_do_not_wait_for_each_other() -> None:
+def test_ranks_that_post_more_than_a_pipe_holds_do_not_wait_for_each_other():
     spawn(_fills_pipes, 3)
 
 
-def _waits_in_threads(rank: int, world_size: int) -> None:
+def _waits_in_threads(rank, world_size):
     mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox
     peer, tags = 1 - rank, range(4)
     letters = {tag: [mailbox.expect(peer, tag) for _ in range(200)] for tag in tags}
@@ -205,11 +200,11 @@ def _waits_in_threads(rank: int, world_size: int) -> None:
 
 
 @ON_LINUX
-def test_threads_that_wait_beside_each_other_get_their_own_messages() -> None:
+def test_threads_that_wait_beside_each_other_get_their_own_messages():
     spawn(_waits_in_threads, 2)
 
 
-def _waits_in_vain(rank: int, world_size: int) -> None:
+def _waits_in_vain(rank, world_size):
     mailbox = SharedMemory(control_of(rank, world_size), timeout_s=1).mailbox
     if rank == 0:
         with pytest.raises(RuntimeError, match="Timed out: no message for 1 s"):
@@ -227,5 +222,5 @@ def _waits_in_vain(rank: int, world_size: int) -> None:
 
 
 @ON_LINUX
-def test_waiting_for_a_rank_that_ended_or_sends_nothing_fails() -> None:
+def test_waiting_for_a_rank_that_ended_or_sends_nothing_fails():
     spawn(_waits_in_vain, 2)

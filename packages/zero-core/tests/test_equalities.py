@@ -1,15 +1,12 @@
-"""A stage changes no bit, nor do records of the steps, whatever the program does with the engine.
+"""Stages, recomputation and records change no bit, whatever a program does with the engine.
 
 The oracle is the engine at stage 0, which test_equivalence.py compares with DDP.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from zero_core.testing.equal import FOLDER, Row, Variant, check, cover
+from zero_core.testing.equal import FOLDER, Variant, check, cover
+from zero_core.testing.scenarios import SCENARIOS
 
 VARIANTS = {
     **{
@@ -21,12 +18,27 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("row", cover(VARIANTS, by_family=True), ids=str)
-def test_a_variant_changes_no_bit(row: Row, tmp_path: Path) -> None:
-    check(row, VARIANTS[row.variant], tmp_path)
+RECOMPUTATION = {
+    name: Variant(top={"activation_checkpointing": block}, family="recomputation")
+    for name, block in (
+        ("recomputes blocks", {}),
+        ("recomputes blocks from inputs on the host", {"cpu_checkpointing": True}),
+    )
+}
+ALL = VARIANTS | RECOMPUTATION
+PROGRAMS = [name for name in SCENARIOS if name != "recomputes"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*cover(VARIANTS, by_family=True), *cover(RECOMPUTATION, scenarios=PROGRAMS, by_family=True)],
+    ids=str,
+)
+def test_a_variant_changes_no_bit(row, tmp_path):
+    check(row, ALL[row.variant], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", cover(VARIANTS, strength=3), ids=str)
-def test_any_three_settings_change_no_bit(row: Row, tmp_path: Path) -> None:
+def test_any_three_settings_change_no_bit(row, tmp_path):
     check(row, VARIANTS[row.variant], tmp_path)

@@ -5,30 +5,17 @@ ranks, each case at one stage: that stages give the same bits is in test_equalit
 processes, beside DDP itself, each dtype runs for ten steps.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from zero_core.testing import (
-    Case,
-    Gap,
-    SimulatedRanks,
-    Trace,
-    compare_with_ddp,
-    read_gaps,
-    run_ddp,
-    run_engine,
-    simulate,
-    spawn,
-)
+from zero_core.testing.oracle import Case, compare_with_ddp, read_gaps, run_ddp, run_engine
+from zero_core.testing.ranks import spawn
+from zero_core.testing.simulated import on_ranks
 
-STEPS = 10
 SIMULATED_STEPS = 5  # the fifth step's branches differ between the ranks
 GRID = [
     Case(dtype=dtype, accumulation=accumulation, clipping=clipping, is_local=is_local)
@@ -85,19 +72,19 @@ VALUE = {"fp32": 1e-6, "bf16": 0.04, "fp16": 4.5e-4}
 
 
 @pytest.fixture(scope="module")
-def gaps_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[int, Gap]]:
+def gaps_of(tmp_path_factory):
     """The gaps of so many ranks, which run once."""
 
     @cache
-    def run(world_size: int) -> dict[int, Gap]:
+    def run(world_size):
         folder = tmp_path_factory.mktemp("gaps")
-        spawn(compare_with_ddp, world_size, ON_PROCESSES[world_size], str(folder), STEPS)
+        spawn(compare_with_ddp, world_size, ON_PROCESSES[world_size], str(folder), 10)
         return read_gaps(folder, world_size)
 
     return run
 
 
-def _name(case: Case) -> str:
+def _name(case):
     how = "local" if case.is_local else "reduced"
     clip = "clip" if case.clipping else "noclip"
     return f"stage{case.stage}-{case.dtype}-{case.accumulation}{how}-{clip}"
@@ -111,18 +98,11 @@ def _name(case: Case) -> str:
         for index, case in enumerate(cases)
     ],
 )
-def test_ten_steps_on_processes_follow_ddp(
-    gaps_of: Callable[[int], dict[int, Gap]], world_size: int, index: int
-) -> None:
+def test_ten_steps_on_processes_follow_ddp(gaps_of, world_size, index):
     case, gap = ON_PROCESSES[world_size][index], gaps_of(world_size)[index]
     is_exact = case.dtype == "fp32" and world_size == 2 and not case.clipping
     assert gap.loss <= (0.0 if is_exact else LOSS[case.dtype])
     assert gap.value <= (0.0 if is_exact else VALUE[case.dtype])
-
-
-def _train(ranks: SimulatedRanks, case: Case) -> tuple[Trace, Trace]:
-    expected = run_ddp(case, ranks.rank, SIMULATED_STEPS, ranks)
-    return run_engine(case, ranks.rank, SIMULATED_STEPS, process_group=ranks), expected
 
 
 @pytest.mark.sampled(2)
@@ -135,13 +115,15 @@ def _train(ranks: SimulatedRanks, case: Case) -> tuple[Trace, Trace]:
         for case in [replace(given, stage=(3 - number) % 4)]
     ],
 )
-def test_five_steps_follow_ddp(world_size: int, case: Case) -> None:
+@on_ranks()
+def test_five_steps_follow_ddp(ranks, case):
     # A third of a sum and a sum of thirds differ.
-    is_exact = not case.clipping and not (world_size == 3 and case.is_local)
-    is_exact &= case.dtype == "fp32" or (case.dtype == "fp16" and world_size == 1)
-    for found, expected in simulate(_train, world_size, case):
-        assert found.num_skipped == expected.num_skipped
-        atol = 0.0 if is_exact else LOSS[case.dtype]
-        torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=atol)
-        atol = 0.0 if is_exact else VALUE[case.dtype]
-        torch.testing.assert_close(found.values, expected.values, rtol=0.0, atol=atol)
+    is_exact = not case.clipping and not (ranks.size == 3 and case.is_local)
+    is_exact &= case.dtype == "fp32" or (case.dtype == "fp16" and ranks.size == 1)
+    expected = run_ddp(case, ranks.rank, SIMULATED_STEPS, ranks)
+    found = run_engine(case, ranks.rank, SIMULATED_STEPS, process_group=ranks)
+    assert found.num_skipped == expected.num_skipped
+    atol = 0.0 if is_exact else LOSS[case.dtype]
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=atol)
+    atol = 0.0 if is_exact else VALUE[case.dtype]
+    torch.testing.assert_close(found.values, expected.values, rtol=0.0, atol=atol)

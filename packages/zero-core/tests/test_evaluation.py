@@ -1,7 +1,5 @@
 """Engines that only evaluate, with sharded values and the plain module's results."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -10,10 +8,10 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError, EvaluationOnlyError
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, train
+from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, train
 
 
-def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
+def _config(stage, dtype="fp32"):
     config = Case(stage, dtype).config()
     del config["optimizer"]
     return config
@@ -21,9 +19,7 @@ def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 2), (3, 0), (3, 3)])
 @on_ranks()
-def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(ranks, stage):
     for dtype in ("fp32", "bf16"):
         plain = make_model()
         if dtype == "bf16":
@@ -38,9 +34,7 @@ def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(
             found = engine(**batch(step, 0, ranks.rank))["logits"]
             assert torch.equal(found, expected)
             assert not found.requires_grad
-        torch.testing.assert_close(
-            engine.full_state_dict(), dict(plain.state_dict()), rtol=0.0, atol=0.0
-        )
+        assert_same(engine.full_state_dict(), dict(plain.state_dict()))
         with engine.gathered(params=[engine.module.gain]):
             assert engine.module.gain.item() == 1.0
         report = engine.memory_report()
@@ -57,16 +51,19 @@ def test_what_trains_is_refused():
     engine = zero_core.build(model, _config(0), is_training=False)
     assert [p.requires_grad for p in model.parameters()] == wanted
     loss = engine(**batch(0, 0, 0))["loss"]
-    for name, args in {"backward": (loss,), "scale": (loss,), "step": ()}.items():
-        with pytest.raises(RuntimeError, match=r"is_training=True"):
-            getattr(engine, name)(*args)
+    with pytest.raises(RuntimeError, match=r"is_training=True"):
+        engine.backward(loss)
     assert not hasattr(engine, "step")
+    members = set(vars(zero_core.Engine)) - set(dir(zero_core.ShardedModel))
+    for name in {"optimizer", *(name for name in members if not name.startswith("_"))}:
+        with pytest.raises(EvaluationOnlyError, match=name):
+            getattr(engine, name)
     with pytest.raises(RuntimeError, match="requires a gradient now"):
         engine.module(**batch(0, 0, 0))  # with gradients, past the engine
 
 
 def test_a_missing_attribute_of_an_engine_that_trains_is_a_plain_attribute_error():
-    engine = zero_core.build(make_model(), Case(0, "fp32").config())
+    engine = Case(0, "fp32").build()
     del engine.optimizer
     with pytest.raises(AttributeError, match="'Engine' object has no attribute") as error:
         _ = engine.optimizer
@@ -93,39 +90,37 @@ def test_keys_that_only_a_training_uses_are_told_and_objects_refused(caplog):
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(ranks, stage):
     expected = make_model().state_dict()
     model = make_model()
     evaluated = zero_core.build(model, _config(stage), is_training=False, process_group=ranks)
     params = list(model.parameters())
     assert evaluated.unwrap() is model
     found = dict(model.state_dict())
-    torch.testing.assert_close(found, dict(expected), rtol=0.0, atol=0.0)
+    assert_same(found, dict(expected))
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     assert model.head.weight is model.embed.weight
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     train(engine, [batch(step, 0, ranks.rank) for step in range(2)])
     trained = engine.full_state_dict()
     engine.unwrap()
-    torch.testing.assert_close(dict(model.state_dict()), trained, rtol=0.0, atol=0.0)
+    assert_same(dict(model.state_dict()), trained)
     assert not torch.equal(trained["embed.weight"], expected["embed.weight"])
 
 
 def test_values_are_given_back_unrounded_where_asked():
-    engine = zero_core.build(make_model(), Case(3, "bf16").config())
+    engine = Case(3, "bf16").build()
     expected = engine.full_state_dict(dtype=torch.float32)
     model = engine.unwrap(dtype=torch.float32)
-    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
+    assert_same(dict(model.state_dict()), expected)
 
 
 @on_ranks(2)
-def test_a_model_whose_values_went_with_a_closed_engine_is_refused(ranks: SimulatedRanks) -> None:
+def test_a_model_whose_values_went_with_a_closed_engine_is_refused(ranks):
     model = make_model()
     zero_core.build(model, _config(3), is_training=False, process_group=ranks).close()
     with pytest.raises(ConfigError, match=r"holds no value.*unwrap"):
-        zero_core.build(model, Case(0).config(), process_group=ranks)
+        Case(0).build(ranks, model)
 
 
 def test_a_parameter_that_repeats_one_value_or_starts_with_nan_is_no_empty_one():
@@ -137,12 +132,3 @@ def test_a_parameter_that_repeats_one_value_or_starts_with_nan_is_no_empty_one()
     full = engine.full_state_dict()
     assert full["weight"].tolist() == [[0.5, 0.5]] * 2
     torch.testing.assert_close(full["bias"], model.bias.detach(), equal_nan=True)
-
-
-def test_each_member_of_a_training_engine_alone_is_explained():
-    engine = zero_core.build(make_model(), _config(0), is_training=False)
-    members = set(vars(zero_core.Engine)) - set(dir(zero_core.ShardedModel))
-    for name in {"optimizer", *(name for name in members if not name.startswith("_"))}:
-        with pytest.raises(EvaluationOnlyError, match=name):
-            getattr(engine, name)
-    engine.close()

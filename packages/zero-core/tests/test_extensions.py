@@ -1,10 +1,5 @@
 """Extensions that a program gives to build(): `WeightAverage` is the one that stands for all."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -13,77 +8,62 @@ import zero_core
 from zero_core import CheckpointError, ConfigError, RankMismatchError, extensions
 from zero_core.core.extension import Extension
 from zero_core.extensions.weight_average import AVERAGE, WeightAverage
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    make_model,
-    simulate,
-)
-from zero_core.testing.training import check_like_ddp, step_ddp, train_steps
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same, check_like_ddp, step_ddp, train_steps
 
 DECAY = 0.9
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes", "never")
 
 
-def _build(ranks: SimulatedRanks | None, **case: Any) -> zero_core.Engine:
-    config = Case(**case).config()
+def _build(ranks, **case):
     average = WeightAverage(DECAY)
-    return zero_core.build(make_model(), config, process_group=ranks, extensions=[average])
+    return Case(**case).build(ranks, extensions=[average])
 
 
-def _averages(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
+def _averages(engine):
     return {name: engine.states.get_full(name, AVERAGE) for name in NAMES}
 
 
-def _check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert {n for n, value in found.items() if not torch.equal(value, expected[n])} == set()
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_average_is_that_of_torch_beside_ddp_at_every_stage(world_size: int) -> None:
-    def run(ranks: SimulatedRanks) -> None:
-        model = make_model()
-        ddp = SimulatedDDP(model, ranks)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-        reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-        reference.update_parameters(model)  # the first one copies
-        for step in range(3):
-            step_ddp(ddp, optimizer, batch(step, 0, ranks.rank))
-            reference.update_parameters(model)
-        params = dict(reference.module.named_parameters())
-        for stage in range(4):
-            engine = _build(ranks, stage=stage)
-            train_steps(engine, 0, 3)
-            for name, found in _averages(engine).items():
-                expected = params[name].detach()
-                if world_size == 2:
-                    assert torch.equal(found, expected), (stage, name)
-                else:  # DDP adds up in another order
-                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-    simulate(run, world_size)
+@on_ranks()
+def test_average_is_that_of_torch_beside_ddp_at_every_stage(ranks):
+    model = make_model()
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = adamw(model)
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    reference.update_parameters(model)  # the first one copies
+    for step in range(3):
+        step_ddp(ddp, optimizer, batch(step, 0, ranks.rank))
+        reference.update_parameters(model)
+    params = dict(reference.module.named_parameters())
+    for stage in range(4):
+        engine = _build(ranks, stage=stage)
+        train_steps(engine, 0, 3)
+        for name, found in _averages(engine).items():
+            expected = params[name].detach()
+            if ranks.size == 2:
+                assert torch.equal(found, expected), (stage, name)
+            else:  # DDP adds up in another order
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_average_of_master_weights_ignores_a_step_that_is_skipped() -> None:
+def test_average_of_master_weights_ignores_a_step_that_is_skipped():
     engine = _build(None, dtype="bf16", stage=2)
     train_steps(engine, 0, 1)
     before = _averages(engine)
     engine.backward(engine(**batch(1, 0, 0))["loss"] * float("inf"))
     engine.step()
     assert engine.skipped_steps == 1
-    _check_same(_averages(engine), before)
+    assert_same(_averages(engine), before)
 
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "async_save"])
-def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path: Path, call: str) -> None:
-    expected: dict[str, torch.Tensor] = {}
+def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path, call):
+    expected = {}
 
-    def save(ranks: SimulatedRanks) -> None:
+    def save(ranks):
         engine = _build(ranks, stage=3)
         train_steps(engine, 0, 2)
         saved = getattr(engine, call)(tmp_path)
@@ -99,18 +79,16 @@ def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path: Path, c
 
     simulate(save, 2)
 
-    def load(ranks: SimulatedRanks) -> None:
+    def load(ranks):
         engine = _build(ranks, stage=1)
         engine.load_checkpoint(tmp_path)
-        _check_same(_averages(engine), expected)
+        assert_same(_averages(engine), expected)
 
     simulate(load, 3)
 
 
-def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
-    tmp_path: Path,
-) -> None:
-    plain = zero_core.build(make_model(), Case().config())
+def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(tmp_path):
+    plain = Case().build()
     train_steps(plain, 0, 1)
     plain.save_checkpoint(tmp_path, "plain")
     averaged = _build(None)
@@ -118,7 +96,7 @@ def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
         averaged.load_checkpoint(tmp_path, "plain")
     averaged.load_checkpoint(tmp_path, "plain", without=(AVERAGE,))
     loaded = {name: plain.states.get_full(name) for name in NAMES}
-    _check_same(_averages(averaged), loaded)  # it begins anew
+    assert_same(_averages(averaged), loaded)  # it begins anew
     train_steps(averaged, 1, 2)
     averaged.save_checkpoint(tmp_path, "averaged")
     assert zero_core.verify_checkpoint(tmp_path, "averaged") > 0
@@ -126,10 +104,10 @@ def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
         plain.load_checkpoint(tmp_path, "averaged")
     plain.load_checkpoint(tmp_path, "averaged", without=(AVERAGE,))
     averaged.load_checkpoint(tmp_path, "plain", without=("optimizer", "progress"))
-    _check_same(_averages(averaged), loaded)
+    assert_same(_averages(averaged), loaded)
 
 
-def test_memory_checkpoint_has_the_average_of_its_step(tmp_path: Path) -> None:
+def test_memory_checkpoint_has_the_average_of_its_step(tmp_path):
     memory = {"memory_checkpoint": {"every": 1, "path": str(tmp_path / "memory")}}
     engine = _build(None, top=memory)
     engine.resume(tmp_path)
@@ -139,41 +117,41 @@ def test_memory_checkpoint_has_the_average_of_its_step(tmp_path: Path) -> None:
     engine = _build(None, top=memory)
     assert engine.resume(tmp_path) is not None
     assert engine.global_steps == 2
-    _check_same(_averages(engine), expected)
+    assert_same(_averages(engine), expected)
 
 
 class _Faulty(Extension):
     """Raises at the place that it is given, and counts its ends."""
 
-    def __init__(self, where: str = "", **states: torch.Tensor) -> None:
+    def __init__(self, where="", **states):
         self.where, self.own, self.num_ends = where, states, 0
 
-    def attach(self, state: Any) -> None:
+    def attach(self, state):
         if self.where == "attach":
             raise OSError("disk full")
 
-    def states(self) -> dict[str, torch.Tensor]:
+    def states(self):
         return self.own
 
-    def remove(self) -> None:
+    def remove(self):
         self.num_ends += 1
         if self.where == "remove":
             raise OSError("disk full")
 
 
-def test_extensions_end_with_a_build_that_fails_and_one_that_raises_hinders_nobody() -> None:
+def test_extensions_end_with_a_build_that_fails_and_one_that_raises_hinders_nobody():
     model, first = make_model(), _Faulty()
     with pytest.raises(OSError, match="disk full"):
-        zero_core.build(model, Case().config(), extensions=[first, _Faulty("attach")])
+        Case().build(model=model, extensions=[first, _Faulty("attach")])
     assert first.num_ends == 1
-    engine = zero_core.build(model, Case().config(), extensions=[_Faulty("remove"), first])
+    engine = Case().build(model=model, extensions=[_Faulty("remove"), first])
     with pytest.raises(OSError, match="disk full"):
         engine.close()
     assert first.num_ends == 2
-    zero_core.build(model, Case().config())
+    Case().build(model=model)
 
 
-def test_wrong_extensions_are_refused() -> None:
+def test_wrong_extensions_are_refused():
     with pytest.raises(ValueError, match="decay = 1"):
         WeightAverage(1.0)
     average = WeightAverage()
@@ -184,19 +162,19 @@ def test_wrong_extensions_are_refused() -> None:
         ([_Faulty(short=torch.zeros(3))], r"shape \(3,\)"),
     ):
         with pytest.raises(ConfigError, match=why):
-            zero_core.build(make_model(), Case().config(), extensions=wrong)
+            Case().build(extensions=wrong)
     with pytest.raises(ConfigError, match="no extensions"):
-        zero_core.build(make_model(), Case().config(), extensions=[average], is_training=False)
+        Case().build(extensions=[average], is_training=False)
 
-    def differ(ranks: SimulatedRanks) -> None:
+    def differ(ranks):
         own = [WeightAverage(0.5 + ranks.rank / 4)]
         with pytest.raises(RankMismatchError, match="a different list of extensions"):
-            zero_core.build(make_model(), Case().config(), process_group=ranks, extensions=own)
+            Case().build(ranks, extensions=own)
 
     simulate(differ, 2)
 
 
-ASKING: dict[str, dict[str, Any]] = {
+ASKING = {
     "check_replicas_every": {"check_replicas_every": 1},
     "zero_optimization.ignore_unused_parameters": {
         "zero_optimization": {"stage": 1, "ignore_unused_parameters": False}
@@ -208,24 +186,20 @@ ASKING: dict[str, dict[str, Any]] = {
 }
 
 
-def test_keys_without_their_extension_are_refused_and_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_keys_without_their_extension_are_refused_and_named(monkeypatch):
     assert {*extensions.FIRST, *extensions.LAST, *extensions.WRAPPERS} == ASKING.keys()
     for table in ("FIRST", "LAST", "WRAPPERS"):
         monkeypatch.setattr(extensions, table, {})
     for key, top in ASKING.items():
         with pytest.raises(ConfigError, match=f"^{key}: no table of zero_core.extensions has"):
-            zero_core.build(make_model(), {**Case().config(), **top})
+            Case(top=top).build()
 
 
-def test_stages_are_like_ddp_without_any_extension_in_the_tables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stages_are_like_ddp_without_any_extension_in_the_tables(monkeypatch):
     for table in ("FIRST", "LAST", "WRAPPERS"):
         monkeypatch.setattr(extensions, table, {})
 
-    def run(ranks: SimulatedRanks) -> None:
+    def run(ranks):
         for stage in range(4):
             case = Case(stage=stage, accumulation=2)
             check_like_ddp(ranks, make_model, lambda n, rank: batch(n, 0, rank), case)

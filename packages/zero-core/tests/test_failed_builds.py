@@ -1,31 +1,19 @@
 """A build that fails leaves model and optimizer as they were, and another one may follow."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
 import zero_core
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.init.slices import put_in_slices
-from zero_core.testing import (
-    Call,
-    Case,
-    Failure,
-    SimulatedRanks,
-    batch,
-    described,
-    failing,
-    make_model,
-    seeded,
-    simulate,
-)
+from zero_core.testing.failing import Failure, described, failing
+from zero_core.testing.models import batch, make_model, seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 BUILD = sys.modules["zero_core.build"].__file__
@@ -34,13 +22,13 @@ GIVING_UP = ("FormerModel.give_up", "release_free_pages")
 KINDS = ("ordinary", "deferred", "pretrained", "evaluation", "sliced")
 
 
-def _model() -> nn.Module:
+def _model():
     model = make_model()
     model.register_buffer("seen", torch.arange(3.0))
     return model
 
 
-def _make(ranks: SimulatedRanks, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _make(ranks, kind):
     if kind == "deferred":
         with seeded(0), zero_core.deferred_init():  # it notes the modules of all threads
             model = _model()
@@ -57,18 +45,18 @@ def _make(ranks: SimulatedRanks, kind: str) -> tuple[nn.Module, torch.optim.Opti
     return model, torch.optim.AdamW(params, lr=1e-2)
 
 
-def _options(kind: str, folder: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _options(kind, folder, optimizer):
     if kind == "evaluation":
         return {"is_training": False}
-    options: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": _schedule}
+    options = {"optimizer": optimizer, "lr_scheduler": _schedule}
     return options | ({"pretrained": folder} if kind == "pretrained" else {})
 
 
-def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def _schedule(optimizer):
     return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
 
 
-def _result(engine: zero_core.ShardedModel) -> dict[str, Tensor]:
+def _result(engine):
     """The weights after two steps of a fresh engine."""
     if isinstance(engine, zero_core.Engine):
         train_steps(engine, 0, 2)
@@ -77,21 +65,19 @@ def _result(engine: zero_core.ShardedModel) -> dict[str, Tensor]:
     return found
 
 
-def _build(
-    ranks: SimulatedRanks, stage: int, kind: str, folder: str, *made: Any
-) -> zero_core.ShardedModel:
+def _build(ranks, stage, kind, folder, *made):
     model, optimizer = made or _make(ranks, kind)
     options = _options(kind, folder, optimizer)
-    return zero_core.build(model, Case(stage).config(), process_group=ranks, **options)
+    return Case(stage).build(ranks, model, **options)
 
 
-def _calls(ranks: SimulatedRanks, *case: Any) -> list[Call]:
+def _calls(ranks, *case):
     with failing(None, "call", BUILD) as calls:
         _build(ranks, *case)
     return calls
 
 
-def _each_call(ranks: SimulatedRanks, calls: list[Call], event: str, *case: Any) -> None:
+def _each_call(ranks, calls, event, *case):
     stage, kind, _ = case
     expected = _result(_build(ranks, *case))
     made = _make(ranks, kind)
@@ -123,12 +109,18 @@ def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path, every, sta
     simulate(_each_call, 2, calls[stage % every :: every], event, *case)
 
 
-def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
+def _no_optimizer():
+    return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(ranks, stage):
     num_writes = 0
 
-    def broken(*, device_tier: Any, **options: Any) -> Any:
+    def broken(*, device_tier, **options):
         class Broken(device_tier):
-            def write_state(self, *args: Any) -> None:
+            def write_state(self, *args):
                 nonlocal num_writes
                 num_writes += 1
                 if num_writes == 3 and ranks.rank == 1:
@@ -152,34 +144,25 @@ def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
     assert_same(found, expected)
 
 
-def _no_optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": []}], lr=0.0)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(stage):
-    simulate(_one_rank, 2, stage)
-
-
-def _lost(ranks: SimulatedRanks, kind: str) -> nn.Module:
+def _lost(ranks, kind):
     model, optimizer = _make(ranks, kind)
     with pytest.raises(CollectiveError) as caught:
-        zero_core.build(model, Case(3).config(), process_group=ranks, optimizer=optimizer)
+        Case(3).build(ranks, model, optimizer=optimizer)
     assert "their values are gone" in caught.value.__notes__[0]
     return model
 
 
-def _replaced(ranks: SimulatedRanks, models: list[nn.Module]) -> None:
+def _replaced(ranks, models):
     model = models[ranks.rank]
     with pytest.raises(RuntimeError, match="gain was read after its engine was closed"):
         model.gain.sum()
     with pytest.raises(ConfigError, match="holds no value"):
-        zero_core.build(model, Case(3).config(), process_group=ranks)
+        Case(3).build(ranks, model)
     values = _model().state_dict()
     for name, param in model.named_parameters():
         param.data = values[name].clone()
-    found = _result(zero_core.build(model, Case(3).config(), process_group=ranks))
-    assert_same(found, _result(zero_core.build(_model(), Case(3).config(), process_group=ranks)))
+    found = _result(Case(3).build(ranks, model))
+    assert_same(found, _result(Case(3).build(ranks, _model())))
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "sliced"])

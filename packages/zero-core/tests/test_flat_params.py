@@ -1,12 +1,8 @@
 """States of flat parameters, and what each of them permits."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_core.core import access
 from zero_core.core.params import FlatParams, ParamState, SegmentViews, ShardSource
@@ -24,43 +20,43 @@ SEGMENT = Segment(
 class _Source(ShardSource):
     """A shard source of rank 0 whose gathers return 0, 1, 2, ... plus 10 per version."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.span = (0, 4)
-        self.gathers: list[tuple[int, bool]] = []
+        self.gathers = []
         self.waits = 0
         self.is_ready = True
         self.shard = torch.zeros(4)
-        self.full: Tensor | None = None
-        self.failure: CollectiveError | None = None
+        self.full = None
+        self.failure = None
 
-    def is_updated(self) -> bool:
+    def is_updated(self):
         return self.is_ready
 
-    def wait_update(self) -> None:
+    def wait_update(self):
         self.waits += 1
 
-    def gather(self, full: Tensor, *, version: int, backward: bool) -> Any:
+    def gather(self, full, *, version, backward):
         self.gathers.append((version, backward))
         self.full, self._brought = full, torch.arange(8.0) + 10 * max(version, 0)
         return self
 
-    def wait(self) -> None:
+    def wait(self):
         assert self.full is not None
         if self.failure is not None:
             raise self.failure
         self.full.copy_(self._brought)
 
-    def read(self) -> Tensor:
+    def read(self):
         return self.shard
 
-    def write(self, start: int, values: Tensor) -> None:
+    def write(self, start, values):
         self.shard[start : start + values.numel()] = values
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.waits += 1
 
 
-def _make(*, is_kept: bool = False, has_remote_updates: bool = True) -> tuple[FlatParams, _Source]:
+def _make(*, is_kept=False, has_remote_updates=True):
     source = _Source()
     params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))]
     flat = FlatParams(
@@ -79,7 +75,7 @@ def _make(*, is_kept: bool = False, has_remote_updates: bool = True) -> tuple[Fl
     return flat, source
 
 
-def test_a_gather_says_its_version_and_direction() -> None:
+def test_a_gather_says_its_version_and_direction():
     flat, source = _make()
     flat.gather()
     flat.release()  # gathered ahead and not needed
@@ -89,7 +85,7 @@ def test_a_gather_says_its_version_and_direction() -> None:
     assert source.gathers == [(0, False), (0, True), (EXACT_PARAMETERS, False)]
 
 
-def test_kept_values_wait_for_the_state_tier_when_no_rank_updates_a_part() -> None:
+def test_kept_values_wait_for_the_state_tier_when_no_rank_updates_a_part():
     flat, source = _make(is_kept=True, has_remote_updates=False)
     assert not flat.is_exchanged
     flat.invalidate()
@@ -106,7 +102,7 @@ def test_kept_values_wait_for_the_state_tier_when_no_rank_updates_a_part() -> No
     assert flat.is_current
 
 
-def test_a_copy_goes_with_its_last_holder() -> None:
+def test_a_copy_goes_with_its_last_holder():
     flat, _ = _make()
     copy = flat.hold(1, torch.ones(3))
     assert flat.hold(1, None) is copy
@@ -122,7 +118,7 @@ def test_a_copy_goes_with_its_last_holder() -> None:
     assert access.is_refused(flat.params[1])
 
 
-def test_replaced_data_is_found_and_restored() -> None:
+def test_replaced_data_is_found_and_restored():
     flat, _ = _make()
     flat.gather()
     flat.wait()
@@ -134,7 +130,7 @@ def test_replaced_data_is_found_and_restored() -> None:
     assert flat.params[1].tolist() == [4.0, 5.0, 6.0]
 
 
-def test_a_failed_gather_leaves_no_values_behind() -> None:
+def test_a_failed_gather_leaves_no_values_behind():
     flat, source = _make()
     source.failure = CollectiveError("rank 0: all_gather of unit 0 failed")
     for _ in range(2):
@@ -150,7 +146,7 @@ def test_a_failed_gather_leaves_no_values_behind() -> None:
     assert torch.equal(flat.params[1], torch.arange(4.0, 7.0))
 
 
-def test_a_failed_gather_that_nobody_needed_raises_and_its_buffer_is_lent_no_more() -> None:
+def test_a_failed_gather_that_nobody_needed_raises_and_its_buffer_is_lent_no_more():
     flat, source = _make()
     source.failure = CollectiveError("rank 0: all_gather of unit 0 failed")
     flat.gather()

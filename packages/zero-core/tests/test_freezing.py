@@ -1,37 +1,22 @@
 """Freezing and unfreezing of parameters in the middle of a run, with the numbers of DDP."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    Tower,
-    make_tower,
-    on_ranks,
-    rows,
-    run_on_processes,
-    seeded,
-    simulate,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import Tower, make_tower, rows, seeded
+from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case, SimulatedDDP
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, step_ddp, train
 
 STEPS_PER_PHASE = 2
 
 
-def _freeze(model: Tower, phase: int) -> Tower:
+def _freeze(model, phase):
     """Freeze the parameters of a phase.
 
     Phase 0 freezes the lower half. Phase 2 freezes a block, half of another one and the first
@@ -47,19 +32,19 @@ def _freeze(model: Tower, phase: int) -> Tower:
     return model
 
 
-def _tower(phase: int = 1) -> Tower:
+def _tower(phase=1):
     return _freeze(make_tower(6), phase)
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def _adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def _steps(phase: int) -> range:
+def _steps(phase):
     return range(phase * STEPS_PER_PHASE, (phase + 1) * STEPS_PER_PHASE)
 
 
-def _reference(case: Case, ranks: SimulatedRanks, phases: int) -> dict[str, Tensor]:
+def _reference(case, ranks, phases):
     model = _tower()
     optimizer = _adamw(model)
     for phase in range(phases):
@@ -73,7 +58,7 @@ def _reference(case: Case, ranks: SimulatedRanks, phases: int) -> dict[str, Tens
     return dict(model.state_dict())
 
 
-def _run(engine: zero_core.Engine, rank: int, phase: int) -> None:
+def _run(engine, rank, phase):
     _freeze(engine.module, phase)
     micros = engine.gradient_accumulation_steps
     for step in _steps(phase):
@@ -83,14 +68,12 @@ def _run(engine: zero_core.Engine, rank: int, phase: int) -> None:
             engine.step()
 
 
-def _build(
-    config: dict[str, Any], phase: int = 0, process_group: SimulatedRanks | None = None
-) -> zero_core.Engine:
+def _build(config, phase=0, process_group=None):
     model = _tower(phase)
     return zero_core.build(model, config, optimizer=_adamw(model), process_group=process_group)
 
 
-def _follows_ddp(ranks: SimulatedRanks, stage: int, accumulation: int, again: Any) -> None:
+def _follows_ddp(ranks, stage, accumulation, again):
     case = Case(stage, accumulation=accumulation, is_local=True)
     expected = _reference(case, ranks, phases=4)
     engine = _build(case.config() | {"activation_checkpointing": again}, process_group=ranks)
@@ -112,15 +95,13 @@ def test_frozen_and_unfrozen_parameters_follow_ddp(world_size, stage, accumulati
     simulate(_follows_ddp, world_size, stage, accumulation, again)
 
 
-def test_frozen_parameters_follow_ddp_where_ranks_share_memory() -> None:
+def test_frozen_parameters_follow_ddp_where_ranks_share_memory():
     run_on_processes(_follows_ddp, 2, 3, 2, None)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_a_frozen_parameter_neither_decays_nor_gets_states(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_a_frozen_parameter_neither_decays_nor_gets_states(ranks, stage):
     engine = _build(Case(stage).config(), process_group=ranks)
     _run(engine, ranks.rank, 0)
     full = engine.full_state_dict()
@@ -132,7 +113,7 @@ def test_a_frozen_parameter_neither_decays_nor_gets_states(
 
 
 @on_ranks(2)
-def test_reductions_do_not_wait_for_gradients_that_will_not_come(ranks: SimulatedRanks) -> None:
+def test_reductions_do_not_wait_for_gradients_that_will_not_come(ranks):
     underway = []
     for is_frozen in (False, True):
         engine = _build(Case(stage=2).config(), phase=1, process_group=ranks)
@@ -143,7 +124,7 @@ def test_reductions_do_not_wait_for_gradients_that_will_not_come(ranks: Simulate
     assert underway[0] == underway[1]
 
 
-_OPTIMIZERS: Mapping[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+_OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=0.1, fused=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=LR, initial_accumulator_value=0.5),
@@ -154,17 +135,17 @@ _OPTIMIZERS: Mapping[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 }
 
 
-def _in_phase(phase: int, optimizer: str) -> tuple[Tower, torch.optim.Optimizer]:
+def _in_phase(phase, optimizer):
     model = _tower(phase)
-    trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     if phase == 3:
         trained = [{"params": trained[:9], "lr": LR / 3}, {"params": trained[9:]}]
     return model, _OPTIMIZERS[optimizer](trained)
 
 
-def _staged_in_torch(ranks: SimulatedRanks, name: str) -> dict[str, Tensor]:
+def _staged_in_torch(ranks, name):
     """Train with one torch optimizer per phase, each starting from the last one's states."""
-    values, states = _tower().state_dict(), dict[str, Any]()
+    values, states = _tower().state_dict(), {}
     for phase in range(4):
         model, optimizer = _in_phase(phase, name)
         model.load_state_dict(values)
@@ -179,18 +160,19 @@ def _staged_in_torch(ranks: SimulatedRanks, name: str) -> dict[str, Tensor]:
     return dict(values)
 
 
-def _resumes_in_stages(ranks: SimulatedRanks, stage: int, name: str, folder: str) -> None:
+def _resumes_in_stages(ranks, stage, name, folder):
     for phase in range(4):
         model, optimizer = _in_phase(phase, name)
-        config = Case(stage=(stage + phase) % 4 if name == "AdamW" else stage).config()
-        engine = zero_core.build(model, config, optimizer=optimizer, process_group=ranks)
+        engine = Case(stage=(stage + phase) % 4 if name == "AdamW" else stage).build(
+            ranks, model, optimizer=optimizer
+        )
         if phase:
             _run(engine, ranks.rank, phase)  # its states are not the checkpoint's
             engine.load_checkpoint(folder)
         _run(engine, ranks.rank, phase)
         engine.save_checkpoint(folder)
     found = engine.full_state_dict()
-    torch.testing.assert_close(found, _staged_in_torch(ranks, name), rtol=0.0, atol=0.0)
+    assert_same(found, _staged_in_torch(ranks, name))
 
 
 @pytest.mark.parametrize(
@@ -218,9 +200,7 @@ _PAIRED = ("blocks.1.0.weight", "blocks.4.0.weight", "blocks.3.0.weight")
 """Weights that are, in this order, new in phase 2, frozen in it, and trained in both phases."""
 
 
-def _read_after(
-    ranks: SimulatedRanks, phase: int, stage: int, name: str, folder: str, memory: str | None
-) -> tuple[list[Tensor], Tensor]:
+def _read_after(ranks, phase, stage, name, folder, memory):
     """Return values and a moment, read after resuming or after a first phase that is saved."""
     model, optimizer = _in_phase(phase, name)
     config = Case(stage, "bf16").config()
@@ -252,16 +232,14 @@ def test_states_pair_by_name_at_another_number_of_ranks(
     (values, moment), _ = simulate(_read_after, 2, 0, 2, optimizer, *place)
     values[1] = values[1].bfloat16().float()
     for found, own in simulate(_read_after, world_size, 2, stage, optimizer, *place):
-        torch.testing.assert_close([*found, own], [*values, moment], rtol=0.0, atol=0.0)
+        assert_same([*found, own], [*values, moment])
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_unfreezing_what_no_optimizer_group_holds_is_refused_by_name(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_unfreezing_what_no_optimizer_group_holds_is_refused_by_name(ranks, stage):
     model = _tower(0)
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)  # of the rest
+    engine = Case(stage).build(ranks, model)  # of the rest
     model.blocks[1].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"blocks\.1\.0\.weight requires .* Freeze it"):
         engine(rows(0, ranks.rank))
@@ -283,24 +261,20 @@ def test_memory_kept_for_frozen_parameters_is_told(caplog):
 
 
 class _Quantized(Tower):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.codes = nn.Parameter(torch.arange(7, dtype=torch.uint8), requires_grad=False)
 
-    def forward(self, x: Tensor, used: Any = None) -> Tensor:
+    def forward(self, x, used=None):
         return super().forward(x * self.codes.float())
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_an_integer_parameter_is_frozen_even_if_the_optimizer_holds_it(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_an_integer_parameter_is_frozen_even_if_the_optimizer_holds_it(ranks, stage):
     with seeded(5):
         model = _Quantized()
-    engine = zero_core.build(
-        model, Case(stage).config(), optimizer=_adamw(model), process_group=ranks
-    )
+    engine = Case(stage).build(ranks, model, optimizer=_adamw(model))
     assert [p.name for p in engine.layout.params if not p.is_trainable] == ["codes"]
     train(engine, [rows(0, ranks.rank)])
     assert torch.equal(engine.full_state_dict()["codes"], torch.arange(7, dtype=torch.uint8))
@@ -314,7 +288,7 @@ def test_a_plan_counts_what_requires_a_gradient_when_it_is_planned():
             model = _tower(phase)
         planned.append(zero_core.plan(model, config, 2, device_type="cpu").memory.device)
     assert planned[0]["optimizer states"] < planned[1]["optimizer states"]
-    engine = zero_core.build(_tower(), Case().config())
+    engine = Case().build(model=_tower())
     engine.module.blocks[:3].requires_grad_(False)  # after build(): its memory stays
     trained = sum(s.padded_numel for s in engine.layout.segments)
     assert engine.memory_report()["gradient shards"] == 4 * trained

@@ -1,39 +1,30 @@
 """FSDP2's methods as calls of the engine: they change when units are gathered and released."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from support.launches import Launch, LoggedCollectives
+from support.launches import LoggedCollectives
 from torch import nn
 
-import zero_core
-from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate, train
+from zero_core.testing import Case, assert_same, make_tower, on_ranks, rows, simulate, train
 
 
-def _build(ranks: SimulatedRanks, **case: Any) -> tuple[zero_core.Engine, list[Launch]]:
-    log: list[Launch] = []
-    engine = zero_core.build(
-        make_tower(),
-        Case(3, **case).config(),
-        collectives=LoggedCollectives.factory(log),
-        process_group=ranks,
-    )
+def _build(ranks, **case):
+    log = []
+    engine = Case(3, **case).build(ranks, make_tower(), collectives=LoggedCollectives.factory(log))
     return engine, log
 
 
-def _gathers(log: list[Launch]) -> list[str]:
+def _gathers(log):
     return [str(launch) for launch in log if launch.kind != "r"]
 
 
-def _without(skipped: int | None) -> list[int]:
+def _without(skipped):
     return [block for block in range(4) if block != skipped]
 
 
-def _gathers_once(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_units_that_are_not_resharded_are_gathered_once(ranks):
     engine, log = _build(ranks)
     engine.set_reshard_after_forward(False)
     for step in range(2):
@@ -56,14 +47,9 @@ def _gathers_once(ranks: SimulatedRanks) -> None:
     assert not any(flat.full is not None for flat in engine.sharded_state.params)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_units_that_are_not_resharded_are_gathered_once(world_size):
-    simulate(_gathers_once, world_size)
-
-
-def _in_advance(ranks: SimulatedRanks, depth: int) -> tuple[list[str], list[str]]:
+def _in_advance(ranks, depth):
     engine, log = _build(ranks)
-    before_first: list[str] = []
+    before_first = []
     first, *_, last = blocks = engine.module.blocks
     engine.set_modules_to_forward_prefetch(first, blocks[1 : 1 + depth])
     engine.set_modules_to_backward_prefetch(last, [blocks[2], blocks[1], blocks[0]][:depth])
@@ -82,36 +68,33 @@ def test_prefetched_units_are_gathered_once_with_the_one_before_in_one_order(dep
     assert simulate(_in_advance, 3, depth) == [(one_step[: 2 + depth], one_step * 3)] * 3
 
 
-def _keep(engine: zero_core.Engine) -> None:
-    engine.set_reshard_after_forward(False)
-
-
-def _keep_some(engine: zero_core.Engine) -> None:
-    engine.set_reshard_after_forward(False, modules=engine.module.blocks[:2])
-
-
-def _prefetch(engine: zero_core.Engine) -> None:
+def _prefetch(engine):
     blocks = engine.module.blocks
     engine.set_modules_to_forward_prefetch(blocks[0], blocks[1:])
     engine.set_modules_to_backward_prefetch(blocks[3], [blocks[2], blocks[1], blocks[0]])
 
 
-def _same_numbers(ranks: SimulatedRanks, change: Callable[[zero_core.Engine], None]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda engine: engine.set_reshard_after_forward(False),
+        lambda engine: engine.set_reshard_after_forward(False, modules=engine.module.blocks[:2]),
+        _prefetch,
+    ],
+    ids=["keep", "keep some", "prefetch"],
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_numbers_stay_the_same(ranks, change):
     batches = [rows(step, ranks.rank) for step in range(3)]
     (plain, _), (changed, _) = _build(ranks), _build(ranks)
     change(changed)
     assert train(changed, batches) == train(plain, batches)
-    values = plain.full_state_dict()
-    torch.testing.assert_close(changed.full_state_dict(), values, rtol=0.0, atol=0.0)
+    assert_same(changed.full_state_dict(), plain.full_state_dict())
 
 
-@pytest.mark.parametrize("change", [_keep, _keep_some, _prefetch])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_numbers_stay_the_same(world_size, change):
-    simulate(_same_numbers, world_size, change)
-
-
-def _accumulates(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_last_backward_ends_the_step(ranks):
     expected, _ = _build(ranks, accumulation=3)
     engine, _ = _build(ranks)
     for step in range(2):
@@ -124,14 +107,11 @@ def _accumulates(ranks: SimulatedRanks) -> None:
             engine.step()
         assert engine.global_steps == expected.global_steps == step + 1
     values = engine.full_state_dict()
-    torch.testing.assert_close(values, expected.full_state_dict(), rtol=0.0, atol=0.0)
+    assert_same(values, expected.full_state_dict())
 
 
-def test_last_backward_ends_the_step():
-    simulate(_accumulates, 2)
-
-
-def _is_local(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_gradients_wait_until_they_are_to_be_reduced(ranks):
     expected, _ = _build(ranks, accumulation=2)
     with expected.no_sync():
         expected.backward(expected(rows(0, ranks.rank)))
@@ -146,7 +126,7 @@ def _is_local(ranks: SimulatedRanks) -> None:
     engine.backward(engine(rows(1, ranks.rank)))
     engine.step()
     values = engine.full_state_dict()
-    torch.testing.assert_close(values, expected.full_state_dict(), rtol=0.0, atol=0.0)
+    assert_same(values, expected.full_state_dict())
     engine.set_requires_gradient_sync(False)
     engine.backward(engine(rows(0, ranks.rank)))
     engine.step()
@@ -155,12 +135,8 @@ def _is_local(ranks: SimulatedRanks) -> None:
         engine.step()
 
 
-def test_gradients_wait_until_they_are_to_be_reduced():
-    simulate(_is_local, 2)
-
-
 def test_units_in_another_order_are_refused():
-    engine = zero_core.build(make_tower(), Case(3).config())
+    engine = Case(3).build(model=make_tower())
     blocks = engine.module.blocks
     with pytest.raises(ValueError, match=r"units \[3\] cannot be gathered ahead of unit 1"):
         engine.set_modules_to_forward_prefetch(blocks[0], [blocks[2]])
@@ -172,14 +148,15 @@ def test_units_in_another_order_are_refused():
         engine.set_reshard_after_forward(False, modules=[nn.Linear(2, 2)])
 
 
-def _breaks_off(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_generation_that_breaks_off_frees_what_it_kept(ranks):
     engine, _ = _build(ranks)
     with torch.no_grad():
         engine(rows(0, ranks.rank))
     before = engine.memory_report()
     kept = []
 
-    def break_off() -> None:
+    def break_off():
         engine(rows(0, ranks.rank))
         kept.append(sum(engine.memory_report().values()))
         raise KeyboardInterrupt
@@ -191,16 +168,13 @@ def _breaks_off(ranks: SimulatedRanks) -> None:
     engine.close()
 
 
-def test_generation_that_breaks_off_frees_what_it_kept() -> None:
-    simulate(_breaks_off, 2)
-
-
-def _has_hooks_where_needed(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_parts_are_without_hooks_while_all_blocks_stay_gathered(ranks):
     engine, _ = _build(ranks)
     parts = [block[0] for block in engine.module.blocks]
     x = rows(0, ranks.rank)
 
-    def num_hooked() -> int:
+    def num_hooked():
         return sum(bool(part._forward_pre_hooks) for part in parts)
 
     with torch.no_grad(), engine.generating():
@@ -218,7 +192,3 @@ def _has_hooks_where_needed(ranks: SimulatedRanks) -> None:
     values = engine.full_state_dict()
     expected = nn.functional.linear(x, values["blocks.1.0.weight"], values["blocks.1.0.bias"])
     assert torch.equal(found, expected)
-
-
-def test_parts_are_without_hooks_while_all_blocks_stay_gathered() -> None:
-    simulate(_has_hooks_where_needed, 2)

@@ -1,38 +1,23 @@
 """Whole parameters in one place: ``gathered``, exports in pieces, reads of one rank alone."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core import RankMismatchError
 from zero_core.comm import control
 from zero_core.core import access
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    make_model,
-    on_ranks,
-    run_ddp,
-    run_on_processes,
-    seeded,
-    simulate,
-    train,
-)
+from zero_core.testing.models import batch, make_model, seeded
+from zero_core.testing.oracle import Case, run_ddp
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, train, train_steps
 
 
-def _batches(rank: int, steps: int) -> list[dict[str, Any]]:
-    return [batch(step, 0, rank) for step in range(steps)]
-
-
-def _some(model: nn.Module) -> list[nn.Parameter]:
+def _some(model):
     """Return parameters of the root, a block and a frozen block.
 
     The tied weight appears under both of its names, a bias of the block twice. ``gain`` can have
@@ -45,26 +30,26 @@ def _some(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 3)])
 @on_ranks()
-def test_they_hold_their_exact_values_and_others_do_not(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
-    train(engine, _batches(ranks.rank, 2))
+def test_they_hold_their_exact_values_and_others_do_not(ranks, stage):
+    engine = Case(stage, dtype="bf16").build(ranks)
+    train_steps(engine, 0, 2)
     with engine.gathered() as model:
         expected = [p.detach().clone() for p in _some(model)]
     with engine.gathered(params=iter(_some(engine.module))) as model:
         found = _some(model)
-        torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
+        assert_same([p.detach() for p in found], expected)
         if stage == 3 and ranks.size > 1:
             assert access.is_refused(model.blocks[1].up.weight)
             for param in found:  # no more memory than its own
                 assert param.untyped_storage().nbytes() == param.nbytes
         with torch.no_grad():  # a forward in between takes nothing away
             engine(**batch(0, 0, ranks.rank))
-        torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
+        assert_same([p.detach() for p in found], expected)
     if stage == 3 and ranks.size > 1:
         assert all(map(access.is_refused, _some(engine.module)))
 
 
-def _change(param: nn.Parameter, name: str) -> None:
+def _change(param, name):
     with torch.no_grad():
         if name == "embed.weight":
             param[3:20] *= 1.5
@@ -82,9 +67,7 @@ CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 HOW = (*((stage, False) for stage in range(4)), (1, True), (3, True))
 
 
-def _reaches_all(
-    ranks: SimulatedRanks, modifier: int, how: Sequence[tuple[int, bool]] = HOW
-) -> None:
+def _reaches_all(ranks, modifier, how=HOW):
     """Check that all ranks train with the changes of rank ``modifier``.
 
     ``how``: stages, each with whether the whole model is gathered.
@@ -93,10 +76,10 @@ def _reaches_all(
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
             _change(model.get_parameter(name), name)
-    oracle = zero_core.build(model, Case().config(), process_group=ranks)
-    losses, values = train(oracle, _batches(ranks.rank, 3)), oracle.full_state_dict()
+    oracle = Case().build(ranks, model)
+    losses, values = train_steps(oracle, 0, 3), oracle.full_state_dict()
     for stage, is_whole in how:
-        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        engine = Case(stage).build(ranks)
         for name in CHANGED:
             param = engine.module.get_parameter(name)
             params = None if is_whole else [param]
@@ -105,8 +88,8 @@ def _reaches_all(
                     _change(param, name)
                 elif not is_whole:
                     param.mul_(-3.0)  # of another rank: does not count
-        assert train(engine, _batches(ranks.rank, 3)) == losses
-        torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
+        assert train_steps(engine, 0, 3) == losses
+        assert_same(engine.full_state_dict(), values)
 
 
 @pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
@@ -114,7 +97,7 @@ def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modif
     simulate(_reaches_all, world_size, modifier)
 
 
-def _gathered(engine: zero_core.Engine) -> dict[str, Tensor]:
+def _gathered(engine):
     with engine.gathered() as model:
         return {n: p.detach().float() for n, p in model.named_parameters()}
 
@@ -122,11 +105,9 @@ def _gathered(engine: zero_core.Engine) -> dict[str, Tensor]:
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(
-    ranks: SimulatedRanks, stage: int, is_whole: bool
-) -> None:
-    engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
-    train(engine, _batches(ranks.rank, 2))
+def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(ranks, stage, is_whole):
+    engine = Case(stage, dtype="bf16").build(ranks)
+    train_steps(engine, 0, 2)
     expected, rounded = engine.full_state_dict(dtype=torch.float32), _gathered(engine)
     weight = engine.module.embed.weight
     params = None if is_whole else [weight]
@@ -137,15 +118,15 @@ def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(
         values["embed.weight"][5] = 0.5
     expected["head.weight"][5] = 0.5
     after = engine.full_state_dict(dtype=torch.float32)
-    torch.testing.assert_close(after, expected, rtol=0.0, atol=0.0)
-    torch.testing.assert_close(_gathered(engine), rounded, rtol=0.0, atol=0.0)
+    assert_same(after, expected)
+    assert_same(_gathered(engine), rounded)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
-def test_it_nests(ranks: SimulatedRanks, stage: int) -> None:
+def test_it_nests(ranks, stage):
     for outer, inner in (("itself", "itself"), ("all", "itself"), ("itself", "all")):
-        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        engine = Case(stage).build(ranks)
         up, other = engine.module.blocks[0].up.weight, engine.module.gain
         params = {"itself": [up], "all": None}
         with engine.gathered(params=params[outer]):
@@ -164,19 +145,19 @@ def test_it_nests(ranks: SimulatedRanks, stage: int) -> None:
 class _Own(nn.Module):
     """A model whose forward gathers a parameter of its own unit and one of another."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(0):
             self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
             self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
-            self.engine: zero_core.Engine | None = None
+            self.engine = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = torch.tanh(block(x)) * self._factor()
         return x.square().mean()
 
-    def _factor(self) -> Tensor:
+    def _factor(self):
         wanted = [self.scale, self.blocks[1].weight]
         if self.engine is None:
             return self.scale * self.blocks[1].weight.detach().norm()
@@ -186,23 +167,21 @@ class _Own(nn.Module):
 
 
 @on_ranks(2)
-def test_within_a_forward_it_takes_nothing_away(ranks: SimulatedRanks) -> None:
+def test_within_a_forward_it_takes_nothing_away(ranks):
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(ranks.rank))
     results = []
     for is_asking in (False, True):
-        engine = zero_core.build(_Own(), Case(3 if is_asking else 0).config(), process_group=ranks)
+        engine = Case(3 if is_asking else 0).build(ranks, _Own())
         if is_asking:
             vars(engine.module)["engine"] = engine
         train(engine, [x, x])
         results.append(engine.full_state_dict())
-    torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
+    assert_same(*results)
 
 
 @on_ranks(2)
-def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(
-    ranks: SimulatedRanks,
-) -> None:
-    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
+def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(ranks):
+    engine = Case(3).build(ranks)
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     expected = engine.full_state_dict()["blocks.0.up.weight"]
     # None: the whole model.
@@ -226,10 +205,10 @@ def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_wrong_parameters_shapes_and_ranks_are_refused(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+def test_wrong_parameters_shapes_and_ranks_are_refused(ranks, stage):
+    engine = Case(stage).build(ranks)
 
-    def refuses(params: Any, modifier: int | None, match: str) -> None:
+    def refuses(params, modifier, match):
         kind = RankMismatchError if match.startswith("rank") else ValueError
         with (
             pytest.raises(kind, match=match),
@@ -255,21 +234,18 @@ def test_wrong_parameters_shapes_and_ranks_are_refused(ranks: SimulatedRanks, st
     refuses(mixed, 0, rf"{who}.*{('gain', 'not this engine')[ranks.rank]}")
     for params in ([gain], None):
         refuses(params, ranks.rank, rf"{who}.*modifier_rank \(here {ranks.rank}\)")
-    train(engine, _batches(ranks.rank, 1))  # whatever was refused, all goes on
+    train_steps(engine, 0, 1)  # whatever was refused, all goes on
 
 
-def test_changes_reach_all_ranks_where_they_share_memory() -> None:
+def test_changes_reach_all_ranks_where_they_share_memory():
     run_on_processes(_reaches_all, 3, 1, [(2, True), (3, False)])
-
-
-# ------------------------------------------------------------------ saved for backward
 
 
 class _Distance(torch.autograd.Function):
     """The mean squared distance of two projections, which gathers a teacher's weight by itself."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: nn.Linear, weight: Tensor, teacher: Any) -> Tensor:
+    def forward(ctx, hidden, head, weight, teacher):
         with teacher.gathered(params=[weight]):
             gap = head(hidden) - hidden @ weight.t()
         ctx.save_for_backward(gap, weight)  # which torch does when this has returned
@@ -277,19 +253,19 @@ class _Distance(torch.autograd.Function):
         return gap.square().mean()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx, grad):
         gap, weight = ctx.saved_tensors
         return grad * 2 / gap.numel() * gap @ (ctx.own - weight), None, None, None
 
 
 class _Student(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.head = nn.Linear(6, 5, bias=False)
         self.head.weight.requires_grad_(False)
 
-    def forward(self, x: Tensor, weight: Tensor, teacher: Any) -> Tensor:
+    def forward(self, x, weight, teacher):
         for block in self.blocks:
             x = torch.tanh(block(x))
         if teacher is None:
@@ -297,13 +273,13 @@ class _Student(nn.Module):
         return _Distance.apply(x, self.head, weight, teacher)
 
 
-def _models() -> tuple[_Student, nn.Module]:
+def _models():
     with seeded(0):
         return _Student(), nn.Sequential(nn.Linear(3, 3), nn.Linear(6, 5, bias=False))
 
 
 @on_ranks(2)
-def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks: SimulatedRanks) -> None:
+def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks):
     expected, plain = _models()
     optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
     student, model = _models()
@@ -335,19 +311,17 @@ def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks: Simul
     assert access.is_refused(weight)
 
 
-# ------------------------------------------------------------------ exports and single readers
-
 LIMIT = 512
 
 
-def _full_state(ranks: SimulatedRanks, dtype: str, stage: int) -> tuple[Any, Any, list[int]]:
+def _full_state(ranks, dtype, stage):
     """Return full_state_dict of all ranks and of rank 1, and bytes of what was gathered at once."""
-    engine = zero_core.build(make_model(), Case(stage, dtype).config(), process_group=ranks)
+    engine = Case(stage, dtype).build(ranks)
     group = engine.sharded_state.control
-    sizes: list[int] = []
+    sizes = []
     gather = group.gather_on_device
 
-    def measured(tensor: Tensor) -> Tensor:
+    def measured(tensor):
         found = gather(tensor)
         sizes.append(found.nbytes)
         return found
@@ -360,7 +334,7 @@ def _full_state(ranks: SimulatedRanks, dtype: str, stage: int) -> tuple[Any, Any
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("dtype", "stage"), [("fp32", 3), ("bf16", 1), ("bf16", 0)])
-def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch) -> None:
+def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch):
     whole = simulate(_full_state, world_size, dtype, stage)
     monkeypatch.setattr(control, "PIECE_BYTES", LIMIT)
     for rank, (full, of_one, sizes) in enumerate(simulate(_full_state, world_size, dtype, stage)):
@@ -374,23 +348,23 @@ def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_one_rank_alone_reads_the_current_values(ranks: SimulatedRanks, stage: int) -> None:
+def test_one_rank_alone_reads_the_current_values(ranks, stage):
     expected = run_ddp(Case(), ranks.rank, 3, ranks).values
-    engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
-    train(engine, _batches(ranks.rank, 3))
+    engine = Case(stage).build(ranks)
+    train_steps(engine, 0, 3)
     if ranks.rank == ranks.size - 1:  # alone: a collective would never end
         found = engine.module.state_dict()
-        again: dict[str, Tensor] = dict(engine.module.named_parameters())
+        again = dict(engine.module.named_parameters())
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0.0, atol=0.0)
+            assert_same(found[name], value)
             assert torch.equal(again[name], value)
-    train(engine, _batches(ranks.rank, 1))  # and all goes on
+    train_steps(engine, 0, 1)  # and all goes on
 
 
 @on_ranks(2)
-def test_at_stage_3_the_values_stay_sharded(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
-    train(engine, _batches(ranks.rank, 1))
+def test_at_stage_3_the_values_stay_sharded(ranks):
+    engine = Case(3).build(ranks)
+    train_steps(engine, 0, 1)
     before = engine.memory_report()
     engine.publish()
     assert engine.memory_report() == before

@@ -1,21 +1,17 @@
 """The plan of a gradient's memory, as a table."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
-from zero_core.core.gradient_plan import GradientCase, GradientPlan, plan_gradient
+from zero_core.core.gradient_plan import GradientCase, plan_gradient
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ADDED = {"owns_grads": True, "adds_grads": True, "is_accumulated": True}
 """Accumulation with a tier that adds up gradients."""
 
 
-def _plan(**changed: Any) -> GradientPlan:
-    given: dict[str, Any] = {
+def _plan(**changed):
+    given = {
         "stage": 3,
         "world_size": 2,
         "is_accumulated": False,
@@ -61,9 +57,7 @@ NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
     ],
     ids=str,
 )
-def test_buffers_are_kept_or_borrowed_when(
-    given: dict[str, Any], case: GradientCase, kept: str
-) -> None:
+def test_buffers_are_kept_or_borrowed_when(given, case, kept):
     plan = _plan(**given)
     assert (plan.case, plan.is_full_kept, plan.is_shard_kept) == (
         case,
@@ -97,9 +91,7 @@ def test_buffers_are_kept_or_borrowed_when(
     ],
     ids=str,
 )
-def test_a_gradient_has_the_dtypes_and_factor_of_its_plan(
-    given: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_a_gradient_has_the_dtypes_and_factor_of_its_plan(given, expected):
     plan = _plan(**given)
     assert {name: getattr(plan, name) for name in expected} == expected
     assert plan.normed == (torch.float64 if given.get("adds_grads") else None)

@@ -1,55 +1,28 @@
 """Models and runs that leave the usual path: the numbers stay right, or an error says why not."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core import CheckpointError
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    Tower,
-    batch,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    run_on_processes,
-    seeded,
-    simulate,
-    spawn,
-    train,
-)
-
-OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-ALONE = {"train_batch_size": 1}
+from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import on_processes, run_on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same, train
 
 
-def _build(ranks: SimulatedRanks | None, stage: int, **case: Any) -> zero_core.Engine:
-    config = Case(stage, **case).config() | OPT
-    return zero_core.build(make_tower(), config, process_group=ranks)
+def _build(ranks, stage, **case):
+    return Case(stage, **case).build(ranks, make_tower())
 
 
-def _check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-# ------------------------------------------------------------------ forwards and backwards
-
-
-def _calls(model: Any, way: str, step: int, rank: int) -> list[Tensor]:
+def _calls(model, way, step, rank):
     """Return the losses that a step runs backward from."""
     x, y = rows(step, rank), rows(step + 50, rank)
     if way == "a loss of two forwards":
@@ -60,12 +33,10 @@ def _calls(model: Any, way: str, step: int, rank: int) -> list[Tensor]:
 @pytest.mark.parametrize("way", ["a loss of two forwards", "two backwards", "a plain backward"])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_step_follows_ddp_when_its_backward_is(
-    ranks: SimulatedRanks, stage: int, way: str
-) -> None:
+def test_a_step_follows_ddp_when_its_backward_is(ranks, stage, way):
     reference = make_tower()
     ddp = SimulatedDDP(reference, ranks)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    optimizer = adamw(reference)
     engine = _build(ranks, stage)
     for step in range(3):
         for loss in _calls(ddp, way, step, ranks.rank):
@@ -82,9 +53,9 @@ def test_a_step_follows_ddp_when_its_backward_is(
 
 
 @on_ranks(2)
-def test_a_loss_that_is_dropped_frees_its_activations(ranks: SimulatedRanks) -> None:
+def test_a_loss_that_is_dropped_frees_its_activations(ranks):
     engine = _build(ranks, 3)
-    seen: list[weakref.ref[Tensor]] = []
+    seen = []
     for module in engine.module.modules():
         module.register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out)))
     loss = engine(rows(0, ranks.rank))
@@ -94,9 +65,7 @@ def test_a_loss_that_is_dropped_frees_its_activations(ranks: SimulatedRanks) -> 
 
 
 @on_ranks(2)
-def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(
-    ranks: SimulatedRanks,
-) -> None:
+def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(ranks):
     engine = _build(ranks, 3)
     with pytest.raises(RuntimeError, match=r"a part of unit 0 \(root\) was called by itself"):
         engine.module.first(rows(0, ranks.rank))
@@ -104,24 +73,7 @@ def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(
         assert torch.equal(engine.module.first(rows(0, 0)), make_tower().first(rows(0, 0)))
 
 
-@pytest.mark.parametrize("stage", range(4))
-@on_ranks(2)
-def test_a_state_dict_has_the_values_after_the_step_or_is_refused_at_stage_3(
-    ranks: SimulatedRanks, stage: int
-) -> None:
-    engine = _build(ranks, stage)
-    train(engine, [rows(0, ranks.rank)])
-    if stage < 3:
-        found = engine.module.state_dict()
-    else:
-        with pytest.raises(RuntimeError, match=r"use engine.full_state_dict\(\)"):
-            engine.module.state_dict()
-        with engine.gathered() as module:
-            found = {k: v.clone() for k, v in module.state_dict().items()}
-    _check_equal(dict(found), engine.full_state_dict())
-
-
-def _late(ranks: SimulatedRanks, stage: int) -> None:
+def _late(ranks, stage):
     """A backward after the reduced one, within no_sync, on one rank only."""
     engine = _build(ranks, stage)
     engine.backward(engine(rows(0, ranks.rank)))
@@ -133,17 +85,15 @@ def _late(ranks: SimulatedRanks, stage: int) -> None:
     assert engine.skipped_steps == 0
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_unreduced_gradients_of_one_rank_are_reduced_by_all(stage):
-    simulate(_late, 2, stage)
-
-
-def test_a_late_gradient_is_reduced_where_ranks_share_memory():
-    run_on_processes(_late, 2, 3)
+@pytest.mark.parametrize(
+    ("run", "stage"), [*((simulate, stage) for stage in range(4)), (run_on_processes, 3)]
+)
+def test_unreduced_gradients_of_one_rank_are_reduced_by_all(run, stage):
+    run(_late, 2, stage)
 
 
 @on_ranks(2)
-def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks: SimulatedRanks) -> None:
+def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks):
     results = []
     for stage in range(3):
         engine = _build(ranks, stage, accumulation=2)
@@ -156,11 +106,11 @@ def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks: SimulatedRanks) -
         assert (engine.global_steps, engine.skipped_steps) == (2, 0)
         results.append(engine.full_state_dict())
     for one, other in pairwise(results):
-        _check_equal(one, other)
+        assert_same(one, other)
     assert not torch.equal(results[0]["head.weight"], make_tower().head.weight)
 
 
-def _skips_several(ranks: SimulatedRanks) -> None:
+def _skips_several(ranks):
     engine = _build(ranks, 3)
     blocks, x = engine.module.blocks, rows(0, ranks.rank)
     for block in blocks if ranks.rank == 0 else [blocks[0], blocks[3]]:
@@ -174,9 +124,7 @@ def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights():
 
 
 @on_ranks(2)
-def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_one(
-    ranks: SimulatedRanks,
-) -> None:
+def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_one(ranks):
     results = []
     for stage in range(4):
         engine = _build(ranks, stage)
@@ -189,13 +137,11 @@ def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_
             engine.step()
         results.append(engine.full_state_dict())
     for one, other in pairwise(results):
-        _check_equal(one, other)
+        assert_same(one, other)
 
 
 @on_ranks(2)
-def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(
-    ranks: SimulatedRanks,
-) -> None:
+def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(ranks):
     engine = _build(ranks, 3)
     for step in range(3):
         train(engine, [(rows(step, ranks.rank), (3, 2, 1, 0))])
@@ -204,52 +150,38 @@ def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(
     assert engine.memory_report()["gathered units"] <= 4 * (2 * block + root)
 
 
-# ------------------------------------------------------------------ ranks that differ
-
-
 @on_ranks(2)
-def test_ranks_with_different_models_or_configurations_are_refused(ranks: SimulatedRanks) -> None:
-    width = 3 + ranks.rank
-    with pytest.raises(zero_core.RankMismatchError, match="different model"):
-        zero_core.build(nn.Linear(width, 2), Case().config(), process_group=ranks)
-    clip = Case(clipping=float(ranks.rank + 1)).config()
-    with pytest.raises(zero_core.RankMismatchError, match="different configuration"):
-        zero_core.build(nn.Linear(3, 2), clip, process_group=ranks)
-
-
-@on_ranks(2)
-def test_every_rank_starts_from_rank_zeros_values(ranks: SimulatedRanks) -> None:
+def test_every_rank_starts_from_rank_zeros_values(ranks):
     with seeded(ranks.rank):
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model[1].running_mean.fill_(ranks.rank)
-    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
+    engine = Case(stage=3).build(ranks, model)
     with seeded(0):
         expected = nn.Linear(3, 2).weight
     assert torch.equal(engine.full_state_dict()["0.weight"], expected)
     assert (engine.module[1].running_mean == 0).all()
 
 
-def _lost_peer(rank: int, world_size: int) -> None:
-    engine = zero_core.build(make_model(), Case(stage=3).config())
-    if rank == 1:
+@on_processes(2)
+def test_a_lost_peer_is_named_by_rank_unit_and_collective(ranks):
+    engine = Case(stage=3).build()
+    if ranks.rank == 1:
         dist.destroy_process_group()
         store = dist.HashStore()  # of a group for the caller to destroy
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return
     with pytest.raises(zero_core.CollectiveError, match=r"rank 0: all_gather of unit 0 \(root\)"):
-        engine(**batch(0, 0, rank))
-
-
-def test_a_lost_peer_is_named_by_rank_unit_and_collective():
-    spawn(_lost_peer, 2)
+        engine(**batch(0, 0, ranks.rank))
 
 
 @on_ranks(2)
-def test_a_failure_on_one_rank_reaches_all(ranks: SimulatedRanks, tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_reaches_all(ranks, tmp_path):
     engine = _build(ranks, 3)
     engine.save_checkpoint(tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"find failed on rank 1: .* holds no checkpoint"):
         engine.load_checkpoint(tmp_path / ("c" if ranks.rank == 0 else "elsewhere"))
+    with pytest.raises(CheckpointError, match=r"rank 1.*holds no checkpoint"):
+        engine.resume(tmp_path / ("c" if ranks.rank == 0 else "elsewhere"))
     with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .* keeps JSON"):
         engine.save_checkpoint(tmp_path, client_state={"x": object() if ranks.rank else 1})
     (tmp_path / "file").touch()
@@ -257,11 +189,8 @@ def test_a_failure_on_one_rank_reaches_all(ranks: SimulatedRanks, tmp_path: Path
         engine.export_safetensors(tmp_path / "file")
 
 
-# ------------------------------------------------------------------ one rank
-
-
 def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog):
-    def fail(grad: Tensor) -> None:
+    def fail(grad):
         handle.remove()
         raise ArithmeticError("as asked")
 
@@ -277,13 +206,13 @@ def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog)
         train(engine, [rows(0, 0), rows(1, 0)])
         assert engine.global_steps == 1
         results.append(engine.full_state_dict())
-    _check_equal(*results)
+    assert_same(*results)
     assert "starts again from its first micro-step" in caplog.text
 
 
 def test_a_loss_scale_of_a_run_without_one_is_not_taken_over(tmp_path):
-    zero_core.build(make_tower(), ALONE | OPT).save_checkpoint(tmp_path)
-    engine = zero_core.build(make_tower(), {**ALONE, **OPT, "fp16": {"enabled": True}})
+    Case().build(model=make_tower()).save_checkpoint(tmp_path)
+    engine = Case(dtype="fp16").build(model=make_tower())
     engine.load_checkpoint(tmp_path)
     assert engine.loss_scale == 65536.0
 
@@ -294,21 +223,17 @@ def test_gradients_from_before_build_are_forgotten():
         model = make_tower()
         if has_old:
             model(rows(5, 0)).backward()
-        engine = zero_core.build(model, ALONE | OPT)
+        engine = Case().build(model=model)
         train(engine, [rows(0, 0)])
         norms.append(engine.get_global_grad_norm())
     assert norms[0] == norms[1]
 
 
-class _Empty(Tower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
-
-
 @on_ranks(2)
-def test_a_parameter_without_elements_is_carried_along(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Empty(), Case(stage=3).config(), process_group=ranks)
+def test_a_parameter_without_elements_is_carried_along(ranks):
+    model = make_tower()
+    model.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
+    engine = Case(stage=3).build(ranks, model)
     train(engine, [rows(0, ranks.rank)])
     assert engine.full_state_dict()["nothing"].shape == (0,)
 
@@ -334,21 +259,22 @@ def test_half_precision_accumulation_keeps_small_gradients():
 
 
 def test_weight_decay_is_zero_unless_given_as_in_deepspeed():
-    engine = zero_core.build(make_tower(), {**ALONE, "optimizer": {"type": "Adam"}})
+    engine = Case(top={"optimizer": {"type": "Adam"}}).build(model=make_tower())
     assert engine.optimizer.param_groups[0]["weight_decay"] == 0.0
 
 
-def test_unscaled_micro_steps_of_fp16_are_refused_at_once():
-    config = {**Case(accumulation=2).config(), "fp16": {"enabled": True}}
+def test_a_plain_backward_in_fp16_needs_the_loss_scale():
+    config = {**Case(accumulation=2).config(), "fp16": {"enabled": True, "initial_scale_power": 4}}
     engine = zero_core.build(make_model(), config)
     with pytest.raises(RuntimeError, match="Loss scaling is required in fp16"):
         engine(**batch(0, 0, 0))["loss"].backward()
+    for _ in range(2):
+        engine.scale(engine(**batch(0, 0, 0))["loss"]).backward()
+        engine.step()
+    assert (engine.global_steps, engine.skipped_steps) == (1, 0)
 
 
-# ------------------------------------------------------------------ broken off
-
-
-def _fail(grad: Tensor) -> None:
+def _fail(grad):
     raise ArithmeticError("breaks off")
 
 
@@ -357,7 +283,7 @@ class _Breaking(Tower):
 
     where = ""
 
-    def _run(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+    def _run(self, x, chosen):
         for index in chosen:
             x = x + self.blocks[index](x)
             if self.where == "backward" and index == 1:
@@ -369,14 +295,14 @@ class _Breaking(Tower):
         return x
 
 
-def _make() -> _Breaking:
+def _make():
     with seeded(1):
         return _Breaking()
 
 
-def _train(ranks: SimulatedRanks, stage: int, where: str) -> list[float]:
+def _train(ranks, stage, where):
     model = _make()
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     losses = []
     for step in range(3):
         x = rows(step, ranks.rank)
@@ -399,15 +325,15 @@ def _train(ranks: SimulatedRanks, stage: int, where: str) -> list[float]:
 
 @pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (3, 2), (1, 3), (2, 3), (3, 3)])
-def test_training_goes_on_after_it_broke_off(world_size: int, stage: int, where: str) -> None:
+def test_training_goes_on_after_it_broke_off(world_size, stage, where):
     found = simulate(_train, world_size, stage, where)
     assert found == simulate(_train, world_size, stage, "")
 
 
 @on_ranks(2)
-def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks: SimulatedRanks) -> None:
+def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks):
     model = _make()
-    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
+    engine = Case(stage=3).build(ranks, model)
     model.where = "interrupt"
     with pytest.raises(KeyboardInterrupt):
         engine(torch.ones(2, 7))

@@ -1,40 +1,24 @@
 """Ranks without data, which join the steps of the others as under DDP's Join."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedRanks,
-    Tower,
-    batch,
-    check_like_ddp,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    seeded,
-    simulate,
-    spawn,
-    train,
-)
+from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same, check_like_ddp, train
 
 # By step: how many micro-batches of two each rank has.
 NUM_MICRO = [(2, 2, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0), (0, 0, 2)]
 
 
-def _draw(number: int, rank: int) -> dict[str, Any] | None:
+def _draw(number, rank):
     step, micro = divmod(number, 2)
     return batch(step, micro, rank) if micro < NUM_MICRO[step][rank] else None
 
@@ -44,15 +28,13 @@ def _draw(number: int, rank: int) -> dict[str, Any] | None:
     [*((3, stage, False) for stage in range(4)), (2, 3, False), (2, 3, True)],
 )
 @on_ranks()
-def test_ranks_without_data_add_zero_to_the_average(
-    ranks: SimulatedRanks, stage: int, is_recomputed: bool
-) -> None:
+def test_ranks_without_data_add_zero_to_the_average(ranks, stage, is_recomputed):
     top = {"activation_checkpointing": {}} if is_recomputed else {}
     case = Case(stage, accumulation=2, top=top)
     check_like_ddp(ranks, make_model, _draw, case, steps=len(NUM_MICRO))
 
 
-def _normed() -> Tower:
+def _normed():
     model = make_tower()
     for block in model.blocks:
         block.insert(0, nn.BatchNorm1d(7))
@@ -63,38 +45,38 @@ def _normed() -> Tower:
 _LENGTHS = (4, 2, 0)
 
 
-def _join(rank: int, world_size: int) -> None:
-    lengths = _LENGTHS[:world_size]
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_processes()
+def test_the_average_is_that_of_join(ranks):
+    lengths = _LENGTHS[: ranks.size]
     model = _normed()
-    ddp: Any = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    ddp = DistributedDataParallel(model)
+    optimizer = adamw(model)
     with Join([ddp]):
-        for step in range(lengths[rank]):
+        for step in range(lengths[ranks.rank]):
             optimizer.zero_grad()
-            ddp(rows(step, rank)).backward()
+            ddp(rows(step, ranks.rank)).backward()
             optimizer.step()
     # As Join leaves it: every rank has the weights of those that ended last.
     expected = {name: value.detach() for name, value in model.state_dict().items()}
     del ddp
     for stage in (1, 3):
-        engine = zero_core.build(_normed(), Case(stage).config())
-        train(engine, [rows(n, rank) if n < lengths[rank] else None for n in range(max(lengths))])
+        engine = Case(stage).build(model=_normed())
+        train(
+            engine,
+            [rows(n, ranks.rank) if n < lengths[ranks.rank] else None for n in range(max(lengths))],
+        )
         found = engine.full_state_dict()
         for name in dict(model.named_parameters()):
             # With three ranks gloo adds up in another order.
-            atol = 0.0 if world_size == 2 else 1e-6
+            atol = 0.0 if ranks.size == 2 else 1e-6
             torch.testing.assert_close(found[name], expected[name], rtol=0.0, atol=atol)
         engine.close()
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_average_is_that_of_join(world_size):
-    spawn(_join, world_size)
-
-
-def _wait_in_vain(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
+def _wait_in_vain(ranks):
+    engine = Case(3).build(ranks)
     for micro in range(2 if ranks.rank == 0 else 1):
         engine.backward(engine(**batch(0, micro, 0))["loss"])
 
@@ -106,14 +88,10 @@ def test_the_error_of_ranks_that_diverge_names_idle_step():
 
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(2)
-def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(ranks, stage):
     zero = {"ignore_unused_parameters": False}
-    engine = zero_core.build(
-        nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)}),
-        Case(stage=stage, zero=zero).config(),
-        process_group=ranks,
+    engine = Case(stage=stage, zero=zero).build(
+        ranks, nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
     )
     used, other, x = engine.module["used"], engine.module["other"], torch.ones(1, 3)
     if ranks.rank == 0:  # a rank without data has missed nothing
@@ -133,11 +111,11 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
 
 
 @on_ranks(2)
-def test_a_rank_is_idle_after_a_forward_that_failed(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_normed(), Case(3).config(), process_group=ranks)
+def test_a_rank_is_idle_after_a_forward_that_failed(ranks):
+    engine = Case(3).build(ranks, _normed())
     train(engine, [rows(0, ranks.rank)])
 
-    def refuse(module: nn.Module, args: Any) -> None:
+    def refuse(module, args):
         raise ValueError("a bad sample")
 
     handle = engine.module.blocks[1].register_forward_pre_hook(refuse)
@@ -153,13 +131,13 @@ class _UsedFirst(nn.Module):
     A forward may skip one of the blocks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(5):
             self.blocks = nn.ModuleList(nn.Linear(300, 300) for _ in range(3))
             self.first = nn.Linear(300, 300)
 
-    def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
+    def forward(self, x, skipped=None):
         x = self.first(x)
         for index, block in enumerate(self.blocks):
             x = x if index == skipped else torch.tanh(block(x))
@@ -167,13 +145,11 @@ class _UsedFirst(nn.Module):
 
 
 @on_ranks(2, timeout_s=20.0)
-def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(
-    ranks: SimulatedRanks,
-) -> None:
+def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(ranks):
     # Evaluations skip a block that training uses.
     results = []
     for stage in (2, 3):
-        engine = zero_core.build(_UsedFirst(), Case(stage).config(), process_group=ranks)
+        engine = Case(stage).build(ranks, _UsedFirst())
         for step in range(4):
             x = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * step + ranks.rank))
             is_idle = step > 1 and ranks.rank == 1
@@ -184,4 +160,4 @@ def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(
                 else:
                     engine(x, skipped=1)
         results.append(engine.full_state_dict())
-    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
+    assert_same(results[1], results[0])

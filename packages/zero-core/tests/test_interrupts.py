@@ -1,25 +1,18 @@
 """Ctrl-C and exceptions anywhere in a step: training goes on, or the engine says how."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from support.tiers import MadeTier
 
 import zero_core
-from zero_core.engine import Engine
 from zero_core.errors import UnusedParameterError
-from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import Case, batch, check_left_anywhere, make_model, spawn
+from zero_core.testing import Case, batch, check_left_anywhere, on_processes
 from zero_core.testing.interrupted import Interruption
 from zero_core.testing.training import assert_same, train_steps
 
@@ -29,25 +22,23 @@ LEFT = r"after step\(\) was left in the middle.*engine\.load_checkpoint\(\)"
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("num_moments", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_left_at_any_moment_goes_on_or_the_engine_says_how(
-    stage: int, num_moments: int, tmp_path: Path
-) -> None:
+def test_training_left_at_any_moment_goes_on_or_the_engine_says_how(stage, num_moments, tmp_path):
     check_left_anywhere(Case(stage=stage).config(), tmp_path, num_moments)
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(1, 2), (3, 1)])
-def test_a_train_batch_that_was_left_begins_its_step_anew(stage: int, accumulation: int) -> None:
-    def interrupt(*args: Any) -> None:
+def test_a_train_batch_that_was_left_begins_its_step_anew(stage, accumulation):
+    def interrupt(*args):
         raise KeyboardInterrupt
 
     found = []
     for is_left in (False, True):
         engine = _build(stage, gradient_accumulation_steps=accumulation)
 
-        def left(inputs: dict[str, Any], engine: Engine = engine) -> Tensor:
-            loss: Tensor = engine(**inputs)["loss"]
+        def left(inputs, engine=engine):
+            loss = engine(**inputs)["loss"]
             if engine.micro_steps % accumulation == accumulation - 1:
-                loss.register_hook(interrupt)  # type: ignore[no-untyped-call]
+                loss.register_hook(interrupt)
             return loss
 
         for step in range(2):
@@ -63,10 +54,8 @@ def test_a_train_batch_that_was_left_begins_its_step_anew(stage: int, accumulati
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("num_moments", [6, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verb", ["save", "load"])
-def test_a_save_or_load_left_at_any_moment_may_be_repeated(
-    verb: str, num_moments: int, tmp_path: Path
-) -> None:
-    def train(left: Interruption) -> dict[str, Tensor]:
+def test_a_save_or_load_left_at_any_moment_may_be_repeated(verb, num_moments, tmp_path):
+    def train(left):
         engine = _build(3)
         for step in range(2):
             train_steps(engine, step, step + 1)
@@ -94,29 +83,24 @@ def test_a_save_or_load_left_at_any_moment_may_be_repeated(
         assert_same(train(left), expected)
 
 
-# ------------------------------------------------------------------ within step()
+def _build(stage=2, **top):
+    return Case(stage=stage, top=top).build()
 
 
-def _build(stage: int = 2, **top: Any) -> Engine:
-    engine = zero_core.build(make_model(), Case(stage=stage, top=top).config())
-    assert isinstance(engine, Engine)
-    return engine
-
-
-def _go_backward(engine: Engine, step: int = 0) -> None:
+def _go_backward(engine, step=0):
     engine.backward(engine(**batch(step, 0, 0))["loss"])
 
 
-def _values_after(num_steps: int) -> dict[str, Tensor]:
+def _values_after(num_steps):
     engine = _build()
     train_steps(engine, 0, num_steps)
     return engine.full_state_dict()
 
 
-def _interrupt_update(engine: Engine, num_signals: int = 1) -> None:
+def _interrupt_update(engine, num_signals=1):
     """Have the optimizer's update begin with so many SIGINT, once."""
 
-    def interrupt(*args: Any) -> None:
+    def interrupt(*args):
         handle.remove()
         for _ in range(num_signals):
             signal.raise_signal(signal.SIGINT)
@@ -124,7 +108,7 @@ def _interrupt_update(engine: Engine, num_signals: int = 1) -> None:
     handle = engine.optimizer.register_step_pre_hook(interrupt)
 
 
-def test_sigint_waits_until_the_step_has_ended() -> None:
+def test_sigint_waits_until_the_step_has_ended():
     engine = _build()
     before = signal.getsignal(signal.SIGINT)
     _interrupt_update(engine)
@@ -137,10 +121,11 @@ def test_sigint_waits_until_the_step_has_ended() -> None:
     assert_same(engine.full_state_dict(), _values_after(2))
 
 
-def _interrupt_one_of_two(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_sigint_on_one_of_two_ranks_changes_no_bit(ranks):
     for stage in (1, 3):
         found = []
-        for is_interrupted in (False, rank == 0):
+        for is_interrupted in (False, ranks.rank == 0):
             engine, num_interrupts = _build(stage), 0
             if is_interrupted:
                 _interrupt_update(engine)
@@ -155,16 +140,12 @@ def _interrupt_one_of_two(rank: int, world_size: int) -> None:
         assert_same(*found)
 
 
-def test_sigint_on_one_of_two_ranks_changes_no_bit() -> None:
-    spawn(_interrupt_one_of_two, 2)
-
-
 @pytest.fixture
-def handled() -> Iterator[list[int]]:
+def handled():
     """The signals that a handler of the program got."""
-    found: list[int] = []
+    found = []
 
-    def handle(signum: int, frame: Any) -> None:
+    def handle(signum, frame):
         assert frame is not None
         found.append(signum)
 
@@ -175,8 +156,8 @@ def handled() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("is_deferred", [True, False])
 def test_a_handler_of_the_program_is_called_after_the_step_or_stays_the_only_one(
-    handled: list[int], is_deferred: bool
-) -> None:
+    handled, is_deferred
+):
     engine = _build()
     engine.should_defer_sigint = is_deferred
     own, seen = signal.getsignal(signal.SIGINT), []
@@ -187,7 +168,7 @@ def test_a_handler_of_the_program_is_called_after_the_step_or_stays_the_only_one
     assert signal.getsignal(signal.SIGINT) is own
 
 
-def test_a_step_in_another_thread_installs_no_handler() -> None:
+def test_a_step_in_another_thread_installs_no_handler():
     engine = _build()
     own, seen = signal.getsignal(signal.SIGINT), []
     engine.optimizer.register_step_pre_hook(
@@ -199,7 +180,7 @@ def test_a_step_in_another_thread_installs_no_handler() -> None:
     assert seen == [own]
 
 
-def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path: Path) -> None:
+def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path):
     engine = _build()
     engine.save_checkpoint(tmp_path)
     before = signal.getsignal(signal.SIGINT)
@@ -209,7 +190,7 @@ def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert signal.getsignal(signal.SIGINT) is before
-    uses: list[Callable[[], Any]] = [
+    uses = [
         lambda: engine(**batch(0, 0, 0)),
         lambda: engine.backward(loss),
         loss.backward,
@@ -230,32 +211,26 @@ def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path: P
     assert_same(engine.full_state_dict(), _values_after(1))
 
 
-class _Failing(DeviceTier):
+class _Failing(MadeTier):
     """A tier whose update, or the write of a load, runs out of memory."""
 
     fails = ""
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args, **kwargs):
         super().step(*args, **kwargs)
         if self.fails == "step":
             raise MemoryError
 
-    def write_state(self, *args: Any) -> None:
+    def write_state(self, *args):
         super().write_state(*args)
         if self.fails == "load":
             raise MemoryError
 
 
 @pytest.mark.parametrize("fails", ["step", "load"])
-def test_values_that_an_exception_left_half_written_need_a_load(fails: str, tmp_path: Path) -> None:
-    def make(**kwargs: Any) -> _Failing:
-        names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
-        return _Failing(**{name: kwargs[name] for name in names})
-
-    engine = zero_core.build(make_model(), Case(stage=2).config(), state_tier=make)
-    assert isinstance(engine, Engine)
+def test_values_that_an_exception_left_half_written_need_a_load(fails, tmp_path):
+    engine = Case(2).build(state_tier=_Failing.made)
     tier = engine.sharded_state.tier
-    assert isinstance(tier, _Failing)
     engine.save_checkpoint(tmp_path)
     _go_backward(engine)
     tier.fails = fails
@@ -269,10 +244,8 @@ def test_values_that_an_exception_left_half_written_need_a_load(fails: str, tmp_
     assert_same(engine.full_state_dict(), _values_after(1))
 
 
-def test_a_step_that_is_refused_or_skipped_needs_no_load() -> None:
-    engine = _build(
-        zero_optimization={"stage": 2, "ignore_unused_parameters": False},
-    )
+def test_a_step_that_is_refused_or_skipped_needs_no_load():
+    engine = _build(zero_optimization={"stage": 2, "ignore_unused_parameters": False})
     _go_backward(engine)
     with pytest.raises(UnusedParameterError):
         engine.step()
@@ -291,17 +264,14 @@ def test_a_step_that_is_refused_or_skipped_needs_no_load() -> None:
     assert engine.skipped_steps == 1
 
 
-# -------------------------------------------------------- between backward and step
-
-
-def _run(engine: Engine, program: str) -> None:
+def _run(engine, program):
     """Run a program of one letter per call.
 
     F(orward), B(ackward of the oldest loss), R(etain its graph), N(o sync: forward and backward),
     E(valuate), S(tep, which no loss of before it outlives: torch refuses its backward),
     Z(ero the gradient).
     """
-    losses: list[Tensor] = []
+    losses = []
     for number, verb in enumerate(program):
         inputs = batch(number, 0, 0)
         match verb:
@@ -324,14 +294,12 @@ def _run(engine: Engine, program: str) -> None:
                 engine.zero_grad()
 
 
-def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def _told(caplog):
     return [r.getMessage() for r in caplog.records if "engine.zero_grad()" in r.getMessage()]
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 1), (3, 2)])
-def test_a_loop_that_began_again_before_step_is_told(
-    stage: int, accumulation: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog):
     engine = _build(stage, gradient_accumulation_steps=accumulation)
     _run(engine, "FBS" * 2 + "FB" + "FB")
     (text,) = _told(caplog)
@@ -356,16 +324,12 @@ def test_a_loop_that_began_again_before_step_is_told(
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_legal_programs_are_told_nothing(
-    program: str, num_told: int, accumulation: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_legal_programs_are_told_nothing(program, num_told, accumulation, caplog):
     _run(_build(gradient_accumulation_steps=accumulation), program)
     assert len(_told(caplog)) == num_told
 
 
-def test_a_first_step_that_began_again_is_told_by_a_notebook(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_step_that_began_again_is_told_by_a_notebook(caplog, monkeypatch):
     engine = _build()
     _run(engine, "FB")
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)

@@ -1,7 +1,5 @@
 """Retention of checkpoints: older ones are pruned, and killed saves leave nothing."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys
@@ -13,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.changed_checkpoints import rewrite
+from support.small import build_small, train_small
 from torch import nn
 
 import zero_core
@@ -20,30 +19,18 @@ from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import Reader, read_buffers, read_weights
 from zero_core.checkpoint.manifest import read_manifest
 from zero_core.checkpoint.storage.local import Aside, remove_stale
-from zero_core.testing import Case, SimulatedRanks, on_ranks
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, on_ranks
 
 
-def _build() -> zero_core.Engine:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
-    return zero_core.build(model, config)
-
-
-def _train(engine: zero_core.Engine) -> None:
-    engine.backward(engine(torch.ones(2, 3)).square().mean())
-    engine.step()
-
-
-def _names(folder: Path) -> list[str]:
+def _names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_last_ones_multiples_and_other_names_stay(tmp_path: Path) -> None:
-    engine = _build()
+def test_last_ones_multiples_and_other_names_stay(tmp_path):
+    engine = build_small()
     engine.save_checkpoint(tmp_path, "best", is_latest=False)
     for step in range(1, 7):
-        _train(engine)
+        train_small(engine)
         engine.save_checkpoint(tmp_path, f"best-{step}", is_latest=False)
         engine.save_checkpoint(tmp_path, f"run1-{step}", keep_last=1)
         engine.save_checkpoint(tmp_path, keep_last=2, keep_every=3)
@@ -61,17 +48,17 @@ def test_last_ones_multiples_and_other_names_stay(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, keep_last=0)
 
 
-def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path: Path) -> None:
-    engine = _build()
+def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path):
+    engine = build_small()
     for step in range(1, 12):
-        _train(engine)
+        train_small(engine)
         if step > 7:
             engine.save_checkpoint(tmp_path)
     for age, step in enumerate((9, 8, 11, 10)):  # the times of a copy
         os.utime(tmp_path / f"step-{step}" / "manifest.json", (age, age))
     opened, is_on = set(), [True]
 
-    def note(event: str, arguments: tuple[object, ...]) -> None:
+    def note(event, arguments):
         if is_on and event == "open" and str(arguments[0]).endswith("manifest.json"):
             opened.add(Path(str(arguments[0])).parent.name)
 
@@ -86,8 +73,8 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path:
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == ["step-11"]
 
 
-def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path: Path) -> None:
-    engine = _build()
+def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
+    engine = build_small()
     for tag in ("one", "two"):
         engine.save_checkpoint(tmp_path, tag)
     (tmp_path / "one").rename(tmp_path / ".one.old")  # between the two renames
@@ -110,10 +97,10 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path: Path) -> No
     engine.load_checkpoint(tmp_path, "one")
 
 
-def test_folder_under_way_survives_other_programs_that_clear_up(tmp_path: Path) -> None:
+def test_folder_under_way_survives_other_programs_that_clear_up(tmp_path):
     is_over = threading.Event()
 
-    def clear_up() -> None:
+    def clear_up():
         while not is_over.is_set():
             remove_stale(tmp_path)
 
@@ -130,14 +117,14 @@ def test_folder_under_way_survives_other_programs_that_clear_up(tmp_path: Path) 
         clearing.result()
 
 
-def test_links_are_neither_written_through_nor_read(tmp_path: Path) -> None:
+def test_links_are_neither_written_through_nor_read(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for name in (".latest.saving", ".t.saving", "latest"):
         (folder / name).symlink_to(victim)
-    engine = _build()
+    engine = build_small()
     (folder / ".t.saving").unlink()
     engine.save_checkpoint(folder, "t")
     assert victim.read_text() == "precious"
@@ -158,7 +145,7 @@ def test_links_are_neither_written_through_nor_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
-def test_a_stored_checkpoint_of_version_2_loads(ranks: SimulatedRanks) -> None:
+def test_a_stored_checkpoint_of_version_2_loads(ranks):
     # Two ranks wrote it on 28 November 2026, at stage 3 with bf16.
     stored = Path(__file__).parent / "data" / "checkpoint-version-2"
     zero_core.verify_checkpoint(stored)
@@ -175,8 +162,8 @@ def test_a_stored_checkpoint_of_version_2_loads(ranks: SimulatedRanks) -> None:
 
 
 @pytest.mark.parametrize("name", ["buffers", "master_weight-00000"])
-def test_readers_without_an_engine_check_what_they_read(tmp_path: Path, name: str) -> None:
-    place = _build().save_checkpoint(tmp_path, "t")
+def test_readers_without_an_engine_check_what_they_read(tmp_path, name):
+    place = build_small().save_checkpoint(tmp_path, "t")
     path = place / f"{name}.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -191,13 +178,13 @@ def test_readers_without_an_engine_check_what_they_read(tmp_path: Path, name: st
         read(tmp_path)
 
 
-def test_checkpoint_is_verified_described_and_exported_without_an_engine(tmp_path: Path) -> None:
-    engine = _build()
-    _train(engine)
+def test_checkpoint_is_verified_described_and_exported_without_an_engine(tmp_path):
+    engine = build_small()
+    train_small(engine)
     engine.save_checkpoint(tmp_path, "t", {"epoch": 3})
-    told: list[tuple[int, int]] = []
+    told = []
 
-    def note(done: int, total: int) -> None:
+    def note(done, total):
         told.append((done, total))
 
     found = zero_core.inspect_checkpoint(tmp_path)

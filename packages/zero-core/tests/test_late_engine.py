@@ -1,25 +1,18 @@
 """Engines on a simulated device with random delays, against the bits of simulated CPU ranks."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
 import zero_core
-from zero_core.testing import (
-    Case,
-    batch,
-    device_collectives,
-    late_device,
-    make_model,
-    run_alone,
-    seeded,
-    simulate,
-    train_unread,
-)
+from zero_core.testing import late_device
+from zero_core.testing.models import batch, make_model, seeded
+from zero_core.testing.oracle import Case, train_unread
+from zero_core.testing.ranks import alone, run_alone
+from zero_core.testing.simulated import device_collectives, simulate
+from zero_core.testing.training import assert_same
 
-STEPS = 3
 GRID = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=clipping)
     for stage, (dtype, accumulation, clipping) in itertools.product(
@@ -28,25 +21,21 @@ GRID = [
 ]
 
 
-def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(ranks, case):
     """Train without reading any loss before the end, so that the host runs ahead.
 
     Where there are several nodes, CPU ranks sum in the order of the device's collectives.
     """
 
-    def collectives(native: Any, **_: Any) -> Any:
+    def collectives(native, **_):
         is_on_nodes = ranks.device.type == "cpu" and ranks.per_node < ranks.size
         return device_collectives(ranks) if is_on_nodes else native
 
-    engine = zero_core.build(
-        make_model(case.width), case.config(), process_group=ranks, collectives=collectives
-    )
-    return train_unread(
-        engine, ranks.rank, ranks.device, steps=STEPS, accumulation=case.accumulation
-    )
+    engine = case.build(ranks, collectives=collectives)
+    return train_unread(engine, ranks.rank, ranks.device, steps=3, accumulation=case.accumulation)
 
 
-def _run_grid(world_size: int, grid: list[Case], per_node: int | None = None) -> None:
+def _run_grid(world_size, grid, per_node=None):
     for seed, case in enumerate(grid):
         late_device.load()
         expected = simulate(train, world_size, case, ranks_per_node=per_node)
@@ -62,7 +51,7 @@ ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.mark.slow
-def test_whole_parameters_are_updated_with_the_bits_of_the_cpu() -> None:
+def test_whole_parameters_are_updated_with_the_bits_of_the_cpu():
     cases = [
         Case(stage=2, clipping=0.5, top=ADAFACTOR),
         Case(stage=3, dtype="bf16", zero=ON_HOST, top=ADAFACTOR),
@@ -75,17 +64,17 @@ def test_whole_parameters_are_updated_with_the_bits_of_the_cpu() -> None:
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
 )
-def test_every_stage_has_the_bits_of_the_cpu(world_size: int) -> None:
+def test_every_stage_has_the_bits_of_the_cpu(world_size):
     run_alone(_run_grid, world_size, GRID)
 
 
-def test_sums_on_two_nodes_have_the_bits_of_their_tree() -> None:
+def test_sums_on_two_nodes_have_the_bits_of_their_tree():
     run_alone(_run_grid, 4, GRID[4:8], 2)
 
 
-def _hold(ranks: Any) -> None:
+def _hold(ranks):
     case = Case(stage=2, dtype="bf16")
-    engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    engine = case.build(ranks)
     built = engine.memory_report()["exchange buffers"]
     planned = zero_core.plan(make_model(case.width), case.config(), ranks.size)
     assert built == planned.memory.device["exchange buffers"] > 0
@@ -96,20 +85,17 @@ def _hold(ranks: Any) -> None:
     engine.close()
 
 
-def _hold_on_nodes(per_node: int) -> None:
+@pytest.mark.parametrize("per_node", [4, 2])
+@alone
+def test_buffers_of_reductions_are_allocated_in_build(per_node):
     late_device.load()
     simulate(_hold, 4, device="late", ranks_per_node=per_node)
 
 
-@pytest.mark.parametrize("per_node", [4, 2])
-def test_buffers_of_reductions_are_allocated_in_build(per_node: int) -> None:
-    run_alone(_hold_on_nodes, per_node)
-
-
-def _running_means(ranks: Any) -> list[torch.Tensor]:
+def _running_means(ranks):
     with seeded(0):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    engine = zero_core.build(model, Case(stage=1, dtype="bf16").config(), process_group=ranks)
+    engine = Case(stage=1, dtype="bf16").build(ranks, model)
     for step in range(2):
         x = torch.arange(12.0).view(3, 4) * (step + 1 + ranks.rank)
         engine.backward(engine(x.to(ranks.device)).square().mean())
@@ -120,13 +106,10 @@ def _running_means(ranks: Any) -> list[torch.Tensor]:
     return [buffer.cpu() for buffer in model.buffers()]
 
 
-def _run_running_means() -> None:
+@alone
+def test_buffers_in_16_bits_are_those_of_rank_0():
     late_device.load()
     expected = simulate(_running_means, 2)
-    torch.testing.assert_close(expected[1], expected[0], rtol=0, atol=0)
+    assert_same(expected[1], expected[0])
     found = simulate(_running_means, 2, device="late")
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_buffers_in_16_bits_are_those_of_rank_0() -> None:
-    run_alone(_run_running_means)
+    assert_same(found, expected)

@@ -1,29 +1,15 @@
 """The order in which ranks launch collectives: equal per communicator, and where it is for all."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from support.launches import Launch, LoggedCollectives
-from torch import Tensor, nn
+from support.launches import LoggedCollectives
+from torch import nn
 
-import zero_core
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    make_model,
-    make_tower,
-    rows,
-    simulate,
-    train,
-)
-from zero_core.testing.training import Inputs
+from zero_core.testing import Case, batch, make_model, make_tower, rows, simulate, train
 
 SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
 """By step: the blocks that the last rank calls without using them."""
@@ -32,42 +18,40 @@ SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
 class _Optional(nn.Module):
     """A block that a rank may call without using it, which no shared model has."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.is_used = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x) if self.is_used else torch.zeros_like(x)
 
 
-def _launches(
-    ranks: SimulatedRanks, model: nn.Module, batches: Iterable[Inputs], case: Case
-) -> list[Launch]:
-    log: list[Launch] = []
+def _launches(ranks, model, batches, case):
+    log = []
     collectives = LoggedCollectives.factory(log)
-    engine = zero_core.build(model, case.config(), process_group=ranks, collectives=collectives)
+    engine = case.build(ranks, model, collectives=collectives)
     train(engine, batches)
     engine.full_state_dict()
     engine.close()
     return log
 
 
-def _without_branches(ranks: SimulatedRanks, case: Case) -> list[Launch]:
-    batches: list[Inputs] = [rows(n, ranks.rank) for n in range(4 * case.accumulation)]
+def _without_branches(ranks, case):
+    batches = [rows(n, ranks.rank) for n in range(4 * case.accumulation)]
     return _launches(ranks, make_tower(), batches, case)
 
 
-def _with_branches(ranks: SimulatedRanks, case: Case) -> list[Launch]:
+def _with_branches(ranks, case):
     # Ranks leave out parts of blocks.
     return _launches(ranks, make_model(), [batch(n, 0, ranks.rank) for n in range(7)], case)
 
 
-def _with_skipped_blocks(ranks: SimulatedRanks, case: Case) -> list[Launch]:
+def _with_skipped_blocks(ranks, case):
     model = make_tower()
     model.blocks = nn.ModuleList(map(_Optional, model.blocks))
 
-    def batches() -> Iterator[Inputs]:
+    def batches():
         for number, skipped in enumerate(SKIPPED):
             for index, block in enumerate(model.blocks):
                 block.is_used = ranks.rank < ranks.size - 1 or index not in skipped
@@ -76,9 +60,9 @@ def _with_skipped_blocks(ranks: SimulatedRanks, case: Case) -> list[Launch]:
     return _launches(ranks, model, batches(), case)
 
 
-def _with_blocks_left_out(ranks: SimulatedRanks, case: Case) -> list[Launch]:
+def _with_blocks_left_out(ranks, case):
     # The first rank runs all blocks. Each other one leaves out one, and another one in each step.
-    batches: list[Inputs] = []
+    batches = []
     for number in range(6 * case.accumulation):
         left_out = (number + 3 * ranks.rank) % 6 if ranks.rank else None
         used = [block for block in range(6) if block != left_out]
@@ -99,7 +83,7 @@ def _with_blocks_left_out(ranks: SimulatedRanks, case: Case) -> list[Launch]:
         *((_with_blocks_left_out, n, recomputes) for n in (1, 2) for recomputes in (False, True)),
     ],
 )
-def test_all_ranks_launch_everything_in_one_order(program, accumulation, stage, recomputes) -> None:
+def test_all_ranks_launch_everything_in_one_order(program, accumulation, stage, recomputes):
     top = {"activation_checkpointing": {}} if recomputes else {}
     first, *others = simulate(
         program, 3, Case(stage, accumulation=accumulation, top=top), timeout_s=30.0
@@ -109,15 +93,13 @@ def test_all_ranks_launch_everything_in_one_order(program, accumulation, stage, 
     assert others == [first] * 2
 
 
-def _connect(ranks: SimulatedRanks) -> None:
+def _connect(ranks):
     on_cuda = dataclasses.replace(ranks, device=torch.device("cuda", 0))
     make_transport(on_cuda, 2, None, Meter())
 
 
 @pytest.mark.parametrize("connections", ["1", "8", None])
-def test_one_hardware_queue_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, connections: str | None
-) -> None:
+def test_one_hardware_queue_is_warned_of(monkeypatch, caplog, connections):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)

@@ -1,7 +1,5 @@
 """The layout's arithmetic: every element has one place, on every rank, at every world size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +21,7 @@ sizes = st.lists(
 )
 
 
-def make(units, world_size: int, alignment: int) -> Layout:
+def make(units, world_size, alignment):
     specs, members = [], []
     for index, unit in enumerate(units):
         numbers = []

@@ -1,22 +1,17 @@
 """Weights from safetensors: which of them each rank reads, and which files are refused."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import _TYPES, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.checkpoint import safetensors_files as weight_files
-from zero_core.testing import Case, Hard, SimulatedRanks, batch, simulate
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, Hard, assert_same, batch, simulate
 
 
 class Model(Hard):
@@ -24,14 +19,14 @@ class Model(Hard):
 
     base_model_prefix = "base"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.zeros(3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scale", torch.arange(4).float().cos(), persistent=False)
 
 
-def _source(seed: int = 1) -> Model:
+def _source(seed=1):
     torch.manual_seed(seed)
     model = Model()
     for param in model.parameters():
@@ -41,14 +36,14 @@ def _source(seed: int = 1) -> Model:
     return model
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
+def _weights(model):
     """Return the state dict with the tied weight under its second name only."""
     state = model.state_dict()
     del state["embed.weight"]
     return {name: value.clone() for name, value in state.items()}
 
 
-def _write_folder(folder: Path, weights: dict[str, Tensor]) -> Path:
+def _write_folder(folder, weights):
     """Write several files and an index, as large models are distributed."""
     folder.mkdir()
     where = {}
@@ -62,7 +57,7 @@ def _write_folder(folder: Path, weights: dict[str, Tensor]) -> Path:
     return folder
 
 
-def _fresh(how: str) -> nn.Module:
+def _fresh(how):
     torch.manual_seed(2)
     if how == "meta":
         with torch.device("meta"):
@@ -77,9 +72,7 @@ def _fresh(how: str) -> nn.Module:
     return model
 
 
-def _load(
-    ranks: SimulatedRanks, case: Case, how: str, folder: Path, model: nn.Module, source: nn.Module
-) -> None:
+def _load(ranks, case, how, folder, model, source):
     want = {name: value.float() for name, value in source.state_dict().items()}
     rounded = torch.bfloat16 if case.dtype == "bf16" else torch.float32
     config = case.config()
@@ -108,30 +101,30 @@ def _load(
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_values_of_the_files_are_in_masters_parameters_and_buffers(
-    tmp_path: Path, world_size: int, stored: str, compute: str, stage: int, how: str
-) -> None:
+    tmp_path, world_size, stored, compute, stage, how
+):
     source = _source().to(torch.bfloat16) if stored == "bf16" else _source()
     folder = _write_folder(tmp_path / "weights", _weights(source))
     # Not made by ranks, which are threads: torch's hooks that record a model are global.
     models = [_fresh(how) for _ in range(world_size)]
 
-    def load(ranks: SimulatedRanks) -> None:
+    def load(ranks):
         _load(ranks, Case(stage, compute), how, folder, models[ranks.rank], source)
 
     simulate(load, world_size)
 
 
-def _engine() -> zero_core.Engine:
-    return zero_core.build(_fresh("real"), Case().config())
+def _engine():
+    return Case().build(model=_fresh("real"))
 
 
-def _is_untouched(engine: zero_core.Engine) -> bool:
+def _is_untouched(engine):
     want = _fresh("real").state_dict()
     return all(torch.equal(v, want[n]) for n, v in engine.full_state_dict().items())
 
 
 @pytest.mark.parametrize("add", [True, False])
-def test_the_base_models_prefix_may_be_there_or_not(tmp_path: Path, add: bool) -> None:
+def test_the_base_models_prefix_may_be_there_or_not(tmp_path, add):
     torch.manual_seed(0)
     inner = nn.Linear(3, 2)
     whole = nn.Module()
@@ -142,13 +135,13 @@ def test_the_base_models_prefix_may_be_there_or_not(tmp_path: Path, add: bool) -
     expected = {name: value.clone() for name, value in target.state_dict().items()}
     for param in target.parameters():
         nn.init.zeros_(param)
-    engine = zero_core.build(target, Case().config())
+    engine = Case().build(model=target)
     zero_core.load_pretrained(engine, tmp_path)
     for name, value in engine.full_state_dict().items():
         assert torch.equal(value, expected[name])
 
 
-def test_missing_and_unexpected_names_are_listed_and_nothing_changes(tmp_path: Path) -> None:
+def test_missing_and_unexpected_names_are_listed_and_nothing_changes(tmp_path):
     weights = _weights(_source())
     del weights["gain"], weights["seen"]
     save_file(weights | {"extra": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -166,14 +159,14 @@ def test_missing_and_unexpected_names_are_listed_and_nothing_changes(tmp_path: P
     assert torch.equal(full["embed.weight"], _source().embed.weight)
 
 
-def test_names_that_the_model_ignores_are_neither_missing_nor_unexpected(tmp_path: Path) -> None:
+def test_names_that_the_model_ignores_are_neither_missing_nor_unexpected(tmp_path):
     weights = _weights(_source()) | {"blocks.0.mask": torch.ones(1)}
     del weights["gain"]
     save_file(weights, tmp_path / "a.safetensors")
     model = _fresh("real")
     model._keys_to_ignore_on_load_missing = [r"^gain$"]
     model._keys_to_ignore_on_load_unexpected = [r"blocks\.\d+\.mask"]
-    engine = zero_core.build(model, Case().config())
+    engine = Case().build(model=model)
     loaded = zero_core.load_pretrained(engine, tmp_path / "a.safetensors")
     assert loaded == zero_core.Loaded((), ())
 
@@ -188,9 +181,7 @@ def test_names_that_the_model_ignores_are_neither_missing_nor_unexpected(tmp_pat
         ("embed.weight", torch.ones(37, 11), r"are one weight in the model and two in the files"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_changes(
-    tmp_path: Path, name: str, value: Tensor, message: str
-) -> None:
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path, name, value, message):
     save_file(_weights(_source()) | {name: value}, tmp_path / "model.safetensors")
     engine = _engine()
     with pytest.raises(zero_core.CheckpointError, match=message):
@@ -216,9 +207,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
         ),
     ],
 )
-def test_a_damaged_folder_is_refused_before_anything_changes(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
+def test_a_damaged_folder_is_refused_before_anything_changes(tmp_path, damage, message):
     folder = _write_folder(tmp_path / "weights", _weights(_source()))
     damage(folder / "model-00002-of-00003.safetensors")
     engine = _engine()
@@ -227,7 +216,7 @@ def test_a_damaged_folder_is_refused_before_anything_changes(
     assert _is_untouched(engine)
 
 
-def test_several_files_are_read_as_one_and_none_has_a_tensor_of_another(tmp_path: Path) -> None:
+def test_several_files_are_read_as_one_and_none_has_a_tensor_of_another(tmp_path):
     tied = _source().embed.weight.detach()  # under both of its names
     weights = list((_weights(_source()) | {"embed.weight": tied}).items())
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
@@ -243,7 +232,7 @@ def test_several_files_are_read_as_one_and_none_has_a_tensor_of_another(tmp_path
     assert torch.equal(found["head.weight"], tied)
 
 
-def test_an_engine_that_has_stepped_is_refused(tmp_path: Path) -> None:
+def test_an_engine_that_has_stepped_is_refused(tmp_path):
     engine = _engine()
     engine.backward(engine(**batch(0, 0, 0))["loss"])
     engine.step()
@@ -251,34 +240,25 @@ def test_an_engine_that_has_stepped_is_refused(tmp_path: Path) -> None:
         zero_core.load_pretrained(engine, tmp_path)
 
 
-def test_pretrained_weights_do_not_fill_a_meta_buffer_that_no_file_holds(tmp_path: Path) -> None:
+def test_pretrained_weights_do_not_fill_a_meta_buffer_that_no_file_holds(tmp_path):
     save_file(_weights(_source()), tmp_path / "model.safetensors")
     with torch.device("meta"):
         model = Model()
     with pytest.raises(zero_core.ConfigError, match="scale is on the meta device"):
-        zero_core.build(model, Case().config(), pretrained=tmp_path)
+        Case().build(model=model, pretrained=tmp_path)
 
 
-def test_a_model_that_the_files_did_not_fit_can_be_built_again(tmp_path: Path) -> None:
+def test_a_model_that_the_files_did_not_fit_can_be_built_again(tmp_path):
     model, weights = _fresh("real"), _weights(_source())
     save_file(dict(list(weights.items())[1:]), tmp_path / "model.safetensors")
     with pytest.raises(zero_core.CheckpointError, match=r"missing \[gain\]"):
-        zero_core.build(model, Case().config(), pretrained=tmp_path)
+        Case().build(model=model, pretrained=tmp_path)
     save_file(weights, tmp_path / "model.safetensors")
-    engine = zero_core.build(model, Case().config(), pretrained=tmp_path)
+    engine = Case().build(model=model, pretrained=tmp_path)
     assert torch.equal(engine.full_state_dict()["gain"], weights["gain"])
 
 
-def _fail_on_one_rank(ranks: SimulatedRanks, folder: Path, model: nn.Module) -> None:
-    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
-    before = engine.full_state_dict()
-    for name, message in (("damaged", "failed on rank 1"), ("other", "ranks see different files")):
-        with pytest.raises(zero_core.CheckpointError, match=message):
-            zero_core.load_pretrained(engine, folder / ("whole" if ranks.rank == 0 else name))
-        assert_same(engine.full_state_dict(), before)
-
-
-def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_fails_on_all(tmp_path):
     weights = _weights(_source())
     whole = _write_folder(tmp_path / "whole", weights)
     damaged = _write_folder(tmp_path / "damaged", weights) / "model-00001-of-00003.safetensors"
@@ -286,23 +266,29 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     wider = {n: v.double() if v.is_floating_point() else v for n, v in weights.items()}
     _write_folder(tmp_path / "other", wider)
     models = [_fresh("real") for _ in range(2)]
-    simulate(lambda ranks: _fail_on_one_rank(ranks, tmp_path, models[ranks.rank]), 2)
+
+    def load(ranks):
+        engine = Case(3).build(ranks, models[ranks.rank])
+        before = engine.full_state_dict()
+        for other, told in (("damaged", "failed on rank 1"), ("other", "ranks see different file")):
+            with pytest.raises(zero_core.CheckpointError, match=told):
+                zero_core.load_pretrained(engine, tmp_path / (other if ranks.rank else "whole"))
+            assert_same(engine.full_state_dict(), before)
+
+    simulate(load, 2)
 
 
-def test_a_rank_reads_no_more_than_its_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_no_more_than_its_shards(tmp_path, monkeypatch):
     save_file(_weights(_source()), tmp_path / "model.safetensors")
     models, read_range = [_fresh("real") for _ in range(3)], weight_files.StoredTensor.read
-    read: Counter[str] = Counter()  # by the thread of each rank
+    read = Counter()  # by the thread of each rank
 
-    def counted(tensor: weight_files.StoredTensor, first: int, last: int) -> Tensor:
+    def counted(tensor, first, last):
         read[threading.current_thread().name] += last - first
         return read_range(tensor, first, last)
 
-    def load(ranks: SimulatedRanks) -> None:
-        config = Case(stage=3).config()
-        engine = zero_core.build(models[ranks.rank], config, process_group=ranks)
+    def load(ranks):
+        engine = Case(stage=3).build(ranks, models[ranks.rank])
         zero_core.load_pretrained(engine, tmp_path / "model.safetensors")
         shards = sum(flat.segment.shard_numel for flat in engine.sharded_state.params)
         buffers = 4

@@ -1,10 +1,5 @@
 """One rank of 1024, alone: a process group that answers without sending anything."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero_core
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.topology import Ranks
-from zero_core.testing import make_tower, rows
+from zero_core.testing import Case, make_tower, rows
 
 WORLD_SIZE, WIDTH = 1024, 96
 
@@ -21,13 +16,13 @@ WORLD_SIZE, WIDTH = 1024, 96
 class SilentRanks(Ranks):
     """Ranks whose exchanges are collectives of the backend, which answers none of single ranks."""
 
-    def connect(self, named_within_s: float | None = None) -> ControlGroup:
+    def connect(self, named_within_s=None):
         return ControlGroup(self.library(), self.device)
 
 
 @pytest.fixture(params=[0, 1023], ids=lambda rank: f"rank{rank}")
-def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    rank: int = request.param
+def rank(request, monkeypatch):
+    rank = request.param
     # The fake backend sums nothing, and a step needs ranks that have the same settings.
     monkeypatch.setattr(ControlGroup, "sum", lambda _, values: values.mul_(WORLD_SIZE))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
@@ -35,20 +30,11 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     dist.destroy_process_group()
 
 
-def make_config(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        "check_grad_overflow": False,  # what 1023 silent ranks send is undefined
-    }
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_among_1024_ranks_holds_what_was_planned(rank: int, stage: int) -> None:
-    config = make_config(stage)
+def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
+    # What 1023 silent ranks send is undefined.
+    config = Case(stage, "bf16", top={"check_grad_overflow": False}).config()
     with torch.device("meta"):
         planned = zero_core.plan(
             make_tower(3, WIDTH), config, WORLD_SIZE, device_type="cpu"

@@ -1,7 +1,5 @@
 """Copies in memory after every step: a job that is started anew loses at most one step."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -9,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,31 +18,25 @@ from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place, snapshots
 from zero_core.checkpoint.in_memory.slot import Ring, Slot
 from zero_core.step.update import updates_in_backward
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate
 
 STEPS = 5
 
 
-def _build(
-    ranks: SimulatedRanks, stage: int, memory: Path | None = None, dtype: str = "fp32", **keys: Any
-) -> zero_core.Engine:
+def _build(ranks, stage, memory=None, dtype="fp32", **keys):
     """``memory``: folder of the copies, with further ``keys`` of "memory_checkpoint"."""
     top = {} if memory is None else {"memory_checkpoint": {"path": str(memory), **keys}}
-    config = Case(stage=stage, dtype=dtype, top=top).config()
-    return zero_core.build(make_model(), config, process_group=ranks)
+    return Case(stage=stage, dtype=dtype, top=top).build(ranks)
 
 
-def _run(engine: zero_core.Engine, first: int, stop: int) -> dict[str, torch.Tensor]:
+def _run(engine, first, stop):
     for step in range(first, stop):
         engine.backward(engine(**batch(step, 0, engine.rank))["loss"])
         engine.step(client_state={"step": step + 1})
     return engine.full_state_dict()
 
 
-def _start(
-    ranks: SimulatedRanks, folder: Path, stage: int, stop: int, dtype: str = "fp32"
-) -> tuple[int, dict[str, torch.Tensor]]:
+def _start(ranks, folder, stage, stop, dtype="fp32"):
     """Train up to step ``stop`` as a program does whenever it is started.
 
     Returns the first step, and the values at the end. Each node has a folder of its own.
@@ -62,14 +52,14 @@ def _start(
     return first, values
 
 
-def _tear(folder: Path, victim: int) -> None:
+def _tear(folder, victim):
     """Leave what a rank leaves that is killed within its third copy."""
     (marker,) = folder.glob(f"node-0/*/{3 % 2}/rank-{victim:05d}.json")
     marker.unlink()  # a rank removes it before it overwrites the files
     marker.with_name(f"master_weight-{victim:05d}.safetensors").write_bytes(b"torn")
 
 
-_DAMAGES: dict[str, tuple[Callable[[Path], object], int]] = {
+_DAMAGES = {
     "nothing": (lambda folder: None, 3),
     "rank 0 in a copy": (lambda folder: _tear(folder, 0), 2),
     "rank 1 in a copy": (lambda folder: _tear(folder, 1), 2),
@@ -90,9 +80,7 @@ _DAMAGES: dict[str, tuple[Callable[[Path], object], int]] = {
         ("a node's memory", 3, "fp32", 3),
     ],
 )
-def test_restart_loses_at_most_the_step_of_a_torn_copy(
-    lost: str, stage: int, dtype: str, world_size: int, tmp_path: Path
-) -> None:
+def test_restart_loses_at_most_the_step_of_a_torn_copy(lost, stage, dtype, world_size, tmp_path):
     damage, first = _DAMAGES[lost]
     per_node = 1 if lost == "a node's memory" else world_size
     simulate(_start, world_size, tmp_path, stage, 3, dtype, ranks_per_node=per_node)
@@ -109,11 +97,11 @@ def test_restart_loses_at_most_the_step_of_a_torn_copy(
         assert len(list(tmp_path.glob("node-1/*/0/rank-*.json"))) == 2
 
 
-def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path: Path) -> None:
+def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path):
     simulate(_start, 3, tmp_path, 3, 3, ranks_per_node=1)
     by_memory = simulate(_start, 2, tmp_path, 1, STEPS, ranks_per_node=1)
 
-    def by_disk(ranks: SimulatedRanks, stage: int, stop: int) -> dict[str, torch.Tensor]:
+    def by_disk(ranks, stage, stop):
         engine = _build(ranks, stage)
         if stop == STEPS:
             engine.load_checkpoint(tmp_path / "other")
@@ -126,36 +114,32 @@ def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path
     assert_same(by_memory, [(3, values) for values in simulate(by_disk, 2, 1, STEPS)])
 
 
-def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(tmp_path: Path) -> None:
-    def restart(ranks: SimulatedRanks) -> None:
-        memory = tmp_path / "memory"
-        engine = _build(ranks, 3, memory)
-        assert engine.resume(tmp_path / "disk") is None
-        expected = _run(engine, 0, 2)
-        place = engine.save_checkpoint(tmp_path / "disk", client_state={"step": 2})
-        engine.close()
-        ranks.connect().barrier()
-        for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
-            path.unlink()
-        again = _build(ranks, 3, memory)
-        assert again.resume(tmp_path / "disk") == {"step": 2}
-        assert_same(again.full_state_dict(), expected)
-
-    simulate(restart, 2)
+@on_ranks(2)
+def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(ranks, tmp_path):
+    memory = tmp_path / "memory"
+    engine = _build(ranks, 3, memory)
+    assert engine.resume(tmp_path / "disk") is None
+    expected = _run(engine, 0, 2)
+    place = engine.save_checkpoint(tmp_path / "disk", client_state={"step": 2})
+    engine.close()
+    ranks.connect().barrier()
+    for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
+        path.unlink()
+    again = _build(ranks, 3, memory)
+    assert again.resume(tmp_path / "disk") == {"step": 2}
+    assert_same(again.full_state_dict(), expected)
 
 
-def test_states_that_were_loaded_replace_the_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_were_loaded_replace_the_copies(tmp_path, monkeypatch):
     commit = Slot.commit
 
-    def commit_late(slot: Slot, rank: int, marker: bytes) -> None:
+    def commit_late(slot, rank, marker):
         time.sleep(0.1)  # a copy is under way when the load begins
         commit(slot, rank, marker)
 
     monkeypatch.setattr(Slot, "commit", commit_late)
 
-    def roll_back(ranks: SimulatedRanks) -> None:
+    def roll_back(ranks):
         memory = tmp_path / "memory"
         engine = _build(ranks, 3, memory, every=2)
         assert engine.resume(tmp_path / "disk") is None
@@ -176,7 +160,7 @@ def test_states_that_were_loaded_replace_the_copies(
     simulate(roll_back, 2)
 
 
-def test_states_that_are_copied_beside_backward_are_not_updated_in_it() -> None:
+def test_states_that_are_copied_beside_backward_are_not_updated_in_it():
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     config = {"train_batch_size": 2, "check_grad_overflow": False, "zero_optimization": zero}
     assert updates_in_backward(zero_core.load_config(config, world_size=1))
@@ -184,29 +168,25 @@ def test_states_that_are_copied_beside_backward_are_not_updated_in_it() -> None:
     assert not updates_in_backward(copied)
 
 
+@on_ranks(1)
 def test_a_step_before_resume_and_memory_that_nothing_keeps_or_owns_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ranks, tmp_path, monkeypatch
+):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-
-    def resume(ranks: SimulatedRanks) -> None:
-        with pytest.raises(RuntimeError, match=r"engine\.resume\(directory\)"):
-            _run(_build(ranks, 1, Path("/dev/shm/none")), 0, 1)
-        config = Case(1, top={"memory_checkpoint": {}}).config()
-        engine = zero_core.build(make_model(), config, process_group=ranks)
-        with pytest.raises(ConfigError, match="no launcher"):
-            engine.resume(tmp_path)
-        (tmp_path / "file").touch()
-        with pytest.raises(CheckpointError, match=r"memory_checkpoint\.path"):
-            _build(ranks, 1, tmp_path / "file").resume(tmp_path)
-        monkeypatch.setattr(os, "getuid", lambda: 1 << 20)
-        with pytest.raises(CheckpointError, match="belongs to another user"):
-            _build(ranks, 1, tmp_path).resume(tmp_path / "disk")
-
-    simulate(resume, 1)
+    with pytest.raises(RuntimeError, match=r"engine\.resume\(directory\)"):
+        _run(_build(ranks, 1, Path("/dev/shm/none")), 0, 1)
+    engine = Case(1, top={"memory_checkpoint": {}}).build(ranks)
+    with pytest.raises(ConfigError, match="no launcher"):
+        engine.resume(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"memory_checkpoint\.path"):
+        _build(ranks, 1, tmp_path / "file").resume(tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 20)
+    with pytest.raises(CheckpointError, match="belongs to another user"):
+        _build(ranks, 1, tmp_path).resume(tmp_path / "disk")
 
 
-def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path: Path) -> None:
+def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path):
     folder = tmp_path / "memory"
     folder.mkdir()
     launcher = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
@@ -224,9 +204,7 @@ def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path: 
     assert not folder.exists()
 
 
-def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/0/error.json")
     command, own = ["sh", "-c", "echo; read x"], dict(os.environ)
@@ -245,12 +223,10 @@ def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(
     assert above == os.getpid()
 
 
-def test_second_engine_in_one_folder_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_engine_in_one_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(place, "_WAIT_S", 0.0)
 
-    def resume_twice(ranks: SimulatedRanks) -> None:
+    def resume_twice(ranks):
         memory = tmp_path / "memory"
         first = _build(ranks, 1, memory)
         assert first.resume(tmp_path / "disk") is None
@@ -265,7 +241,7 @@ def test_second_engine_in_one_folder_is_refused(
     simulate(resume_twice, 2)
 
 
-def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path: Path) -> None:
+def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path):
     values = {"0": torch.ones(1 << 18)}
     slot = Slot(tmp_path)
     with files_up_to(1 << 19), pytest.raises(CheckpointError, match="make the memory larger"):
@@ -273,45 +249,38 @@ def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path: Path
     assert slot.write("master_weight-00000.safetensors", values) > 1 << 20
 
 
-def test_copy_under_way_at_close_has_the_values_of_the_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_ranks(1)
+def test_copy_under_way_at_close_has_the_values_of_the_last_step(ranks, tmp_path, monkeypatch):
     write = Slot.write
 
-    def write_late(slot: Slot, name: str, tensors: Any) -> int:
+    def write_late(slot, name, tensors):
         time.sleep(0.1)
         return write(slot, name, tensors)
 
     monkeypatch.setattr(Slot, "write", write_late)
-
-    def close(ranks: SimulatedRanks) -> None:
-        memory = tmp_path / "memory"
-        engine = _build(ranks, 0, memory)
-        engine.resume(tmp_path / "disk")
-        expected = _run(engine, 0, 2)
-        engine.close()
-        with torch.no_grad():  # they are the program's own again
-            for param in engine.module.parameters():
-                param.zero_()
-        again = _build(ranks, 0, memory)
-        assert again.resume(tmp_path / "disk") == {"step": 2}
-        assert_same(again.full_state_dict(), expected)
-
-    simulate(close, 1)
+    memory = tmp_path / "memory"
+    engine = _build(ranks, 0, memory)
+    engine.resume(tmp_path / "disk")
+    expected = _run(engine, 0, 2)
+    engine.close()
+    with torch.no_grad():  # they are the program's own again
+        for param in engine.module.parameters():
+            param.zero_()
+    again = _build(ranks, 0, memory)
+    assert again.resume(tmp_path / "disk") == {"step": 2}
+    assert_same(again.full_state_dict(), expected)
 
 
-def test_folder_is_in_use_until_the_copy_of_a_neighbour_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_is_in_use_until_the_copy_of_a_neighbour_is_written(tmp_path, monkeypatch):
     swap, gate = Ring.swap, threading.Event()
 
-    def swap_late(ring: Ring, *args: Any) -> None:
+    def swap_late(ring, *args):
         assert gate.wait(120)
         swap(ring, *args)
 
     monkeypatch.setattr(Ring, "swap", swap_late)
 
-    def close(ranks: SimulatedRanks) -> None:
+    def close(ranks):
         memory = tmp_path / f"node-{ranks.rank}"
         engine = _build(ranks, 0, memory)
         engine.resume(tmp_path / "disk")
@@ -328,23 +297,19 @@ def test_folder_is_in_use_until_the_copy_of_a_neighbour_is_written(
     simulate(close, 2, ranks_per_node=1)
 
 
-def test_copy_that_fails_at_once_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
+@on_ranks(1)
+def test_copy_that_fails_at_once_is_not_waited_for(ranks, tmp_path, monkeypatch):
+    def fail():
         raise OSError("no such limit")
 
-    def close(ranks: SimulatedRanks) -> None:
-        engine = _build(ranks, 0, tmp_path / "memory")
-        engine.resume(tmp_path / "disk")
-        _run(engine, 0, 1)
-        engine.close()
-
     monkeypatch.setattr(snapshots, "use_one_core", fail)
-    simulate(close, 1)
+    engine = _build(ranks, 0, tmp_path / "memory")
+    engine.resume(tmp_path / "disk")
+    _run(engine, 0, 1)
+    engine.close()
 
 
-def test_plan_has_the_bytes_that_the_copies_take(tmp_path: Path) -> None:
+def test_plan_has_the_bytes_that_the_copies_take(tmp_path):
     simulate(_start, 2, tmp_path, 2, 2, "bf16", ranks_per_node=1)
     config = {**Case(stage=2, dtype="bf16").config(), "memory_checkpoint": {}}
     planned = zero_core.plan(make_model(), config, 2, ranks_per_node=1, device_type="cpu")

@@ -1,24 +1,32 @@
-"""Resident host memory: its peak in steps and in construction, and its growth over many steps.
+"""Resident host memory: its peak in steps and in construction, its growth, and its arenas.
 
 Each measurement runs in a process of its own, so that the peak is its own. glibc is configured to
 return large tensors to the system when they are freed: memory that it would keep otherwise is the
 allocator's, not the engine's.
 """
 
-from __future__ import annotations
-
 import ctypes
+import json
+import os
+import platform
+import re
+import subprocess
 import sys
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import accelerator, nn
 
 import zero_core
-from zero_core.testing import PeakMemory, run_alone, spawn
+from zero_core.comm import control
+from zero_core.testing import Case, late_device
+from zero_core.testing.models import RootAndBlocks
+from zero_core.testing.peak_memory import PeakMemory
+from zero_core.testing.ranks import alone, run_alone, spawn
+from zero_core.testing.simulated import simulate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
@@ -27,33 +35,24 @@ M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Deep(nn.Module):
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return x.square().mean()
 
 
-def make_config(dtype: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3},
-    }
-
-
-def status(name: str) -> int:
+def status(name):
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (value,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return int(value) * 1024
 
 
-def train(depth: int, dtype: str, rows: int, steps: int) -> zero_core.Engine:
-    engine = zero_core.build(Deep(depth), make_config(dtype))
+def train(depth, dtype, rows, steps):
+    engine = Case(3, dtype).build(model=Deep(depth))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
     for _ in range(steps):
         engine.backward(engine(torch.ones(rows, WIDTH)))
@@ -61,7 +60,7 @@ def train(depth: int, dtype: str, rows: int, steps: int) -> zero_core.Engine:
     return engine
 
 
-def measure(dtype: str, rows: int) -> dict[str, int]:
+def measure(dtype, rows):
     train(2, dtype, rows, 2)  # libraries and kernels are there from now on
     before = status("VmRSS")
     engine = train(DEPTH, dtype, rows, 3)
@@ -73,7 +72,11 @@ def measure(dtype: str, rows: int) -> dict[str, int]:
     return {"peak": peak, "early": early, "late": status("VmRSS") - before}
 
 
-def _check(dtype: str, rows: int) -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("rows", [2, 256])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@alone
+def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
     # Large tensors go back to the system when they are freed.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     found = measure(dtype, rows)
@@ -81,22 +84,12 @@ def _check(dtype: str, rows: int) -> None:
         model = Deep(DEPTH)
     inputs = [torch.ones(rows, WIDTH)]
     planned = zero_core.plan(
-        model, make_config(dtype), 1, device_type="cpu", example_inputs=inputs
+        model, Case(3, dtype).config(), 1, device_type="cpu", example_inputs=inputs
     ).memory.device_bytes
     print(f"{dtype}, {rows} rows: peak {found['peak'] / planned:.3f} of the plan, {found}")
     assert 0.95 < found["peak"] / planned < 1.05
     # A leak of a block grows by more; what the allocator keeps on a busy machine by less.
     assert found["late"] - found["early"] < 0.02 * planned, found
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("rows", [2, 256])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_peak_is_what_was_planned_and_does_not_grow(dtype: str, rows: int) -> None:
-    run_alone(_check, dtype, rows)
-
-
-# -------------------------------------------------------------------- constructions
 
 
 LARGE, NUM_UNITS = 1024, 25
@@ -111,18 +104,18 @@ CONFIG = {
 }
 
 
-def _model() -> nn.Module:
+def _model():
     return nn.Sequential(*(nn.Linear(LARGE, LARGE) for _ in range(NUM_UNITS)))
 
 
-def _warm_up() -> None:
+def _warm_up():
     """Build a small engine, so that torch and gloo have made their first allocations."""
     with zero_core.deferred_init():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero_core.build(model, CONFIG).close()
 
 
-def _measure_construction(rank: int, world_size: int, folder: str) -> None:
+def _measure_construction(rank, world_size, folder):
     _warm_up()
     torch.manual_seed(0)
     with PeakMemory() as peak:
@@ -162,7 +155,7 @@ def _measure_construction(rank: int, world_size: int, folder: str) -> None:
     assert peak.nbytes <= bound, ("quantized", rank, peak.nbytes, bound)
 
 
-def _to_int8(linear: nn.Module) -> None:
+def _to_int8(linear):
     scale = linear.weight.abs().amax() / 127
     linear.weight.div_(scale).round_()
     linear.weight = nn.Parameter(linear.weight.to(torch.int8), requires_grad=False)
@@ -170,6 +163,131 @@ def _to_int8(linear: nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path):
     save_file(_model().state_dict(), tmp_path / "model.safetensors")
     spawn(_measure_construction, 3, str(tmp_path))
+
+
+_PROGRAM = """
+import ctypes, sys, threading
+from zero_core._libc import share_arenas
+
+if sys.argv[1] == "shared":
+    share_arenas()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+gate = threading.Barrier(9)
+
+def work():
+    libc.free(libc.malloc(5000))
+    gate.wait()  # all run at once
+    gate.wait()
+
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+    thread.start()
+gate.wait()
+libc.malloc_stats()  # an "Arena N:" of each, on stderr
+gate.wait()
+"""
+
+
+def _num_arenas(*words, **environment):
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", _PROGRAM, *words]
+    ended = subprocess.run(
+        command,
+        env={**plain, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return len(re.findall(r"^Arena \d+:", ended.stderr, re.MULTILINE))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's arenas")
+def test_new_threads_share_the_arenas_unless_the_user_has_set_them():
+    plain = _num_arenas("plain")
+    assert _num_arenas("shared") <= plain - 6
+    assert _num_arenas("shared", MALLOC_ARENA_MAX="16") == plain
+    assert _num_arenas("shared", GLIBC_TUNABLES="glibc.malloc.arena_max=16") == plain
+
+
+ROOT_WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
+PIECE_BYTES = 1 << 14  # of what full_state_dict moves at once: these models are small
+
+
+def config(stage, dtype, **further):
+    return Case(stage, dtype, top=further).config()
+
+
+ROOT_OF_03 = 0.3 / 0.7 * NUM_BLOCKS
+JOBS = [
+    *((config(stage, dtype), 1) for stage, dtype in product(range(4), ("fp32", "bf16"))),
+    *((config(stage, dtype), ROOT_OF_03) for stage, dtype in product((0, 2, 3), ("fp32", "bf16"))),
+    *((config(stage, "bf16", gradient_accumulation_steps=2), 1) for stage in range(4)),
+    (config(2, "bf16", communication_data_type="fp32"), 1),
+    (config(2, "bf16", data_types={"grad_accum_dtype": "bf16"}), 1),
+    (config(3, "fp32", optimizer={"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}), 1),
+]
+JOBS_OF = {1: [JOBS[0], JOBS[1], JOBS[9], JOBS[17]], 2: JOBS, 3: [JOBS[3], *JOBS[6:8], JOBS[17]]}
+
+
+def measure_on_device(ranks, job):
+    """Return the bytes held after build and steps, and the peaks of steps and of an export."""
+    device = ranks.device
+    accelerator.synchronize(device)
+    before = accelerator.memory_allocated(device)
+    settings, root = job
+    engine = zero_core.build(
+        RootAndBlocks(ROOT_WIDTH, NUM_BLOCKS, root), settings, process_group=ranks
+    )
+    accelerator.synchronize(device)
+    found = {"built": accelerator.memory_allocated(device) - before}
+    accelerator.reset_peak_memory_stats(device)
+    x = torch.ones(1, ROOT_WIDTH, device=device)
+    for step in range(2):
+        for _ in range(engine.gradient_accumulation_steps):
+            engine.backward(engine(x))
+            engine.step()
+        accelerator.synchronize(device)
+        found[f"held {step}"] = accelerator.memory_allocated(device) - before
+    found["peak"] = accelerator.max_memory_allocated(device) - before
+    accelerator.reset_peak_memory_stats(device)
+    engine.full_state_dict(rank=0)
+    found["export"] = accelerator.max_memory_allocated(device) - before
+    engine.close()
+    return found
+
+
+def _measure_all(world_size, folder):
+    late_device.load()
+    control.PIECE_BYTES = PIECE_BYTES
+    rows = [
+        simulate(measure_on_device, world_size, job, device="late") for job in JOBS_OF[world_size]
+    ]
+    Path(folder, "rows").write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
+def test_peak_is_what_was_planned(world_size, tmp_path):
+    run_alone(_measure_all, world_size, str(tmp_path))
+    rows = json.loads((tmp_path / "rows").read_text())
+    for (settings, root), ranks in zip(JOBS_OF[world_size], rows, strict=True):
+        with torch.device("meta"):
+            memory = zero_core.plan(
+                RootAndBlocks(ROOT_WIDTH, NUM_BLOCKS, root), settings, world_size
+            ).memory
+        planned, late = memory.device_bytes, memory.device.get("exchange buffers", 0)
+        for found in ranks:
+            assert abs(found["peak"] / planned - 1) <= TOLERANCE, (settings, root, found, planned)
+            assert found["export"] <= (1 + TOLERANCE) * planned, (settings, root, found, planned)
+            grown = found["held 0"] - found["built"]
+            assert grown <= late + TOLERANCE * planned, (settings, root, found)
+            assert found["held 1"] == found["held 0"], (settings, root, found)

@@ -1,34 +1,22 @@
 """Copies of an engine's model, which are plain models with its values or refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    Tower,
-    make_tower,
-    on_ranks,
-    rows,
-    seeded,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import make_tower, rows, seeded
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.simulated import on_ranks
+from zero_core.testing.training import adamw, step_ddp, train
 
 DECAY = 0.9
 
 
-def _net() -> Tower:
+def _net():
     """Return a tower with buffers, a frozen parameter and tied ones."""
     with seeded(1):  # drawn by one simulated rank at a time
         model = make_tower(3)
@@ -40,20 +28,15 @@ def _net() -> Tower:
     return model
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    params = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+def _engine(stage, process_group=None):
+    return Case(stage).build(process_group, _net())
 
 
-def _engine(stage: int, process_group: SimulatedRanks | None = None) -> zero_core.Engine:
-    return zero_core.build(_net(), Case(stage).config(), process_group=process_group)
-
-
-def _train(engine: zero_core.Engine, rank: int, steps: range) -> None:
+def _train(engine, rank, steps):
     train(engine, [rows(step, rank) for step in steps])
 
 
-def _assert_is_plain(model: nn.Module) -> None:
+def _assert_is_plain(model):
     for name, module in model.named_modules():
         hooks = {k: v for k, v in vars(module).items() if k.endswith("_hooks") and v}
         assert not hooks, (name, hooks)
@@ -62,13 +45,13 @@ def _assert_is_plain(model: nn.Module) -> None:
     assert all(zero_core.engine_of(p) is None for p in model.parameters())
 
 
-def _trains_alone(model: nn.Module, state: dict[str, Tensor]) -> None:
+def _trains_alone(model, state):
     """Check that ``model`` trains like a plain model with the values of ``state``."""
     plain = _net()
     plain.load_state_dict(state)
     for each in (model, plain):
         each.train()
-        optimizer = _adamw(each)
+        optimizer = adamw(each)
         for step in range(2):
             optimizer.zero_grad()
             each(rows(step, 7)).backward()
@@ -79,9 +62,7 @@ def _trains_alone(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (3, 2), (3, 3)])
 @on_ranks()
-def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(ranks, stage):
     hooked = {"accumulation_schedule": "vertical", "world_size_invariant": True}
     for more in ({}, {"activation_checkpointing": {"enabled": True}}, hooked):
         config = Case(stage).config() | more
@@ -107,7 +88,7 @@ def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_copy_is_refused_where_values_are_not_whole(ranks: SimulatedRanks, stage: int) -> None:
+def test_a_copy_is_refused_where_values_are_not_whole(ranks, stage):
     engine = _engine(stage, process_group=ranks)
     _train(engine, ranks.rank, range(1))
     state = engine.full_state_dict()
@@ -128,10 +109,10 @@ def test_a_copy_is_refused_where_values_are_not_whole(ranks: SimulatedRanks, sta
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3), (3, 1), (3, 2)])
 @on_ranks()
-def test_an_averaged_model_follows_the_one_over_ddp(ranks: SimulatedRanks, stage: int) -> None:
+def test_an_averaged_model_follows_the_one_over_ddp(ranks, stage):
     net = _net()
     ddp = SimulatedDDP(net, ranks)
-    optimizer = _adamw(net)
+    optimizer = adamw(net)
     expected = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     for step in range(3):
         step_ddp(ddp, optimizer, rows(step, ranks.rank))

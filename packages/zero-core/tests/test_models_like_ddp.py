@@ -16,28 +16,22 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.comm.topology import Ranks
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    Hard,
-    SimulatedDDP,
-    SimulatedRanks,
+from zero_core.testing.models import (
+    MIXTURE_WIDTH,
+    Mixture,
+    MixtureModel,
     Tower,
     batch,
-    check_like_ddp,
     make_model,
     make_tower,
-    on_ranks,
+    routed_batch,
     rows,
-    run_on_processes,
     seeded,
-    train,
-    train_ddp,
 )
-from zero_core.testing.models import MIXTURE_WIDTH, Mixture, MixtureModel, routed_batch
-from zero_core.testing.training import Inputs, assert_same
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import on_processes
+from zero_core.testing.simulated import on_ranks
+from zero_core.testing.training import Inputs, adamw, assert_same, check_like_ddp, train, train_ddp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 
@@ -47,14 +41,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:Fut
 class _Odd(Tower):
     """A tower with blocks that share a layer with the root, run in parts, or recompute in pairs."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         super().__init__()
         self.way = way
         if way == "shared":
             self.last = nn.LayerNorm(7)
             self.blocks[0].append(self.last)
 
-    def forward(self, x: Tensor, used: Any = None) -> Tensor:
+    def forward(self, x, used=None):
         if self.way == "shared":
             return super().forward(x) + self.last(x).square().mean()
         x = self.first(x)
@@ -68,20 +62,19 @@ class _Odd(Tower):
         else:
             x = checkpoint(self._run, x, (2, 0), use_reentrant=True)
             x = checkpoint(self.blocks[2], x, use_reentrant=True)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
+        return self.head(x).square().mean()
 
 
 class _NoInput(nn.Module):
     """A model whose root has no parameters and whose forward takes no input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         self.register_buffer("start", torch.linspace(-1.0, 1.0, 12).view(3, 4))
 
-    def forward(self) -> Tensor:
-        x: Tensor = self.blocks(self.start)
+    def forward(self):
+        x = self.blocks(self.start)
         return x.square().mean()
 
 
@@ -92,18 +85,18 @@ class _State:
 
 
 class _Start(nn.Linear):
-    def forward(self, given: dict[str, Tensor], mask: None = None) -> _State:
+    def forward(self, given, mask=None):
         return _State(super().forward(given["x"]), mask)
 
 
 class _Middle(nn.Linear):
-    def forward(self, state: _State) -> tuple[Tensor, dict[str, Tensor], None]:
+    def forward(self, state):
         hidden = torch.tanh(super().forward(state.hidden))
         return hidden, {"unused": hidden * 2}, None
 
 
 class _End(nn.Linear):
-    def forward(self, parts: tuple[Tensor, dict[str, Tensor], None], *, scale: float) -> _State:
+    def forward(self, parts, *, scale):
         hidden, extras, nothing = parts
         assert nothing is None
         return _State(super().forward(hidden) * scale, extras["unused"])
@@ -112,11 +105,11 @@ class _End(nn.Linear):
 class _Structured(nn.Module):
     """Blocks that take and return dicts, tuples, dataclasses and None."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([_Start(7, 7), _Middle(7, 7), _End(7, 3)])
 
-    def forward(self, given: dict[str, Tensor]) -> Mapping[str, Any]:
+    def forward(self, given):
         start, middle, end = self.blocks
         out = end(middle(start(given)), scale=0.5)
         assert out.extra is not None  # an output that no loss uses
@@ -126,14 +119,14 @@ class _Structured(nn.Module):
 class _Alone(nn.Module):
     """A model with a list of experts outside of all blocks. ``leaf``: a module marked as a leaf."""
 
-    def __init__(self, leaf: str | None = None) -> None:
+    def __init__(self, leaf=None):
         super().__init__()
         self.mixture = Mixture()
         self.blocks = nn.Sequential(*(nn.Linear(MIXTURE_WIDTH, MIXTURE_WIDTH) for _ in range(2)))
         if leaf is not None:
-            self.get_submodule(leaf)._is_zero_leaf = True  # type: ignore[assignment]
+            self.get_submodule(leaf)._is_zero_leaf = True
 
-    def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
+    def forward(self, x, allowed):
         x = self.blocks(self.mixture(x, allowed[0]))
         return x.square().mean()
 
@@ -141,24 +134,24 @@ class _Alone(nn.Module):
 class _AtRoot(Mixture):
     """A model with a list of experts directly under the root."""
 
-    def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
+    def forward(self, x, allowed):
         return super().forward(x, allowed[0]).square().mean()
 
 
 WIDTH, DEPTH, TWICE = 33, 10, 6  # block number TWICE is called twice in a row
 # Per step: the blocks whose branch rank 1 leaves out. A reduction that waited for the end of that
 # rank's backward would keep its peers from gathering what it needs to get there.
-LEFT_OUT: list[set[int]] = [set(), {9}, {8}, {5}, {0}, {7, 8, 9}, set(range(DEPTH))]
-SKIPPED: list[set[int]] = [set(), {9}, {4}, {0}, {0, 1, 2}, {3, 4, 5, 6, 7, 8}, set(range(DEPTH))]
+LEFT_OUT = [set(), {9}, {8}, {5}, {0}, {7, 8, 9}, set(range(DEPTH))]
+SKIPPED = [set(), {9}, {4}, {0}, {0, 1, 2}, {3, 4, 5, 6, 7, 8}, set(range(DEPTH))]
 
 
 class _Branch(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.always = nn.Linear(WIDTH, WIDTH)
         self.branch = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, has_branch: bool | None) -> Tensor:
+    def forward(self, x, has_branch):
         if has_branch is None:
             return x  # stochastic depth: backward has nothing to do here
         x = x + torch.tanh(self.always(x))
@@ -168,47 +161,43 @@ class _Branch(nn.Module):
 class _Branches(nn.Module):
     """Blocks of which an input may leave out parts or the whole."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(_Branch() for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 3)
         self.start = nn.Parameter(torch.zeros(WIDTH))
 
-    def forward(self, x: Tensor, left_out: set[int], skipped: set[int]) -> Tensor:
+    def forward(self, x, left_out, skipped):
         x = x + self.start
         for index, block in enumerate(self.blocks):
             x = block(x, None if index in skipped else index not in left_out)
             if index == TWICE:
                 x = block(x, index not in left_out)
-        out: Tensor = self.head(x).square().mean()
-        return out
-
-
-# ------------------------------------------------------------------ hooks
+        return self.head(x).square().mean()
 
 
 class _Scaled(nn.Module):
     """A parametrization that scales a weight, by a trained parameter if ``is_trained``."""
 
-    def __init__(self, is_trained: bool = False) -> None:
+    def __init__(self, is_trained=False):
         super().__init__()
         self.factor = nn.Parameter(torch.tensor(0.5)) if is_trained else 2.0
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return weight * self.factor
 
 
-def _parametrize(linear: nn.Linear) -> None:
+def _parametrize(linear):
     parametrize.register_parametrization(linear, "weight", _Scaled())
     parametrize.register_parametrization(linear, "bias", _Scaled(linear.out_features == 7))
 
 
-def _add_hooks(linear: nn.Linear) -> None:
+def _add_hooks(linear):
     linear.register_forward_pre_hook(lambda m, args: (args[0] + m.weight.mean(0)[:1],))
     linear.register_forward_hook(lambda m, args, out: out + m.weight.sum() + m.bias)
 
 
-CHANGES: dict[str, Callable[[Any], object]] = {
+CHANGES = {
     "weight_norm by hooks": nn.utils.weight_norm,
     "spectral_norm by hooks": nn.utils.spectral_norm,
     "weight_norm": parametrizations.weight_norm,
@@ -218,7 +207,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-def _layered() -> Tower:
+def _layered():
     """Return a tower of which two blocks are linear maps themselves."""
     model = make_tower()
     with seeded(2):
@@ -226,7 +215,7 @@ def _layered() -> Tower:
     return model
 
 
-def _changed(model: nn.Module, which: str) -> nn.Module:
+def _changed(model, which):
     with seeded(4):  # spectral norms draw, too
         for module in list(model.modules()):
             if isinstance(module, nn.Linear):
@@ -234,11 +223,11 @@ def _changed(model: nn.Module, which: str) -> nn.Module:
     return model
 
 
-def _with_hooks_of_units() -> Hard:
-    def scale(module: Any, args: Any, kwargs: Any) -> Any:
+def _with_hooks_of_units():
+    def scale(module, args, kwargs):
         return (args[0] * module.norm.weight.mean() * module.up.weight.norm(),), kwargs
 
-    def add(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    def add(module, args, kwargs, output):
         return output * (1.0 + kwargs["use_side"]) + module.norm.bias
 
     model = make_model()
@@ -248,13 +237,13 @@ def _with_hooks_of_units() -> Hard:
     return model
 
 
-def _with_hooks_of_root() -> Tower:
+def _with_hooks_of_root():
     model = make_tower()
     model.register_forward_pre_hook(lambda m, args: (args[0] + m.head.bias.sum() + m.first.bias,))
     return model
 
 
-def _with_tensor_hooks() -> Tower:
+def _with_tensor_hooks():
     """Return a tower whose hooks halve and clamp gradients, as gradient surgery does."""
     model = make_tower()
     model.blocks[0][0].weight.register_hook(lambda grad: grad * 0.5)
@@ -263,32 +252,29 @@ def _with_tensor_hooks() -> Tower:
     return model
 
 
-# ------------------------------------------------------------------ the table
-
-
-def _routed(number: int, rank: int, counts: tuple[int, ...] = (8, 1, 2)) -> Inputs:
+def _routed(number, rank, counts=(8, 1, 2)):
     """Draw inputs that each rank routes by itself, to one of so many experts by step."""
     return routed_batch(number, rank, counts[number % len(counts)])
 
 
-def _branching(step: int, rank: int) -> Inputs:
+def _branching(step, rank):
     return rows(step, rank, WIDTH), LEFT_OUT[step] if rank == 1 else set(), set()
 
 
-def _without_blocks(step: int, rank: int) -> Inputs:
+def _without_blocks(step, rank):
     return rows(step, rank, WIDTH), set(), SKIPPED[step] if rank == 1 else set()
 
 
-def _skipping(number: int, rank: int) -> Inputs:
+def _skipping(number, rank):
     """Draw inputs with which each rank leaves out a different block."""
     return rows(number, rank), [block for block in range(4) if block != (rank + number // 2) % 4]
 
 
-def _recomputable(number: int, rank: int) -> Inputs:
+def _recomputable(number, rank):
     return rows(number, rank).requires_grad_()
 
 
-def _in_dict(number: int, rank: int, dtype: torch.dtype = torch.float32) -> Inputs:
+def _in_dict(number, rank, dtype=torch.float32):
     return ({"x": rows(number, rank).to(dtype)},)
 
 
@@ -302,8 +288,8 @@ class Use(NamedTuple):
     accumulation: int = 1
 
 
-def _of(kind: Callable[..., nn.Module], *args: Any, dtype: torch.dtype | None = None) -> Any:
-    def make() -> nn.Module:
+def _of(kind, *args, dtype=None):
+    def make():
         with seeded(3):
             return kind(*args).to(dtype)
 
@@ -351,7 +337,7 @@ ROWS = [(size, name) for size in (1, 2, 3) for name in USES]
 @pytest.mark.parametrize(("world_size", "name"), ROWS)
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks()
-def test_losses_and_values_are_those_of_ddp(ranks: SimulatedRanks, name: str, stage: int) -> None:
+def test_losses_and_values_are_those_of_ddp(ranks, name, stage):
     make, draw, top, steps, accumulation = USES[name]
     case = Case(stage, accumulation=accumulation, top=top)
     # Two reentrant checkpoints bring a block's gradient in two parts, each with a sum over ranks.
@@ -359,7 +345,7 @@ def test_losses_and_values_are_those_of_ddp(ranks: SimulatedRanks, name: str, st
     check_like_ddp(ranks, make, draw, case, steps=steps, atol=atol)
 
 
-def _drawn(seed: int) -> tuple[Callable[[], nn.Module], Callable[[int, int], Inputs], Case]:
+def _drawn(seed):
     """Draw a tower, frozen and recomputed in parts, and the blocks that each rank leaves out."""
     draw = random.Random(seed)
     depth = draw.choice([3, 5, 6])
@@ -368,21 +354,21 @@ def _drawn(seed: int) -> tuple[Callable[[], nn.Module], Callable[[int, int], Inp
     frozen = some if draw.random() < 0.5 else range(draw.randrange(depth))
     is_first_frozen = draw.random() < 0.5 and recompute != "reentrant"
     case = Case(draw.choice([1, 3, 3, 3]), accumulation=draw.choice([1, 2]))
-    used: dict[tuple[int, int], list[int]] = {}
+    used = {}
     for key in itertools.product(range(10), range(3)):  # no two neighbours: README, "Limits"
         used[key] = []
         for block in range(depth):
             if (block and block - 1 not in used[key]) or draw.random() < 0.75:
                 used[key].append(block)
 
-    def make() -> nn.Module:
+    def make():
         model = make_tower(depth, recompute=recompute)
         model.first.requires_grad_(not is_first_frozen)
         for block in frozen:
             model.blocks[block].requires_grad_(False)
         return model
 
-    def inputs(number: int, rank: int) -> Inputs:
+    def inputs(number, rank):
         return rows(number, rank).requires_grad_(recompute == "reentrant"), used[number, rank]
 
     return make, inputs, case
@@ -391,13 +377,13 @@ def _drawn(seed: int) -> tuple[Callable[[], nn.Module], Callable[[int, int], Inp
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(100))
 @on_ranks(3)
-def test_each_rank_may_leave_out_blocks_of_its_own(ranks: SimulatedRanks, seed: int) -> None:
+def test_each_rank_may_leave_out_blocks_of_its_own(ranks, seed):
     check_like_ddp(ranks, *_drawn(seed), steps=5)
 
 
 @on_ranks(3)
-def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks: SimulatedRanks) -> None:
-    def losses_of(model: Any, end: Callable[[], object]) -> Any:
+def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks):
+    def losses_of(model, end):
         for number, left_out in enumerate([(3, None), (None, 3), (1, 3), (0, 2)]):
             loss = torch.zeros(())
             for block in left_out:
@@ -408,40 +394,31 @@ def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks: Simulate
             yield loss.item()
 
     ddp = SimulatedDDP(make_tower(), ranks)
-    params = ddp.module.parameters()
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(ddp.module)
 
-    def end() -> None:
+    def end():
         ddp.average_gradients()
         optimizer.step()
         optimizer.zero_grad()
 
-    engine = zero_core.build(make_tower(), Case(3).config(), process_group=ranks)
+    engine = Case(3).build(ranks, make_tower())
     assert list(losses_of(engine, engine.step)) == list(losses_of(ddp, end))
 
 
-def _check_branches(ranks: Ranks) -> None:
-    for draw in (_branching, _without_blocks):
-        check_like_ddp(ranks, _of(_Branches), draw, Case(3), steps=len(LEFT_OUT))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_processes_end_when_one_leaves_out_or_skips_blocks(world_size: int) -> None:
-    run_on_processes(_check_branches, world_size)
-
-
-# ------------------------------------------------------------------ beside other things
+@on_processes()
+def test_processes_end_when_one_leaves_out_or_skips_blocks(ranks):
+    for draw in (_branching, _without_blocks):
+        check_like_ddp(ranks, _of(_Branches), draw, Case(3), steps=len(LEFT_OUT))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_hooks_registered_after_build_find_current_parameters(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_hooks_registered_after_build_find_current_parameters(ranks, stage):
     batches = [rows(number, ranks.rank) for number in range(3)]
     expected, model = _changed(_layered(), "hooks"), _layered()
     losses = train_ddp(expected, ranks, batches)
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     _changed(model, "hooks")
     assert train(engine, batches) == losses
     assert_same(engine.full_state_dict(), dict(expected.state_dict()))
@@ -449,13 +426,11 @@ def test_hooks_registered_after_build_find_current_parameters(
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_accumulation_hook_sees_the_gradient_only_when_registered_before_build(
-    ranks: SimulatedRanks, stage: int
-) -> None:
-    model, seen = make_tower(), list[Tensor | None]()
+def test_accumulation_hook_sees_the_gradient_only_when_registered_before_build(ranks, stage):
+    model, seen = make_tower(), []
     hook = model.head.weight.register_post_accumulate_grad_hook
     hook(lambda param: seen.append(param.grad))
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     hook(lambda param: seen.append(param.grad))
     train(engine, [rows(0, ranks.rank)])
     assert seen[0] is not None  # this rank's own, which the engine has taken over after it
@@ -464,7 +439,7 @@ def test_accumulation_hook_sees_the_gradient_only_when_registered_before_build(
 
 
 @on_ranks(3)
-def test_losses_stay_when_evaluations_use_other_experts(ranks: SimulatedRanks) -> None:
+def test_losses_stay_when_evaluations_use_other_experts(ranks):
     batches = [routed_batch(step, ranks.rank, count) for step, count in enumerate((8, 1, 2, 1))]
     config = Case(3).config()
     expected = train(zero_core.build(MixtureModel(), config, process_group=ranks), batches)
@@ -476,14 +451,14 @@ def test_losses_stay_when_evaluations_use_other_experts(ranks: SimulatedRanks) -
     assert losses == expected
 
 
-def _penalized(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _penalized(model, x):
     """Return a loss with a gradient penalty (Gulrajani et al., arXiv 1704.00028)."""
     out = model(x)
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
     return out + (grad.norm(dim=1) - 1.0).square().mean()
 
 
-def _twice_penalized(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _twice_penalized(model, x):
     out = model(x)
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
     (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
@@ -492,16 +467,11 @@ def _twice_penalized(model: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("world_size", "penalize"), [(2, _penalized), (3, _twice_penalized)])
 @on_ranks()
-def test_gradient_penalty_follows_torch_at_every_stage(
-    ranks: SimulatedRanks, penalize: Callable[..., Tensor]
-) -> None:
-    engines = [
-        zero_core.build(make_tower(), Case(stage).config(), process_group=ranks)
-        for stage in range(4)
-    ]
+def test_gradient_penalty_follows_torch_at_every_stage(ranks, penalize):
+    engines = [Case(stage).build(ranks, make_tower()) for stage in range(4)]
     model = make_tower()
     ddp = SimulatedDDP(model, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     for step in range(3):
         x = rows(step, ranks.rank).requires_grad_()
         loss = penalize(ddp, x)
@@ -520,15 +490,12 @@ def test_gradient_penalty_follows_torch_at_every_stage(
 
 @pytest.mark.parametrize(("stage", "again"), [(0, {}), (1, None), (2, {}), (3, None)])
 @on_ranks(2)
-def test_ddp_values_when_gradients_are_zeroed_between_forward_and_backward(
-    ranks: SimulatedRanks, stage: int, again: Any
-) -> None:
+def test_ddp_values_when_gradients_are_zeroed_between_forward_and_backward(ranks, stage, again):
     # Each step also discards a loss that was computed with gradients enabled.
     batches = [_branching(step, ranks.rank) for step in range(len(LEFT_OUT))]
     model = _of(_Branches)()
     train_ddp(model, ranks, batches)
-    config = Case(stage, top={"activation_checkpointing": again}).config()
-    engine = zero_core.build(_of(_Branches)(), config, process_group=ranks)
+    engine = Case(stage, top={"activation_checkpointing": again}).build(ranks, _of(_Branches)())
     for inputs in batches:
         engine(*inputs)
         loss = engine(*inputs)
@@ -539,9 +506,9 @@ def test_ddp_values_when_gradients_are_zeroed_between_forward_and_backward(
 
 
 @on_ranks(2)
-def test_gradient_of_a_unit_that_one_rank_left_out_within_no_sync(ranks: SimulatedRanks) -> None:
+def test_gradient_of_a_unit_that_one_rank_left_out_within_no_sync(ranks):
     # In bf16: the last rank uses nothing of a unit in the micro-step within no_sync.
-    skipped: list[set[int]] = [{4} if ranks.rank == ranks.size - 1 else set(), set()]
+    skipped = [{4} if ranks.rank == ranks.size - 1 else set(), set()]
     batches = [(rows(n, ranks.rank, WIDTH), set[int](), skipped[n]) for n in range(2)]
     reference, name = _of(_Branches)(), "blocks.4.always.weight"
     for inputs in batches:
@@ -550,7 +517,7 @@ def test_gradient_of_a_unit_that_one_rank_left_out_within_no_sync(ranks: Simulat
     ranks.connect().sum(expected.div_(ranks.size))
     for stage in range(4):
         case = Case(stage, "bf16", accumulation=2)
-        engine = zero_core.build(_of(_Branches)(), case.config(), process_group=ranks)
+        engine = case.build(ranks, _of(_Branches)())
         with engine.no_sync():
             train(engine, batches[:1])
         engine.backward(engine(*batches[1]))

@@ -1,7 +1,5 @@
 """Muon by name, against torch's own Muon and AdamW under DDP."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,8 @@ from torch import nn
 import zero_core
 from zero_core import ConfigError
 from zero_core.optim.muon import Muon, split_groups, tag_matrices
-from zero_core.testing import SimulatedDDP, batch, make_model, seeded, simulate, train
-from zero_core.testing.training import train_steps
+from zero_core.testing import SimulatedDDP, batch, make_model, on_ranks, seeded, train
+from zero_core.testing.training import assert_same, train_steps
 
 STEPS = 4
 OPTIONS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9}
@@ -47,24 +45,6 @@ def build(ranks=None, stage=0, model=None, **more):
     return zero_core.build(model or make_model(), config_of(stage, **more), process_group=ranks)
 
 
-def compare(engine, expected):
-    found = engine.full_state_dict(dtype=torch.float32)
-    start = make_model().state_dict()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-    moved = {name for name in expected if not torch.allclose(found[name], start[name], atol=1e-3)}
-    assert sum(start[name].ndim == 2 for name in moved) > 3
-
-
-def _is_torchs(ranks, stage):
-    expected = train_whole(ranks)
-    engine = build(ranks, stage)
-    train_steps(engine, 0, STEPS)
-    compare(engine, expected)
-    sent = [row for row in engine.comm_report() if row.content == "whole parameters"]
-    assert bool(sent) == (stage > 0 and ranks.size > 1)
-
-
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(7, 3), (3, 7), (1, 5)])
 def test_alone_it_is_torchs_muon_bit_by_bit(shape, adjust_lr_fn):
@@ -84,11 +64,22 @@ def test_alone_it_is_torchs_muon_bit_by_bit(shape, adjust_lr_fn):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(world_size, stage):
-    simulate(_is_torchs, world_size, stage)
+@on_ranks()
+def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(ranks, stage):
+    expected = train_whole(ranks)
+    engine = build(ranks, stage)
+    train_steps(engine, 0, STEPS)
+    found = engine.full_state_dict(dtype=torch.float32)
+    start = make_model().state_dict()
+    assert_same({name: found[name] for name in expected}, expected)
+    moved = {name for name in expected if not torch.allclose(found[name], start[name], atol=1e-3)}
+    assert sum(start[name].ndim == 2 for name in moved) > 3
+    sent = [row for row in engine.comm_report() if row.content == "whole parameters"]
+    assert bool(sent) == (stage > 0 and ranks.size > 1)
 
 
-def _is_sliced(ranks):
+@on_ranks(3)
+def test_each_rank_has_its_slice_of_what_adamw_updates(ranks):
     engine = build(ranks, 3)
     train_steps(engine, 0, 1)
     layout = engine.layout
@@ -103,10 +94,6 @@ def _is_sliced(ranks):
                 assert {value.numel() for value in found.values()} == {last - first}, spec.name
 
 
-def test_each_rank_has_its_slice_of_what_adamw_updates():
-    simulate(_is_sliced, 3)
-
-
 class WithoutSlices(Muon):
     def is_elementwise_group(self, group):
         return False
@@ -115,26 +102,22 @@ class WithoutSlices(Muon):
 WithoutSlices.__name__ = "Muon"  # a checkpoint names it
 
 
-def _declares_otherwise(ranks, folder):
+@on_ranks(2)
+def test_states_of_an_optimizer_that_declares_otherwise_are_refused(ranks, tmp_path):
     def made(kind):
         model = make_model()
         tag_matrices(model.named_parameters())
         params = [p for p in model.parameters() if p.requires_grad]
         matrices, rest = ([p for p in params if p.use_muon == flag] for flag in (True, False))
         groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
-        config = {key: value for key, value in config_of(3).items() if key != "optimizer"}
-        return zero_core.build(model, config, optimizer=kind(groups), process_group=ranks)
+        return zero_core.build(model, config_of(3), optimizer=kind(groups), process_group=ranks)
 
     for kind, other, how in ((WithoutSlices, Muon, "whole"), (Muon, WithoutSlices, "in slices")):
         engine = made(kind)
         train_steps(engine, 0, 1)
-        engine.save_checkpoint(folder / how)
+        engine.save_checkpoint(tmp_path / how)
         with pytest.raises(zero_core.CheckpointError, match=f"was saved {how}, and this engine"):
-            made(other).load_checkpoint(folder / how)
-
-
-def test_states_of_an_optimizer_that_declares_otherwise_are_refused(tmp_path):
-    simulate(_declares_otherwise, 2, tmp_path)
+            made(other).load_checkpoint(tmp_path / how)
 
 
 class Branches(nn.Module):
@@ -151,7 +134,9 @@ class Branches(nn.Module):
         return x.square().sum()
 
 
-def _leaves_alone(ranks, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(ranks, stage):
     engine = build(ranks, stage, Branches())
     train(engine, [(torch.ones(1, 5), 2)])
     before = engine.full_state_dict()
@@ -161,11 +146,6 @@ def _leaves_alone(ranks, stage):
     assert not torch.equal(after["blocks.0.weight"], before["blocks.0.weight"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(stage):
-    simulate(_leaves_alone, 3, stage)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "more", "match"),
     [
@@ -173,11 +153,7 @@ def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(
         ({"type": "Muon", "params": {"rate": 1}}, {}, "rate: unknown key; Muon takes"),
         ({"type": "Muon", "params": {"ns_method": "gram"}}, {}, "only 'standard'"),
         ({"type": "Muon", "params": {"per_head_muon": True}}, {}, "per_head_muon = True"),
-        (
-            {"type": "Muon", "params": {"lr": -1}},
-            {},
-            "params.lr: Input should be greater",
-        ),
+        ({"type": "Muon", "params": {"lr": -1}}, {}, "params.lr: Input should be greater"),
         ({"type": "Lamb"}, {}, "pass an object of a Lamb class"),
     ],
 )

@@ -3,19 +3,15 @@
 The oracles are torch.distributed's own collectives, and values that any rank can compute.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.hosts import CPU, connect, control_of
-from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import DeviceCollectives
@@ -26,19 +22,18 @@ from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import HostQueues
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.errors import CollectiveError
-from zero_core.protocols import TransportCollectives, Work
 from zero_core.testing import spawn
 
 NUMEL = 37  # of a shard: odd, and divides by nothing
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 
 
-def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+def _values(numel, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
 
 
-def _gathers(native: TransportCollectives, seed: int) -> None:
+def _gathers(native, seed):
     """Gather two units, one of them in shared memory, and wait for them in reverse order."""
     size = native.world_size
     for turn, dtype in enumerate(DTYPES):
@@ -59,7 +54,7 @@ def _gathers(native: TransportCollectives, seed: int) -> None:
             assert torch.equal(out, torch.cat(parts)), (dtype, unit)
 
 
-def _swaps(native: TransportCollectives, seed: int) -> None:
+def _swaps(native, seed):
     """Check all_to_all, where slice ``k`` of rank ``r`` holds the ``_values`` of (r, k)."""
     size = native.world_size
     for dtype in DTYPES:
@@ -74,7 +69,7 @@ def _swaps(native: TransportCollectives, seed: int) -> None:
             assert torch.equal(out, torch.cat(expected)), (dtype, is_shared)
 
 
-def _late_readers(native: TransportCollectives) -> None:
+def _late_readers(native):
     """Overwrite values that have been sent, while one rank has yet to read them."""
     size, rank = native.world_size, native.rank
     parts, out = native.zeros(size * NUMEL, torch.float32, CPU), torch.empty(size * NUMEL)
@@ -89,7 +84,7 @@ def _late_readers(native: TransportCollectives) -> None:
         assert torch.equal(out, expected)
         parts.fill_(float(turn + 1))
         total = torch.empty(NUMEL)
-        reduction: Any = native.reduce_scatter(total, parts, unit=2)
+        reduction = native.reduce_scatter(total, parts, unit=2)
         if rank == turn % size:
             time.sleep(0.05)
         reduction.wait()
@@ -98,7 +93,7 @@ def _late_readers(native: TransportCollectives) -> None:
             reduction.acknowledge().wait()
 
 
-def _sums(native: TransportCollectives) -> None:
+def _sums(native):
     size = native.world_size
     for dtype, is_shared in itertools.product(DTYPES[:3], (True, False)):
         numel = size * NUMEL
@@ -108,7 +103,7 @@ def _sums(native: TransportCollectives) -> None:
         expected = full.to(wide, copy=True)
         dist.all_reduce(expected)
         out = torch.empty(NUMEL, dtype=wide)
-        work: Any = native.reduce_scatter(out, full, unit=1)
+        work = native.reduce_scatter(out, full, unit=1)
         work.wait()
         if hasattr(work, "contributions"):
             assert torch.equal(sum(part.to(wide) for part in work.contributions), out)
@@ -117,7 +112,7 @@ def _sums(native: TransportCollectives) -> None:
         assert torch.equal(out, expected.view(size, -1)[native.rank])
 
 
-def _jobs(native: TransportCollectives) -> None:
+def _jobs(native):
     """Exchange on both lanes and in the caller at once, in several subgroups."""
     size, rank = native.world_size, native.rank
     stride = 2 if size % 2 == 0 else size
@@ -126,20 +121,20 @@ def _jobs(native: TransportCollectives) -> None:
     turned = native.subgroup([*reversed(range(size))])
     assert (within.rank, across.rank) == (rank % stride, rank // stride)
     assert turned.rank == size - 1 - rank
-    found: dict[str, Tensor] = {}
+    found = {}
 
-    def gather(group: TransportCollectives, name: str) -> None:
+    def gather(group, name):
         out = torch.empty(group.world_size * NUMEL)
         shard = group.zeros(NUMEL, torch.float32, CPU).fill_(float(rank))
         group.all_gather(out, shard, unit=0, version=1, backward=False).wait()
         found[name] = out.view(-1, NUMEL).mean(1)
 
-    def swap(group: TransportCollectives, name: str) -> None:
+    def swap(group, name):
         parts, out = torch.full((group.world_size,), float(rank)), torch.empty(group.world_size)
         group.all_to_all(out, parts, unit=0).wait()
         found[name] = out
 
-    works: list[Work] = []
+    works = []
     for turn in range(3):
         works += [
             native.launch(lambda t=turn: gather(within, f"within {t}"), is_reduction=False),
@@ -161,7 +156,7 @@ def _jobs(native: TransportCollectives) -> None:
         assert torch.equal(found[f"{name} {turn}"], values)
 
 
-def _refusals(native: TransportCollectives) -> None:
+def _refusals(native):
     size = native.world_size
     for ranks in ([], [native.rank, native.rank], [native.rank, size], [native.rank + 1]):
         with pytest.raises(ValueError, match=r"subgroup: \[.*different ranks below"):
@@ -176,7 +171,7 @@ def _refusals(native: TransportCollectives) -> None:
                 native.all_to_all(out, parts, unit=0)
 
 
-def _twins(rank: int, world_size: int) -> None:
+def _twins(rank, world_size):
     """Gather with two sets of collectives over one group, in the opposite order on rank 0."""
     twins = [
         HostCollectives(ProcessMessages(None), rank=rank, world_size=world_size) for _ in range(2)
@@ -193,7 +188,7 @@ def _twins(rank: int, world_size: int) -> None:
     ]
 
 
-def _check(native: TransportCollectives) -> None:
+def _check(native):
     _gathers(native, seed=0)
     _swaps(native, seed=3)
     _late_readers(native)
@@ -201,7 +196,7 @@ def _check(native: TransportCollectives) -> None:
     _refusals(native)
 
 
-def _exchange(rank: int, world_size: int, per_node: int) -> None:
+def _exchange(rank, world_size, per_node):
     native, _ = connect(rank, world_size, per_node)
     _check(native)
     _jobs(native)
@@ -217,19 +212,13 @@ def _exchange(rank: int, world_size: int, per_node: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "per_node"),
-    [
-        (1, 1),
-        (3, 1),
-        (3, 3),
-        (4, 2),
-        pytest.param(6, 3, marks=pytest.mark.slow),
-    ],
+    [(1, 1), (3, 1), (3, 3), (4, 2), pytest.param(6, 3, marks=pytest.mark.slow)],
 )
-def test_hosts_exchange_what_torch_distributed_would(world_size: int, per_node: int) -> None:
+def test_hosts_exchange_what_torch_distributed_would(world_size, per_node):
     spawn(_exchange, world_size, per_node)
 
 
-def _exchange_by_library(rank: int, world_size: int, per_node: int) -> None:
+def _exchange_by_library(rank, world_size, per_node):
     links = Links(world_size, per_node, is_ring=True)
     library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
     native = DeviceCollectives(library, links=links, queues=HostQueues())
@@ -241,21 +230,17 @@ def _exchange_by_library(rank: int, world_size: int, per_node: int) -> None:
     _gathers(alone, seed=rank)
 
 
-def test_a_library_exchanges_the_same() -> None:
+def test_a_library_exchanges_the_same():
     spawn(_exchange_by_library, 4, 2)
 
 
-def _one_does_not_come(rank: int, world_size: int) -> None:
+def _one_does_not_come(rank, world_size):
     control = control_of(rank, world_size)
     dist.barrier()  # they need not meet within the timeout
     group = dist.new_group(timeout=timedelta(seconds=5))
     shared = SharedMemory(control, timeout_s=5, ranks_per_node=2)
     native = HostCollectives(
-        ProcessMessages(group),
-        rank=rank,
-        world_size=world_size,
-        shared=shared,
-        ranks_per_node=2,
+        ProcessMessages(group), rank=rank, world_size=world_size, shared=shared, ranks_per_node=2
     )
     if rank != 3:
         out, shard = torch.empty(world_size * NUMEL), torch.zeros(NUMEL)
@@ -273,9 +258,9 @@ def _one_does_not_come(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def _fail() -> None:
+def _fail():
     raise RuntimeError("of this rank's own making")
 
 
-def test_a_rank_that_does_not_come_is_reported_to_whoever_waits_for_the_lane() -> None:
+def test_a_rank_that_does_not_come_is_reported_to_whoever_waits_for_the_lane():
     spawn(_one_does_not_come, 4)

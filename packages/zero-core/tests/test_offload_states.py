@@ -3,21 +3,21 @@
 import ctypes
 import itertools
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import pytest
 import torch
 
 import zero_core
-from zero_core.testing import Case, batch, late_device, make_model, on_ranks, run_alone, simulate
-from zero_core.testing.models import RootAndBlocks
+from zero_core.testing import late_device
+from zero_core.testing.models import RootAndBlocks, batch
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import alone, run_alone
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same
 
-STEPS = 3
 CASES = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=0.5)
     for stage, (dtype, accumulation) in itertools.product(range(4), [("fp32", 1), ("bf16", 2)])
@@ -25,25 +25,23 @@ CASES = [
 ALL = frozenset(zero_core.StatePart)
 
 
-def build(ranks: Any, case: Case) -> zero_core.Engine:
-    return zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+def build(ranks, case):
+    return case.build(ranks)
 
 
-def micro_step(engine: zero_core.Engine, ranks: Any, step: int, micro: int = 0) -> torch.Tensor:
+def micro_step(engine, ranks, step, micro=0):
     inputs = batch(step, micro, ranks.rank)
-    loss: torch.Tensor = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
+    loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
     engine.backward(loss)
     engine.step()
     return loss.detach()
 
 
-def train(
-    ranks: Any, case: Case, parts: frozenset[str] | None, non_blocking: bool, done: Barrier
-) -> list[Any]:
+def train(ranks, case, parts, non_blocking, done):
     """Train, with ``parts`` offloaded and reloaded after every micro-step."""
     engine = build(ranks, case)
     losses = []
-    for step, micro in itertools.product(range(STEPS), range(case.accumulation)):
+    for step, micro in itertools.product(range(3), range(case.accumulation)):
         losses.append(micro_step(engine, ranks, step, micro))
         if parts is not None:
             engine.offload_states(parts, pin_memory=step % 2 == 0, non_blocking=non_blocking)
@@ -56,7 +54,7 @@ def train(
     return [[loss.item() for loss in losses], values]
 
 
-def _compare(device: str, world_size: int) -> None:
+def _compare(device, world_size):
     if device == "late":
         late_device.load()
         late_device.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
@@ -71,21 +69,21 @@ def _compare(device: str, world_size: int) -> None:
         )
 
 
-def test_training_goes_on_with_the_same_bits() -> None:
+def test_training_goes_on_with_the_same_bits():
     _compare("cpu", 3)
 
 
 @pytest.mark.slow
-def test_training_goes_on_with_the_same_bits_on_a_device() -> None:
+def test_training_goes_on_with_the_same_bits_on_a_device():
     run_alone(_compare, "late", 2)
 
 
-def _allocated(ranks: Any) -> int:
+def _allocated(ranks):
     torch.accelerator.synchronize(ranks.device)
     return torch.accelerator.memory_allocated(ranks.device)
 
 
-def _measure(ranks: Any, stage: int, done: Barrier) -> None:
+def _measure(ranks, stage, done):
     before = _allocated(ranks)
     config = {**Case(stage=stage, dtype="bf16").config()}
     engine = zero_core.build(RootAndBlocks(384, 3, 1.0), config, process_group=ranks)
@@ -105,19 +103,16 @@ def _measure(ranks: Any, stage: int, done: Barrier) -> None:
     engine.close()
 
 
-def _measure_all() -> None:
+@alone
+def test_99_percent_of_the_device_is_free():
     late_device.load()
     for stage in range(4):
         simulate(_measure, 2, stage, Barrier(2), device="late")
 
 
-def test_99_percent_of_the_device_is_free() -> None:
-    run_alone(_measure_all)
-
-
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_what_needs_the_states_says_so(ranks: Any, stage: int) -> None:
+def test_what_needs_the_states_says_so(ranks, stage):
     engine = build(ranks, Case(stage=stage))
     micro_step(engine, ranks, 0)
     inputs = batch(1, 0, ranks.rank)
@@ -167,8 +162,8 @@ def test_what_needs_the_states_says_so(ranks: Any, stage: int) -> None:
     engine.close()
 
 
-def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
-    engine = zero_core.build(make_model(), Case(stage=3).config(), is_training=False)
+def test_an_engine_that_evaluates_alone_sleeps_too():
+    engine = Case(stage=3).build(is_training=False)
     inputs = batch(0, 0, 0)
     expected = engine(**inputs)["loss"].item()
     engine.offload_states()
@@ -183,7 +178,7 @@ M_MMAP_THRESHOLD = -3
 
 
 @contextmanager
-def _leaving(nbytes: int) -> Iterator[None]:
+def _leaving(nbytes):
     """Limit the memory that this process can still allocate to ``nbytes``."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -194,7 +189,8 @@ def _leaving(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def _scarce_memory() -> None:
+@alone
+def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated():
     """Check that neither direction loses anything when memory runs out halfway.
 
     Both can be repeated.
@@ -205,7 +201,7 @@ def _scarce_memory() -> None:
     width = 1536  # 9 MiB a matrix
     for stage in (0, 3):
         torch.manual_seed(0)
-        engine = zero_core.build(RootAndBlocks(width, 3, 1.0), Case(stage=stage).config())
+        engine = Case(stage=stage).build(model=RootAndBlocks(width, 3, 1.0))
         x = torch.ones(1, width) / width
         engine.backward(engine(x))
         engine.step()
@@ -229,7 +225,3 @@ def _scarce_memory() -> None:
         engine.backward(engine(x))
         engine.step()
         engine.close()
-
-
-def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated() -> None:
-    run_alone(_scarce_memory)

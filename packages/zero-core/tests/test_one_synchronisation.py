@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.tiers import MadeTier
 from torch import Tensor
 
-import zero_core
-from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import Case, Tower, late_device, make_tower, run_alone, simulate
+from zero_core.testing import Case, alone, late_device, make_tower, simulate
 
 WIDTH, NUM_STEPS = 16, 5
 OPTIMIZERS = {"AdamW": {"lr": 1e-2}, "SGD": {"lr": 1e-2, "momentum": 0.9}}
@@ -32,14 +28,14 @@ class Training(Case):
     is_twice: bool = False
     max_norm: float = 0.0
 
-    def config(self) -> dict[str, Any]:
+    def config(self):
         optimizer = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
         config = {**super().config(), "optimizer": optimizer}
         config["fp16"]["initial_scale_power"] = 17  # it overflows in the first steps
         return config
 
 
-def make(*, is_twice: bool = False) -> Tower:
+def make(*, is_twice=False):
     """Make a tower of three blocks.
 
     ``is_twice``: with reentrant checkpoints, whose gradients arrive late.
@@ -47,11 +43,7 @@ def make(*, is_twice: bool = False) -> Tower:
     return make_tower(3, WIDTH, recompute="reentrant" if is_twice else "none")
 
 
-HOW: tuple[dict[str, Any], ...] = (
-    {},
-    {"clipping": 0.05, "accumulation": 2},
-    {"clipping": 0.05, "max_norm": 0.01},
-)
+HOW = ({}, {"clipping": 0.05, "accumulation": 2}, {"clipping": 0.05, "max_norm": 0.01})
 ALONE = [
     Training(dtype=dtype, optimizer=optimizer, **how)
     for dtype, optimizer, how in product(("fp32", "bf16", "fp16"), OPTIMIZERS, HOW)
@@ -75,15 +67,15 @@ HALF = [case for n, case in enumerate(TOGETHER) if (n // 4 + n) % 2 == 0]
 CASES_OF = {1: ALONE, 2: HALF, 3: TOGETHER}
 
 
-def blocks_of(number: int, *, is_twice: bool = False) -> tuple[int, ...]:
+def blocks_of(number, *, is_twice=False):
     """Return the blocks that a call uses: all, or in every other call all but the last one."""
     return (0, 1, 2, 1) if is_twice else (0, 1, 2)[: 3 - number % 2]
 
 
-def train(ranks: Any, case: Training) -> tuple[list[int], list[Any]]:
+def train(ranks, case):
     """Return how often each step that was taken waited, and the results of all steps."""
     model = make(is_twice=case.is_twice)
-    engine = zero_core.build(model, case.config(), process_group=ranks)
+    engine = case.build(ranks, model)
     is_late = ranks.device.type == "late"
     generator = torch.Generator().manual_seed(ranks.rank)
     waits, results = [], []
@@ -109,11 +101,20 @@ def train(ranks: Any, case: Training) -> tuple[list[int], list[Any]]:
     return waits, results
 
 
-def count_waits(ranks: Any) -> int:
+def count_waits(ranks):
     return sum(late_device.counters(ranks.device.index).syncs.values())
 
 
-def _train_on_both(world_size: int) -> None:
+def same(a, b):
+    return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
+
+
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
+@alone
+def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size):
     late_device.load()
     for case in CASES_OF[world_size]:
         expected = simulate(train, world_size, case)
@@ -126,19 +127,7 @@ def _train_on_both(world_size: int) -> None:
             assert all(map(same, results, on_cpu)), (case, results[:NUM_STEPS], on_cpu[:NUM_STEPS])
 
 
-def same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
-
-
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
-)
-def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size: int) -> None:
-    run_alone(_train_on_both, world_size)
-
-
-def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
+def _order_of_a_step(engine):
     """Return the update's kernel and the host's wait in their order."""
     engine.backward(engine(torch.ones(2, WIDTH, device="late")))
     late_device.start_trace()
@@ -148,18 +137,18 @@ def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
     return [what for what in seen if what == "wait" or "_fused_adamw_" in what]
 
 
-def _the_update_is_enqueued_before_the_host_reads_the_decision(folder: str) -> None:
-    engine = zero_core.build(make(), Training(dtype="bf16", clipping=1.0).config())
+def _the_update_is_enqueued_before_the_host_reads_the_decision(folder):
+    engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
     engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change the groups
     assert _order_of_a_step(engine) == ["wait", "aten::_fused_adamw_"]
     engine.close()
 
 
-def _raise_momentum(ranks: Any) -> list[Any]:
+def _raise_momentum(ranks):
     """Train with SGD whose momentum is 0 until a step that is not taken."""
     model = make()
-    engine = zero_core.build(model, PLAIN_SGD.config(), process_group=ranks)
+    engine = PLAIN_SGD.build(ranks, model)
     results = []
     for step in range(NUM_STEPS):
         # The last block's first gradient with momentum comes later than that of the others.
@@ -177,32 +166,27 @@ def _raise_momentum(ranks: Any) -> list[Any]:
     return results
 
 
-def _states_of_a_step_that_is_not_taken_are_dropped(folder: str) -> None:
+def _states_of_a_step_that_is_not_taken_are_dropped(folder):
     (expected,) = simulate(_raise_momentum, 1)
     late_device.set_delays(seed=1, kernel_s=2e-5, copy_s=2e-4)
     (found,) = simulate(_raise_momentum, 1, device="late")
     assert all(map(same, found, expected)), (found, expected)
 
 
-class BrokenOff(DeviceTier):
+class BrokenOff(MadeTier):
     """A tier whose second update ahead of the decision is interrupted by Ctrl-C."""
 
     num_updates = 0
 
-    def step_ahead(self, *args: Any, **kwargs: Any) -> None:
+    def step_ahead(self, *args, **kwargs):
         super().step_ahead(*args, **kwargs)
         self.num_updates += 1
         if self.num_updates == 2:
             raise KeyboardInterrupt
 
 
-def _make_broken_off(**kwargs: Any) -> BrokenOff:
-    names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
-    return BrokenOff(**{name: kwargs[name] for name in names})
-
-
-def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder: str) -> None:
-    engine = zero_core.build(make(), Training(dtype="bf16").config(), state_tier=_make_broken_off)
+def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder):
+    engine = Training(dtype="bf16").build(model=make(), state_tier=BrokenOff.made)
     found = []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH, device="late")))
@@ -224,15 +208,14 @@ def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder: str) -> No
     engine.close()
 
 
-def _groups_with_other_kernels_are_updated_after_the_decision(folder: str) -> None:
+def _groups_with_other_kernels_are_updated_after_the_decision(folder):
     model = make()
     groups = [
         {"params": [*model.first.parameters(), *model.head.parameters()], "fused": True},
         {"params": model.blocks.parameters(), "fused": False},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    config = {k: v for k, v in Training(clipping=1.0).config().items() if k != "optimizer"}
-    engine = zero_core.build(model, config, optimizer=optimizer)
+    engine = Training(clipping=1.0).build(model=model, optimizer=optimizer)
     before = engine.full_state_dict()
     assert _order_of_a_step(engine)[0] == "wait"
     after = engine.full_state_dict()
@@ -240,8 +223,8 @@ def _groups_with_other_kernels_are_updated_after_the_decision(folder: str) -> No
     engine.close()
 
 
-def _gather_alone(ranks: Any) -> int:
-    engine = zero_core.build(make(), Training().config(), process_group=ranks)
+def _gather_alone(ranks):
+    engine = Training().build(ranks, make())
     values = torch.ones(WIDTH, device=ranks.device)
     late_device.reset_counters()
     assert engine.sharded_state.control.gather(values).sum() == WIDTH
@@ -250,13 +233,8 @@ def _gather_alone(ranks: Any) -> int:
     return num_copies
 
 
-def _one_rank_downloads_what_it_gathers_once(folder: str) -> None:
+def _one_rank_downloads_what_it_gathers_once(folder):
     assert simulate(_gather_alone, 1, device="late") == [1]
-
-
-def _run(what: Callable[[str], None], folder: str) -> None:
-    late_device.load()
-    what(folder)
 
 
 @pytest.mark.parametrize(
@@ -270,5 +248,7 @@ def _run(what: Callable[[str], None], folder: str) -> None:
     ],
     ids=lambda what: what.__name__.strip("_"),
 )
-def test_a_late_device(what: Callable[[str], None], tmp_path: Path) -> None:
-    run_alone(_run, what, str(tmp_path))
+@alone
+def test_a_late_device(what, tmp_path):
+    late_device.load()
+    what(tmp_path)

@@ -1,23 +1,22 @@
-"""Adam and Lion beside their papers and torch, and named optimizers beside torch under DDP."""
-
-from __future__ import annotations
-
-from typing import Any
+"""Named optimizers beside their papers and torch, and groups with settings of their own."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import zero_core
 from zero_core import ConfigError, Lion
 from zero_core.optim.adam import Adam
-from zero_core.testing import Case, SimulatedRanks, run_ddp, run_engine, simulate
-from zero_core.testing.training import assert_same
+from zero_core.testing.models import batch, make_model, make_tower, rows
+from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
+from zero_core.testing.simulated import on_ranks
+from zero_core.testing.training import assert_same, step_ddp, train
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 
 
-def adam_of_the_paper(start: Tensor, grads: list[Tensor], *, is_adamw: bool) -> Tensor:
+def adam_of_the_paper(start, grads, *, is_adamw):
     """Adam's moments without their correction, in float64."""
     value = start.double()
     first = second = torch.zeros_like(value)
@@ -33,7 +32,7 @@ def adam_of_the_paper(start: Tensor, grads: list[Tensor], *, is_adamw: bool) -> 
     return value
 
 
-def lion_of_the_paper(start: Tensor, grads: list[Tensor]) -> Tensor:
+def lion_of_the_paper(start, grads):
     """Algorithm 2 of Chen et al., 2023, in float64."""
     value, momentum = start.double(), torch.zeros_like(start, dtype=torch.float64)
     for grad in grads:
@@ -44,16 +43,15 @@ def lion_of_the_paper(start: Tensor, grads: list[Tensor]) -> Tensor:
     return value
 
 
-def stepped(optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> Tensor:
+def stepped(optimizer, grads):
     (param,) = optimizer.param_groups[0]["params"]
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()
-    found: Tensor = param.detach()
-    return found
+    return param.detach()
 
 
-def draw(num_steps: int = 6) -> tuple[nn.Parameter, Tensor, list[Tensor]]:
+def draw(num_steps=6):
     """Return a parameter, its values, and gradients."""
     torch.manual_seed(0)
     start = torch.randn(13, 7)
@@ -66,7 +64,7 @@ def test_adam_without_bias_correction_uses_the_moments_as_they_are(is_adamw, max
     param, start, grads = draw()
     options = {"bias_correction": False, "decoupled_weight_decay": is_adamw, "maximize": maximize}
     optimizer = Adam([param], LR, BETAS, EPS, DECAY, **options)
-    calls: list[int] = []
+    calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     found = stepped(optimizer, grads).double()
     expected = adam_of_the_paper(start, [-g if maximize else g for g in grads], is_adamw=is_adamw)
@@ -78,7 +76,7 @@ def test_adam_without_bias_correction_uses_the_moments_as_they_are(is_adamw, max
 @pytest.mark.parametrize("is_adamw", [False, True])
 def test_adam_with_bias_correction_is_torchs_bit_by_bit(is_adamw, fused):
     param, start, grads = draw()
-    options: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": DECAY, "fused": fused}
+    options = {"lr": LR, "betas": BETAS, "weight_decay": DECAY, "fused": fused}
     mine = Adam([param], decoupled_weight_decay=is_adamw, **options)
     kind = torch.optim.AdamW if is_adamw else torch.optim.Adam
     theirs = kind([nn.Parameter(start)], foreach=False, **options)
@@ -124,7 +122,7 @@ def test_settings_out_of_range_are_refused(kind, settings, match):
         kind([nn.Parameter(torch.ones(1))], **settings)
 
 
-def build(params: dict[str, Any], kind: str = "Adam") -> zero_core.Engine:
+def build(params, kind="Adam"):
     torch.manual_seed(0)
     config = {"train_batch_size": 1, "optimizer": {"type": kind, "params": params}}
     return zero_core.build(nn.Linear(3, 2), config)
@@ -158,16 +156,6 @@ def test_keys_of_a_named_optimizer_are_taken_or_refused():
             build(params, kind)
 
 
-def _as_ddp(ranks: SimulatedRanks, case: Case) -> None:
-    """Some parameters join later, and start their momentum then."""
-    ours = run_engine(case, ranks.rank, 4, process_group=ranks)
-    theirs = run_ddp(case, ranks.rank, 4, ranks)
-    if case.top["optimizer"]["type"] == "Lion":
-        assert ours.losses == theirs.losses
-        assert_same(ours.values, theirs.values)
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("world_size", "stage", "optimizer"),
     [
@@ -175,5 +163,75 @@ def _as_ddp(ranks: SimulatedRanks, case: Case) -> None:
         *((n, 2, {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}) for n in (1, 2)),
     ],
 )
-def test_named_optimizer_trains_as_under_ddp(world_size, stage, optimizer):
-    simulate(_as_ddp, world_size, Case(stage, top={"optimizer": optimizer}))
+@on_ranks()
+def test_named_optimizer_trains_as_under_ddp(ranks, stage, optimizer):
+    # Some parameters join later, and start their momentum then.
+    case = Case(stage, top={"optimizer": optimizer})
+    ours = run_engine(case, ranks.rank, 4, process_group=ranks)
+    theirs = run_ddp(case, ranks.rank, 4, ranks)
+    if optimizer["type"] == "Lion":
+        assert ours.losses == theirs.losses
+        assert_same(ours.values, theirs.values)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+
+
+def _optimizer(model, *, begins_empty):
+    decay = [p for p in model.blocks.parameters() if p.ndim > 1]
+    rest = [p for p in model.blocks.parameters() if p.ndim == 1]
+    ends = [*model.first.parameters(), *model.head.parameters()]
+    groups = [
+        {"params": decay, "weight_decay": 0.3, "lr": 2e-2},
+        {"params": [], "lr": 5.0},
+        {"params": rest, "weight_decay": 0.0},
+        {"params": ends, "lr": 1e-3, "betas": (0.5, 0.8)},
+    ]
+    if begins_empty:
+        groups[0], groups[1] = groups[1], groups[0]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def _schedule(optimizer):
+    factors = [lambda step, i=i: 1.0 / (1 + i * step) for i in range(4)]
+    return LambdaLR(optimizer, factors)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
+    batches = [rows(step, ranks.rank) for step in range(4)]
+    for begins_empty in (False, True):
+        model = make_tower()
+        ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model, begins_empty=begins_empty)
+        schedule = _schedule(optimizer)
+        for inputs in batches:
+            step_ddp(ddp, optimizer, inputs)
+            schedule.step()
+        for stage in (0, 1, 2, 3):
+            own = make_tower()
+            given = _optimizer(own, begins_empty=begins_empty)
+            engine = Case(stage).build(ranks, own, optimizer=given, lr_scheduler=_schedule(given))
+            seen = []
+            engine.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
+            engine.optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
+            train(engine, batches)
+            assert seen == ["before", "after"] * 4
+            found = [group["lr"] for group in engine.optimizer.param_groups]
+            assert found == [group["lr"] for group in optimizer.param_groups]
+            values = engine.full_state_dict()
+            assert_same(values, dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])
+@on_ranks()
+def test_summed_gradients_step_as_far_as_ddp_does_with_a_rate_times_the_ranks(ranks, stage):
+    batches = [batch(step, 0, ranks.rank) for step in range(2)]
+    model, own = make_model(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * ranks.size)
+    for inputs in batches:
+        step_ddp(SimulatedDDP(model, ranks), optimizer, inputs)
+    config = {**Case(stage).config(), "gradient_allreduce_op": "sum"}
+    given = torch.optim.SGD(own.parameters(), lr=0.01)
+    engine = zero_core.build(own, config, optimizer=given, process_group=ranks)
+    train(engine, batches)
+    values = dict(model.state_dict())
+    torch.testing.assert_close(engine.full_state_dict(), values, rtol=1e-5, atol=1e-7)

@@ -1,60 +1,48 @@
 """``param.grad`` at stage 0 between the last backward of a step and ``step``: DDP is the oracle."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
-from zero_core.comm.topology import Ranks
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    make_model,
-    on_ranks,
-    run_on_processes,
-)
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import on_processes
+from zero_core.testing.simulated import on_ranks
+from zero_core.testing.training import adamw, assert_same, step_ddp
 
 STEPS = 3
-Edit = Callable[[nn.Module], object]
 
 
-def _clip_norm(model: nn.Module) -> Tensor:
+def _clip_norm(model):
     return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
-def _clamp_data(model: nn.Module) -> None:
+def _clamp_data(model):
     for param in model.parameters():
         if param.grad is not None:
             param.grad.data.clamp_(-1e-3, 1e-3)
 
 
-def _freeze(model: nn.Module) -> None:
+def _freeze(model):
     list(model.parameters())[1].grad = None
     del list(model.parameters())[-2].grad
 
 
-def _zero_and_assign(model: nn.Module) -> None:
+def _zero_and_assign(model):
     first, second, *_ = (p for p in model.parameters() if p.grad is not None)
     first.grad.zero_()
     second.grad = second.grad * 3.0
     second.grad *= 0.5
 
 
-EDITS: dict[str, Edit] = {
+EDITS = {
     "nothing": lambda model: None,
     "clipped": _clip_norm,
     "clipped by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
@@ -65,82 +53,67 @@ EDITS: dict[str, Edit] = {
 }
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-
-def _read(model: nn.Module) -> dict[str, Tensor | None]:
+def _read(model):
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {name: None if g is None else g.clone() for name, g in grads.items()}
 
 
-def _norm(model: nn.Module) -> float:
+def _norm(model):
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return nn.utils.get_total_norm(grads).item() if grads else 0.0
 
 
-def _step_ddp(
-    ddp: SimulatedDDP, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], edit: Edit
-) -> None:
-    ddp(**inputs)["loss"].backward()
-    ddp.average_gradients()
-    edit(ddp.module)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _build(ranks: SimulatedRanks | None = None, **case: object) -> zero_core.Engine:
+def _build(ranks=None, **case):
     model = make_model()
-    config = Case(**case).config()  # type: ignore[arg-type]
-    return zero_core.build(model, config, optimizer=_optimizer(model), process_group=ranks)
+    return Case(**case).build(ranks, model, optimizer=adamw(model))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks()
-def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, name: str) -> None:
-    def edit(model: nn.Module) -> None:
+def test_grad_reads_and_counts_as_with_ddp(ranks, name):
+    def edit(model):
         grads = [_read(model)]
         EDITS[name](model)
         seen.append([*grads, _read(model), _norm(model)])
 
-    seen: list[list[Any]] = []
+    seen = []
     model, engine = make_model(), _build(ranks)
-    ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
+    assert engine.get_global_grad_norm() is None
+    ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     for step in range(STEPS):
         inputs = batch(step, 0, ranks.rank)
-        _step_ddp(ddp, optimizer, inputs, edit)
+        step_ddp(ddp, optimizer, inputs, edit)
         engine.backward(engine(**inputs)["loss"])
         edit(engine.module)
         engine.step()
         assert math.isclose(engine.get_global_grad_norm(), seen[-1][-1], rel_tol=1e-6)
         assert all(p.grad is None for p in engine.module.parameters())
-    torch.testing.assert_close(seen[1::2], seen[::2], rtol=0.0, atol=0.0)
+    assert_same(seen[1::2], seen[::2])
     values = dict(model.state_dict())
-    torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
+    assert_same(engine.full_state_dict(), values)
 
 
-def _assert_as_with_ddp(model: nn.Module, wanted: nn.Module, ranks: Ranks) -> None:
+def _assert_as_with_ddp(model, wanted, ranks):
     close = 0.0 if ranks.size == 2 else 1e-5  # gloo adds three ranks' parts in another order
     found, values = (dict(m.named_parameters()) for m in (model, wanted))
     torch.testing.assert_close(found, values, rtol=close, atol=close)
 
 
-def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[Edit]) -> None:
+def _step_with_late_ranks(ranks, steps, case, edits):
     """Change gradients while peers have not read them yet, step after step.
 
     All ranks but the first wait where they read ``param.grad``, until the first one has read and
     changed it, and is in the sum of the step's statistics, having done all that it does before.
     """
     wanted, model = make_model(), make_model()
-    ddp, optimizer = SimulatedDDP(wanted, ranks), _optimizer(wanted)
-    engine = zero_core.build(model, case.config(), optimizer=_optimizer(model))
+    ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
+    engine = case.build(model=model, optimizer=adamw(model))
     control, group, is_due = engine.sharded_state.control, dist.new_group(), [False]
     plain_sum = control.sum
 
-    def sum_and_release(tensor: Tensor) -> Tensor:
+    def sum_and_release(tensor):
         if is_due[0] and ranks.rank == 0:
             for peer in range(1, ranks.size):
                 dist.send(torch.zeros(1), peer, group=group)
@@ -150,7 +123,7 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
     control.sum = sum_and_release
     for step in range(steps):
         inputs, edit = batch(step, 0, ranks.rank), edits[step % len(edits)]
-        _step_ddp(ddp, optimizer, inputs, edit)
+        step_ddp(ddp, optimizer, inputs, edit)
         engine.backward(engine(**inputs)["loss"])
         is_due[0] = True
         if ranks.rank > 0:
@@ -165,7 +138,10 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
     engine.close()
 
 
-def _on_late_processes(ranks: Ranks) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_processes()
+def test_changes_do_not_reach_peers_that_read_later(ranks):
     _step_with_late_ranks(ranks, 30, Case(), list(EDITS.values()))
     edits = (_clip_norm, _zero_and_assign)
     # Where the ranks' shards are parts of the sum, and where both are of two dtypes.
@@ -173,24 +149,18 @@ def _on_late_processes(ranks: Ranks) -> None:
     _step_with_late_ranks(ranks, 4, Case(dtype="bf16"), edits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_changes_do_not_reach_peers_that_read_later(world_size):
-    run_on_processes(_on_late_processes, world_size)
-
-
-def _change_a_bias(model: nn.Module) -> None:
+def _change_a_bias(model):
     next(p for p in model.parameters() if p.dim() == 1 and p.grad is not None).grad.add_(1.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks: SimulatedRanks) -> None:
+def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks):
     wanted, engine = make_model(), _build(ranks)
-    ddp, optimizer = SimulatedDDP(wanted, ranks), _optimizer(wanted)
+    ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
     inputs = batch(0, 0, ranks.rank)
     for edit in (_zero_and_assign, _freeze, _change_a_bias):
-        _step_ddp(ddp, optimizer, inputs, edit)
+        step_ddp(ddp, optimizer, inputs, edit)
         engine.backward(engine(**inputs)["loss"])
         engine.clip_grad_norm_(1e9)
         edit(engine.module)
@@ -200,7 +170,7 @@ def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks: Simulate
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_changes_of_one_rank_are_refused_by_all(ranks: SimulatedRanks) -> None:
+def test_changes_of_one_rank_are_refused_by_all(ranks):
     engine, inputs = _build(ranks), batch(0, 0, ranks.rank)
     told = r"changes: .*param.grad of .* on rank 0"
     before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
@@ -209,7 +179,7 @@ def test_changes_of_one_rank_are_refused_by_all(ranks: SimulatedRanks) -> None:
         _change_a_bias(engine.module)
     with pytest.raises(zero_core.RankMismatchError, match=told):
         engine.step()
-    torch.testing.assert_close(dict(engine.module.named_parameters()), before, rtol=0.0, atol=0.0)
+    assert_same(dict(engine.module.named_parameters()), before)
     engine.optimizer.zero_grad()
     engine.backward(engine(**inputs)["loss"])
     engine.clip_grad_norm_(1e9)
@@ -221,8 +191,8 @@ def test_changes_of_one_rank_are_refused_by_all(ranks: SimulatedRanks) -> None:
         engine.step()
 
 
-def _reads(ranks: SimulatedRanks, case: Case, *, is_read: bool) -> dict[str, Tensor]:
-    engine = zero_core.build(make_model(), case.config(), process_group=ranks)
+def _reads(ranks, case, *, is_read):
+    engine = case.build(ranks)
     for step in range(STEPS):
         for micro in range(case.accumulation):
             if case.num_backwards == 2:  # two graphs, of which the first is read in between
@@ -253,16 +223,16 @@ def _reads(ranks: SimulatedRanks, case: Case, *, is_read: bool) -> dict[str, Ten
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_reading_on_one_rank_changes_no_bit(ranks: SimulatedRanks, case: Case) -> None:
+def test_reading_on_one_rank_changes_no_bit(ranks, case):
     wanted, found = (_reads(ranks, case, is_read=is_read) for is_read in (False, True))
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_a_further_backward_adds_to_what_was_changed(ranks: SimulatedRanks) -> None:
+def test_a_further_backward_adds_to_what_was_changed(ranks):
     model = make_model()
-    ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
+    ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     ddp(**batch(0, 0, ranks.rank))["loss"].backward()
     ddp.average_gradients()
     _clip_norm(model)
@@ -289,9 +259,7 @@ def test_a_further_backward_adds_to_what_was_changed(ranks: SimulatedRanks) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_grad_of_16_bit_parameters_has_their_dtype(
-    ranks: SimulatedRanks, dtype: torch.dtype
-) -> None:
+def test_grad_of_16_bit_parameters_has_their_dtype(ranks, dtype):
     """The step uses the gradients of the parameters' dtype once they were changed."""
     engine = _build(ranks, dtype="bf16" if dtype == torch.bfloat16 else "fp16")
     for step in range(2):
@@ -318,9 +286,9 @@ def test_grad_of_16_bit_parameters_has_their_dtype(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_what_is_assigned_without_a_backward_is_stepped_with(ranks: SimulatedRanks) -> None:
+def test_what_is_assigned_without_a_backward_is_stepped_with(ranks):
     wanted, engine = make_model(), _build(ranks)
-    optimizer = _optimizer(wanted)
+    optimizer = adamw(wanted)
     for _ in range(2):
         for model in (wanted, engine.module):
             for number, param in enumerate(p for p in model.parameters() if p.requires_grad):
@@ -331,7 +299,7 @@ def test_what_is_assigned_without_a_backward_is_stepped_with(ranks: SimulatedRan
         engine.step()
         assert math.isclose(engine.get_global_grad_norm(), norm, rel_tol=1e-6)
     values = dict(wanted.state_dict())
-    torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
+    assert_same(engine.full_state_dict(), values)
 
 
 def test_a_gradient_that_is_made_infinite_skips_the_step():
@@ -341,16 +309,15 @@ def test_a_gradient_that_is_made_infinite_skips_the_step():
     next(p for p in engine.module.parameters() if p.grad is not None).grad[0] = math.inf
     engine.step()
     assert engine.skipped_steps == 1
-    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
+    assert_same(engine.full_state_dict(), before)
 
 
 def test_an_optimizer_of_whole_parameters_gets_what_was_changed():
     wanted, model = make_model(), make_model()
-    config = Case().config()
     make = partial(torch.optim.Adafactor, lr=0.01)
     optimizer = make([p for p in wanted.parameters() if p.requires_grad])
     given = make([p for p in model.parameters() if p.requires_grad])
-    engine = zero_core.build(model, config, optimizer=given)
+    engine = Case().build(model=model, optimizer=given)
     for step in range(2):
         wanted(**batch(step, 0, 0))["loss"].backward()
         engine.backward(engine(**batch(step, 0, 0))["loss"])

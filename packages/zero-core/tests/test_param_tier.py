@@ -4,18 +4,13 @@ The tier here keeps them in a dict and fills a buffer only when it is waited for
 the buffer too early gives NaN.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
 
 import zero_core
 from zero_core._torch import DisableTorchFunction
@@ -25,32 +20,22 @@ from zero_core.core.pool import BufferPool, CopyStream, allocator
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import ParamTier
 from zero_core.sharded.param_offload import OffloadedShard
-from zero_core.testing import (
-    Case,
-    Hard,
-    SimulatedRanks,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    run_ddp,
-    run_engine,
-    run_on_processes,
-    simulate,
-    train,
-)
-from zero_core.testing.equal import Row, Variant, check, cover
-from zero_core.testing.training import assert_same, train_steps
+from zero_core.testing.equal import Variant, check, cover
+from zero_core.testing.models import Hard, make_model, make_tower, rows
+from zero_core.testing.oracle import Case, run_ddp, run_engine
+from zero_core.testing.ranks import on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, train, train_steps
 
 EVERYTHING = {"stage3_param_persistence_threshold": 0}
 
 
 class _Late:
-    def __init__(self, out: Tensor, source: Tensor) -> None:
+    def __init__(self, out, source):
         self._out, self._source = out, source
         out.fill_(float("nan"))
 
-    def wait(self) -> None:
+    def wait(self):
         self._out.copy_(self._source)
 
 
@@ -60,44 +45,38 @@ class Shelf:
     ``has_homes``: whether its memory may be written from outside.
     """
 
-    def __init__(self, shards: Sequence[tuple[int, int, torch.dtype]], *, has_homes: bool) -> None:
+    def __init__(self, shards, *, has_homes):
         self.shards = {s: torch.full((n,), float("nan"), dtype=d) for s, n, d in shards}
         self.has_homes = has_homes
-        self.log: list[tuple[str, int]] = []
-        self.expected: list[int] = []
+        self.log = []
+        self.expected = []
 
-    def expect(self, segments: Sequence[int]) -> None:
+    def expect(self, segments):
         self.expected = list(segments)
 
-    def fetch(self, segment: int, out: Tensor) -> _Late:
+    def fetch(self, segment, out):
         self.log.append(("fetch", segment))
         return _Late(out, self.shards[segment])
 
-    def write(self, segment: int, start: int, values: Tensor) -> None:
+    def write(self, segment, start, values):
         self.log.append(("write", segment))
         self.shards[segment][start : start + values.numel()] = values
 
-    def home(self, segment: int) -> Tensor | None:
+    def home(self, segment):
         return self.shards[segment] if self.has_homes else None
 
-    def report(self) -> Mapping[str, int]:
+    def report(self):
         return {"host parameters": sum(t.nbytes for t in self.shards.values())}
 
 
 class Shelves:
     """A `ParamTierFactory` that remembers what it made."""
 
-    def __init__(self, *, has_homes: bool = False) -> None:
+    def __init__(self, *, has_homes=False):
         self.has_homes = has_homes
-        self.made: list[Shelf] = []
+        self.made = []
 
-    def __call__(
-        self,
-        *,
-        shards: Sequence[tuple[int, int, torch.dtype]],
-        device: torch.device,
-        config: Mapping[str, Any],
-    ) -> Shelf:
+    def __call__(self, *, shards, device, config):
         shelf = Shelf(shards, has_homes=self.has_homes)
         assert isinstance(shelf, ParamTier)
         self.made.append(shelf)
@@ -120,7 +99,7 @@ VARIANTS = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", cover(VARIANTS), ids=str)
-def test_losses_and_weights_are_those_without_a_tier(row: Row, tmp_path: Path) -> None:
+def test_losses_and_weights_are_those_without_a_tier(row, tmp_path):
     variant = VARIANTS[row.variant]
     shelves = Shelves(has_homes=variant.further["param_tier"].has_homes)
     check(row, replace(variant, further={"param_tier": shelves}), tmp_path)
@@ -129,31 +108,25 @@ def test_losses_and_weights_are_those_without_a_tier(row: Row, tmp_path: Path) -
         assert (0 in shelf.shards) == (variant.zero == EVERYTHING)  # the root
 
 
-def _case(dtype: str = "fp32", **zero: Any) -> Case:
+def _case(dtype="fp32", **zero):
     return Case(stage=3, dtype=dtype, zero={**EVERYTHING, **zero})
 
 
-def _as_ddp(ranks: SimulatedRanks) -> None:
+@on_processes(2)
+def test_offloaded_shards_follow_ddp_where_ranks_share_memory(ranks):
     expected = run_ddp(Case(), ranks.rank, 4, ranks)
     found = run_engine(_case(), ranks.rank, 4, param_tier=Shelves(), process_group=ranks)
     assert found.losses == expected.losses
     assert_same(found.values, expected.values)
 
 
-def test_offloaded_shards_follow_ddp_where_ranks_share_memory() -> None:
-    run_on_processes(_as_ddp, 2)
-
-
-def _tower(
-    dtype: str = "fp32", process_group: SimulatedRanks | None = None, **zero: Any
-) -> tuple[zero_core.Engine, list[Shelf]]:
+def _tower(dtype="fp32", process_group=None, **zero):
     """Return an engine of five blocks and the tiers made for it."""
-    shelves, config = Shelves(), _case(dtype, **zero).config()
-    engine = zero_core.build(make_tower(5), config, param_tier=shelves, process_group=process_group)
-    return engine, shelves.made
+    shelves, case = Shelves(), _case(dtype, **zero)
+    return case.build(process_group, make_tower(5), param_tier=shelves), shelves.made
 
 
-def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed() -> None:
+def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed():
     engine, (shelf,) = _tower()
     shelf.log.clear()
     for index, block in enumerate(engine.module.blocks, 1):
@@ -173,9 +146,9 @@ def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed() -> None:
         assert again.index(("fetch", index)) < again.index(("backward", index + 1))
 
 
-def test_what_is_expected_is_what_is_fetched_next() -> None:
+def test_what_is_expected_is_what_is_fetched_next():
     engine, (shelf,) = _tower()
-    seen: dict[int, list[int]] = {}
+    seen = {}
     for index, block in enumerate(engine.module.blocks, 1):
         block.register_forward_hook(
             lambda module, args, output, index=index: seen.update({index: shelf.expected})
@@ -192,7 +165,7 @@ def test_what_is_expected_is_what_is_fetched_next() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_the_device_holds_two_blocks_and_the_root(ranks: SimulatedRanks) -> None:
+def test_the_device_holds_two_blocks_and_the_root(ranks):
     engine, _ = _tower("bf16", ranks)
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 7)))
@@ -222,9 +195,7 @@ ROOT, BLOCK = 80, 142
         (BLOCK, ROOT + 2 * BLOCK, [3, 4, 5]),
     ],
 )
-def test_small_segments_stay_on_the_device(
-    threshold: int, model_threshold: int, resting: list[int]
-) -> None:
+def test_small_segments_stay_on_the_device(threshold, model_threshold, resting):
     engine, made = _tower(
         stage3_param_persistence_threshold=threshold,
         stage3_model_persistence_threshold=model_threshold,
@@ -237,12 +208,9 @@ def test_small_segments_stay_on_the_device(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_checkpoints_cross_between_with_and_without_offload(
-    ranks: SimulatedRanks, tmp_path: Path
-) -> None:
-    def build(shelves: Shelves | None) -> zero_core.Engine:
-        config = _case("bf16").config()
-        return zero_core.build(make_model(), config, param_tier=shelves, process_group=ranks)
+def test_checkpoints_cross_between_with_and_without_offload(ranks, tmp_path):
+    def build(shelves):
+        return _case("bf16").build(ranks, param_tier=shelves)
 
     for writer, reader in ((None, Shelves()), (Shelves(), None)):
         engine = build(writer)
@@ -255,71 +223,67 @@ def test_checkpoints_cross_between_with_and_without_offload(
         assert train_steps(other, 3, 6) == expected
 
 
-def _deferred() -> Hard:
+def _deferred():
     with zero_core.deferred_init():
         return make_model()
 
 
-def _construct(ranks: SimulatedRanks, folder: str, models: list[Hard]) -> None:
-    plain = zero_core.build(make_model(), Case(stage=3).config(), process_group=ranks)
+def _construct(ranks, folder, models):
+    plain = Case(stage=3).build(ranks)
     plain.export_safetensors(folder)
     expected = load_file(Path(folder) / "model.safetensors")
     with torch.device("meta"):
         empty = Hard()
     for model, keys in ((models[ranks.rank], {}), (empty, {"pretrained": folder})):
-        engine = zero_core.build(
-            model, _case().config(), param_tier=Shelves(), **keys, process_group=ranks
-        )
+        engine = _case().build(ranks, model, param_tier=Shelves(), **keys)
         engine.export_safetensors(Path(folder) / "again")
         assert_same(load_file(Path(folder) / "again" / "model.safetensors"), expected)
         assert engine.memory_report()["gathered units"] == 0  # nothing was gathered for it
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_deferred_and_pretrained_models_never_lie_on_the_device(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_deferred_and_pretrained_models_never_lie_on_the_device(world_size, tmp_path):
     # Not made by ranks, which are threads: torch's hooks that record a model are global.
     models = [_deferred() for _ in range(world_size)]
     simulate(_construct, world_size, str(tmp_path), models)
 
 
-def test_a_shard_that_cannot_be_read_fails_the_forward_with_the_tiers_error() -> None:
+def test_a_shard_that_cannot_be_read_fails_the_forward_with_the_tiers_error():
     engine, (shelf,) = _tower()
 
-    def fail(segment: int, out: Tensor) -> Any:
+    def fail(segment, out):
         raise OSError(5, "the disk is gone", "/some/file")
 
-    shelf.fetch = fail  # type: ignore[method-assign]
+    shelf.fetch = fail
     with pytest.raises(OSError, match="/some/file"):
         engine(torch.ones(2, 7))
 
 
-def test_a_gather_that_fails_is_named_and_its_staging_buffer_is_lent_no_more() -> None:
+def test_a_gather_that_fails_is_named_and_its_staging_buffer_is_lent_no_more():
     cpu = torch.device("cpu")
     staging = BufferPool(allocator(cpu), 12)
     segment = Segment(0, 4, torch.float32, is_trainable=True, slots=(), shard_numel=3, world_size=2)
     shelf = Shelf([(0, 3, torch.float32)], has_homes=False)
 
-    def fail(*args: Any, **keys: Any) -> Any:
+    def fail(*args, **keys):
         raise RuntimeError("Connection closed by peer")
 
-    library: Any = SimpleNamespace(rank=1, world_size=2)
+    library = SimpleNamespace(rank=1, world_size=2)
     control = ControlGroup(library, torch.device("cpu"))
     transport = SimpleNamespace(all_gather=fail, reduce_scatter=fail)
     names = {segment.index: "unit 4 (blocks.3)"}
-    communicator = Communicator(transport, control, names)  # type: ignore[arg-type]
+    communicator = Communicator(transport, control, names)
     shard = OffloadedShard(
         segment,
         shelf,
         CopyStream(cpu),
         staging=staging,
         communicator=communicator,
-        tier=SimpleNamespace(),  # type: ignore[arg-type]
+        tier=SimpleNamespace(),
         span=None,
     )
 
-    def gather() -> None:
+    def gather():
         shard.gather(torch.empty(6), version=1, backward=False).wait()
 
     with pytest.raises(
@@ -327,7 +291,7 @@ def test_a_gather_that_fails_is_named_and_its_staging_buffer_is_lent_no_more() -
         match=r"rank 1: all_gather of unit 4 \(blocks.3\) failed.*Connection",
     ):
         gather()
-    shelf.fetch = fail  # type: ignore[method-assign]
+    shelf.fetch = fail
     for _ in range(2):
         with pytest.raises(RuntimeError) as error:
             gather()
@@ -335,15 +299,14 @@ def test_a_gather_that_fails_is_named_and_its_staging_buffer_is_lent_no_more() -
     assert staging.allocated_bytes == 24, "peers may still read the first; the second is used again"
 
 
-def test_a_param_tier_below_stage_3_is_refused() -> None:
+def test_a_param_tier_below_stage_3_is_refused():
     with pytest.raises(zero_core.ConfigError, match="stage 3, found 2"):
-        zero_core.build(make_tower(), Case(stage=2).config(), param_tier=Shelves())
+        Case(stage=2).build(model=make_tower(), param_tier=Shelves())
 
 
-def test_on_a_cpu_shards_are_used_where_they_lie(caplog: pytest.LogCaptureFixture) -> None:
-    config = _case(offload_param={"device": "cpu"}).config()
+def test_on_a_cpu_shards_are_used_where_they_lie(caplog):
     with caplog.at_level("INFO"):
-        engine = zero_core.build(make_tower(), config)
+        engine = _case(offload_param={"device": "cpu"}).build(model=make_tower())
     assert caplog.text.count("are used there") == 1
     engine.backward(engine(torch.ones(2, 7)))
     report = engine.memory_report()
@@ -351,75 +314,19 @@ def test_on_a_cpu_shards_are_used_where_they_lie(caplog: pytest.LogCaptureFixtur
     assert report["gathered units"] == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_recomputation_evaluation_and_broken_forwards_change_nothing(ranks: SimulatedRanks) -> None:
-    found = []
-    for keys in ({}, {"param_tier": Shelves()}):
-        config = _case("bf16").config() | {"activation_checkpointing": {}}
-        engine = zero_core.build(make_tower(), config, process_group=ranks, **keys)
-        losses = []
-        for step in range(3):
-            with torch.no_grad():  # an evaluation, which leaves nothing gathered
-                losses.append(engine(rows(step, ranks.rank)).item())
-            with pytest.raises(RuntimeError):  # it breaks off in the middle
-                engine(torch.ones(3, 8))
-            losses += train(engine, [rows(step, ranks.rank)])
-        found.append(losses)
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("has_homes", [False, True])
-def test_the_only_rank_closes_with_its_values_in_the_model(*, has_homes: bool) -> None:
+def test_the_only_rank_closes_with_its_values_in_the_model(*, has_homes):
     tier = Shelves(has_homes=has_homes)
-    engine = zero_core.build(make_tower(), _case().config(), param_tier=tier)
+    engine = _case().build(model=make_tower(), param_tier=tier)
     train(engine, [rows(0, 0)])
     expected = engine.full_state_dict()
     engine.close()
     assert_same(dict(engine.module.state_dict()), expected)
 
 
-class _Pinned(Shelf):
-    """Copies from page-locked memory on the stream that is current, and says when it is done."""
-
-    def __init__(self, shards: Sequence[tuple[int, int, torch.dtype]]) -> None:
-        super().__init__(shards, has_homes=True)
-        self.shards = {s: t.pin_memory() for s, t in self.shards.items()}
-
-    def fetch(self, segment: int, out: Tensor) -> Any:
-        out.copy_(self.shards[segment], non_blocking=True)
-        event = torch.accelerator.current_stream(out.device).record_event()
-
-        class Copied:
-            def wait(self) -> None:
-                torch.accelerator.current_stream(out.device).wait_event(event)
-
-        return Copied()
-
-
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
-def test_streaming_on_an_accelerator_changes_no_bit() -> None:
-    def train(**keys: Any) -> list[Tensor]:
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8)))
-        model.forward = lambda x: [x := torch.tanh(b(x)) for b in model[0]][-1].square().mean()
-        engine = zero_core.build(model, _case("bf16").config(), **keys)
-        losses = []
-        for step in range(8):
-            data = torch.randn(256, 1024, generator=torch.Generator().manual_seed(step))
-            loss = engine(data.to(engine.device))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach().cpu())
-        return losses
-
-    streamed = train(param_tier=lambda *, shards, device, config: _Pinned(shards))
-    assert all(map(torch.equal, streamed, train()))
-
-
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks()
-def test_a_plan_counts_what_rests_and_what_travels(ranks: SimulatedRanks) -> None:
+def test_a_plan_counts_what_rests_and_what_travels(ranks):
     offload = {"device": "nvme", "nvme_path": "/nowhere"}
     for dtype in ("fp32", "bf16"):
         for threshold in (0, 20):

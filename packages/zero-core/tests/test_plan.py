@@ -1,45 +1,32 @@
 """A plan against what a real engine allocates and sends, and against ZeRO's closed forms."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
 from zero_core import ConfigError, MissingPartError
-from zero_core.comm.topology import Ranks
 from zero_core.layout.discovery import MIN_TAIL_NUMEL
 from zero_core.plan.result import format_bytes
-from zero_core.testing import (
-    SimulatedRanks,
-    Tower,
-    batch,
-    make_model,
-    on_ranks,
-    rows,
-    run_alone,
-    run_on_processes,
-    simulate,
-    train,
-    wide_blocks,
-)
+from zero_core.testing.models import Tower, batch, make_model, rows, wide_blocks
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import alone, run_on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import train
 
 
 class Frozen(Tower):
     """A tower of uneven blocks, of which one is frozen, with a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(4, 23)
         for number, inner in ((1, 115), (2, 69)):
             self.blocks[number] = nn.Sequential(nn.Linear(23, inner), nn.Linear(inner, 23))
@@ -50,19 +37,13 @@ class Frozen(Tower):
 class Tailed(Frozen):
     """A `Frozen` with a head that is a tail larger than the root."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = nn.Linear(23, MIN_TAIL_NUMEL // 23 + 1, bias=False)
 
 
-def make_config(stage: int = 0, dtype: str = "fp32", **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        **further,
-    }
+def make_config(stage=0, dtype="fp32", **further):
+    return Case(stage, dtype, top=further).config()
 
 
 CONFIGS = [
@@ -74,7 +55,7 @@ CONFIGS = [
     make_config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
 ]
 # Of three ranks, whose shards are uneven: each stage in bf16 with an accumulation, and SGD.
-CASES_OF: dict[int, list[tuple[type[Tower], dict[str, Any]]]] = {
+CASES_OF = {
     1: [(Frozen, config) for config in CONFIGS],
     2: [
         *((Frozen, config) for config in CONFIGS),
@@ -85,7 +66,7 @@ CASES_OF: dict[int, list[tuple[type[Tower], dict[str, Any]]]] = {
 PASSING = {"parameter gradient", "micro-step gradient"}  # freed before a step ends
 
 
-def _tier_bytes(engine: zero_core.Engine) -> dict[str, int]:
+def _tier_bytes(engine):
     tier = engine.sharded_state.tier
     published = {t.untyped_storage().data_ptr() for _, t in tier._published.chunks}
     masters = [
@@ -99,7 +80,7 @@ def _tier_bytes(engine: zero_core.Engine) -> dict[str, int]:
     }
 
 
-def _check_all(ranks: Ranks, plans: list[zero_core.Plan]) -> None:
+def _check_all(ranks, plans):
     """Compare plans with what engines hold after three steps, and sent in the third."""
     for (model, config), planned in zip(CASES_OF[ranks.size], plans, strict=True):
         engine = zero_core.build(model(), config, process_group=ranks)
@@ -115,19 +96,19 @@ def _check_all(ranks: Ranks, plans: list[zero_core.Plan]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_plan_is_what_a_real_engine_holds_and_sends(world_size: int) -> None:
+def test_plan_is_what_a_real_engine_holds_and_sends(world_size):
     with torch.device("meta"):
         plans = [
             zero_core.plan(model(), config, world_size, device_type="cpu")
             for model, config in CASES_OF[world_size]
         ]
     # Processes share memory, which simulated ranks do not.
-    run: Callable[..., object] = simulate if world_size == 1 else run_on_processes
+    run = simulate if world_size == 1 else run_on_processes
     run(_check_all, world_size, plans)
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_long_lived_memory_is_exact_for_a_model_with_every_difficulty(stage: int) -> None:
+def test_long_lived_memory_is_exact_for_a_model_with_every_difficulty(stage):
     config = make_config(stage, "bf16")
     engine = zero_core.build(make_model(), config)
     planned = zero_core.plan(make_model(), config, 1, device_type="cpu").memory.device
@@ -135,12 +116,12 @@ def test_long_lived_memory_is_exact_for_a_model_with_every_difficulty(stage: int
     assert {k: planned[k] for k in report if report[k]} == {k: n for k, n in report.items() if n}
 
 
-def saved_by_autograd(model: nn.Module, inputs: dict[str, Any]) -> int:
+def saved_by_autograd(model, inputs):
     """Count the bytes that a real forward saves, each storage once and without parameters."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Tensor] = {}
+    kept = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
@@ -151,7 +132,7 @@ def saved_by_autograd(model: nn.Module, inputs: dict[str, Any]) -> int:
 
 # On a CPU bf16 LayerNorm keeps its statistics in bf16, on meta and accelerators in fp32.
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 0.0), ("bf16", 0.05)])
-def test_activations_are_what_autograd_saves(dtype: str, tolerance: float) -> None:
+def test_activations_are_what_autograd_saves(dtype, tolerance):
     inputs = batch(0, 0, 0)
     model = make_model()
     before = {n: (p.dtype, p.device) for n, p in model.named_parameters()}
@@ -163,31 +144,23 @@ def test_activations_are_what_autograd_saves(dtype: str, tolerance: float) -> No
     assert planned.memory.device["activations"] == pytest.approx(saved, rel=tolerance)
 
 
-class _HalfFrozen(nn.Module):
-    """A trained matrix before a frozen norm, which autocast leaves in fp32, and a frozen matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 24))
-        self.layers[1:].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y.sum()
-
-
 @pytest.mark.parametrize("stage", [0, 3])
-def test_casts_of_weights_that_autocast_keeps_are_counted(stage: int) -> None:
-    x = torch.ones(3, 8)
+def test_casts_of_weights_that_autocast_keeps_are_counted(stage):
+    # A trained matrix before a frozen norm, which autocast leaves in fp32, and a frozen matrix.
+    model, x = (
+        nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 24)),
+        torch.ones(3, 8),
+    )
+    model[1:].requires_grad_(False)
     weights = {(8, 16), (16, 8), (16, 24), (24, 16)}
     config = {**make_config(stage), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     cast, plain = (
-        zero_core.plan(_HalfFrozen(), given, 2, example_inputs={"x": x}).memory.device
+        zero_core.plan(model, given, 2, example_inputs=[x]).memory.device
         for given in (config, make_config(stage))
     )
-    engine = zero_core.build(_HalfFrozen(), config)
+    engine = zero_core.build(model, config)
     with _Casts() as casts:
-        loss = engine(x)
+        loss = engine(x).sum()
     made = [nbytes for shape, ref, nbytes in casts.made if shape in weights and not ref.expired()]
     assert cast["activations"] - plain["activations"] == sum(made)
     engine.backward(loss)
@@ -197,11 +170,11 @@ def test_casts_of_weights_that_autocast_keeps_are_counted(stage: int) -> None:
 class _Casts(TorchDispatchMode):
     """A dispatch mode that records the shape, storage and bytes of each tensor made by a cast."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.made: list[tuple[tuple[int, ...], StorageWeakRef, int]] = []
+        self.made = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default:
             storage = made.untyped_storage()
@@ -212,23 +185,23 @@ class _Casts(TorchDispatchMode):
 class Attention(nn.Module):
     """A model with causal, masked and grouped-query attention."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.project = nn.Linear(32, 32)
         self.heads = nn.Linear(32, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         attend = nn.functional.scaled_dot_product_attention
         q = self.project(x).unflatten(-1, (4, 8)).transpose(1, 2)
         k = self.heads(x).unflatten(-1, (2, 8)).transpose(1, 2)
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
         masked = attend(q, q, q, attn_mask=mask)
-        y: Tensor = masked + attend(q, k, k, is_causal=True, enable_gqa=True)
+        y = masked + attend(q, k, k, is_causal=True, enable_gqa=True)
         return y.sum()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_attention_saves_what_a_fused_kernel_saves(dtype: str) -> None:
+def test_attention_saves_what_a_fused_kernel_saves(dtype):
     model = Attention()
     x = torch.randn(2, 64, 32)
     planned = zero_core.plan(model, make_config(3, dtype), 2, example_inputs=(x,))
@@ -240,11 +213,11 @@ def test_attention_saves_what_a_fused_kernel_saves(dtype: str) -> None:
 class _Masked(nn.Module):
     """A model that checks a mask for padding in all ways that transformers does, and in others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         mask = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
         torch.eq(input=torch.sum(input=mask), other=1)
         torch.eq(mask.sum(), mask.sum())
@@ -255,13 +228,13 @@ class _Masked(nn.Module):
         return torch.tanh(self.head(x)).sum()
 
 
-def test_masks_of_inputs_on_the_meta_device_have_no_padding() -> None:
+def test_masks_of_inputs_on_the_meta_device_have_no_padding():
     planned = zero_core.plan(_Masked(), make_config(3), 2, example_inputs=[torch.ones(4, 8)])
     assert planned.memory.device["activations"] >= 4 * 8 * 4
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_closed_forms_of_zero(stage: int) -> None:
+def test_closed_forms_of_zero(stage):
     # Section 5 of the paper: 2 bytes per parameter, 2 per gradient and 12 of state.
     depth, width, ranks = 10, 4096, 64
     psi = 12 * width * width * depth
@@ -279,7 +252,7 @@ def test_closed_forms_of_zero(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_traffic_is_that_of_the_paper(stage: int) -> None:
+def test_traffic_is_that_of_the_paper(stage):
     # Two model sizes per step, three at stage 3 (but the last unit is gathered once).
     depth, width, ranks = 40, 1024, 64
     size = 2 * 12 * width * width * depth
@@ -298,7 +271,9 @@ def test_traffic_is_that_of_the_paper(stage: int) -> None:
         assert gathered.between_nodes_bytes == gathered.sent_bytes // 8
 
 
-def _plan_a_trillion() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@alone
+def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte():
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
     start = time.thread_time()
     model = wide_blocks(128, 25600)
@@ -317,12 +292,7 @@ def _plan_a_trillion() -> None:
     assert str(planned.best) == "stage 3"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte() -> None:
-    run_alone(_plan_a_trillion)
-
-
-def test_advice_raises_the_stage_before_it_offloads_and_has_numbers_where_nothing_fits() -> None:
+def test_advice_raises_the_stage_before_it_offloads_and_has_numbers_where_nothing_fits():
     fits = zero_core.plan(wide_blocks(2, 256), make_config(1), 2, device_memory=10**9)
     assert fits.best == fits.configured
     assert fits.advice.startswith("stage 1 fits 1 GB of device memory as configured")
@@ -338,14 +308,14 @@ def test_advice_raises_the_stage_before_it_offloads_and_has_numbers_where_nothin
     assert format_bytes(min(choice.device_bytes for choice in none.choices)) in none.advice
 
 
-def _plan_tower(config: dict[str, Any], world_size: int = 2, **how: Any) -> Any:
+def _plan_tower(config, world_size=2, **how):
     """Plan blocks of one size. Return the plan, as `Any`: that ``best`` exists is unchecked."""
     with torch.device("meta"):
         model, x = Tower(4, 64), torch.zeros(config["train_micro_batch_size_per_gpu"], 32, 64)
     return zero_core.plan(model, config, world_size, example_inputs=[x], **how)
 
 
-def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fits() -> None:
+def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fits():
     config = make_config(3, train_micro_batch_size_per_gpu=64)
     free = _plan_tower(config)
     least = min(choice.device_bytes for choice in free.choices)
@@ -358,7 +328,7 @@ def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fit
     assert smaller.best.micro_batch * smaller.best.micro_steps == 64
 
 
-def test_a_choice_written_as_a_configuration_takes_what_it_says() -> None:
+def test_a_choice_written_as_a_configuration_takes_what_it_says():
     config = make_config(3, train_micro_batch_size_per_gpu=64)
     found = _plan_tower(config, device_memory=_plan_tower(config).configured.device_bytes // 2)
     assert found.best.is_varied
@@ -370,7 +340,7 @@ def test_a_choice_written_as_a_configuration_takes_what_it_says() -> None:
 
 
 @on_ranks(1)
-def test_the_configuration_of_a_choice_trains(ranks: SimulatedRanks) -> None:
+def test_the_configuration_of_a_choice_trains(ranks):
     config = make_config(train_micro_batch_size_per_gpu=4)
     most = _plan_tower(config, 1, device_type="cpu").configured.device_bytes
     found = _plan_tower(config, 1, host_memory=most - 1, device_type="cpu")
@@ -382,7 +352,7 @@ def test_the_configuration_of_a_choice_trains(ranks: SimulatedRanks) -> None:
     assert engine.global_steps == 1
 
 
-def test_on_a_cpu_everything_counts_as_host_memory() -> None:
+def test_on_a_cpu_everything_counts_as_host_memory():
     use = zero_core.plan(wide_blocks(2, 256), make_config(3), 2, device_type="cpu").memory
     enough = 2 * use.device_bytes
     for limit, is_fitting in ((enough, True), (enough - 1, False)):
@@ -392,7 +362,7 @@ def test_on_a_cpu_everything_counts_as_host_memory() -> None:
         assert planned.configured.is_fitting is is_fitting
 
 
-def test_json_and_tables_hold_the_same_plan() -> None:
+def test_json_and_tables_hold_the_same_plan():
     planned = zero_core.plan(wide_blocks(2, 256), make_config(3), 4, device_memory=10**9)
     content = json.loads(planned.to_json())
     assert content["memory"]["device"] == planned.memory.device
@@ -419,15 +389,13 @@ def test_json_and_tables_hold_the_same_plan() -> None:
         ({"world_size": 2, "example_inputs": {"x": "text"}}, "does not run on the meta device"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments, message):
     model = arguments.pop("model", wide_blocks(1, 32))
     with pytest.raises(ConfigError, match=message):
         zero_core.plan(model, make_config(1), **arguments)
 
 
-def test_a_hugging_face_configuration_without_transformers_names_the_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hugging_face_configuration_without_transformers_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingPartError, match="pip install transformers"):
         zero_core.plan({"model_type": "gpt2"}, make_config(1), 2)
@@ -443,8 +411,8 @@ def test_a_hugging_face_configuration_without_transformers_names_the_package(
     ids=["state", "parameters", "quantized"],
 )
 def test_what_needs_a_package_that_is_missing_is_named_and_not_counted(
-    stage: int, zero: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stage, zero, package, monkeypatch
+):
     monkeypatch.setattr("zero_core.parts.entry_points", lambda **kwargs: ())
     config = make_config(stage, "bf16")
     alone = zero_core.plan(wide_blocks(2, 256), config, 4, device_memory=10**9)

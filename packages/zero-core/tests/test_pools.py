@@ -1,9 +1,6 @@
 """Pools: as many buffers as are needed at once, and the same one for the same use in each step."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -13,25 +10,25 @@ from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.core.pool import BufferPool, allocator
 from zero_core.sharded.memory import Memory
-from zero_core.testing import Case, RootAndBlocks, SimulatedRanks, seeded, simulate
+from zero_core.testing import Case, RootAndBlocks, seeded, simulate
 
 CPU = torch.device("cpu")
 WIDTH = 16
 ROOT, BLOCK = 512, 160  # elements of their shards on two ranks, padding included
 
 
-def net(num_blocks: int) -> RootAndBlocks:
+def net(num_blocks):
     with seeded(0):
         return RootAndBlocks(WIDTH, num_blocks, 4.0)
 
 
-def config(stage: int, **zero: Any) -> dict[str, Any]:
+def config(stage, **zero):
     return Case(stage, zero=zero).config()
 
 
-def addresses_by_step(ranks: SimulatedRanks, num_blocks: int) -> list[dict[str, list[int]]]:
+def addresses_by_step(ranks, num_blocks):
     model = net(num_blocks)
-    found: dict[str, list[int]] = defaultdict(list)
+    found = defaultdict(list)
     engine = zero_core.build(model, config(stage=3), process_group=ranks)
     for number, block in enumerate(model.blocks):
         weight = block.weight
@@ -51,20 +48,20 @@ def addresses_by_step(ranks: SimulatedRanks, num_blocks: int) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5])
-def test_a_unit_has_the_same_memory_in_every_step(num_blocks: int) -> None:
+def test_a_unit_has_the_same_memory_in_every_step(num_blocks):
     # torch.compile(mode="reduce-overhead") would record a new CUDA graph otherwise.
     for _, second, *others in simulate(addresses_by_step, 2, num_blocks):
         assert all(step == second for step in others)
 
 
-def test_the_root_has_no_spare_gradient() -> None:
+def test_the_root_has_no_spare_gradient():
     # It is borrowed once a step, and its copy to the host has ended before the next one.
     asked = config(stage=2, offload_optimizer={"device": "cpu"})
     planned = zero_core.plan(net(1), asked, 2, device_type="accelerator").memory.device
     assert planned["gradient shards"] == 4 * (ROOT + BLOCK)
 
 
-def test_a_pool_grows_to_what_was_planned() -> None:
+def test_a_pool_grows_to_what_was_planned():
     resolved = load_config(config(stage=2, offload_optimizer={"device": "cpu"}), world_size=2)
     drawn = Blueprint.draw(net(5), resolved, 2)
     layout = drawn.layout
@@ -80,7 +77,7 @@ def test_a_pool_grows_to_what_was_planned() -> None:
     assert report["gradient shards"] == 4 * (ROOT + 3 * BLOCK)
 
 
-def test_a_user_gets_the_buffer_that_it_had_if_that_is_free() -> None:
+def test_a_user_gets_the_buffer_that_it_had_if_that_is_free():
     pool = BufferPool(allocator(CPU), 8)
     a, b = (pool.acquire(2, torch.float32, user) for user in "ab")
     pool.release(b)

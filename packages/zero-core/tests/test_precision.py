@@ -1,36 +1,22 @@
-"""Loss scaling, overflow and clipping."""
+"""Loss scaling, overflow and clipping by any p-norm."""
 
-from __future__ import annotations
-
-import logging
+import math
 import threading
 from contextlib import nullcontext
-from typing import Any
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.config import Fp16Config
 from zero_core.optim.train_state import LossScaler
 from zero_core.step.gradient import clip_factor
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    device_collectives,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    run_ddp,
-    run_engine,
-    seeded,
-    simulate,
-    train,
-)
+from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
+from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
+from zero_core.testing.simulated import device_collectives, on_ranks, simulate
+from zero_core.testing.training import assert_same, step_ddp, train
 
 
 @pytest.mark.parametrize(
@@ -69,7 +55,7 @@ def test_clipping_follows_torchs_formula(norm):
 
 
 @on_ranks(1)
-def test_fp16_skips_and_scales_as_torchs_grad_scaler(ranks: SimulatedRanks) -> None:
+def test_fp16_skips_and_scales_as_torchs_grad_scaler(ranks):
     """With a window so short that the scale grows until it overflows again, and again."""
     keys = {"fp16": {"enabled": True, "hysteresis": 1, "loss_scale_window": 2}}
     case = Case(stage=3, dtype="fp16", top=keys)
@@ -87,34 +73,14 @@ def test_the_check_can_be_switched_off():
     assert engine.full_state_dict()["first.weight"].isnan().any()
 
 
-def test_fp16_with_a_plain_backward_needs_scale():
-    top = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-    engine = zero_core.build(make_model(), Case(top=top).config())
-    engine.scale(engine(**batch(0, 0, 0))["loss"]).backward()
-    engine.step()
-    assert engine.skipped_steps == 0
-
-
 def test_floating_inputs_are_cast_to_the_compute_dtype():
-    engine = zero_core.build(make_tower(), Case(dtype="bf16").config())
+    engine = Case(dtype="bf16").build(model=make_tower())
     assert engine(rows(0, 0)).dtype == torch.bfloat16
-
-
-def test_the_gradient_norm_is_the_whole_models():
-    plain = make_tower()
-    plain(rows(0, 0)).backward()
-    expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-    engine = zero_core.build(make_tower(), Case().config())
-    assert engine.get_global_grad_norm() is None
-    train(engine, [rows(0, 0)])
-    assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @on_ranks(2)
-def test_the_declared_dtype_is_communicated_after_no_sync(
-    ranks: SimulatedRanks, name: str, dtype: torch.dtype
-) -> None:
+def test_the_declared_dtype_is_communicated_after_no_sync(ranks, name, dtype):
     plain = make_model()
     ddp, params = SimulatedDDP(plain, ranks), list(plain.parameters())
     optimizer = torch.optim.SGD((p for p in params if p.requires_grad), lr=0.5)
@@ -137,9 +103,7 @@ def test_the_declared_dtype_is_communicated_after_no_sync(
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(3)
-def test_communication_and_accumulation_dtypes_are_honoured(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_communication_and_accumulation_dtypes_are_honoured(ranks, stage):
     finals = []
     for keys in (
         {},
@@ -164,43 +128,47 @@ def test_communication_and_accumulation_dtypes_are_honoured(
         torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
 
 
-# ------------------------------------------------------------------ gradients that are not finite
-
-
 class _Scaled(nn.Module):
     """Two blocks whose outputs are summed, so that one can be spoilt without the other."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(0):
             self.blocks = nn.ModuleList(nn.Linear(3, 5, bias=False) for _ in range(2))
 
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+    def forward(self, first, second):
         return self.blocks[0](first).sum() + self.blocks[1](second).sum()
 
 
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        own = threading.get_ident()
-        self.addFilter(lambda record: record.thread == own)  # of this rank
-        logging.getLogger("zero_core").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+def _told_here(caplog):
+    """Return what this rank, which is a thread, has logged."""
+    return [r.getMessage() for r in caplog.records if r.thread == threading.get_ident()]
 
 
-def _inputs(*, is_spoilt: bool) -> tuple[Tensor, Tensor]:
+def _inputs(*, is_spoilt):
     good, bad = torch.ones(2, 3), torch.full((2, 3), torch.inf)
     return good, bad if is_spoilt else good
 
 
-def _values(engine: zero_core.Engine) -> dict[str, Tensor]:
+def _values(engine):
     return engine.full_state_dict(dtype=torch.float32)
 
 
-def _spoil(ranks: SimulatedRanks, dtype: str, bad_micro: int, is_local: bool, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "bad_micro", "is_local", "stage"),
+    [
+        *((2, "fp32", 1, False, stage) for stage in range(4)),
+        *((1, "fp32", 1, False, 0), (1, "bf16", 1, False, 3), (1, "fp16", 1, False, 2)),
+        *((2, "bf16", 1, False, 0), (2, "fp16", 1, False, 3), (3, "fp32", 1, False, 3)),
+        *((3, "bf16", 1, False, stage) for stage in (1, 2)),
+        *((3, "fp16", 1, False, stage) for stage in (0, 1)),
+        *((2, "fp32", 0, is_local, stage) for is_local in (False, True) for stage in range(4)),
+    ],
+)
+@on_ranks()
+def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
+    ranks, dtype, bad_micro, is_local, stage, caplog
+):
     culprit = ranks.size - 1
     case = Case(stage, "fp32" if dtype == "fp16" else dtype, accumulation=2)
     engine = zero_core.build(
@@ -208,7 +176,7 @@ def _spoil(ranks: SimulatedRanks, dtype: str, bad_micro: int, is_local: bool, st
         case.config() | {"fp16": {"enabled": dtype == "fp16", "loss_scale": 2.0}},
         process_group=ranks,
     )
-    records, before = _Records(), _values(engine)
+    before = _values(engine)
     for step in range(2):
         for micro in range(2):
             is_spoilt = ranks.rank == culprit and (step, micro) == (0, bad_micro)
@@ -219,57 +187,38 @@ def _spoil(ranks: SimulatedRanks, dtype: str, bad_micro: int, is_local: bool, st
         after = _values(engine)
         assert all(torch.equal(after[name], value) == (step == 0) for name, value in before.items())
     assert engine.skipped_steps == 1
-    (text,) = records.texts
+    (text,) = _told_here(caplog)
     assert f"(blocks.1.weight: batch of rank {culprit})" in text
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "stage"),
-    [
-        *((2, "fp32", stage) for stage in range(4)),
-        *((1, "fp32", 0), (1, "bf16", 3), (1, "fp16", 2), (2, "bf16", 0), (2, "fp16", 3)),
-        *((3, "fp32", 3), (3, "bf16", 1), (3, "bf16", 2), (3, "fp16", 0), (3, "fp16", 1)),
-    ],
-)
-def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
-    world_size, dtype, stage
-):
-    simulate(_spoil, world_size, dtype, 1, False, stage)
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("is_local", [False, True])
-def test_a_spoilt_batch_of_an_earlier_micro_step_is_named_too(is_local, stage):
-    simulate(_spoil, 2, "fp32", 0, is_local, stage)
-
-
 @on_ranks(2)
-def test_a_sum_that_overflows_blames_no_rank(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Scaled(), Case(stage=1).config(), process_group=ranks)
-    records = _Records()
+def test_a_sum_that_overflows_blames_no_rank(ranks, caplog):
+    engine = Case(stage=1).build(ranks, _Scaled())
     big = torch.full((1, 3), 3e38)  # what each rank contributes: four backwards of a quarter
     for _ in range(3):
         with engine.no_sync():
             engine.backward(engine(torch.ones(1, 3), big) * 0.5)
     engine.backward(engine(torch.ones(1, 3), big) * 0.5)
     engine.step()
-    assert "(blocks.1.weight: each rank's part is finite, their sum is not)" in records.texts[0]
+    assert (
+        "(blocks.1.weight: each rank's part is finite, their sum is not)" in _told_here(caplog)[0]
+    )
 
 
 class _Reticent:
     """Collectives that do not show each rank's part of a sum."""
 
-    def __init__(self, native: Any, **_: Any) -> None:
+    def __init__(self, native, **_):
         self.all_gather = native.all_gather
         self._native = native
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Any:
+    def reduce_scatter(self, out, full, *, unit):
         work = self._native.reduce_scatter(out, full, unit=unit)
         work.contributions = ()
         return work
 
 
-CULPRITS: dict[str, tuple[int, int, tuple[int, ...], bool, str]] = {
+CULPRITS = {
     # Ranks, how many of them share a node, who spoils, on accelerators, what is said.
     "several": (3, 3, (0, 2), False, "batches of ranks 0, 2"),
     "of two nodes": (4, 2, (1, 2), True, "batches of ranks 1, 2"),
@@ -278,23 +227,116 @@ CULPRITS: dict[str, tuple[int, int, tuple[int, ...], bool, str]] = {
 }
 
 
-def _is_told(ranks: SimulatedRanks, which: str) -> None:
+def _is_told(ranks, which, caplog):
     _, _, culprits, is_device, said = CULPRITS[which]
 
-    def on_device(native: Any, **_: Any) -> Any:
+    def on_device(native, **_):
         return device_collectives(ranks)
 
     collectives = on_device if is_device else _Reticent if which == "unseen" else None
-    engine = zero_core.build(
-        _Scaled(), Case(stage=2).config(), collectives=collectives, process_group=ranks
-    )
-    records = _Records()
+    engine = Case(stage=2).build(ranks, _Scaled(), collectives=collectives)
     engine.backward(engine(*_inputs(is_spoilt=ranks.rank in culprits)))
     engine.step()
-    assert f"(blocks.1.weight: {said})" in records.texts[0]
+    assert f"(blocks.1.weight: {said})" in _told_here(caplog)[0]
 
 
 @pytest.mark.parametrize("which", CULPRITS)
-def test_the_ranks_at_fault_are_named_where_their_parts_of_the_sum_are_seen(which):
+def test_the_ranks_at_fault_are_named_where_their_parts_of_the_sum_are_seen(which, caplog):
     world_size, per_node, *_ = CULPRITS[which]
-    simulate(_is_told, world_size, which, ranks_per_node=per_node)
+    simulate(_is_told, world_size, which, caplog, ranks_per_node=per_node)
+
+
+NORMS = (1.0, 2.0, 3.0, math.inf)
+STEPS = 3
+
+
+def _optimizer(model):
+    # SGD: a factor on the gradient shows in the weights, which Adam would hide.
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
+def _max_norm(norm_type, step):
+    return 1e6 if step == 1 else {1.0: 2.0, 2.0: 0.3, 3.0: 0.2, math.inf: 0.1}[norm_type]
+
+
+def _clipped_ddp(norm_type, ranks):
+    model = make_model()
+    ddp, optimizer, norms = SimulatedDDP(model, ranks), _optimizer(model), []
+
+    def clip(model):
+        limit = _max_norm(norm_type, len(norms))
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type).item())
+
+    for step in range(STEPS):
+        step_ddp(ddp, optimizer, batch(step, 0, ranks.rank), clip)
+    return norms, dict(model.state_dict())
+
+
+def _build_sgd(ranks, case):
+    model = make_model()
+    optimizer = _optimizer(model)
+    return case.build(ranks, model, optimizer=optimizer)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_each_norm_clips_as_torch_does_on_ddp(ranks, norm_type):
+    norms, values = _clipped_ddp(norm_type, ranks)
+    assert norms[0] > _max_norm(norm_type, 0), "the first step must be clipped"
+    engines = [_build_sgd(ranks, Case(stage)) for stage in range(4)]
+    for step, norm in enumerate(norms):
+        for engine in engines:
+            engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
+            found = engine.clip_grad_norm_(_max_norm(norm_type, step), norm_type)
+            assert found == pytest.approx(norm, rel=1e-5)
+            engine.step()
+    # Both sum powers in fp32, in another order.
+    found = [engine.full_state_dict() for engine in engines]
+    torch.testing.assert_close(found[0], values, rtol=1e-5, atol=1e-6)
+    for one, other in pairwise(found):
+        assert_same(one, other)
+
+
+@on_ranks(2)
+def test_clippings_follow_one_another_and_last_for_one_step(ranks):
+    engine = _build_sgd(ranks, Case(stage=2, clipping=0.05))
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
+    before = engine.clip_grad_norm_(1.0, math.inf)
+    engine.clip_grad_norm_(0.1)
+    assert engine.clip_grad_norm_(1e6) == pytest.approx(0.1, rel=1e-4)
+    start = engine.full_state_dict()
+    engine.step()
+    moved = [
+        (value - start[name]).flatten()
+        for name, value in engine.full_state_dict().items()
+        if name != "head.weight"  # tied
+    ]
+    assert torch.cat(moved).norm().item() == pytest.approx(0.5 * 0.05, rel=1e-3)
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
+    assert engine.clip_grad_norm_(1e6, math.inf) == pytest.approx(before, rel=0.5)
+    assert engine.clip_grad_norm_(1e6, math.inf) > 0.02, "a new step starts unclipped"
+
+
+@on_ranks(2)
+def test_the_norm_is_that_of_the_unscaled_gradient(ranks):
+    norms = []
+    for scale in (1.0, 1024.0):
+        config = Case(stage=3).config() | {"fp16": {"enabled": True, "loss_scale": scale}}
+        engine = zero_core.build(make_model(), config, process_group=ranks)
+        engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
+        norms.append(engine.clip_grad_norm_(1.0, 1.0))
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+def test_a_gradient_that_is_not_whole_is_not_clipped():
+    engine = Case(accumulation=2).build()
+    engine.backward(engine(**batch(0, 0, 0))["loss"])
+    with pytest.raises(RuntimeError, match="not whole yet"):
+        engine.clip_grad_norm_(1.0)
+    engine.step()
+    with engine.no_sync(), pytest.raises(RuntimeError, match="not whole yet"):
+        engine.clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="max_norm"):
+        engine.clip_grad_norm_(0.0)

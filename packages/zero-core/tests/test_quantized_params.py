@@ -1,28 +1,15 @@
 """Quantized frozen parameters shard as bytes, and a training of adapters on them follows DDP."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.errors import CheckpointError, ConfigError
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    on_ranks,
-    rows,
-    seeded,
-    simulate,
-    train,
-    train_ddp,
-)
+from zero_core.testing import Case, assert_same, on_ranks, rows, seeded, simulate, train, train_ddp
 from zero_core.testing.quantized import (
     Adapted,
     AttachedLinear,
@@ -30,38 +17,30 @@ from zero_core.testing.quantized import (
     WrappedLinear,
     dequantize,
 )
-from zero_core.testing.training import assert_same
 
-STEPS = 2
 WIDTH = 24
 
 
-def _x(step: int, rank: int) -> Tensor:
+def _x(step, rank):
     return rows(step, rank, WIDTH)
 
 
-def _build(
-    ranks: SimulatedRanks | None = None,
-    stage: int = 3,
-    model: nn.Module | None = None,
-    **further: Any,
-) -> zero_core.Engine:
-    config = Case(stage, **further).config()
-    return zero_core.build(model or Adapted(WIDTH), config, process_group=ranks)
+def _build(ranks=None, stage=3, model=None, **further):
+    return Case(stage, **further).build(ranks, model or Adapted(WIDTH))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _bytes(tensor):
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _assert_same_base(model: nn.Module, expected: nn.Module) -> None:
+def _assert_same_base(model, expected):
     """Compare the bits, dtypes and strides that modules see."""
     own, other = dict(model.named_modules()), dict(expected.named_modules())
     for path, module in other.items():
-        weight: Any = getattr(module, "weight", None)
+        weight = getattr(module, "weight", None)
         if weight is None or weight.requires_grad or isinstance(module, nn.LayerNorm):
             continue
-        found: Any = own[path].weight
+        found = own[path].weight
         pairs = [(found, weight)]
         if hasattr(weight, "state"):
             pairs += [(found.state.absmax, weight.state.absmax)]
@@ -81,10 +60,8 @@ def _assert_same_base(model: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("top", [{}, {"activation_checkpointing": {}}], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
-def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(
-    ranks: SimulatedRanks, stage: int, top: dict[str, Any]
-) -> None:
-    batches = [_x(step, ranks.rank) for step in range(STEPS)]
+def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(ranks, stage, top):
+    batches = [_x(step, ranks.rank) for step in range(2)]
     model = Adapted(WIDTH)
     expected = train_ddp(model, ranks, batches)
     engine = _build(ranks, stage, top=top)
@@ -101,7 +78,7 @@ def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(
 
 
 @on_ranks(2)
-def test_two_forwards_before_a_backward_read_each_units_own_bytes(ranks: SimulatedRanks) -> None:
+def test_two_forwards_before_a_backward_read_each_units_own_bytes(ranks):
     # As preference losses have them.
     model = Adapted(WIDTH)
     (model(_x(0, 0)) + model(_x(1, 0), is_reversed=True)).backward()
@@ -113,7 +90,7 @@ def test_two_forwards_before_a_backward_read_each_units_own_bytes(ranks: Simulat
 
 
 @on_ranks(2)
-def test_a_bf16_configuration_casts_neither_codes_nor_scales(ranks: SimulatedRanks) -> None:
+def test_a_bf16_configuration_casts_neither_codes_nor_scales(ranks):
     engine = _build(ranks, dtype="bf16")
     block = engine.module.blocks[0]
     assert block.norm.weight.dtype == block.adapter.up.weight.dtype == torch.bfloat16
@@ -122,7 +99,7 @@ def test_a_bf16_configuration_casts_neither_codes_nor_scales(ranks: SimulatedRan
 
 
 def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
-    module: Any = nn.Module()
+    module = nn.Module()
     module.head = nn.Linear(4, 4)
     for name, value in (
         ("weight", torch.ones(4, 4)),
@@ -131,15 +108,13 @@ def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
     ):
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
     module.register_buffer("tied", module.head.weight)  # a parameter twice
-    zero_core.build(module, Case(3, "bf16").config())
+    Case(3, "bf16").build(model=module)
     assert module.weight.dtype == module.head.weight.dtype == torch.bfloat16
     assert module.count.dtype == module.places.dtype == torch.int64
 
 
 @on_ranks(2)
-def test_shards_are_bytes_and_frozen_parameters_have_neither_gradients_nor_states(
-    ranks: SimulatedRanks,
-) -> None:
+def test_shards_are_bytes_and_frozen_parameters_have_neither_gradients_nor_states(ranks):
     config = Case(3).config()
     expected = zero_core.plan(Adapted(WIDTH), config, world_size=2).memory.device
     engine = _build(ranks)
@@ -158,7 +133,7 @@ def test_shards_are_bytes_and_frozen_parameters_have_neither_gradients_nor_state
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_a_weight_that_a_forward_repacks_is_put_back(ranks: SimulatedRanks, stage: int) -> None:
+def test_a_weight_that_a_forward_repacks_is_put_back(ranks, stage):
     expected = Adapted(WIDTH)
     engine = _build(ranks, stage)
     for _ in range(2):
@@ -172,7 +147,7 @@ def test_a_weight_that_a_forward_repacks_is_put_back(ranks: SimulatedRanks, stag
 
 
 @on_ranks(2)
-def test_a_weight_that_is_replaced_by_one_with_other_values_stays(ranks: SimulatedRanks) -> None:
+def test_a_weight_that_is_replaced_by_one_with_other_values_stays(ranks):
     engine = _build(ranks)
     expected = Adapted(WIDTH)
     with engine.gathered():
@@ -203,7 +178,7 @@ def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_me
 
 
 @on_ranks(2)
-def test_components_are_gathered_and_edited_with_their_parameter(ranks: SimulatedRanks) -> None:
+def test_components_are_gathered_and_edited_with_their_parameter(ranks):
     engine = _build(ranks)
     weight = engine.module.blocks[1].last.weight
     with engine.gathered(params=[weight], modifier_rank=0):
@@ -223,7 +198,7 @@ def test_components_are_gathered_and_edited_with_their_parameter(ranks: Simulate
 
 
 @on_ranks(2)
-def test_a_checkpoint_holds_the_components(ranks: SimulatedRanks, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_components(ranks, tmp_path):
     engine = _build(ranks)
     engine.backward(engine(_x(0, ranks.rank)))
     engine.step()
@@ -239,9 +214,7 @@ def test_a_checkpoint_holds_the_components(ranks: SimulatedRanks, tmp_path: Path
 
 
 @on_ranks(2)
-def test_an_export_has_the_bytes_and_refuses_tensor_subclasses_by_name(
-    ranks: SimulatedRanks, tmp_path: Path
-) -> None:
+def test_an_export_has_the_bytes_and_refuses_tensor_subclasses_by_name(ranks, tmp_path):
     engine = _build(ranks)
     with pytest.raises(CheckpointError, match=r"outlet\.weight is a WrappedCodes"):
         engine.export_safetensors(tmp_path)
@@ -264,7 +237,7 @@ def test_deep_copies_and_a_second_engine_have_the_same_bytes():
         found = copy.deepcopy(engine.module)
     _assert_same_base(found, Adapted(WIDTH))
     model = engine.unwrap()
-    again = zero_core.build(model, Case(3).config())
+    again = Case(3).build(model=model)
     assert again(_x(0, 0)).item() == Adapted(WIDTH)(_x(0, 0)).item()
 
 
@@ -272,7 +245,7 @@ def test_a_trained_tensor_subclass_is_refused_by_name():
     model = Adapted(WIDTH)
     model.blocks[2].first.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"blocks\.2\.first\.weight is a .*WrappedCodes"):
-        zero_core.build(model, Case(0).config())
+        Case(0).build(model=model)
 
 
 def test_replaced_memory_of_a_component_is_refused_by_name():
@@ -286,42 +259,41 @@ def test_replaced_memory_of_a_component_is_refused_by_name():
 class _DenseBlock(nn.Module):
     """Plain linear maps, to be quantized."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = x + self.last(torch.tanh(self.first(self.norm(x))))
-        return total
+    def forward(self, x):
+        return x + self.last(torch.tanh(self.first(self.norm(x))))
 
 
 class _Dense(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks = nn.ModuleList(_DenseBlock() for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
 
 
-def _quantize(block: nn.Module) -> None:
+def _quantize(block):
     for name, kind in (("first", WrappedLinear), ("last", AttachedLinear)):
         setattr(block, name, kind(getattr(block, name).weight))
     block.norm.requires_grad_(False)
 
 
-def _deferred() -> nn.Module:
+def _deferred():
     with seeded(0), zero_core.deferred_init():
         return _Dense()
 
 
-def _loaded(ranks: SimulatedRanks, folder: str | None, models: list[nn.Module]) -> float:
+def _loaded(ranks, folder, models):
     model = models[ranks.rank]
     zero_core.quantize_blocks(model, _quantize, pretrained=folder, process_group=ranks)
     assert bool(model.blocks[1].last.weight.state.absmax.isnan().all())  # in slices

@@ -1,7 +1,5 @@
 """The device of a rank: found without ``set_device``, and refused where two ranks share one."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile
@@ -16,7 +14,7 @@ from zero_core.comm.topology import Ranks, check_devices, find_ranks
 from zero_core.testing import late_device, run_alone, spawn
 
 
-def _found(**environment: str) -> str:
+def _found(**environment):
     os.environ.pop("LOCAL_RANK", None)
     os.environ.update(environment)
     device = find_ranks(None, None).device
@@ -24,7 +22,7 @@ def _found(**environment: str) -> str:
     return str(device)
 
 
-def _choices() -> None:
+def _choices():
     late_device.load(4)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
@@ -42,11 +40,11 @@ def _choices() -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank() -> None:
+def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank():
     run_alone(_choices)
 
 
-def _check(rank: int, world_size: int) -> None:
+def _check(rank, world_size):
     """Compare devices of ranks, of which two are on a host.
 
     The group has no backend on them: none of its collectives would run, as on NCCL if ranks share a
@@ -67,5 +65,5 @@ def _check(rank: int, world_size: int) -> None:
             check_devices(Ranks(None, rank, world_size, torch.device("xpu", rank % 2 * (rank < 2))))
 
 
-def test_ranks_that_share_a_device_are_refused_by_name() -> None:
+def test_ranks_that_share_a_device_are_refused_by_name():
     spawn(_check, 4, backend="cpu:gloo")

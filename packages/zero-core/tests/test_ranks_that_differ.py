@@ -1,16 +1,12 @@
 """Ranks of which one needs no gradient of any block, or of which one fails in its forward."""
 
-from __future__ import annotations
-
 import os
 import re
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from support.launches import Launch, LoggedCollectives
-from torch import Tensor, nn
+from support.launches import LoggedCollectives
+from torch import nn
 
 import zero_core
 from zero_core.comm.communicator import Communicator
@@ -18,22 +14,17 @@ from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
 from zero_core.core.facts import Facts
 from zero_core.core.grads import Arithmetic
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedRanks,
-    check_like_ddp,
-    seeded,
-    simulate,
-    spawn,
-)
+from zero_core.testing.models import rows, seeded
+from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
+from zero_core.testing.ranks import on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, check_like_ddp
 
 WIDTH = 6
 
 
 class _Failing(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if x.isnan().any():
             raise ArithmeticError("a batch of NaN")
         return torch.tanh(super().forward(x))
@@ -43,25 +34,24 @@ class _Failing(nn.Linear):
 class _Net(nn.Module):
     """Frozen blocks between a trainable first layer and a trainable head, both in the root."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(5):
             self.first = nn.Linear(WIDTH, WIDTH)
             self.blocks = nn.ModuleList(_Failing(WIDTH, WIDTH) for _ in range(4))
             self.head = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: Tensor, is_detached: bool = False, has_no_grad: bool = False) -> Tensor:
+    def forward(self, x, is_detached=False, has_no_grad=False):
         x = self.first(x)
         if is_detached:
             x = x.detach()
         with torch.set_grad_enabled(not has_no_grad):
             for block in self.blocks:
                 x = block(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
+        return self.head(x).square().mean()
 
 
-def _make(is_frozen: bool) -> _Net:
+def _make(is_frozen):
     net = _Net()
     net.blocks.requires_grad_(not is_frozen)
     return net
@@ -71,14 +61,15 @@ def _make(is_frozen: bool) -> _Net:
 WITHOUT = [(True, False), (False, False), (True, False), (True, True), (True, True), (False, False)]
 
 
-def _inputs(step: int, ranks: SimulatedRanks, is_frozen: bool) -> tuple[Tensor, bool, bool]:
-    generator = torch.Generator().manual_seed(10 * step + ranks.rank)
-    x = torch.randn(3, WIDTH, generator=generator)
+def _inputs(step, ranks, is_frozen):
     is_without = WITHOUT[step][ranks.rank < ranks.size - 1]
-    return x, is_without and is_frozen, is_without and not is_frozen
+    return rows(step, ranks.rank, WIDTH), is_without and is_frozen, is_without and not is_frozen
 
 
-def _follow(ranks: SimulatedRanks, stage: int, is_frozen: bool) -> None:
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen blocks", "no_grad"])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (3, 2), (2, 3), (3, 3)])
+@on_ranks()
+def test_one_rank_may_need_no_gradient_of_any_block(ranks, stage, is_frozen):
     check_like_ddp(
         ranks,
         lambda: _make(is_frozen),
@@ -88,20 +79,10 @@ def _follow(ranks: SimulatedRanks, stage: int, is_frozen: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen blocks", "no_grad"])
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (3, 2), (2, 3), (3, 3)])
-def test_one_rank_may_need_no_gradient_of_any_block(
-    world_size: int, stage: int, is_frozen: bool
-) -> None:
-    simulate(_follow, world_size, stage, is_frozen)
-
-
-def _count(ranks: SimulatedRanks) -> list[int]:
-    log: list[Launch] = []
+def _count(ranks):
+    log = []
     collectives = LoggedCollectives.factory(log)
-    engine = zero_core.build(
-        _make(True), Case(3).config(), process_group=ranks, collectives=collectives
-    )
+    engine = Case(3).build(ranks, _make(True), collectives=collectives)
     found = []
     for step in range(3):
         log.clear()
@@ -111,14 +92,16 @@ def _count(ranks: SimulatedRanks) -> list[int]:
     return found
 
 
-def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_step_on() -> None:
+def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_step_on():
     assert simulate(_count, 2)[0] == [3, 0, 0]  # at first the last block is still there
 
 
-def _fail(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Net(), Case(3).config())
-    x = torch.full((3, WIDTH), float("nan")) if rank == 1 else torch.ones(3, WIDTH)
-    if rank == 1:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_processes()
+def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(ranks):
+    engine = Case(3).build(model=_Net())
+    x = torch.full((3, WIDTH), float("nan")) if ranks.rank == 1 else torch.ones(3, WIDTH)
+    if ranks.rank == 1:
         with pytest.raises(ArithmeticError):
             engine(x)
     else:
@@ -128,76 +111,66 @@ def _fail(rank: int, world_size: int) -> None:
     os._exit(0)  # as a rank ends that has failed: without the others
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(world_size: int) -> None:
-    spawn(_fail, world_size)
-
-
-def _go_on(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Net(), Case(3).config())
+@on_processes(2)
+def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
+    engine = Case(3).build(model=_Net())
     with pytest.raises(ArithmeticError):
         engine(torch.full((3, WIDTH), float("nan")))  # on every rank
     engine.backward(engine(torch.ones(3, WIDTH)))
     engine.step()
-    if rank == 0:
+    if ranks.rank == 0:
         found = "failed or timed out: the process of rank 1 has ended, last seen in"
         with pytest.raises(zero_core.CollectiveError, match=found):
             engine.backward(engine(torch.ones(3, WIDTH)))
     os._exit(0)
 
 
-def test_a_failure_that_all_ranks_got_over_is_not_named_later() -> None:
-    spawn(_go_on, 2)
-
-
 class _Keeping(nn.Module):
     """A block that returns None."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, kept: list[Tensor]) -> None:
+    def forward(self, kept):
         kept.append(self.inner(kept[-1]))
 
 
 class _OfKeeping(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(_Keeping() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         kept = [x]
         for block in self.blocks:
             block(kept)
         return kept[-1].mean()
 
 
-def _retry(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_OfKeeping(), Case(3).config())
+@on_processes(2)
+def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it(ranks):
+    engine = Case(3).build(model=_OfKeeping())
     try:
         raise MemoryError("the batch before")
     except MemoryError:
         loss = engine(torch.ones(3, WIDTH))
-    if rank == 0:
+    if ranks.rank == 0:
         with pytest.raises(zero_core.CollectiveError) as caught:
             engine.backward(loss)
         assert "MemoryError" not in str(caught.value)
     os._exit(0)
 
 
-def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it() -> None:
-    spawn(_retry, 2)
-
-
-def _all_know_it(ranks: SimulatedRanks) -> None:
+@on_ranks(3)
+def test_all_ranks_know_of_one_that_left_out_other_units(ranks):
     control, meter = ranks.connect(), Meter()
     communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
     facts = Facts(communicator, ranks.device, 1, 3, meter, Arithmetic())
-    left_out: set[int] = set()
+    left_out = set()
 
     class Rank:
-        def fill(self, facts: Facts) -> None:
+        def fill(self, facts):
             facts.mark("used", {0})
             facts.mark("left out", left_out)
 
@@ -208,12 +181,10 @@ def _all_know_it(ranks: SimulatedRanks) -> None:
         assert facts.counts("used") == [3.0]
 
 
-def test_all_ranks_know_of_one_that_left_out_other_units() -> None:
-    simulate(_all_know_it, 3)
-
-
-def _plateau(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
+@on_ranks()
+def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stage):
+    engine = Case(stage).build(ranks, _Net())
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0, factor=0.5)
     for own_loss in (1.0, 0.5 + ranks.rank):
         engine.backward(engine(torch.ones(3, WIDTH)))
@@ -224,7 +195,7 @@ def _plateau(ranks: SimulatedRanks, stage: int) -> None:
     differ = r"step 3: .* optimizer group 0, 'lr': 0.01 on rank 0, 0.005 on rank"
     with pytest.raises(zero_core.RankMismatchError, match=differ):
         engine.step()
-    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
+    assert_same(engine.full_state_dict(), before)
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.005
     engine.step()
@@ -238,33 +209,24 @@ def _plateau(ranks: SimulatedRanks, stage: int) -> None:
     torch.testing.assert_close(engine.full_state_dict(), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
-def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(
-    world_size: int, stage: int
-) -> None:
-    simulate(_plateau, world_size, stage)
-
-
-def _set_otherwise(ranks: SimulatedRanks, key: str, values: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("lr", [torch.tensor(0.1), torch.tensor(0.10001)]), ("betas", [[0.9, 0.99], [0.9, 0.98]])],
+)
+@on_ranks(2)
+def test_settings_in_tensors_and_lists_are_compared_exactly(ranks, key, values):
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), foreach=False)
-    engine = zero_core.build(net, Case(1).config(), optimizer=optimizer, process_group=ranks)
+    engine = Case(1).build(ranks, net, optimizer=optimizer)
     engine.backward(engine(torch.ones(3, WIDTH)))
     engine.optimizer.param_groups[0][key] = values[ranks.rank]
     with pytest.raises(zero_core.RankMismatchError, match=rf"optimizer group 0, '{key}': "):
         engine.step()
 
 
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [("lr", [torch.tensor(0.1), torch.tensor(0.10001)]), ("betas", [[0.9, 0.99], [0.9, 0.98]])],
-)
-def test_settings_in_tensors_and_lists_are_compared_exactly(key: str, values: list[Any]) -> None:
-    simulate(partial(_set_otherwise, key=key, values=values), 2)
-
-
-def _freeze(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Net(), Case(2).config(), process_group=ranks)
+@on_ranks(3)
+def test_a_parameter_that_is_frozen_on_one_rank_is_named(ranks):
+    engine = Case(2).build(ranks, _Net())
     engine.module.head.bias.requires_grad_(ranks.rank != 1)
     engine.backward(engine(torch.ones(3, WIDTH)))
     differ = r"parameter head.bias: trainable on ranks 0, 2, frozen on rank 1\."
@@ -272,11 +234,8 @@ def _freeze(ranks: SimulatedRanks) -> None:
         engine.step()
 
 
-def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:
-    simulate(_freeze, 3)
-
-
-def _build_otherwise(ranks: SimulatedRanks) -> None:
+@on_ranks(3)
+def test_build_names_the_key_the_group_and_the_buffer_in_which_ranks_differ(ranks):
     net, config = _Net(), Case(3).config()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1 if ranks.rank else 0.2)
     with pytest.raises(
@@ -287,6 +246,8 @@ def _build_otherwise(ranks: SimulatedRanks) -> None:
     differ = r"configuration: gradient_clipping: 0.0 on ranks 0, 1, 1.0 on rank 2\."
     with pytest.raises(zero_core.RankMismatchError, match=differ):
         zero_core.build(net, changed, process_group=ranks)
+    with pytest.raises(zero_core.RankMismatchError, match="different model"):
+        zero_core.build(nn.Linear(3 + ranks.rank, 2), config, process_group=ranks)
     if ranks.rank == 1:
         net.blocks[0].register_buffer("scale", torch.ones(2))
     differ = r"buffer blocks.0.scale: missing on ranks 0, 2, torch.float32 \(2,\) on rank 1\."
@@ -294,11 +255,9 @@ def _build_otherwise(ranks: SimulatedRanks) -> None:
         zero_core.build(net, config, process_group=ranks)
 
 
-def test_build_names_the_key_the_group_and_the_buffer_in_which_ranks_differ() -> None:
-    simulate(_build_otherwise, 3)
-
-
-def _corrupt(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 0), (3, 1), (3, 2)])
+@on_ranks()
+def test_a_bit_that_flips_on_one_rank_is_named(ranks, stage):
     config = Case(stage).config() | {"check_replicas_every": 2}
     engine = zero_core.build(_Net(), config, process_group=ranks)
     for step in range(4):
@@ -313,14 +272,3 @@ def _corrupt(ranks: SimulatedRanks, stage: int) -> None:
     assert set(re.findall(r"([\w.]+): rank", str(caught.value))) >= {"blocks.1.bias", "head.weight"}
     said = "ranks 0, 1 have no majority" if ranks.size == 2 else "rank 1 differs from the others"
     assert str(caught.value).count(said) == 2
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 0), (3, 1), (3, 2)])
-def test_a_bit_that_flips_on_one_rank_is_named(world_size: int, stage: int) -> None:
-    simulate(_corrupt, world_size, stage)
-
-
-def test_replicas_are_refused_where_there_are_none() -> None:
-    config = Case(3).config() | {"check_replicas_every": 2}
-    with pytest.raises(zero_core.ConfigError, match="check_replicas_every needs zero_optimization"):
-        zero_core.build(_Net(), config)

@@ -1,10 +1,5 @@
 """The cost of a reduction on an accelerator: operators and bytes, at any number of ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,22 +7,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.device_library import Lane
 from zero_core.comm.meter import Links
-from zero_core.protocols import Work
 
 NUMEL = 4096  # of a slice
 
 
 class _Done:
-    def wait(self) -> None:
+    def wait(self):
         """Return at once."""
 
 
 class _Inline:
     """`CommQueues` that run jobs at once in the caller's thread, seen by its dispatch mode."""
 
-    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
+    def launch(self, job, *, is_reduction):
         job()
         return _Done()
 
@@ -35,18 +28,18 @@ class _Inline:
 class _Library:
     """A `DeviceLibrary` of one rank that stands for many and leaves buffers as they are."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank, world_size):
         self.rank, self.world_size = rank, world_size
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, out, shard):
         assert out.numel() == self.world_size * shard.numel()
         return _Done()
 
-    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+    def all_to_all(self, out, parts):
         assert out.numel() == parts.numel()
         return _Done()
 
-    def subgroup(self, ranks: Sequence[int], lane: Lane) -> Any:
+    def subgroup(self, ranks, lane):
         return _Library(list(ranks).index(self.rank), len(ranks))
 
 
@@ -55,12 +48,12 @@ class _Counter(TorchDispatchMode):
 
     VIEWS = frozenset({"view", "slice", "select", "unbind", "transpose", "empty", "detach"})
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.operators: list[str] = []
+        self.operators = []
         self.num_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0]
         if name not in self.VIEWS:
@@ -73,19 +66,19 @@ class _Counter(TorchDispatchMode):
         return found
 
 
-def _device(world_size: int, per_node: int) -> DeviceCollectives:
+def _device(world_size, per_node):
     links = Links(world_size, per_node, is_ring=True)
-    library: Any = _Library(1, world_size)
+    library = _Library(1, world_size)
     return DeviceCollectives(library, links=links, queues=_Inline())
 
 
-def _reduce(world_size: int, per_node: int, dtype: torch.dtype) -> _Counter:
+def _reduce(world_size, per_node, dtype):
     """Count a reduction and everything that the engine reads of it."""
     device = _device(world_size, per_node)
     full, out = torch.ones(world_size * NUMEL, dtype=dtype), torch.empty(NUMEL)
     device.reduce_scatter(out, full, unit=0).wait()  # its scratch is there
     with _Counter() as counter:
-        work: Any = device.reduce_scatter(out, full, unit=0)
+        work = device.reduce_scatter(out, full, unit=0)
         work.wait()
         assert work.norm.shape == ()
         assert work.nonfinite.shape == (world_size,)
@@ -94,8 +87,8 @@ def _reduce(world_size: int, per_node: int, dtype: torch.dtype) -> _Counter:
 
 @pytest.mark.parametrize("is_on_nodes", [False, True], ids=["one-node", "nodes-of-8"])
 def test_a_reduction_takes_as_many_operators_at_any_size_and_moves_three_bytes_an_element(
-    is_on_nodes: bool,
-) -> None:
+    is_on_nodes,
+):
     sizes = (16, 64, 512)
     counters = [_reduce(size, 8 if is_on_nodes else size, torch.bfloat16) for size in sizes]
     first, *others = (counter.operators for counter in counters)
@@ -106,7 +99,7 @@ def test_a_reduction_takes_as_many_operators_at_any_size_and_moves_three_bytes_a
             assert counter.num_bytes <= 3 * size * NUMEL
 
 
-def test_a_gather_leaves_the_own_shard_to_the_library() -> None:
+def test_a_gather_leaves_the_own_shard_to_the_library():
     device = _device(8, 8)
     with _Counter() as counter:
         out, shard = torch.empty(8 * NUMEL), torch.ones(NUMEL)

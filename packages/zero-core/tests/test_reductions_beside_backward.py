@@ -1,70 +1,52 @@
 """Reductions, and gathers of their sums at stage 0, are waited for where they are used."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-from torch import Tensor
 
-import zero_core
-from zero_core.protocols import EXACT_GRADIENTS, Work
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    device_collectives,
-    make_model,
-    on_ranks,
-    train,
-)
+from zero_core.protocols import EXACT_GRADIENTS
+from zero_core.testing import Case, batch, device_collectives, on_ranks, train
 
 
 class _Logged:
     """Collectives that note which reductions and gathers of gradients have been waited for."""
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native):
         self._native = native
         self.num_started = {"reductions": 0, "gathers": 0}
-        self.awaited: dict[str, set[int]] = {"reductions": set(), "gathers": set()}
+        self.awaited = {"reductions": set(), "gathers": set()}
 
-    def all_gather(self, out: Tensor, shard: Tensor, *, version: int, **further: Any) -> Work:
-        work: Work = self._native.all_gather(out, shard, version=version, **further)
+    def all_gather(self, out, shard, *, version, **further):
+        work = self._native.all_gather(out, shard, version=version, **further)
         return self._start("gathers", work) if version == EXACT_GRADIENTS else work
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+    def reduce_scatter(self, out, full, *, unit):
         return self._start("reductions", self._native.reduce_scatter(out, full, unit=unit))
 
-    def _start(self, kind: str, work: Work) -> Work:
+    def _start(self, kind, work):
         self.num_started[kind] += 1
         return _LoggedWork(self.awaited[kind], self.num_started[kind], work)
 
 
 class _LoggedWork:
-    def __init__(self, awaited: set[int], number: int, work: Work) -> None:
+    def __init__(self, awaited, number, work):
         self._awaited = awaited
         self._number = number
         self._work = work
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._work, name)
 
-    def wait(self) -> None:
+    def wait(self):
         self._awaited.add(self._number)
         self._work.wait()
 
 
-def _build(ranks: SimulatedRanks, logged: _Logged, case: Case) -> zero_core.Engine:
-    return zero_core.build(
-        make_model(), case.config(), process_group=ranks, collectives=lambda native, **_: logged
-    )
+def _build(ranks, logged, case):
+    return case.build(ranks, collectives=lambda native, **_: logged)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_backward_waits_only_for_memory_that_it_uses_again(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage):
     logged = _Logged(device_collectives(ranks))
     engine = _build(ranks, logged, Case(stage))
     assert sum(s.is_trainable for s in engine.layout.segments) == 4
@@ -81,9 +63,7 @@ def test_backward_waits_only_for_memory_that_it_uses_again(
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @on_ranks(2)
-def test_no_gather_of_gradients_is_waited_for_in_backward(
-    ranks: SimulatedRanks, accumulation: int
-) -> None:
+def test_no_gather_of_gradients_is_waited_for_in_backward(ranks, accumulation):
     logged = _Logged(device_collectives(ranks))
     engine = _build(ranks, logged, Case(0, accumulation=accumulation))
     num_segments = sum(s.is_trainable for s in engine.layout.segments)
@@ -99,12 +79,10 @@ def test_no_gather_of_gradients_is_waited_for_in_backward(
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (1, 1), (2, 3)])
 @on_ranks()
-def test_zero_grad_drops_a_step_with_its_gathers_and_sums(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_zero_grad_drops_a_step_with_its_gathers_and_sums(ranks, stage):
     losses = []
     for drops in (False, True):
-        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        engine = Case(stage).build(ranks)
         if drops:
             engine.backward(engine(**batch(9, 0, ranks.rank))["loss"])
             engine.optimizer.zero_grad()

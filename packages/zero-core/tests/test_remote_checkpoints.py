@@ -1,12 +1,9 @@
 """Checkpoints at URLs: the files of a local one, committed by the writing of one object."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,39 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.object_store import LAST, ROOT, Objects
-from torch import nn
+from support.small import build_small, train_small
 from torch.multiprocessing import ProcessExitedException
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError, ConfigError
 from zero_core.checkpoint.files import read_latest, read_weights
 from zero_core.checkpoint.manifest import read_manifest, seal
-from zero_core.checkpoint.storage.location import Location, location_of
-from zero_core.testing import run_alone, spawn
-from zero_core.testing.training import assert_same
+from zero_core.checkpoint.storage.location import location_of
+from zero_core.testing import assert_same, run_alone, spawn
 
 NUM_WRITES = 9
 """Of a save by one rank: its mark, 6 files, the manifest, ``latest``."""
 
 
-def _build(stage: int = 2) -> zero_core.Engine:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": stage},
-    }
-    return zero_core.build(model, config)
-
-
-def _train(engine: zero_core.Engine) -> None:
-    engine.backward(engine(torch.ones(2, 3)).square().mean())
-    engine.step()
-
-
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     files = fsspec.filesystem("memory")
     yield "memory://bucket/run"
     if files.exists("/bucket"):
@@ -55,21 +35,21 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
+def objects(tmp_path, monkeypatch):
     monkeypatch.setenv(ROOT, str(tmp_path / "store"))
     Objects.clear_instance_cache()
     return location_of("objects://run")
 
 
-def _facts(directory: Location, tag: str) -> dict[str, object]:
+def _facts(directory, tag):
     return {n: f.model_dump() for n, f in read_manifest(directory / tag).files.items()}
 
 
-def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
-    engine = _build()
+def test_commands_read_a_url(url, tmp_path):
+    engine = build_small()
     pending = []
     for _ in range(3):
-        _train(engine)
+        train_small(engine)
         pending.append(engine.async_save(url, keep_last=2))
     assert str(pending[-1].result()) == f"{url}/step-3"
     found = zero_core.inspect_checkpoint(url)
@@ -81,8 +61,8 @@ def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
     assert not fsspec.filesystem("memory").exists("/bucket/run/step-2")
 
 
-def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) -> None:
-    engine = _build()
+def test_copy_of_a_url_is_a_local_checkpoint(objects, tmp_path):
+    engine = build_small()
     engine.save_checkpoint(objects)
     store = tmp_path / "store" / "run"
     for source in (store, store.as_uri(), str(objects)):
@@ -90,10 +70,10 @@ def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) 
         assert engine.resume(source) == {}
 
 
-def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Path) -> None:
-    engine = _build()
+def test_second_save_of_a_tag_replaces_the_first(objects, tmp_path):
+    engine = build_small()
     place = engine.save_checkpoint(objects, "best")
-    _train(engine)
+    train_small(engine)
     # A save that has just made its folder. Killed saves: one is under way perhaps, one is past.
     (tmp_path / "store" / "run" / "best" / f"data-{'2' * 32}").mkdir()
     for age_s, name in ((0, "data-" + "0" * 32), (2 * 24 * 3600, "data-" + "1" * 32)):
@@ -108,21 +88,17 @@ def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Pa
     assert zero_core.verify_checkpoint(str(objects), "best")
 
 
-def test_store_that_fails_after_the_commit_does_not_fail_the_save(
-    objects: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = _build()
+def test_store_that_fails_after_the_commit_does_not_fail_the_save(objects, monkeypatch, caplog):
+    engine = build_small()
     engine.save_checkpoint(objects)
-    _train(engine)
+    train_small(engine)
     monkeypatch.setattr(Objects, "is_down", True)
     assert engine.save_checkpoint(objects, keep_last=1).name == read_latest(objects) == "step-1"
     assert "no answer" in caplog.text
     monkeypatch.undo()
 
 
-def test_file_that_another_program_wrote_after_a_listing_is_read_whole(
-    objects: Location, tmp_path: Path
-) -> None:
+def test_file_that_another_program_wrote_after_a_listing_is_read_whole(objects, tmp_path):
     latest = tmp_path / "store" / "run" / "latest"
     latest.parent.mkdir(parents=True)
     latest.write_bytes(b"step-9")
@@ -132,10 +108,8 @@ def test_file_that_another_program_wrote_after_a_listing_is_read_whole(
 
 
 @pytest.mark.parametrize(("how", "message"), [("link", "is a link"), ("name", "of the form")])
-def test_changed_data_folder_is_refused(
-    how: str, message: str, objects: Location, tmp_path: Path
-) -> None:
-    engine = _build()
+def test_changed_data_folder_is_refused(how, message, objects, tmp_path):
+    engine = build_small()
     engine.save_checkpoint(objects)
     place = tmp_path / "store" / "run" / "step-0"
     (data,) = place.glob("data-*")
@@ -150,19 +124,19 @@ def test_changed_data_folder_is_refused(
         engine.load_checkpoint(place.parent)
 
 
-def _save_and_die(root: str, last: int) -> None:
+def _save_and_die(root, last):
     os.environ |= {ROOT: root}
-    engine = _build()
+    engine = build_small()
     engine.save_checkpoint("objects://run", "one")
-    _train(engine)
+    train_small(engine)
     os.environ[LAST] = str(Objects.num_written + last)
     engine.save_checkpoint("objects://run", "two")
 
 
 @pytest.mark.parametrize("last", [3, NUM_WRITES - 2, NUM_WRITES - 1, NUM_WRITES])
 def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
-    last: int, objects: Location, tmp_path: Path
-) -> None:
+    last, objects, tmp_path
+):
     root = str(tmp_path / "store")
     dies = pytest.raises(ProcessExitedException) if last < NUM_WRITES else nullcontext()
     with dies:
@@ -173,16 +147,16 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     assert zero_core.inspect_checkpoint(str(objects))["tags"] == whole
     for tag in whole:
         assert zero_core.verify_checkpoint(str(objects), tag)
-    engine = _build()
+    engine = build_small()
     assert engine.resume(objects) == {}
     assert engine.global_steps == (1 if last == NUM_WRITES else 0)
     engine.save_checkpoint(objects, "two")  # beside what the killed one left
     assert zero_core.verify_checkpoint(str(objects))
 
 
-def _save_on_two(rank: int, _world_size: int, root: str) -> None:
+def _save_on_two(rank, _world_size, root):
     os.environ[ROOT] = root
-    engine = _build(stage=3)
+    engine = build_small(stage=3)
     engine.backward(engine(torch.full((2, 3), rank + 1.0)).square().mean())
     engine.step()
     engine.save_checkpoint("objects://run")
@@ -190,13 +164,11 @@ def _save_on_two(rank: int, _world_size: int, root: str) -> None:
     engine.async_save("objects://run", "beside").result()
 
 
-def test_ranks_save_together_and_another_number_of_them_loads(
-    objects: Location, tmp_path: Path
-) -> None:
+def test_ranks_save_together_and_another_number_of_them_loads(objects, tmp_path):
     spawn(_save_on_two, 2, str(tmp_path / "store"))
     local = tmp_path / "store" / "local"
     assert _facts(objects, "step-1") == _facts(objects, "beside") == _facts(local, "step-1")
-    engine = _build()
+    engine = build_small()
     engine.load_checkpoint(objects)
     there = engine.full_state_dict()
     engine.load_checkpoint(local)
@@ -204,8 +176,8 @@ def test_ranks_save_together_and_another_number_of_them_loads(
     assert not [p for p in (tmp_path / "store" / "run").iterdir() if p.name.startswith(".")]
 
 
-def test_steps_are_not_recorded_at_a_url(url: str) -> None:
-    engine = _build()
+def test_steps_are_not_recorded_at_a_url(url):
+    engine = build_small()
     with pytest.raises(ConfigError, match="is a URL, and a record of steps needs a folder"):
         engine.record(url)
 
@@ -220,12 +192,12 @@ def test_steps_are_not_recorded_at_a_url(url: str) -> None:
         (Path("s3://bucket/run"), "was a URL before it became a Path"),
     ],
 )
-def test_url_that_leads_nowhere_is_refused(place: str | Path, reason: str) -> None:
+def test_url_that_leads_nowhere_is_refused(place, reason):
     with pytest.raises(CheckpointError, match=reason):
         location_of(place)
 
 
-def test_paths_stay_paths(tmp_path: Path) -> None:
+def test_paths_stay_paths(tmp_path):
     for place in (tmp_path, str(tmp_path), tmp_path.as_uri(), f"local://{tmp_path}"):
         assert location_of(place) == tmp_path
     assert location_of("C:/run") == Path("C:/run")

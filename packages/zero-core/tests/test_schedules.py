@@ -1,7 +1,5 @@
 """Schedules by name: the closed forms of their curves, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import math
 
@@ -10,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-import zero_core
 from zero_core import parts
 from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zero_core.errors import ConfigError, MissingPartError
@@ -152,10 +149,9 @@ def test_what_cannot_be_made_is_refused_by_name(name, params, match):
 @pytest.mark.parametrize("name", ["OneCycle", "LRRangeTest"])
 def test_a_schedule_of_zero_engine_is_refused_by_name_where_that_is_missing(name, monkeypatch):
     monkeypatch.setattr(parts, "entry_points", lambda **kwargs: ())
-    config = Case(top={"scheduler": {"type": name}}).config()
     found = rf"scheduler.type = '{name}' needs the package zero-engine.*pip install"
     with pytest.raises(MissingPartError, match=found):
-        zero_core.build(make_tower(), config)
+        Case(top={"scheduler": {"type": name}}).build(model=make_tower())
 
 
 def test_every_parameter_of_a_named_optimizer_or_schedule_has_its_type_and_range():

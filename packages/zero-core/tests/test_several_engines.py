@@ -1,35 +1,26 @@
-"""Several engines in one process: distillation, reinforcement learning, and a shared device."""
+"""Several engines in one process, and the one that a parameter knows."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import copy
+import gc
+import weakref
 from threading import Barrier
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
-from zero_core.testing import (
-    Case,
-    Hard,
-    SimulatedDDP,
-    batch,
-    late_device,
-    make_model,
-    run_alone,
-    seeded,
-    simulate,
-)
-from zero_core.testing.models import RootAndBlocks
-from zero_core.testing.oracle import LR, WEIGHT_DECAY
+from zero_core.testing import late_device
+from zero_core.testing.models import RootAndBlocks, batch, make_model, seeded
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import alone
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same
 
 STEPS = 5
-Result = tuple[list[float], dict[str, dict[str, Tensor]]]
 
 
-def model(factor: float) -> Hard:
+def model(factor):
     """Return the shared model with weights scaled by ``factor``."""
     made = make_model()
     with torch.no_grad():
@@ -41,44 +32,38 @@ def model(factor: float) -> Hard:
 class Plain:
     """A model under `SimulatedDDP` and torch's AdamW, with the methods of an engine."""
 
-    def __init__(self, module: nn.Module, ranks: Any, *, is_training: bool = True) -> None:
+    def __init__(self, module, ranks, *, is_training=True):
         self.module, self._ranks = module, ranks
         self._ddp = SimulatedDDP(module, ranks)
         if is_training:
-            params = [p for p in module.parameters() if p.requires_grad]
-            settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "fused": True}
-            self._optimizer = torch.optim.AdamW(params, **settings)
+            self._optimizer = adamw(module)
         else:
             module.requires_grad_(False)
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, **inputs):
         return self._ddp(**inputs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss):
         loss.backward()
 
-    def step(self) -> None:
+    def step(self):
         self._ddp.average_gradients()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self):
         return self.module.state_dict()
 
 
-def engine(stage: int) -> Callable[..., Any]:
-    def build(module: nn.Module, ranks: Any, *, is_training: bool = True) -> Any:
-        config = Case(stage=stage).config()
-        return zero_core.build(module, config, process_group=ranks, is_training=is_training)
-
-    return build
+def engine(stage):
+    return lambda module, ranks, **how: Case(stage).build(ranks, module, **how)
 
 
-def divergence(of: Tensor, to: Tensor) -> Tensor:
+def divergence(of, to):
     return nn.functional.kl_div(of.log_softmax(-1), to.softmax(-1), reduction="batchmean")
 
 
-def distill(ranks: Any, student_of: Any, teacher_of: Any, sleeps: bool) -> Result:
+def distill(ranks, student_of, teacher_of, sleeps):
     student = student_of(model(1.0), ranks)
     teacher = teacher_of(model(1.1), ranks, is_training=False)
     losses = []
@@ -98,7 +83,7 @@ def distill(ranks: Any, student_of: Any, teacher_of: Any, sleeps: bool) -> Resul
     return losses, {"student": student.full_state_dict(), "teacher": teacher.full_state_dict()}
 
 
-def reinforce(ranks: Any, policy_of: Any, critic_of: Any, frozen_of: Any, sleeps: bool) -> Result:
+def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
     policy, critic = policy_of(model(1.0), ranks), critic_of(model(0.9), ranks)
     reference = frozen_of(model(1.1), ranks, is_training=False)
     reward = frozen_of(model(1.2), ranks, is_training=False)
@@ -130,46 +115,39 @@ def reinforce(ranks: Any, policy_of: Any, critic_of: Any, frozen_of: Any, sleeps
     return losses, {str(i): one.full_state_dict() for i, one in enumerate(everyone)}
 
 
-def check_equal(found: list[Result], expected: list[Result]) -> None:
-    for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
-        assert losses == exact_losses
-        torch.testing.assert_close(values, exact_values, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_student_learns_from_a_teacher_as_under_ddp(world_size: int) -> None:
+def test_a_student_learns_from_a_teacher_as_under_ddp(world_size):
     expected = simulate(distill, world_size, Plain, Plain, False)
     for stage, sleeps in ((2, False), (3, True)):
-        check_equal(simulate(distill, world_size, engine(stage), engine(3), sleeps), expected)
+        assert_same(simulate(distill, world_size, engine(stage), engine(3), sleeps), expected)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_policy_critic_reference_and_reward_train_as_under_ddp(world_size: int) -> None:
+def test_policy_critic_reference_and_reward_train_as_under_ddp(world_size):
     expected = simulate(reinforce, world_size, Plain, Plain, Plain, False)
     for policy, critic, sleeps in ((3, 2, True), (1, 0, False)):
         makers = engine(policy), engine(critic), engine(3)
-        check_equal(simulate(reinforce, world_size, *makers, sleeps), expected)
+        assert_same(simulate(reinforce, world_size, *makers, sleeps), expected)
 
 
 CAPACITY = 80 << 20
 WIDTH = 512
 
 
-def _colocate(ranks: Any, done: Barrier) -> None:
+def _colocate(ranks, done):
     """Alternate training with another program on a device that has memory for one at a time."""
 
-    def generate() -> None:
+    def generate():
         cache = torch.zeros(CAPACITY * 7 // 10, dtype=torch.uint8, device=ranks.device)
         assert cache.sum().item() == 0
         del cache
         torch.accelerator.synchronize(ranks.device)
         done.wait()
 
-    def train(*, sleeps: bool) -> list[float]:
-        config = Case(stage=3, dtype="bf16").config()
+    def train(*, sleeps):
         with seeded(0):
             module = RootAndBlocks(WIDTH, 12, 1.0)
-        policy = zero_core.build(module, config, process_group=ranks)
+        policy = Case(stage=3, dtype="bf16").build(ranks, module)
         x = torch.ones(1, WIDTH, device=ranks.device)
         losses = []
         for _ in range(3):
@@ -195,12 +173,55 @@ def _colocate(ranks: Any, done: Barrier) -> None:
     assert found == expected, (found, expected)
 
 
-def _colocate_all() -> None:
+@pytest.mark.slow
+@alone
+def test_another_program_has_the_device_while_training_sleeps():
     late_device.load()
     late_device.set_capacity(CAPACITY)
     simulate(_colocate, 2, Barrier(2), device="late")
 
 
-@pytest.mark.slow
-def test_another_program_has_the_device_while_training_sleeps() -> None:
-    run_alone(_colocate_all)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_the_engine_of_a_parameter_is_found(ranks, stage):
+    engine = Case(stage).build(ranks)
+    other = Case(stage).build(ranks)
+    for built in (engine, other):
+        for name, param in built.module.named_parameters():
+            assert zero_core.engine_of(param) is built
+            assert built.owns(param) == name
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
+    engine.step()
+    assert zero_core.engine_of(engine.module.embed.weight) is engine
+    assert engine.owns(other.module.embed.weight) is None
+    assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name
+
+
+def test_parameters_of_no_engine_have_none():
+    engine = Case().build()
+    assert zero_core.engine_of(nn.Parameter(torch.ones(2))) is None
+    assert zero_core.engine_of(copy.deepcopy(engine.module.gain)) is None
+
+
+def test_a_model_has_one_engine_at_a_time():
+    model = make_model()
+    first = Case().build(model=model)
+    text = r"engine_of\(model\.get_parameter\('gain'\)\).*by its unwrap\(\), on every rank"
+    with pytest.raises(zero_core.ConfigError, match=text):
+        Case().build(model=model)
+    first.close()
+    assert zero_core.engine_of(model.gain) is None
+    second = Case().build(model=model)
+    assert zero_core.engine_of(model.gain) is second
+    assert first.owns(model.gain) is None
+
+
+def test_the_search_keeps_no_engine_alive():
+    engine = Case().build()
+    alive = weakref.ref(engine)
+    assert zero_core.engine_of(engine.module.gain) is engine
+    engine.close()
+    del engine
+    gc.collect()
+    assert alive() is None

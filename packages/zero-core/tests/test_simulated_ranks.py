@@ -1,21 +1,13 @@
-"""Simulated ranks train to the same bits as processes do."""
-
-from __future__ import annotations
-
-from pathlib import Path
+"""Simulated ranks have the bits of processes, and a late device has CUDA's traps."""
 
 import pytest
 import torch
 
-from zero_core.comm.topology import Ranks
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    run_ddp,
-    run_engine,
-    run_on_processes,
-    simulate,
-)
+from zero_core.testing import late_device
+from zero_core.testing.oracle import Case, run_ddp, run_engine
+from zero_core.testing.ranks import alone, run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, simulate
+from zero_core.testing.training import assert_same
 
 STEPS = 6  # in the fifth the branches differ between the ranks
 CASE = Case(stage=3, accumulation=2, clipping=0.5)
@@ -27,7 +19,7 @@ OF_DDP = [
 ]
 
 
-def _save(ranks: Ranks, folder: Path) -> None:
+def _save(ranks, folder):
     is_simulated = isinstance(ranks, SimulatedRanks)
     traces = [run_engine(CASE, ranks.rank, STEPS, process_group=ranks)]
     if ranks.size == 2:
@@ -39,13 +31,96 @@ def _save(ranks: Ranks, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(world_size, tmp_path):
     run_on_processes(_save, world_size, tmp_path)
     simulate(_save, world_size, tmp_path)
     for rank in range(world_size):
         found, expected = (
             torch.load(tmp_path / f"{kind} {rank}.pt") for kind in ("simulated", "process")
         )
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+        assert_same(found, expected)
+
+
+DEVICE = "late:1"
+
+
+def _the_host_runs_ahead_until_it_waits():
+    torch.accelerator.set_device_index(1)
+    x = torch.zeros(4, device=DEVICE)
+    late_device.reset_counters()
+    event = torch.Event(DEVICE)
+    with late_device.held("kernels"):
+        for _ in range(4):
+            x.add_(1)
+        event.record()
+        assert not event.query()
+        assert late_device.counters(1).syncs == {}
+    event.synchronize()
+    assert x.tolist() == [4.0] * 4
+    counted = late_device.counters(1)
+    assert counted.by_op["aten::add"] == 4
+    assert counted.syncs == {"event": 1, "copy": 1}
+
+
+def _a_missing_wait_or_record_stream_shows():
+    side = torch.Stream(DEVICE, priority=-1)
+    source = torch.arange(1000.0, device=DEVICE)
+    out = torch.zeros(1000, device=DEVICE)
+    torch.accelerator.synchronize(DEVICE)
+
+    def use(*, waits, records, late):
+        main = torch.accelerator.current_stream(DEVICE)
+        with late_device.held(late):
+            value = source * 2
+            if waits:
+                side.wait_stream(main)
+            with side:
+                out.copy_(value)
+            if records:
+                value.record_stream(side)
+            del value
+            for _ in range(3):  # takes the freed memory, in order
+                _ = source * 3
+            (main if late == "copies" else side).synchronize()  # all but what is held
+        torch.accelerator.synchronize(DEVICE)
+        return torch.equal(out.cpu(), torch.arange(1000.0) * 2)
+
+    torch.accelerator.set_device_index(1)
+    assert use(waits=True, records=True, late="copies")
+    assert not use(waits=True, records=False, late="copies")
+    assert not use(waits=False, records=True, late="kernels")
+
+
+def _only_pinned_copies_do_not_block():
+    host = torch.arange(100.0).pin_memory()
+    assert host.is_pinned()
+    assert not torch.zeros(1).is_pinned()
+    late_device.reset_counters()
+    with late_device.held("copies"):
+        device = host.to(DEVICE, non_blocking=True)
+        address = host.data_ptr()
+        del host
+        other = torch.zeros(100, pin_memory=True)  # not the memory that the copy still reads
+        assert other.data_ptr() != address
+        assert late_device.counters(1).syncs == {}
+    assert device.tolist() == list(range(100))
+    late_device.reset_counters()
+    torch.zeros(100).to(DEVICE, non_blocking=True)  # not pinned
+    device.to("cpu", non_blocking=False)
+    device.to("cpu", torch.float64, non_blocking=True)  # another dtype
+    assert late_device.counters(1).syncs["copy"] == 3
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [
+        _the_host_runs_ahead_until_it_waits,
+        _a_missing_wait_or_record_stream_shows,
+        _only_pinned_copies_do_not_block,
+    ],
+    ids=lambda promise: promise.__name__.strip("_"),
+)
+@alone
+def test_the_device_keeps_its_promise(promise):
+    late_device.load()
+    promise()

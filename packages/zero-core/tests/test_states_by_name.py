@@ -1,24 +1,17 @@
-"""``engine.states`` reads and sets what single tensors hold in DDP and torch.optim.AdamW."""
-
-from __future__ import annotations
+"""``engine.states`` reads and sets what DDP and torch hold, by the names of the model."""
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    make_model,
-    run_on_processes,
-    simulate,
-)
-from zero_core.testing.training import assert_same
+from zero_core.testing.models import batch, make_model, make_tower, rows
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import on_processes, run_on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same, train
 
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -27,11 +20,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class _Reference:
     """DDP with torch.optim.AdamW, taken to the backward of its third step."""
 
-    def __init__(self, ranks: SimulatedRanks) -> None:
+    def __init__(self, ranks):
         self.model = make_model()
         self.ddp = SimulatedDDP(self.model, ranks)
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        self.optimizer = adamw(self.model)
         self.params = dict(self.model.named_parameters())
         for step in (0, 1, 4):
             self.optimizer.zero_grad()
@@ -40,15 +32,15 @@ class _Reference:
             if step != 4:
                 self.optimizer.step()
 
-    def read(self, name: str, what: str) -> Tensor:
+    def read(self, name, what):
         param = self.params[name]
         if what in MOMENTS:
             return self.optimizer.state[param][what]
         return param.grad if what == "grad" else param.detach()
 
 
-def _engine(stage: int, ranks: SimulatedRanks) -> zero_core.Engine:
-    engine = zero_core.build(make_model(), Case(stage=stage).config(), process_group=ranks)
+def _engine(stage, ranks):
+    engine = Case(stage=stage).build(ranks)
     for step in (0, 1, 4):
         engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
         if step != 4:
@@ -56,7 +48,9 @@ def _engine(stage: int, ranks: SimulatedRanks) -> zero_core.Engine:
     return engine
 
 
-def _reads(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_weights_gradients_and_moments_are_those_of_ddp(ranks):
     reference = _Reference(ranks)
     control = ranks.connect()
     for stage in (0, 1, 2, 3):
@@ -78,17 +72,12 @@ def _reads(ranks: SimulatedRanks) -> None:
         assert torch.equal(states.get_full("head.weight"), states.get_full("embed.weight"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_weights_gradients_and_moments_are_those_of_ddp(world_size):
-    simulate(_reads, world_size)
-
-
-def _new(name: str, what: str, shape: torch.Size) -> Tensor:
+def _new(name, what, shape):
     generator = torch.Generator().manual_seed(len(name) + 10 * len(what))
     return torch.rand(shape, generator=generator) * 0.1
 
 
-def _sets(ranks: SimulatedRanks, is_local: bool) -> None:
+def _sets(ranks, is_local):
     reference = _Reference(ranks)
     whats = [(name, what) for name in NAMES for what in ("master_weight", "grad", *MOMENTS)]
     with torch.no_grad():
@@ -131,7 +120,14 @@ def test_what_is_set_is_what_the_step_uses(world_size, is_local):
     simulate(_sets, world_size, is_local)
 
 
-def _unscaled(ranks: SimulatedRanks) -> None:
+def _gradient_of_rank(rank):
+    model = make_model()
+    model(**batch(0, 0, rank))["loss"].backward()
+    return model.embed.weight.grad
+
+
+@on_ranks(2)
+def test_gradients_are_free_of_the_loss_scale(ranks):
     config = Case(stage=3).config() | {"fp16": {"enabled": True, "loss_scale": 256.0}}
     engine = zero_core.build(make_model(), config, process_group=ranks)
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
@@ -142,18 +138,8 @@ def _unscaled(ranks: SimulatedRanks) -> None:
     assert engine.states.get_full("gain", "grad").item() == 0.25
 
 
-def _gradient_of_rank(rank: int) -> Tensor:
-    model = make_model()
-    model(**batch(0, 0, rank))["loss"].backward()
-    return model.embed.weight.grad
-
-
-def test_gradients_are_free_of_the_loss_scale():
-    simulate(_unscaled, 2)
-
-
 def test_what_is_not_there_is_refused_by_name():
-    engine = zero_core.build(make_model(), Case().config())
+    engine = Case().build()
     states = engine.states
     for call, error, match in (
         (lambda: states.get_full("blocks.9.weight"), KeyError, "no parameter"),
@@ -175,5 +161,59 @@ def test_what_is_not_there_is_refused_by_name():
 
 
 @pytest.mark.slow
-def test_states_are_set_where_ranks_share_memory() -> None:
+def test_states_are_set_where_ranks_share_memory():
     run_on_processes(_sets, 3, True)
+
+
+def _net(how="plain"):
+    model = make_tower(3)
+    model.head.requires_grad_(False)
+    blocks = list(model.blocks)
+    for block in blocks:
+        block.register_buffer("shift", torch.full((6,), 0.5))
+    if how in ("compile", "both"):
+        blocks = [torch.compile(block, backend="eager") for block in blocks]
+    if how in ("checkpoint", "both"):
+        blocks = [checkpoint_wrapper(block) for block in blocks]
+    model.blocks = nn.ModuleList(blocks)
+    if how == "parts":
+        model.first = checkpoint_wrapper(model.first)
+        model.head = torch.compile(model.head, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("checkpoint", marks=pytest.mark.slow),
+        pytest.param("compile", marks=pytest.mark.slow),
+        "both",
+        pytest.param("parts", marks=pytest.mark.slow),
+    ],
+)
+@on_processes(2)
+def test_wrapped_models_have_the_names_of_the_model(ranks, how, tmp_path):
+    for stage in (0, 3):
+        config = Case(stage).config()
+        engine, plain = (zero_core.build(_net(h), config) for h in (how, "plain"))
+        for each in (engine, plain):
+            train(each, [rows(step, ranks.rank) for step in range(2)])
+        state = engine.full_state_dict()
+        _net().load_state_dict(state)
+        plain.save_checkpoint(f"{tmp_path}/{how}/plain-{stage}")
+        engine.load_checkpoint(f"{tmp_path}/{how}/plain-{stage}")
+        assert_same(state, plain.full_state_dict())
+        assert list(state) == list(plain.full_state_dict())
+        engine.save_checkpoint(f"{tmp_path}/{how}/{stage}")
+        engine.export_safetensors(f"{tmp_path}/{how}/export-{stage}")
+        assert (
+            load_file(f"{tmp_path}/{how}/export-{stage}/model.safetensors").keys() == state.keys()
+        )
+        other = zero_core.build(_net(), config)
+        other.load_checkpoint(f"{tmp_path}/{how}/{stage}")
+        assert_same(other.full_state_dict(), engine.full_state_dict())
+        fresh = zero_core.build(_net(how), config, pretrained=f"{tmp_path}/{how}/export-{stage}")
+        assert_same(fresh.full_state_dict(), engine.full_state_dict())
+        for name, param in engine.module.named_parameters():  # wrappers' names are known, too
+            own = zero_core.engine_of(param).owns(param)
+            assert torch.equal(engine.states.get_full(name), state[own])

@@ -1,7 +1,5 @@
 """Records of a training, which have a bounded line per step and rank and change no number."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -11,8 +9,6 @@ import os
 import sys
 import time
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,27 +25,26 @@ from zero_core.record.records import (
     read_records,
     to_line,
 )
-from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate, train
+from zero_core.testing import Case, make_tower, rows, simulate, train
 
 RECORD = StepRecord(1, 0.0, 0.1, True, "", 1.0, 1.0, 1.0, [0.1], 1, 2)
 
 
-def _build(stage: int = 0, ranks: SimulatedRanks | None = None, **top: Any) -> zero_core.Engine:
-    config = Case(stage, accumulation=2, top=top).config()
-    return zero_core.build(make_tower(3), config, process_group=ranks)
+def _build(stage=0, ranks=None, **top):
+    return Case(stage, accumulation=2, top=top).build(ranks, make_tower(3))
 
 
-def _step(engine: zero_core.Engine, number: int = 0) -> list[float]:
+def _step(engine, number=0):
     return train(engine, [rows(number, engine.rank)] * 2)
 
 
-def _of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
+def _of(folder, rank, kind):
     records = read_records(folder / FILE.format(rank=rank))
     return [record for record in records if isinstance(record, kind)]
 
 
-def test_each_rank_records_its_losses_its_waits_and_why_a_step_was_skipped(tmp_path: Path) -> None:
-    def program(ranks: SimulatedRanks) -> list[float]:
+def test_each_rank_records_its_losses_its_waits_and_why_a_step_was_skipped(tmp_path):
+    def program(ranks):
         engine = _build(3, ranks)
         engine.record(tmp_path, detail_every=2)
         losses = []
@@ -76,7 +71,7 @@ def test_each_rank_records_its_losses_its_waits_and_why_a_step_was_skipped(tmp_p
     assert waited[0] - waited[1] > 0.2  # a busy host makes both wait
 
 
-def test_times_of_places_and_waits_make_up_the_step(tmp_path: Path) -> None:
+def test_times_of_places_and_waits_make_up_the_step(tmp_path):
     engine = _build(3, step_records={"folder": str(tmp_path)})
     for _ in range(4):
         _step(engine)
@@ -101,7 +96,7 @@ def test_times_of_places_and_waits_make_up_the_step(tmp_path: Path) -> None:
     assert [e.what for e in _of(tmp_path, 0, EventRecord)] == ["ended"]
 
 
-def test_a_file_stays_within_its_bound_and_keeps_the_whole_course(tmp_path: Path) -> None:
+def test_a_file_stays_within_its_bound_and_keeps_the_whole_course(tmp_path):
     bound = 2**16
     file = RecordFile(tmp_path, 0, bound)
     # Details of a third of the bound: the file is rarely written anew for all that.
@@ -129,7 +124,7 @@ def test_a_file_stays_within_its_bound_and_keeps_the_whole_course(tmp_path: Path
     assert num_rewrites < 80
 
 
-def test_a_small_file_stays_within_its_bound_and_a_line(tmp_path: Path) -> None:
+def test_a_small_file_stays_within_its_bound_and_a_line(tmp_path):
     file = RecordFile(tmp_path, 0, max_bytes=20_000)
     for step in range(1, 501):
         file.write(StepRecord(**vars(RECORD) | {"step": step}))
@@ -137,9 +132,7 @@ def test_a_small_file_stays_within_its_bound_and_a_line(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(tmp_path, caplog):
     engine = _build()
     engine.record(tmp_path)
     _step(engine)
@@ -154,12 +147,12 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
     assert "not recorded any more" in warning.getMessage()
 
 
-def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path: Path) -> None:
+def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path):
     # The engine is not closed, and its steps are recorded in detail.
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
 
-    def train() -> weakref.ref[zero_core.Engine]:
+    def train():
         engine = _build()
         engine.record(tmp_path, detail_every=1)
         _step(engine)
@@ -172,7 +165,7 @@ def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["backward", "plain", "idle"])
-def test_samples_are_those_of_all_micro_steps(tmp_path: Path, verb: str) -> None:
+def test_samples_are_those_of_all_micro_steps(tmp_path, verb):
     engine = _build(step_records={"folder": str(tmp_path)})
     for number in range(4):
         if verb == "idle" and number % 2:
@@ -190,8 +183,8 @@ def test_samples_are_those_of_all_micro_steps(tmp_path: Path, verb: str) -> None
     assert [s.samples for s in steps] == ([2, 2] if verb == "idle" else [4, 4])
 
 
-def test_numbers_that_are_not_finite_are_json_at_any_depth(tmp_path: Path) -> None:
-    def refuse(name: str) -> None:
+def test_numbers_that_are_not_finite_are_json_at_any_depth(tmp_path):
+    def refuse(name):
         raise AssertionError(f"{name} is no JSON")
 
     record = StepRecord(1, 0.0, 0.1, True, "", math.inf, None, 1.0, [math.nan], 1, 2)
@@ -214,7 +207,7 @@ def test_numbers_that_are_not_finite_are_json_at_any_depth(tmp_path: Path) -> No
         ("samples", None),
     ],
 )
-def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
+def test_a_wrong_field_is_named(tmp_path, field, value):
     line = json.loads(to_line(RECORD)) | {field: value}
     path = tmp_path / FILE.format(rank=0)
     path.write_text("[" * 200_000 + "\n" + json.dumps(line))
@@ -222,7 +215,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
         read_records(path)
 
 
-def test_records_are_read_of_a_regular_file_of_bounded_size(tmp_path: Path) -> None:
+def test_records_are_read_of_a_regular_file_of_bounded_size(tmp_path):
     path = tmp_path / FILE.format(rank=0)
     os.mkfifo(path)
     with pytest.raises(ValueError, match="not a regular file"):
@@ -234,7 +227,7 @@ def test_records_are_read_of_a_regular_file_of_bounded_size(tmp_path: Path) -> N
         read_records(path)
 
 
-def test_a_line_cut_short_and_a_later_version(tmp_path: Path) -> None:
+def test_a_line_cut_short_and_a_later_version(tmp_path):
     file = RecordFile(tmp_path, 0, max_bytes=1 << 20)
     file.write(EventRecord(0.0, 1, "saved"))
     file.close()
@@ -255,12 +248,8 @@ def test_a_line_cut_short_and_a_later_version(tmp_path: Path) -> None:
     [(None, "ended", ""), (ValueError("no data"), "failed", "ValueError: no data")],
 )
 def test_end_of_a_program_that_closes_no_engine_is_recorded(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception | None,
-    what: str,
-    text: str,
-) -> None:
+    tmp_path, monkeypatch, error, what, text
+):
     # As at the interpreter's end, after an uncaught error or without one.
     engine = _build()
     engine.record(tmp_path)
@@ -272,7 +261,7 @@ def test_end_of_a_program_that_closes_no_engine_is_recorded(
     assert (event.step, event.what, event.text) == (1, what, text)
 
 
-def test_a_report_needs_records(tmp_path: Path) -> None:
+def test_a_report_needs_records(tmp_path):
     engine = _build()
     with pytest.raises(zero_core.ConfigError, match=r"engine\.record"):
         engine.report(tmp_path / "page.html")

@@ -1,29 +1,19 @@
 """Parameters that keep their strides: channels-last convolutions and transposed matrices."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.checkpoint.files import read_weights
 from zero_core.layout.stored import dim_order, flatten, unflatten
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    on_ranks,
-    seeded,
-    simulate,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import seeded
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, step_ddp, train
 
 STEPS = 3
 
@@ -31,7 +21,7 @@ STEPS = 3
 class _Convolutions(nn.Module):
     """Convolutions, two of them in blocks, and a matrix stored by columns."""
 
-    def __init__(self, *, is_channels_last: bool = True) -> None:
+    def __init__(self, *, is_channels_last=True):
         super().__init__()
         with seeded(7):
             self.first = nn.Conv2d(3, 8, 3)
@@ -47,20 +37,20 @@ class _Convolutions(nn.Module):
             self.head.data = self.head.data.t().contiguous().t()
             self.to(memory_format=torch.channels_last)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x.to(self.head.dtype))
         for block in self.blocks:
             x = x + block(x)
         return (self.frozen(x).mean((2, 3)) @ self.head.T).square().mean()
 
 
-def _x(step: int, rank: int) -> Tensor:
+def _x(step, rank):
     generator = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn(2, 3, 9, 9, generator=generator)
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _strides(model):
     return {name: param.stride() for name, param in model.named_parameters()}
 
 
@@ -68,34 +58,24 @@ class _Whole(torch.optim.AdamW):
     """An AdamW that the engine does not know to be elementwise."""
 
 
-def _adamw(model: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+def _adamw(model, kind):
     trained = [p for p in model.parameters() if p.requires_grad]
-    return kind(trained, lr=1e-2, fused=True)  # type: ignore[call-arg]
+    return kind(trained, lr=1e-2, fused=True)
 
 
-def _build(
-    ranks: SimulatedRanks,
-    stage: int,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    dtype: str = "fp32",
-    **model: Any,
-) -> zero_core.Engine:
+def _build(ranks, stage, optimizer=torch.optim.AdamW, dtype="fp32", **model):
     net = _Convolutions(**model)
-    return zero_core.build(
-        net, Case(stage, dtype).config(), optimizer=_adamw(net, optimizer), process_group=ranks
-    )
+    return Case(stage, dtype).build(ranks, net, optimizer=_adamw(net, optimizer))
 
 
-def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
+def _train(engine, rank, steps):
     return train(engine, [_x(step, rank) for step in steps])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, _Whole])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_losses_weights_and_strides_are_those_of_ddp(
-    ranks: SimulatedRanks, stage: int, kind: type[torch.optim.Optimizer]
-) -> None:
+def test_losses_weights_and_strides_are_those_of_ddp(ranks, stage, kind):
     model = _Convolutions()
     optimizer, ddp = _adamw(model, kind), SimulatedDDP(model, ranks)
     losses = [step_ddp(ddp, optimizer, _x(step, ranks.rank)) for step in range(STEPS)]
@@ -105,7 +85,7 @@ def test_losses_weights_and_strides_are_those_of_ddp(
     assert _train(engine, ranks.rank, range(STEPS)) == losses
     full = engine.full_state_dict()
     assert all(value.is_contiguous() for value in full.values())  # as files of safetensors need
-    torch.testing.assert_close(full, dict(model.state_dict()), rtol=0.0, atol=0.0)
+    assert_same(full, dict(model.state_dict()))
     for name, param in model.named_parameters():
         if param.requires_grad:
             moment = optimizer.state[param]["exp_avg"]
@@ -116,13 +96,11 @@ def test_losses_weights_and_strides_are_those_of_ddp(
     left = engine.unwrap()
     assert _strides(left) == _strides(model)
     for found in (left, copied):
-        assert _equal(dict(found.state_dict()), dict(model.state_dict()))
+        assert_same(dict(found.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_views_of_memory_have_the_strides_that_torch_gives(
-    memory_format: torch.memory_format,
-) -> None:
+def test_views_of_memory_have_the_strides_that_torch_gives(memory_format):
     for shape in itertools.product((1, 2, 3), repeat=4):
         values = torch.randn(shape).contiguous(memory_format=memory_format)
         order = dim_order(values)
@@ -131,10 +109,7 @@ def test_views_of_memory_have_the_strides_that_torch_gives(
         assert found.data_ptr() == values.data_ptr()
 
 
-# ----------------------------------------------------------------------- by index
-
-
-def _saves(ranks: SimulatedRanks, folder: Path, kind: type, is_channels_last: bool) -> _Values:
+def _saves(ranks, folder, kind, is_channels_last):
     engine = _build(ranks, 2, kind, "bf16", is_channels_last=is_channels_last)
     _train(engine, ranks.rank, range(2))
     engine.save_checkpoint(folder)
@@ -142,10 +117,7 @@ def _saves(ranks: SimulatedRanks, folder: Path, kind: type, is_channels_last: bo
     return _values(engine)
 
 
-_Values = dict[str, Tensor]
-
-
-def _values(engine: zero_core.Engine) -> _Values:
+def _values(engine):
     found = {
         f"{spec.name}.{what}": engine.states.get_full(spec.name, what)
         for spec in engine.layout.params
@@ -154,25 +126,18 @@ def _values(engine: zero_core.Engine) -> _Values:
     return found | {n: v.float() for n, v in engine.full_state_dict().items()}
 
 
-def _loads(
-    ranks: SimulatedRanks, folder: Path, stage: int, kind: type, is_channels_last: bool
-) -> tuple[_Values, _Values]:
+def _loads(ranks, folder, stage, kind, is_channels_last):
     engine = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
     _train(engine, ranks.rank, range(1))
     engine.load_checkpoint(folder)
     loaded = _values(engine)
     with engine.gathered():
         module = {n: v.float() for n, v in engine.module.state_dict().items()}
-    assert _equal(module, {n: loaded[n] for n in module})
+    assert_same(module, {n: loaded[n] for n in module})
     _train(engine, ranks.rank, range(2, 3))  # states fit the kernels
     fresh = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
     zero_core.load_pretrained(fresh, folder / "export")
     return loaded, {n: v.float() for n, v in fresh.full_state_dict().items()}
-
-
-def _equal(found: _Values, expected: _Values) -> bool:
-    assert found.keys() == expected.keys()
-    return all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -184,13 +149,8 @@ def _equal(found: _Values, expected: _Values) -> bool:
     ],
 )
 def test_checkpoints_and_exports_have_values_by_index_whatever_the_strides(
-    tmp_path: Path,
-    optimizer: type[torch.optim.Optimizer],
-    world_size: int,
-    stage: int,
-    was_channels_last: bool,
-    is_channels_last: bool,
-) -> None:
+    tmp_path, optimizer, world_size, stage, was_channels_last, is_channels_last
+):
     expected = simulate(_saves, 2, tmp_path, optimizer, was_channels_last)[0]
     for weight in read_weights(tmp_path):
         value = weight.value.float()
@@ -199,17 +159,15 @@ def test_checkpoints_and_exports_have_values_by_index_whatever_the_strides(
     zero_core.verify_checkpoint(tmp_path)
     args = tmp_path, stage, optimizer, is_channels_last
     for loaded, exported in simulate(_loads, world_size, *args):
-        assert _equal(loaded, expected)
-        assert _equal(exported, {n: expected[n] for n in exported})
+        assert_same(loaded, expected)
+        assert_same(exported, {n: expected[n] for n in exported})
 
 
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
 )
 @on_ranks(2)
-def test_values_and_gradients_are_read_and_set_by_index(
-    ranks: SimulatedRanks, stage: int, dtype: str
-) -> None:
+def test_values_and_gradients_are_read_and_set_by_index(ranks, stage, dtype):
     net, plain = _Convolutions(), _Convolutions()
     config = Case(stage, dtype).config() | {"weight_patches": {}}
     engine = zero_core.build(

@@ -1,45 +1,34 @@
 """The tail: what is used after the blocks is gathered late, and safe at any time."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from support.tiers import MadeTier
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
-import zero_core
 from zero_core.core import access
 from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
-from zero_core.optim.device_tier import DeviceTier
-from zero_core.protocols import EXACT_GRADIENTS, Work
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    check_like_ddp,
-    late_device,
-    on_ranks,
-    run_alone,
-    seeded,
-    simulate,
-    spawn,
-    train,
-)
+from zero_core.protocols import EXACT_GRADIENTS
+from zero_core.testing import late_device
+from zero_core.testing.models import seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import alone, on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, check_like_ddp, train
 
 WIDTH, VOCAB, DEPTH = 64, 1024, 3
 TAIL = DEPTH + 1  # its unit
 
 
 class _Block(nn.Module):
-    def __init__(self, log: list[str], index: int) -> None:
+    def __init__(self, log, index):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.log = log
         self.index = index
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.log.append(f"block {self.index}")
         out = x + torch.tanh(self.inner(x))
         if out.requires_grad:
@@ -50,10 +39,10 @@ class _Block(nn.Module):
 class _Net(nn.Module):
     """``way`` is how a forward uses the head, with ``rank`` for what differs between ranks."""
 
-    def __init__(self, way: str = "plain", rank: int = 0) -> None:
+    def __init__(self, way="plain", rank=0):
         super().__init__()
         self.way, self.rank = way, rank
-        self.log: list[str] = []
+        self.log = []
         with seeded(0):
             self.embed = nn.Embedding(7, WIDTH)
             self.blocks = nn.ModuleList(_Block(self.log, i + 1) for i in range(DEPTH))
@@ -63,7 +52,7 @@ class _Net(nn.Module):
         self.kept = [self.head.weight]
         self.num_calls = 0
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         self.num_calls += 1
         is_last_rank = self.rank > 0
         x = self.embed(ids)
@@ -85,23 +74,20 @@ class _Net(nn.Module):
         return self.head(self.norm(x)).square().mean() + self.other(x).mean()
 
     @property
-    def is_odd(self) -> bool:
+    def is_odd(self):
         return self.num_calls % 2 == 1
 
 
-def _ids(step: int, rank: int) -> Tensor:
+def _ids(step, rank):
     return torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-# ------------------------------------------------------------------ layout
-
-
-def _units(model: nn.Module, **options: Any) -> dict[str, set[str]]:
+def _units(model, **options):
     found = discover(model, **options)
     return {name: {found.names[p][0] for p in members} for name, _, members in found.units}
 
 
-def test_modules_behind_the_last_block_are_the_last_unit() -> None:
+def test_modules_behind_the_last_block_are_the_last_unit():
     units = _units(_Net())
     assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2", "tail"]
     assert units[""] == {"embed.weight"}
@@ -109,7 +95,7 @@ def test_modules_behind_the_last_block_are_the_last_unit() -> None:
     assert units["tail"] == {f"{name}.{kind}" for name in parts for kind in ("weight", "bias")}
 
 
-def test_what_may_be_used_elsewhere_stays_in_the_root() -> None:
+def test_what_may_be_used_elsewhere_stays_in_the_root():
     model = _Net()
     model.gain = nn.Parameter(torch.ones(1))  # the model itself holds it
     model.embed = nn.Embedding(VOCAB, WIDTH)
@@ -120,7 +106,7 @@ def test_what_may_be_used_elsewhere_stays_in_the_root() -> None:
     assert units["tail"] == {"norm.weight", "norm.bias", "head.bias", "other.bias"}
 
 
-def test_a_small_tail_and_one_without_blocks_stay_in_the_root() -> None:
+def test_a_small_tail_and_one_without_blocks_stay_in_the_root():
     numel = sum(p.numel() for m in (_Net().norm, _Net().head, _Net().other) for p in m.parameters())
     assert numel >= MIN_TAIL_NUMEL
     assert "tail" in _units(_Net(), min_tail_numel=numel)
@@ -128,22 +114,19 @@ def test_a_small_tail_and_one_without_blocks_stay_in_the_root() -> None:
     assert list(_units(nn.Linear(WIDTH, VOCAB))) == [""]
 
 
-def test_the_flat_space_is_in_the_order_of_need() -> None:
-    engine = zero_core.build(_Net(), Case().config())
+def test_the_flat_space_is_in_the_order_of_need():
+    engine = Case().build(model=_Net())
     starts = engine.layout.local_starts(is_sharded=False)
     units = [engine.layout.segments[index].unit for index in sorted(starts, key=starts.__getitem__)]
     assert units == list(range(TAIL + 1))
     assert engine.layout.describe_segments()[TAIL] == "unit 4 (tail)"
 
 
-# ------------------------------------------------------------------ order
-
-
 class _Waited:
-    def __init__(self, work: Any, log: list[str], what: str) -> None:
+    def __init__(self, work, log, what):
         self._work, self._log, self._what = work, log, what
 
-    def wait(self) -> None:
+    def wait(self):
         self._log.append(f"waited for {self._what}")
         self._work.wait()
 
@@ -151,37 +134,31 @@ class _Waited:
 class _Logging:
     """The engine's own collectives, and a log of launches and waits."""
 
-    def __init__(self, native: Any, log: list[str]) -> None:
+    def __init__(self, native, log):
         self.native, self.log = native, log
 
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
+    def all_gather(self, out, shard, *, unit, version, backward):
         work = self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
         if version == EXACT_GRADIENTS:
             return work
         self.log.append(f"gather {unit}")
         return _Waited(work, self.log, f"gather {unit}")
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+    def reduce_scatter(self, out, full, *, unit):
         self.log.append(f"reduce {unit}")
         return self.native.reduce_scatter(out, full, unit=unit)
 
 
-def _build(
-    ranks: SimulatedRanks | None, stage: int, way: str = "plain", *, logs: bool = False, **keys: Any
-) -> tuple[zero_core.Engine, _Net]:
+def _build(ranks, stage, way="plain", *, logs=False, **keys):
     model = _Net(way, 0 if ranks is None else ranks.rank)
     if logs:
         keys["collectives"] = lambda native, **_: _Logging(native, model.log)
-    return zero_core.build(model, Case(stage).config(), process_group=ranks, **keys), model
+    return Case(stage).build(ranks, model, **keys), model
 
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_the_tail_is_waited_for_behind_the_last_block_and_reduced_behind_the_blocks(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_the_tail_is_waited_for_behind_the_last_block_and_reduced_behind_the_blocks(ranks, stage):
     engine, model = _build(ranks, stage, logs=True)
     for step in range(2):
         model.log.clear()
@@ -208,39 +185,31 @@ def test_the_tail_is_waited_for_behind_the_last_block_and_reduced_behind_the_blo
     assert log.count("gather 4") == log.count("gather 0") == 1
 
 
-class _LoggingTier(DeviceTier):
+class _LoggingTier(MadeTier):
     """A tier that owns nothing but a log."""
 
-    log: list[str]
-    starts: list[int]
+    log, starts = [], [0]
 
-    def _unit(self, start: int) -> int:
+    def _unit(self, start):
         return max(i for i, first in enumerate(self.starts) if first <= start)
 
-    def are_params_ready(self, start: int, stop: int) -> bool:
+    def are_params_ready(self, start, stop):
         return False  # as of a tier that is behind
 
-    def wait_params(self, start: int, stop: int) -> None:
+    def wait_params(self, start, stop):
         self.log.append(f"waited for unit {self._unit(start)}")
         super().wait_params(start, stop)
 
-    def offer_grad(self, start: int, grad: Tensor) -> Any:
+    def offer_grad(self, start, grad):
         self.log.append(f"offered unit {self._unit(start)}")
         return super().offer_grad(start, grad)
 
 
-def test_one_rank_waits_for_an_update_and_passes_a_gradient_on_unit_by_unit() -> None:
-    made: list[_LoggingTier] = []
-
-    def make(**kwargs: Any) -> _LoggingTier:
-        names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
-        made.append(_LoggingTier(**{name: kwargs[name] for name in names}))
-        made[0].log, made[0].starts = [], [0]
-        return made[0]
-
-    engine, model = _build(None, 0, state_tier=make)
-    made[0].starts = sorted(engine.layout.local_starts(is_sharded=False).values())
-    made[0].log = model.log
+def test_one_rank_waits_for_an_update_and_passes_a_gradient_on_unit_by_unit():
+    engine, model = _build(None, 0, state_tier=_LoggingTier.made)
+    tier = engine.sharded_state.tier
+    tier.starts = sorted(engine.layout.local_starts(is_sharded=False).values())
+    tier.log = model.log
     for step in range(2):
         model.log.clear()
         train(engine, [_ids(step, 0)])
@@ -255,8 +224,6 @@ def test_one_rank_waits_for_an_update_and_passes_a_gradient_on_unit_by_unit() ->
     ]
 
 
-# ------------------------------------------------------------------ any use
-
 WAYS = [
     *("plain", "read last", "read first", "read from a list", "read now and then"),
     *("after each block", "each rank another head", "without the last block", "recomputed"),
@@ -268,14 +235,12 @@ WAYS = [
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_a_tail_that_is_used_at_any_time_follows_ddp(
-    ranks: SimulatedRanks, way: str, stage: int
-) -> None:
+def test_a_tail_that_is_used_at_any_time_follows_ddp(ranks, way, stage):
     top = {"activation_checkpointing": {}} if way == "recomputed" else {}
     check_like_ddp(ranks, lambda: _Net(way, ranks.rank), _ids, Case(stage, top=top), steps=4)
 
 
-def _train_around(ranks: SimulatedRanks, way: str, stage: int) -> Any:
+def _train_around(ranks, way, stage):
     engine, model = _build(ranks, stage)
     found = []
     for step in range(3):
@@ -298,18 +263,16 @@ def _train_around(ranks: SimulatedRanks, way: str, stage: int) -> Any:
 
 @pytest.mark.parametrize("way", ["two forwards", "evaluation between", "gathered"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_stage_changes_no_bit_of_a_tail_that_is_used_besides(stage, way) -> None:
+def test_a_stage_changes_no_bit_of_a_tail_that_is_used_besides(stage, way):
     found, expected = (simulate(_train_around, 2, way, number) for number in (stage, 0))
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    assert_same(found, expected)
 
 
 @on_ranks(2)
-def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(
-    ranks: SimulatedRanks,
-) -> None:
+def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(ranks):
     engine, model = _build(ranks, 3)
 
-    def fail(module: nn.Module, args: Any) -> None:
+    def fail(module, args):
         raise ValueError("on purpose")
 
     handle = model.blocks[1].register_forward_pre_hook(fail)
@@ -328,7 +291,7 @@ def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(
     assert engine.skipped_steps == 0
 
 
-def _train(ranks: SimulatedRanks, way: str, stage: int) -> dict[str, Tensor]:
+def _train(ranks, way, stage):
     engine, _ = _build(ranks, stage, way)
     train(engine, [_ids(step, ranks.rank).to(ranks.device) for step in range(3)])
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
@@ -336,60 +299,51 @@ def _train(ranks: SimulatedRanks, way: str, stage: int) -> dict[str, Tensor]:
     return values
 
 
-def _train_late() -> None:
+@alone
+def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late():
     late_device.load()
     for seed, (way, stage) in enumerate([("read last", 1), ("read from a list", 3)]):
         expected = simulate(_train, 2, way, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         found = simulate(_train, 2, way, stage, device="late")
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late() -> None:
-    run_alone(_train_late)
-
-
-# ------------------------------------------------------------------ compiled
+        assert_same(found, expected)
 
 
 class _Layer(nn.Linear):
     """A block with a forward of its own, which torch 2.10 compiles: not that with the loop."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(super().forward(x))
 
 
 class _Head(nn.Module):
     """A model without hooks of its own, which reads its head past its module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(0):
             self.embed = nn.Embedding(7, WIDTH)
             self.blocks = nn.ModuleList(_Layer(WIDTH, WIDTH) for _ in range(DEPTH))
             self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
         return functional.linear(x, self.head.weight).square().mean()
 
 
-def _train_compiled(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits(ranks):
     found = []
     for is_compiled in (False, True):
         model = _Head()
-        engine = zero_core.build(model, Case(3).config())
+        engine = Case(3).build(model=model)
         assert engine.layout.has_tail
         if is_compiled:
             model.compile(backend="aot_eager")
-        losses = train(engine, [_ids(step, rank) for step in range(3)])
+        losses = train(engine, [_ids(step, ranks.rank) for step in range(3)])
         found.append((losses, engine.full_state_dict()))
         engine.close()
     assert counters["stats"]["unique_graphs"] >= 1
-    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
-
-
-def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits() -> None:
-    spawn(_train_compiled, 2)  # processes: torch compiles in one thread at a time
+    assert_same(*found)

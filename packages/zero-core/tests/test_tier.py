@@ -1,9 +1,5 @@
 """The device tier against torch's optimizers on whole parameters, at once and in turns."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,9 +36,9 @@ class InTurns(DeviceTier):
 class Allocations(TorchDispatchMode):
     """Counts the bytes of live tensors that operations within it made, and their peak."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self._sizes: dict[int, tuple[Any, int]] = {}
+        self._sizes = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -57,11 +53,11 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree):
     return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
 
 
-def _drawn(seed: int) -> Tensor:
+def _drawn(seed):
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
@@ -81,22 +77,22 @@ def _make(optimizer_class, options, kind=DeviceTier, dtype=torch.float32):
     return tier, group, shards
 
 
-def _offer(tier: DeviceTier, step: int, dtype=torch.float32, scale: float = 1.0) -> None:
+def _offer(tier, step, dtype=torch.float32, scale=1.0):
     grad = (_drawn(10 + step) / scale).to(dtype)
     tier.offer_grad(SPLIT, grad[SPLIT:].clone())
     tier.offer_grad(0, grad[:SPLIT].clone())
 
 
-def _step(tier, group, step: int, active) -> None:
+def _step(tier, group, step, active):
     _offer(tier, step)
     tier.step([group], active, grad_scale=1.0)
 
 
-def _read(tier: DeviceTier) -> Tensor:
+def _read(tier):
     return tier.read_state("master_weight", 0, NUMEL)
 
 
-def _parts(flat: Tensor) -> list[Tensor]:
+def _parts(flat):
     return [flat[start:stop] for start, stop, _ in PIECES]
 
 
@@ -165,9 +161,6 @@ def test_hyperparameters_of_each_step_are_used_and_discarded_gradients_are_not()
     tier.discard_grads()
     tier.step([group], [], grad_scale=1.0)
     assert torch.equal(_parts(_read(tier))[0], moved)
-
-
-# ------------------------------------------------------------------ in turns
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])

@@ -1,9 +1,6 @@
 """The ``tiled_compute`` block: the numbers of whole modules, the memory of one tile."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.activations import trace_step
-from zero_core.testing import Case, SimulatedRanks, seeded, simulate, train
+from zero_core.testing import Case, assert_same, on_ranks, seeded, train
 from zero_core.tiled.logits import TiledLogits
 
 VOCAB, WIDTH, TOKENS = 37, 12, 11
@@ -29,84 +26,79 @@ TILED = {
 class _Mlp(nn.Module):
     """With a parameter of its own, beside those of its parts."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(width))
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         flat = x.view(-1, x.shape[-1])  # as GPT-2's Conv1D has it
-        y: Tensor = self.down(functional.gelu(self.up(flat * self.gain)))
+        y = self.down(functional.gelu(self.up(flat * self.gain)))
         return y.view(x.shape)
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.mlp = _Mlp(width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.mlp(self.norm(x))
-        return y
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
 
 
 class _Model(nn.Module):
     """A language model that computes its loss as those of transformers do."""
 
-    def __init__(self, width: int = WIDTH, vocab: int = VOCAB) -> None:
+    def __init__(self, width=WIDTH, vocab=VOCAB):
         super().__init__()
         with seeded(3):
             self.embed = nn.Embedding(vocab, width)
             self.blocks = nn.ModuleList(_Block(width) for _ in range(2))
             self.head = nn.Linear(width, vocab, bias=False)
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def logits(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+    def forward(self, ids):
         logits = self.logits(ids)
         labels = functional.pad(ids, (0, 1), value=-100)[..., 1:].contiguous()
         flat = logits.float().view(-1, logits.shape[-1])
         return {"loss": functional.cross_entropy(flat, labels.view(-1)), "logits": logits}
 
 
-def _config(stage: int, **further: Any) -> dict[str, Any]:
+def _config(stage, **further):
     return Case(stage, top=further).config()
 
 
-def _ids(step: int, rank: int) -> Tensor:
+def _ids(step, rank):
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randint(VOCAB, (2, TOKENS), generator=generator)
 
 
-def _train(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def _train(ranks, config):
     engine = zero_core.build(_Model(), config, process_group=ranks)
     losses = train(engine, [{"ids": _ids(step, ranks.rank)} for step in range(3)])
     return losses, engine.full_state_dict()
-
-
-def _equals_whole(ranks: SimulatedRanks, stage: int, further: dict[str, Any]) -> None:
-    losses, values = _train(ranks, _config(stage))
-    tiled, tiled_values = _train(ranks, _config(stage, tiled_compute=TILED, **further))
-    torch.testing.assert_close(tiled, losses, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(tiled_values, values, rtol=1e-3, atol=1e-5)
-    of_stage_0, values_of_stage_0 = _train(ranks, _config(0, tiled_compute=TILED))
-    assert tiled == of_stage_0
-    torch.testing.assert_close(tiled_values, values_of_stage_0, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("further", [{}, {"activation_checkpointing": {}}], ids=["", "recomputed"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_training_in_tiles_follows_that_of_whole_modules(world_size, stage, further):
-    simulate(_equals_whole, world_size, stage, further)
+@on_ranks()
+def test_training_in_tiles_follows_that_of_whole_modules(ranks, stage, further):
+    losses, values = _train(ranks, _config(stage))
+    tiled, tiled_values = _train(ranks, _config(stage, tiled_compute=TILED, **further))
+    torch.testing.assert_close(tiled, losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(tiled_values, values, rtol=1e-3, atol=1e-5)
+    of_stage_0, values_of_stage_0 = _train(ranks, _config(0, tiled_compute=TILED))
+    assert tiled == of_stage_0
+    assert_same(tiled_values, values_of_stage_0)
 
 
 def test_gradients_are_those_of_tiles_written_by_hand():
@@ -126,7 +118,7 @@ def test_gradients_are_those_of_tiles_written_by_hand():
 
 
 CLASS_WEIGHTS = torch.linspace(0.5, 1.5, VOCAB)
-OPTIONS: tuple[dict[str, Any], ...] = (
+OPTIONS = (
     {},
     {"reduction": "sum"},
     {"reduction": "none"},
@@ -151,7 +143,7 @@ def test_every_option_of_cross_entropy_is_kept(options, has_probabilities):
     torch.testing.assert_close(tiled, whole)
 
 
-USES: tuple[Any, ...] = (
+USES = (
     lambda z: z,
     lambda z: z.float(),
     lambda z: z.to(torch.float64),
@@ -219,7 +211,8 @@ def test_engine_that_has_ended_leaves_the_modules_as_they_were(modules):
         assert type(plain(_ids(0, 0))["logits"]) is Tensor
 
 
-def _reads(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_logits_are_read_on_one_rank_without_gradients_and_refused_by_name_too_late(ranks):
     engine = zero_core.build(_Model(), _config(3, tiled_compute=TILED), process_group=ranks)
     expected = _Model()(_ids(0, 0))
     with torch.no_grad():
@@ -236,15 +229,11 @@ def _reads(ranks: SimulatedRanks) -> None:
         found["logits"].argmax(-1)
 
 
-def test_logits_are_read_on_one_rank_without_gradients_and_refused_by_name_too_late():
-    simulate(_reads, 2)
-
-
 def test_other_terms_of_the_loss_keep_their_gradient_after_a_look_without_gradients():
     hidden = torch.randn(22, WIDTH, requires_grad=True)
     head, target = nn.Linear(WIDTH, VOCAB), torch.randint(VOCAB, (22,))
 
-    def gradient(logits: Tensor) -> Tensor:
+    def gradient(logits):
         with torch.no_grad():
             assert (logits.argmax(-1) == target).sum() < 22
         loss = functional.cross_entropy(logits, target) + logits.logsumexp(-1).square().mean()
@@ -254,7 +243,7 @@ def test_other_terms_of_the_loss_keep_their_gradient_after_a_look_without_gradie
     torch.testing.assert_close(gradient(TiledLogits(hidden, head, 8)), gradient(head(hidden)))
 
 
-CHANGES: tuple[Any, ...] = (
+CHANGES = (
     lambda z: z.div_(2.0),
     lambda z: z.masked_fill_(torch.zeros(1, dtype=torch.bool), 0.0),
     lambda z: z.__setitem__((slice(None), 3), -1e9),
@@ -336,7 +325,7 @@ def test_wrong_names_are_errors(block, message):
 
 
 class _Mixing(nn.Module):
-    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, *, mask=None):
         return x.sum(-2)
 
 

@@ -1,7 +1,5 @@
 """The number of ranks per node, from a mesh, the launcher or the hosts' names."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -40,9 +38,7 @@ VARIABLES = (
         ("aabbaa", 1),
     ],
 )
-def test_nodes_are_folded_into_equal_groups_of_consecutive_ranks(
-    nodes: str, expected: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nodes_are_folded_into_equal_groups_of_consecutive_ranks(nodes, expected, caplog):
     assert fold(nodes) == expected
     assert not caplog.records
     assert fold(nodes, is_told=True) == expected
@@ -52,7 +48,7 @@ def test_nodes_are_folded_into_equal_groups_of_consecutive_ranks(
     assert len(caplog.records) == (not is_even)
 
 
-def _count(environment: dict[str, str]) -> int:
+def _count(environment):
     for name in VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -61,7 +57,7 @@ def _count(environment: dict[str, str]) -> int:
     return count_per_node(control, ranks)
 
 
-def _launchers(rank: int, world_size: int) -> None:
+def _launchers(rank, world_size):
     half = str(rank // 2)
     assert _count({}) == 4  # one host
     assert _count({"LOCAL_WORLD_SIZE": "4"}) == 4
@@ -81,23 +77,23 @@ def _launchers(rank: int, world_size: int) -> None:
     assert _count({"SLURM_NODEID": "0"} if rank else {}) == 4
 
 
-def test_each_launcher_tells_its_nodes() -> None:
+def test_each_launcher_tells_its_nodes():
     spawn(_launchers, 4)
 
 
-def _build(**keywords: object) -> zero_core.Engine:
+def _build(**keywords):
     torch.manual_seed(0)
     return zero_core.build(nn.Linear(5, 3), Case(3).config(), **keywords)
 
 
-def _sent(engine: zero_core.Engine) -> tuple[int, int]:
+def _sent(engine):
     engine.backward(engine(torch.ones(1, 5)).sum())
     engine.step()
     (row,) = [t for t in engine.comm_report() if t.collective == "all_gather"]
     return row.within_node_bytes, row.between_nodes_bytes
 
 
-def _meshes(rank: int, world_size: int) -> None:
+def _meshes(rank, world_size):
     engine = _build()
     (segment,) = engine.layout.segments
     shard = 4 * segment.shard_numel
@@ -125,5 +121,5 @@ def _meshes(rank: int, world_size: int) -> None:
         _build(mesh=DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]])))
 
 
-def test_a_mesh_tells_the_ranks_and_the_nodes() -> None:
+def test_a_mesh_tells_the_ranks_and_the_nodes():
     spawn(_meshes, 4)

@@ -1,7 +1,5 @@
 """The fused sum's Triton kernels without a GPU: interpreted, or compiled but not run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -9,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton isn't installed: it has no wheel for this system", allow_module_level=True)
 
 
-def run_program(name: str, folder: Path, **environment: str) -> Any:
+def run_program(name, folder, **environment):
     """Run a program of this folder by itself and return the JSON that it prints.
 
     It needs a process of its own because triton reads its settings on import.
@@ -38,16 +35,14 @@ def run_program(name: str, folder: Path, **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch(tmp_path: Path) -> None:
+def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch(tmp_path):
     found = run_program("triton_sum_program.py", tmp_path, TRITON_INTERPRET="1")
     assert found["cases"] == 90
     assert found["wrong"] == []
 
 
 @pytest.mark.slow
-def test_compiled_kernels_round_each_operation_and_move_sixteen_bytes_at_a_time(
-    tmp_path: Path,
-) -> None:
+def test_compiled_kernels_round_each_operation_and_move_sixteen_bytes_at_a_time(tmp_path):
     compiled = run_program("triton_sum_compile_program.py", tmp_path)
     kernels = {**compiled["cuda"], "fp64": compiled["fp64"], "norm": compiled["norm"]}
     for name, text in kernels.items():

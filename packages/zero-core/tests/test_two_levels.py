@@ -1,39 +1,28 @@
 """Ranks on several nodes: the bits of one node, and few bytes between nodes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from functools import reduce
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import zero_core
-from zero_core.comm.meter import Links, Meter, Traffic
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    Trace,
-    batch,
-    device_collectives,
-    make_model,
-    run_engine,
-    simulate,
-)
+from zero_core.comm.meter import Links, Meter
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, run_engine
+from zero_core.testing.simulated import device_collectives, simulate
 from zero_core.testing.training import assert_same
 
 NODES = [(4, 2), (6, 2), (6, 3)]
 """Numbers of ranks, and of those of a node."""
 
 
-def _full(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+def _full(rank, size, dtype):
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(size * 64, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def _sum_by_tree(size: int, per_node: int, dtype: torch.dtype) -> Tensor:
+def _sum_by_tree(size, per_node, dtype):
     """Sum of all ranks: within each node from the left, then the nodes from the left."""
     wide = torch.promote_types(dtype, torch.float32)
     full = [_full(rank, size, dtype).to(wide) for rank in range(size)]
@@ -41,23 +30,23 @@ def _sum_by_tree(size: int, per_node: int, dtype: torch.dtype) -> Tensor:
     return reduce(torch.add, nodes)
 
 
-def _reduce(ranks: SimulatedRanks, dtype: torch.dtype, culprit: int) -> Any:
+def _reduce(ranks, dtype, culprit):
     device = device_collectives(ranks)
     full = _full(ranks.rank, ranks.size, dtype)
     out = torch.empty(64, dtype=torch.promote_types(dtype, torch.float32))
-    work: Any = device.reduce_scatter(out, full.clone(), unit=0)
+    work = device.reduce_scatter(out, full.clone(), unit=0)
     work.wait()
     norm = work.norm
     if ranks.rank == culprit:
         full[3] = torch.inf
-    spoilt: Any = device.reduce_scatter(torch.empty_like(out), full, unit=0)
+    spoilt = device.reduce_scatter(torch.empty_like(out), full, unit=0)
     spoilt.wait()
     return out, norm, work.nonfinite, spoilt.nonfinite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("size", "per_node"), [*NODES, (3, 3), (3, 1), (2, 2)])
-def test_a_sum_is_taken_by_one_tree(size: int, per_node: int, dtype: torch.dtype) -> None:
+def test_a_sum_is_taken_by_one_tree(size, per_node, dtype):
     found = simulate(_reduce, size, dtype, size - 1, ranks_per_node=per_node)
     expected = _sum_by_tree(size, per_node, dtype).view(size, -1)
     for (out, norm, nonfinite, _), values in zip(found, expected, strict=True):
@@ -70,10 +59,8 @@ def test_a_sum_is_taken_by_one_tree(size: int, per_node: int, dtype: torch.dtype
 
 @pytest.mark.parametrize(("size", "per_node", "dtype"), [(4, 2, "fp32"), (6, 2, "bf16")])
 @pytest.mark.parametrize("is_on_devices", [True, False])
-def test_stages_on_several_nodes_have_the_bits_of_stage_0(
-    size: int, per_node: int, dtype: str, is_on_devices: bool
-) -> None:
-    def train(ranks: SimulatedRanks, case: Case) -> Trace:
+def test_stages_on_several_nodes_have_the_bits_of_stage_0(size, per_node, dtype, is_on_devices):
+    def train(ranks, case):
         own = {"collectives": lambda native, **_: device_collectives(ranks)}
         return run_engine(
             case, ranks.rank, 3, process_group=ranks, **(own if is_on_devices else {})
@@ -90,7 +77,7 @@ def test_stages_on_several_nodes_have_the_bits_of_stage_0(
             assert is_on_devices or found.between_nodes_bytes > 0
 
 
-def _send(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[tuple[Traffic, ...], int]:
+def _send(ranks, config):
     """Return what a rank sends in a backward, and the bytes that it receives into."""
     assert ranks.per_node is not None
     meter = Meter(Links(ranks.size, ranks.per_node, is_ring=True))
@@ -105,7 +92,7 @@ def _send(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[tuple[Traffic,
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_plan_counts_both_levels_and_their_buffer(dtype: str) -> None:
+def test_a_plan_counts_both_levels_and_their_buffer(dtype):
     config = Case(stage=2, dtype=dtype).config()
     sent = simulate(_send, 4, config, ranks_per_node=2)
     planned = zero_core.plan(make_model(), config, 4, ranks_per_node=2, device_type="accelerator")

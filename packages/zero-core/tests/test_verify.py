@@ -1,15 +1,10 @@
 """Checkpoints that were made up or damaged: no load takes what `verify` refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
 from functools import reduce
 from operator import getitem
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +21,7 @@ from zero_core.checkpoint.safetensors_files import read_header
 from zero_core.checkpoint.save import write_file
 
 
-def _build(optimizer: str) -> zero_core.Engine:
+def _build(optimizer):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model.register_parameter("empty", nn.Parameter(torch.empty(0)))
@@ -38,13 +33,13 @@ def _build(optimizer: str) -> zero_core.Engine:
     return zero_core.build(model, config)
 
 
-def _train(engine: zero_core.Engine) -> None:
+def _train(engine):
     engine.backward(engine(torch.ones(3, 6).cumsum(0)).float().square().mean())
     engine.step()
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def saved(tmp_path_factory):
     """Return the folders of checkpoints of AdamW and of Muon."""
     folders = {}
     for optimizer in ("AdamW", "Muon"):
@@ -57,9 +52,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-_Tensors = dict[str, torch.Tensor]
 _GONE = object()
-_VALUES: dict[str, tuple[tuple[str, ...], Any]] = {
+_VALUES = {
     "no numbers": (("scalars", "0.weight"), _GONE),
     "steps": (("progress", "global_steps"), -1),
     "loss scale": (("progress", "loss_scaler", "scale"), 0.0),
@@ -74,7 +68,7 @@ _VALUES: dict[str, tuple[tuple[str, ...], Any]] = {
     "number for a moment": (("scalars", "2.bias", "exp_avg"), 0.5),
 }
 """Places in a manifest, and what stands there."""
-_FILES: dict[str, tuple[str, Callable[[_Tensors], _Tensors]]] = {
+_FILES = {
     "no moment": ("exp_avg_sq-00000.safetensors", lambda found: {}),
     "short moment": (
         "exp_avg-00000.safetensors",
@@ -90,7 +84,7 @@ _FILES: dict[str, tuple[str, Callable[[_Tensors], _Tensors]]] = {
 """Files, and what they have in the place of their tensors."""
 
 
-def _make_up(source: Path, folder: Path, edit: str) -> None:
+def _make_up(source, folder, edit):
     """Copy a checkpoint, and seal it again after the ``edit``."""
     shutil.copytree(source, folder)
     (place,) = (path for path in folder.iterdir() if path.is_dir())
@@ -137,7 +131,7 @@ def test_what_no_engine_can_load_is_refused_and_not_whole(saved, tmp_path, edit)
     assert json.loads((after / MANIFEST).read_bytes())["files"] == files
 
 
-def _export(folder: Path, **options: Any) -> None:
+def _export(folder, **options):
     zero_core.export_checkpoint(folder, folder.with_name("hf"), **options)
 
 
@@ -146,7 +140,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_said_to_be_damaged(saved
     folder = tmp_path / "run"
     shutil.copytree(saved["AdamW"], folder)
 
-    def remove(done: int, total: int) -> None:
+    def remove(done, total):
         (folder / "step-2").rename(folder / "gone")
 
     with pytest.raises(CheckpointError, match="removed or replaced while") as caught:
@@ -156,7 +150,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_said_to_be_damaged(saved
 
 
 @pytest.fixture(scope="module")
-def manifest(saved: dict[str, Path]) -> bytes:
+def manifest(saved):
     return (saved["AdamW"] / "step-2" / MANIFEST).read_bytes()
 
 
@@ -169,11 +163,9 @@ _JSON = st.recursive(
 
 @settings(max_examples=30)
 @given(st.data())
-def test_any_value_in_any_place_is_read_or_refused_by_an_error_of_ours(
-    manifest: bytes, data: st.DataObject
-) -> None:
-    content: dict[str, Any] = json.loads(manifest)
-    owner: Any = content
+def test_any_value_in_any_place_is_read_or_refused_by_an_error_of_ours(manifest, data):
+    content = json.loads(manifest)
+    owner = content
     for _ in range(data.draw(st.integers(1, 4))):
         keys = sorted(owner) if isinstance(owner, dict) else list(range(len(owner)))
         key = data.draw(st.sampled_from(keys))
@@ -189,9 +181,7 @@ def test_any_value_in_any_place_is_read_or_refused_by_an_error_of_ours(
 
 @settings(max_examples=30)
 @given(st.binary(max_size=40), st.integers(0, 200))
-def test_any_header_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, middle: bytes, at: int
-) -> None:
+def test_any_header_is_read_or_refused(tmp_path_factory, middle, at):
     data = save({"a": torch.ones(2, 3), "b": torch.ones(0)})
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
     path.write_bytes(data[:at] + middle + data[at + len(middle) :])
@@ -204,7 +194,7 @@ def test_any_header_is_read_or_refused(
 
 @settings(max_examples=30)
 @given(_JSON)
-def test_any_json_is_decoded_or_refused(value: Any) -> None:
+def test_any_json_is_decoded_or_refused(value):
     for key in ("__tensor__", "__tuple__", "__mapping__", "__counter__", "__items__"):
         with contextlib.suppress(CheckpointCorruptError):
             decode({key: value})

@@ -1,18 +1,15 @@
 """Memory of the vertical schedule, its inputs and gradients in host memory, and its plan."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from support.late import on_late_rank
+from torch import nn
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import Case, SimulatedRanks, late_device, run_alone, seeded, simulate
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, alone, assert_same, late_device, seeded, simulate
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
 GRADIENT_BYTES, INPUT_BYTES = VOCAB * WIDTH * 4, ROWS * WIDTH * 4  # 160,000 and 96,000
@@ -24,7 +21,7 @@ class _Net(nn.Module):
     ``is_shared``: the blocks, too, contribute to the embedding's gradient.
     """
 
-    def __init__(self, *, is_shared: bool = False) -> None:
+    def __init__(self, *, is_shared=False):
         super().__init__()
         with seeded(3):
             self.embed = nn.Embedding(VOCAB, WIDTH)
@@ -36,29 +33,27 @@ class _Net(nn.Module):
         self.head.weight = self.embed.weight
         self.is_shared = is_shared
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x) + self.embed(ids) if self.is_shared else block(x)
         return self.head(x[:50]).square().mean()
 
 
-def _config(stage: int = 3, steps: int = STEPS, **further: Any) -> dict[str, Any]:
+def _config(stage=3, steps=STEPS, **further):
     top = {"activation_checkpointing": {"cpu_checkpointing": True}, **further}
     return Case(
         stage, accumulation=steps, top={"train_micro_batch_size_per_gpu": ROWS, **top}
     ).config()
 
 
-def _batches(step: int, ranks: Any, steps: int = STEPS) -> list[Tensor]:
+def _batches(step, ranks, steps=STEPS):
     generator = torch.Generator().manual_seed(10 * step + ranks.rank)
     ids = [torch.randint(0, VOCAB, (ROWS,), generator=generator) for _ in range(steps)]
     return [one.to(ranks.device) for one in ids]
 
 
-def _train(
-    ranks: SimulatedRanks, is_shared: bool, config: dict[str, Any]
-) -> tuple[list[float], dict[str, Tensor]]:
+def _train(ranks, is_shared, config):
     engine = zero_core.build(_Net(is_shared=is_shared), config, process_group=ranks)
     losses = [engine.train_batch(_batches(step, ranks)).item() for step in range(3)]
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
@@ -66,10 +61,11 @@ def _train(
     return losses, values
 
 
-def _follow_the_cpu() -> None:
+@alone
+def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_the_cpu():
     late_device.load()
     on_device = {"activation_checkpointing": {}}
-    cases: list[tuple[int, int, bool, dict[str, Any]]] = [
+    cases = [
         *((1, 3, False, {}), (2, 3, False, {}), (2, 1, False, {}), (2, 3, True, {})),
         *((1, 3, False, on_device), (2, 3, True, on_device)),
     ]
@@ -81,11 +77,8 @@ def _follow_the_cpu() -> None:
         assert_same(simulate(_train, world_size, is_shared, config, device="late"), expected)
 
 
-def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_the_cpu():
-    run_alone(_follow_the_cpu)
-
-
-def _take_what_was_planned(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_host_memory_is_what_was_planned(ranks):
     config = _config(accumulation_schedule="vertical")
     with torch.device("meta"):
         plan = zero_core.plan(
@@ -109,11 +102,7 @@ def _take_what_was_planned(ranks: SimulatedRanks) -> None:
     engine.close()
 
 
-def test_host_memory_is_what_was_planned():
-    run_alone(_run_late, _take_what_was_planned)
-
-
-def _num_gradients_at_a_time(ranks: SimulatedRanks, steps: int) -> int:
+def _num_gradients_at_a_time(ranks, steps):
     """Return how many buffers of the embedding's size a step has at most at a time."""
     late_device.set_delays(seed=1, copy_s=1e-2)  # copies take longer than everything else
     config = _config(steps=steps, accumulation_schedule="vertical")
@@ -121,8 +110,8 @@ def _num_gradients_at_a_time(ranks: SimulatedRanks, steps: int) -> int:
     engine.train_batch(_batches(0, ranks, steps))
     late_device.start_trace()
     engine.train_batch(_batches(1, ranks, steps))
-    alive: set[tuple[int, int]] = set()
-    recorded: set[tuple[int, int]] = set()  # they may not be free when the host frees them
+    alive = set()
+    recorded = set()  # they may not be free when the host frees them
     most = 0
     for record in late_device.stop_trace():
         for block in (*record.reads, *record.writes):
@@ -139,23 +128,20 @@ def _num_gradients_at_a_time(ranks: SimulatedRanks, steps: int) -> int:
     return most
 
 
-def _keep_few_on_the_device() -> None:
+@alone
+def test_device_has_two_gradients_however_many_micro_batches():
     late_device.load()
     for steps in (4, 8):  # two of them, and two that autograd makes and adds up
         assert simulate(_num_gradients_at_a_time, 1, steps, device="late") == [4]
 
 
-def test_device_has_two_gradients_however_many_micro_batches():
-    run_alone(_keep_few_on_the_device)
-
-
-def _fail_and_go_on(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+def _fail_and_go_on(ranks, config):
     """Train a step, fail in the loss of the next one's third micro-batch, evaluate, and train."""
     engine = zero_core.build(_Net(), config, process_group=ranks)
     losses = [engine.train_batch(_batches(0, ranks))]
     numbers = itertools.count(1)
 
-    def fails(ids: Tensor) -> Tensor:
+    def fails(ids):
         number = next(numbers)
         loss = engine(ids)  # it pauses, and others begin
         if number == 3:
@@ -172,7 +158,8 @@ def _fail_and_go_on(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[Any,
     return values, [loss.item() for loss in losses]
 
 
-def _recover() -> None:
+@alone
+def test_training_goes_on_after_a_loss_that_failed():
     late_device.load()
     config = _config(accumulation_schedule="vertical")
     expected = simulate(_fail_and_go_on, 1, config)
@@ -180,11 +167,8 @@ def _recover() -> None:
     assert_same(simulate(_fail_and_go_on, 1, config, device="late"), expected)
 
 
-def test_training_goes_on_after_a_loss_that_failed():
-    run_alone(_recover)
-
-
-def _fetch_one_turn_ahead(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_inputs_come_up_one_turn_ahead(ranks):
     host = HostInputs(ranks.device)
     host.begin_turns(STEPS)
     outputs = []
@@ -208,25 +192,9 @@ def _fetch_one_turn_ahead(ranks: SimulatedRanks) -> None:
     assert num_fetched == [2, *[1] * (len(order) - 2), 0]
 
 
-def test_inputs_come_up_one_turn_ahead():
-    run_alone(_run_late, _fetch_one_turn_ahead)
-
-
-def _run_late(program: Any) -> None:
-    late_device.load()
-    simulate(program, 1, device="late")
-
-
 def _plan(
-    schedule: str,
-    model: nn.Module | None = None,
-    *,
-    inputs: Tensor | None = None,
-    world_size: int = 1,
-    is_on_host: bool = False,
-    steps: int = STEPS,
-    **further: Any,
-) -> zero_core.Plan:
+    schedule, model=None, *, inputs=None, world_size=1, is_on_host=False, steps=STEPS, **further
+):
     with torch.device("meta"):
         model = model or _Net()
         inputs = torch.zeros(ROWS, dtype=torch.long) if inputs is None else inputs
@@ -238,11 +206,11 @@ def _plan(
     return zero_core.plan(model, config, world_size, example_inputs=[inputs], **further)
 
 
-def _on_device(schedule: str, **further: Any) -> Any:
+def _on_device(schedule, **further):
     return _plan(schedule, device_type="accelerator", **further).memory.device
 
 
-def test_plan_counts_inputs_and_gradients_of_all_micro_batches_or_two_beside_the_host() -> None:
+def test_plan_counts_inputs_and_gradients_of_all_micro_batches_or_two_beside_the_host():
     here, away = (_on_device("vertical", is_on_host=on) for on in (False, True))
     moved = STEPS * DEPTH * INPUT_BYTES
     assert here["activations"] - away["activations"] == moved - 2 * INPUT_BYTES
@@ -257,7 +225,7 @@ def test_plan_counts_inputs_and_gradients_of_all_micro_batches_or_two_beside_the
     assert here == away, "the host is the device"
 
 
-def test_plan_counts_inputs_of_blocks_for_each_micro_batch() -> None:
+def test_plan_counts_inputs_of_blocks_for_each_micro_batch():
     found = {
         n: _plan("vertical", steps=n, device_type="cpu").memory.device["activations"]
         for n in (1, 2, 4)
@@ -276,12 +244,12 @@ class _Narrowing(nn.Module):
     ``keeps``: the code between blocks saves the second block's input, which stays on the device.
     """
 
-    def __init__(self, *, keeps: bool) -> None:
+    def __init__(self, *, keeps):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64 >> n, 32 >> n) for n in range(3))
         self.keeps = keeps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.blocks[0](x)
         kept = x.square().sum() if self.keeps else 0.0
         return self.blocks[2](self.blocks[1](x)).sum() + kept
@@ -296,9 +264,7 @@ class _Narrowing(nn.Module):
         (True, "vertical", STEPS * (64 + 16), 2 * 64),
     ],
 )
-def test_plan_counts_inputs_of_different_sizes(
-    keeps: bool, schedule: str, freed: int, fetched: int
-) -> None:
+def test_plan_counts_inputs_of_different_sizes(keeps, schedule, freed, fetched):
     found = []
     for is_on_host in (False, True):
         with torch.device("meta"):

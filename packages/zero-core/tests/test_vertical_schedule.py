@@ -1,49 +1,36 @@
 """The vertical schedule: the horizontal one's bits, two passes of gathers, and what it refuses."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
 from zero_core.errors import AccumulationScheduleError
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    on_ranks,
-    run_alone,
-    run_on_processes,
-    seeded,
-    simulate,
-    train,
-)
-from zero_core.testing.training import assert_same
+from zero_core.testing.models import seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import alone, run_alone, run_on_processes
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, train
 
 WIDTH, NUM_BLOCKS, STEPS = 7, 4, 3
 VERTICAL = {"accumulation_schedule": "vertical"}
 
 
-def _config(stage: int = 3, **further: Any) -> dict[str, Any]:
+def _config(stage=3, **further):
     return Case(stage, accumulation=3, top={"activation_checkpointing": {}, **further}).config()
 
 
-# --------------------------------------------------------------------------------------- models
-
-
-def _mlp() -> nn.Sequential:
+def _mlp():
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
 
 class _Net(nn.Module):
     """Blocks that ``way`` connects: the code between them is this schedule's difficulty."""
 
-    def __init__(self, way: Callable[[Any, Tensor], Tensor], block: Callable[[], nn.Module]):
+    def __init__(self, way, block):
         super().__init__()
         with seeded(1):
             self.first = nn.Linear(WIDTH, WIDTH)
@@ -53,20 +40,20 @@ class _Net(nn.Module):
             self.bias = nn.Parameter(torch.ones(WIDTH))
             self.scale = nn.Parameter(torch.linspace(0.5, 2.0, NUM_BLOCKS))
         self.way = way
-        self.stashed: Any = None
+        self.stashed = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.way(self, x).square().mean()
 
 
 class _UnevenBlock(nn.Module):
     """A block that returns a mapping with a second entry for the loss, as a router does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.side = _mlp(), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         y = self.inner(x)
         return {"x": x + (self.side(y) if x.shape[0] % 2 else y), "gate": y.sigmoid().mean()}
 
@@ -74,32 +61,32 @@ class _UnevenBlock(nn.Module):
 class _Box:
     """An object of no known type that hides a tensor."""
 
-    def __init__(self, held: Tensor) -> None:
+    def __init__(self, held):
         self.held = held
 
 
 class _Decoder(nn.Module):
     """A block with a second input by name, which returns a tuple."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.own, self.cross = _mlp(), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, *, memory: Any) -> tuple[Tensor, None]:
+    def forward(self, x, *, memory):
         if isinstance(memory, _Box):
             return x + self.own(x) * memory.held, None
         scores = self.cross(x) @ memory.transpose(1, 2)
         return x + self.own(x) + scores.softmax(-1) @ memory, None
 
 
-def _plain(net: _Net, x: Tensor) -> Tensor:
+def _plain(net, x):
     x = net.first(x)
     for block in net.blocks:
         x = x + block(x)
     return net.out(x)
 
 
-def _drops(net: _Net, x: Tensor) -> Tensor:
+def _drops(net, x):
     """Apply dropout before, around and behind the blocks."""
     x = nn.functional.dropout(net.first(x), 0.3)
     for block in net.blocks:
@@ -107,7 +94,7 @@ def _drops(net: _Net, x: Tensor) -> Tensor:
     return nn.functional.dropout(net.out(x), 0.3)
 
 
-def _branches(net: _Net, x: Tensor) -> Tensor:
+def _branches(net, x):
     """Leave out a parameter and the head in some micro-batches."""
     is_even = x.shape[0] % 2 == 0
     x = net.first(x) + net.bias if is_even else net.first(x)
@@ -116,23 +103,23 @@ def _branches(net: _Net, x: Tensor) -> Tensor:
     return net.out(x) if is_even else x
 
 
-def _skips(net: _Net, x: Tensor) -> Tensor:
+def _skips(net, x):
     """Add outputs of early blocks between late ones and behind them."""
-    kept: list[Tensor] = []
+    kept = []
     for number, block in enumerate(net.blocks):
         x = block(x * net.scale[number] + (kept[-2] * kept[-2] if number > 1 else 0.0))
         kept.append(x)
     return x + kept[0] + kept[1] * kept[0]
 
 
-def _adds_the_first(net: _Net, x: Tensor) -> Tensor:
+def _adds_the_first(net, x):
     x = first = net.first(x)
     for block in net.blocks:
         x = block(x) + first
     return x
 
 
-def _hooks(net: _Net, x: Tensor) -> Tensor:
+def _hooks(net, x):
     """Change gradients by hooks between the blocks and use the head twice."""
     x = net.first(x)
     for block in net.blocks:
@@ -141,7 +128,7 @@ def _hooks(net: _Net, x: Tensor) -> Tensor:
     return torch.cat([net.out(x), net.out(x + 1.0)])
 
 
-def _sums_gates(net: _Net, x: Tensor) -> Tensor:
+def _sums_gates(net, x):
     gates = []
     for block in net.blocks:
         found = block(x)
@@ -150,7 +137,7 @@ def _sums_gates(net: _Net, x: Tensor) -> Tensor:
     return torch.cat([x.flatten(), torch.stack(gates)])
 
 
-def _crosses(net: _Net, x: Tensor) -> Tensor:
+def _crosses(net, x):
     """Pass the encoder's output to each block of the decoder."""
     memory = x
     for block in net.encoder:
@@ -161,15 +148,15 @@ def _crosses(net: _Net, x: Tensor) -> Tensor:
     return net.out(x)
 
 
-def _boxes(net: _Net, x: Tensor) -> Tensor:
+def _boxes(net, x):
     box = _Box(net.first(x))
     for block in net.blocks:
         x, _ = block(x, memory=box)
     return x
 
 
-def _in_order(*order: int) -> Callable[[Any, Tensor], Tensor]:
-    def call(net: _Net, x: Tensor) -> Tensor:
+def _in_order(*order):
+    def call(net, x):
         for number in order:
             x = x + net.blocks[number](x)
         return x
@@ -177,7 +164,7 @@ def _in_order(*order: int) -> Callable[[Any, Tensor], Tensor]:
     return call
 
 
-def _reads_another(net: _Net, x: Tensor) -> Tensor:
+def _reads_another(net, x):
     for number, block in enumerate(net.blocks):
         x = x + block(x)
         if number == 0:
@@ -185,12 +172,12 @@ def _reads_another(net: _Net, x: Tensor) -> Tensor:
     return x
 
 
-def _ties(net: _Net, x: Tensor) -> Tensor:
+def _ties(net, x):
     """Use a weight before the blocks and behind them."""
     return nn.functional.linear(_adds_the_first(net, x), net.first.weight)
 
 
-WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+WAYS = {
     "tied": _ties,
     "branches": _branches,
     "mappings": _sums_gates,
@@ -211,7 +198,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 BLOCKS = {"mappings": _UnevenBlock, "encoder and decoder": _Decoder, "boxed": _Decoder}
 
 
-def _make(kind: str) -> nn.Module:
+def _make(kind):
     net = _Net(WAYS.get(kind, _plain), BLOCKS.get(kind, _mlp))
     if kind.endswith("frozen blocks"):
         for part in (net.first, *net.blocks[: int(kind[0])]):
@@ -223,25 +210,20 @@ def _make(kind: str) -> nn.Module:
         net.first.weight.register_hook(lambda grad: grad * 0.5)
     elif kind == "stashed":
 
-        def stash(module: Any, args: Any) -> None:
+        def stash(module, args):
             net.stashed = module[0](args[0]).mean()
 
         net.blocks[1].register_forward_pre_hook(stash)
     return net
 
 
-def _batches(step: int, rank: int = 0, number: int = 3) -> list[Tensor]:
+def _batches(step, rank=0, number=3):
     """Draw micro-batches of different sizes."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randn(2 + micro, 4, WIDTH, generator=generator) for micro in range(number)]
 
 
-# ------------------------------------------------------------------------------- the same bits
-
-
-def _train(
-    model: nn.Module, config: dict[str, Any], ranks: SimulatedRanks | None, steps: int = STEPS
-) -> tuple[Any, ...]:
+def _train(model, config, ranks, steps=STEPS):
     """Train and return losses and norms, skipped steps, and values."""
     engine = zero_core.build(model, config, process_group=ranks)
     seen = []
@@ -253,13 +235,7 @@ def _train(
     return seen, engine.skipped_steps, values
 
 
-def _same_bits(
-    ranks: SimulatedRanks | None,
-    kind: str,
-    config: dict[str, Any],
-    schedule: str = "vertical",
-    steps: int = STEPS,
-) -> int:
+def _same_bits(ranks, kind, config, schedule="vertical", steps=STEPS):
     expected = _train(_make(kind), config, ranks, steps)
     found = _train(_make(kind), config | {"accumulation_schedule": schedule}, ranks, steps)
     assert found[:2] == expected[:2]
@@ -280,7 +256,7 @@ def test_bits_are_those_of_the_horizontal_schedule(world_size, stage, kind):
 
 CLIPPED = {"gradient_clipping": 0.5}
 OVERFLOWING = {"enabled": True, "hysteresis": 1, "initial_scale_power": 20}
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "clipping": CLIPPED,
     "clipping in bf16": {**CLIPPED, "bf16": {"enabled": True}},
     "clipping and overflow": {**CLIPPED, "fp16": OVERFLOWING},
@@ -310,7 +286,7 @@ def test_bits_are_the_same_with(world_size, stage, name):
     assert [0 < num < 8 for num in skipped] == [name == "clipping and overflow"] * world_size
 
 
-def _draws_the_same(ranks: SimulatedRanks | None, further: dict[str, Any]) -> None:
+def _draws_the_same(ranks, further):
     for stage in (0, 3):
         _same_bits(ranks, "dropout", _config(stage) | further)
 
@@ -337,16 +313,15 @@ def test_random_numbers_of_the_program_are_left_alone(schedule):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_bits_are_those_of_a_loop_of_forward_backward_and_step(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_bits_are_those_of_a_loop_of_forward_backward_and_step(ranks, stage):
     engine = zero_core.build(_make("tied"), _config(stage), process_group=ranks)
     train(engine, [x for step in range(STEPS) for x in _batches(step, ranks.rank)])
     vertical = _train(_make("tied"), _config(stage) | VERTICAL, ranks)
     assert_same(vertical[2], engine.full_state_dict(dtype=torch.float32))
 
 
-def _compiled() -> None:
+@alone
+def test_bits_are_the_same_with_compiled_blocks():
     for block in (None, {}):
         found = []
         for schedule in ("horizontal", "vertical"):
@@ -359,20 +334,13 @@ def _compiled() -> None:
         assert_same(found[0][2], found[1][2])
 
 
-def test_bits_are_the_same_with_compiled_blocks():
-    run_alone(_compiled)
-
-
-# ------------------------------------------------------------------------------------ its costs
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_steps", [2, 5])
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_parameters_are_gathered_in_two_passes_per_step_however_many_micro_batches(
-    ranks: SimulatedRanks, micro_steps: int
-) -> None:
+    ranks, micro_steps
+):
     config = _config(gradient_accumulation_steps=micro_steps)
     found = {}
     for schedule in ("horizontal", "vertical"):
@@ -391,14 +359,14 @@ def test_parameters_are_gathered_in_two_passes_per_step_however_many_micro_batch
 
 
 def test_memory_has_the_blocks_inputs_of_all_micro_batches_and_the_logits_of_one():
-    inputs: list[StorageWeakRef] = []
-    logits: list[StorageWeakRef] = []
-    num_alive: list[tuple[int, int]] = []
+    inputs = []
+    logits = []
+    num_alive = []
 
-    def note_input(module: nn.Module, args: Any) -> None:
+    def note_input(module, args):
         inputs.append(StorageWeakRef(args[0].untyped_storage()))
 
-    def note_logits(module: nn.Module, args: Any, output: Tensor) -> None:
+    def note_logits(module, args, output):
         logits.append(StorageWeakRef(output.untyped_storage()))
         alive = [sum(not ref.expired() for ref in refs) for refs in (inputs, logits)]
         num_alive.append((alive[0], alive[1]))
@@ -413,14 +381,11 @@ def test_memory_has_the_blocks_inputs_of_all_micro_batches_and_the_logits_of_one
     assert all(ref.expired() for ref in (*inputs, *logits))
 
 
-# ---------------------------------------------------------------------- failures and evaluations
-
-
 @pytest.mark.parametrize(
     ("stage", "fails_in"), [(1, "blocks.2"), (3, "blocks.0"), (3, "blocks.2"), (3, "out")]
 )
 def test_training_goes_on_after_a_forward_that_failed_and_an_evaluation(fails_in, stage):
-    def fail(module: nn.Module, args: Any, output: Tensor) -> None:
+    def fail(module, args, output):
         if is_failing and output.shape[0] == 3:
             raise ArithmeticError("on purpose")
 
@@ -465,12 +430,12 @@ def test_model_without_blocks_is_refused():
 
 
 @on_ranks(2)
-def test_block_that_changes_a_buffer_of_all_ranks_is_refused(ranks: SimulatedRanks) -> None:
-    def count(module: Any, args: Any, output: Any) -> None:
+def test_block_that_changes_a_buffer_of_all_ranks_is_refused(ranks):
+    def count(module, args, output):
         module.num_calls += 1
 
-    def step(*, broadcasts: bool) -> None:
-        model: Any = _make("plain")
+    def step(*, broadcasts):
+        model = _make("plain")
         model.blocks[1].register_buffer("num_calls", torch.zeros(()))
         model.blocks[1].register_forward_hook(count)
         config = _config(2, broadcast_buffers=broadcasts) | VERTICAL
@@ -504,9 +469,6 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
         train(engine, _batches(0)[:1])
         with pytest.raises(RuntimeError, match="runs a whole step"):
             engine.train_batch(_batches(0))
-
-
-# ----------------------------------------------------------------------------------------- auto
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """Files, classes and calls of a plain stage-3 step: the length of what its reader has to know."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import nn
@@ -18,12 +15,12 @@ SOURCE = Path(zero_core.__file__).parent
 class _Walk:
     """Files, classes and calls of this package, but for what is below `Communicator`."""
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-        self.classes: set[str] = set()
+    def __init__(self):
+        self.files = set()
+        self.classes = set()
         self.num_calls = 0
 
-    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+    def __call__(self, frame, event, arg):
         path = Path(frame.f_code.co_filename)
         if event != "call" or not path.is_relative_to(SOURCE):
             return
@@ -40,19 +37,19 @@ class _Walk:
 class _Four(nn.Module):
     """The root and four blocks that FSDP2 was counted with: no model of `testing` is so small."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(16, 16)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
         return x
 
 
-def _walks(rank: int, world_size: int) -> None:
+def _walks(rank, world_size):
     model = _Four()
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -79,5 +76,5 @@ def _walks(rank: int, world_size: int) -> None:
     engine.close()
 
 
-def test_a_step_of_stage_3_walks_through_few_files_classes_and_calls() -> None:
+def test_a_step_of_stage_3_walks_through_few_files_classes_and_calls():
     spawn(_walks, 2)

@@ -1,20 +1,14 @@
 """Diagnosis of ranks that wait for each other, in virtual time."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.board import Board
 
-import zero_core
 from zero_core.core.extension import EndedStep
 from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.testing import Case, make_tower, rows, train
@@ -26,21 +20,19 @@ from zero_core.watch.watch import Watch
 
 WITHIN_S = 10.0
 FORWARD = [f"forward of unit {u} (blocks.{u - 1})" for u in range(1, 5)]
-_Stage = tuple[str, str, float]
-"""A place, the collective that all ranks meet in behind it, and how long a rank is there."""
 
 
 class _Ranks:
     """Ranks that follow a program of places. Each collective ends when all ranks are in it."""
 
-    def __init__(self, size: int, *, within_s: float = WITHIN_S) -> None:
+    def __init__(self, size, *, within_s=WITHIN_S):
         self.now = 0.0
-        self.table: dict[int, str] = {}
-        self.silent: set[int] = set()
+        self.table = {}
+        self.silent = set()
         """Ranks whose process is stopped."""
         self.places = [Place() for _ in range(size)]
-        self.watches: list[Watch] = []
-        self.boards: list[Board] = []
+        self.watches = []
+        self.boards = []
         for rank, place in enumerate(self.places):
             self.boards.append(Board(self.table, rank))
             board = self.boards[rank]
@@ -48,7 +40,7 @@ class _Ranks:
             watch.tick(0.0)
             self.watches.append(watch)
 
-    def tick(self, until: float) -> None:
+    def tick(self, until):
         """Let time pass up to ``until``, with the beats of the time between."""
         step = self.watches[0].interval_s
         while self.now + step <= until:
@@ -57,7 +49,7 @@ class _Ranks:
                 if rank not in self.silent:
                     watch.tick(self.now)
 
-    def run(self, stages: Iterator[list[_Stage]]) -> None:
+    def run(self, stages):
         """Run stages: each has a rank's place, the collective behind it, and its seconds."""
         for stage in stages:
             start = self.now
@@ -77,24 +69,24 @@ class _Stalled:
 
     host = "rank 0 of the job"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.has_resumed = threading.Event()
 
-    def publish(self, beat: str) -> None:
+    def publish(self, beat):
         pass
 
-    def read(self, ranks: Sequence[int]) -> dict[int, str]:
+    def read(self, ranks):
         self.has_resumed.wait()
         raise RuntimeError("it has ended")
 
 
 @pytest.fixture(autouse=True)
-def far(monkeypatch: pytest.MonkeyPatch) -> None:
+def far(monkeypatch):
     """Hide the ranks' processes from each other, as on different hosts."""
     monkeypatch.setattr(beats, "process_state", lambda pid: "")
 
 
-def healthy(num_steps: int, size: int) -> Iterator[list[_Stage]]:
+def healthy(num_steps, size):
     """Yield steps of different lengths, with compilation, saves, and a slow or evaluating rank."""
     chance = random.Random(1)
     for step in range(num_steps):
@@ -112,14 +104,14 @@ def healthy(num_steps: int, size: int) -> Iterator[list[_Stage]]:
         yield [("step()", "sum of the step's statistics", chance.random() / 9)] * size
 
 
-def test_no_line_is_logged_in_healthy_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_line_is_logged_in_healthy_steps(caplog):
     ranks = _Ranks(3)
     ranks.run(healthy(2000, 3))
     assert ranks.now > 1000.0
     assert not caplog.records
 
 
-def _hang(ranks: _Ranks, act: Callable[[_Ranks], None]) -> None:
+def _hang(ranks, act):
     ranks.run(healthy(5, len(ranks.places)))
     for place in ranks.places:
         place.num_steps = 5
@@ -133,16 +125,16 @@ def _hang(ranks: _Ranks, act: Callable[[_Ranks], None]) -> None:
     ranks.tick(ranks.now + WITHIN_S)
 
 
-def _stop(ranks: _Ranks) -> None:
+def _stop(ranks):
     ranks.silent.add(1)
 
 
-def _turn(ranks: _Ranks) -> None:
+def _turn(ranks):
     ranks.places[1].begin_wait("reduce_scatter of unit 2 (blocks.1)")
 
 
-def _goes(doing: str) -> Callable[[_Ranks], None]:
-    def act(ranks: _Ranks) -> None:
+def _goes(doing):
+    def act(ranks):
         ranks.places[1].end_wait()
         ranks.places[1].enter(doing)
 
@@ -162,9 +154,7 @@ _CAUSES = {
 
 
 @pytest.mark.parametrize(("act", "said"), _CAUSES.items())
-def test_each_rank_that_waits_names_the_cause_once_in_time(
-    act: Any, said: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_rank_that_waits_names_the_cause_once_in_time(act, said, caplog):
     ranks = _Ranks(3)
     _hang(ranks, act)
     waiting = [0, 1, 2] if act is _turn else [0, 2]
@@ -176,7 +166,7 @@ def test_each_rank_that_waits_names_the_cause_once_in_time(
     assert len(caplog.records) == len(waiting)
 
 
-def test_a_rank_that_gave_up_is_not_the_cause() -> None:
+def test_a_rank_that_gave_up_is_not_the_cause():
     ranks = _Ranks(3, within_s=0.0)
     ranks.watches[1].note_cause("the forward of unit 1 (blocks.0) raised ArithmeticError: NaN")
     assert "rank 1: the forward of unit 1" in ranks.watches[2].explain()
@@ -185,9 +175,7 @@ def test_a_rank_that_gave_up_is_not_the_cause() -> None:
     assert ranks.watches[0].explain() == "rank 1: its engine was closed"
 
 
-def test_a_store_that_does_not_answer_is_named_and_blocks_neither_thread(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_store_that_does_not_answer_is_named_and_blocks_neither_thread(caplog):
     store, place = _Stalled(), Place()
     board = ThreadedBoard(store)
     watch = Watch(board, place, rank=1, world_size=2, within_s=2.0)
@@ -204,9 +192,7 @@ def test_a_store_that_does_not_answer_is_named_and_blocks_neither_thread(
     assert board.is_lost
 
 
-def test_a_beat_of_another_version_is_logged_once_and_the_others_are_read(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_beat_of_another_version_is_logged_once_and_the_others_are_read(caplog):
     ranks = _Ranks(3)
     ranks.silent.add(0)
     for strange in ('["a", 1]', "{", "null", "[1, 2, 3, 4, 5, 6, 7, 8, 9]"):
@@ -217,9 +203,7 @@ def test_a_beat_of_another_version_is_logged_once_and_the_others_are_read(
 
 
 @pytest.mark.parametrize("size", [9, 30])
-def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(
-    size: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(size, caplog, monkeypatch):
     monkeypatch.setattr(watches, "_WINDOW", 8)
     ranks = _Ranks(size)
     for place in ranks.places:
@@ -236,7 +220,7 @@ def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(
     assert len(caplog.records) == size - 1  # each rank that waits has named it
 
 
-def test_heartbeat_file_has_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_file_has_the_last_step(tmp_path, monkeypatch):
     path = tmp_path / "heartbeat"
     monkeypatch.setenv("ZERO_HEARTBEAT_FILE", str(path))
     for local_rank in ("1", "0"):
@@ -245,7 +229,7 @@ def test_heartbeat_file_has_the_last_step(tmp_path: Path, monkeypatch: pytest.Mo
         for file in HeartbeatFile.wanted(rank=8):
             file.stepped(EndedStep(3, "", [], 1, {}))
     assert json.loads(path.read_text())["rank"] == 8
-    engine = zero_core.build(make_tower(1), Case().config())
+    engine = Case().build(model=make_tower(1))
     train(engine, [rows(0, 0), rows(1, 0)])
     engine.close()
     assert json.loads(path.read_text())["step"] == 1  # at most once a second

@@ -1,37 +1,45 @@
-"""Patches of the weights: a receiver has the engine's bits after each one."""
-
-from __future__ import annotations
+"""Patches of the weights: a receiver has the engine's bits, and positions are encoded exactly."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, make_model, on_ranks, seeded, simulate
-from zero_core.testing.training import assert_same, train_steps
+from zero_core.sharded.changes.log import Marks
+from zero_core.sharded.changes.positions import (
+    Form,
+    Kind,
+    compare,
+    decode,
+    decode_gaps,
+    encode,
+    encode_gaps,
+    from_low_bits,
+    pack_bits,
+    to_low_bits,
+    unpack_bits,
+)
+from zero_core.testing import Case, assert_same, make_model, on_ranks, seeded, simulate, train_steps
 
 PATCHES = {"weight_patches": {"versions": 8}}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _case(stage: int, dtype: str, lr: float = 1e-5, **zero: object) -> Case:
+def _case(stage, dtype, lr=1e-5, **zero):
     optimizer = {"type": "AdamW", "params": {"lr": lr}}
     return Case(stage, dtype, zero=zero, top={**PATCHES, "optimizer": optimizer})
 
 
-def _build(ranks: SimulatedRanks, case: Case) -> zero_core.Engine:
-    return zero_core.build(make_model(), case.config(), process_group=ranks)
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
+def _bits(value):
     return value.reshape(-1).view(torch.uint8)
 
 
-def _assert_same(engine: zero_core.Engine, receiver: nn.Module) -> None:
+def _assert_same(engine, receiver):
     """Compare on rank 0. Every rank must call it."""
     found = receiver.state_dict()
     for name, value in engine.full_state_dict(rank=0).items():
@@ -47,39 +55,37 @@ def _assert_same(engine: zero_core.Engine, receiver: nn.Module) -> None:
         pytest.param(2, 3, "bf16", 201, marks=pytest.mark.slow),
     ],
 )
-def test_a_receiver_follows_every_version(tmp_path, world_size, stage, dtype, steps):
-    def program(ranks: SimulatedRanks) -> None:
-        engine = _build(ranks, _case(stage, dtype))
-        receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
-        versions = [0, 0]
-        for step in range(steps):
-            train_steps(engine, step, step + 1)
-            if step == steps // 3:
-                engine.save_checkpoint(tmp_path)
-            if step == steps // 2:
-                engine.load_checkpoint(tmp_path)
-            if step == steps // 2 + 2:
-                for name in ("embed.weight", "frozen.0.up.weight"):
-                    param = engine.module.get_parameter(name)
-                    with engine.gathered(params=[param], modifier_rank=0):
-                        if ranks.rank == 0:
-                            param.data[0] = 2.0
-            for number in range(1 if step % 5 else 2):
-                patch = engine.weight_patch(since=versions[number])
-                versions[number] = patch.version
-                if ranks.rank == 0:
-                    known = None if step else 0
-                    zero_core.apply_patch(receivers[number], patch, version=known)
-            if step % 5 == 0:
-                for receiver in receivers:
-                    _assert_same(engine, receiver)
-        assert versions[0] == engine.patch_version
-        assert engine.patch_version >= steps - engine.skipped_steps
-
-    simulate(program, world_size)
+@on_ranks()
+def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype, steps):
+    engine = _case(stage, dtype).build(ranks)
+    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
+    versions = [0, 0]
+    for step in range(steps):
+        train_steps(engine, step, step + 1)
+        if step == steps // 3:
+            engine.save_checkpoint(tmp_path)
+        if step == steps // 2:
+            engine.load_checkpoint(tmp_path)
+        if step == steps // 2 + 2:
+            for name in ("embed.weight", "frozen.0.up.weight"):
+                param = engine.module.get_parameter(name)
+                with engine.gathered(params=[param], modifier_rank=0):
+                    if ranks.rank == 0:
+                        param.data[0] = 2.0
+        for number in range(1 if step % 5 else 2):
+            patch = engine.weight_patch(since=versions[number])
+            versions[number] = patch.version
+            if ranks.rank == 0:
+                known = None if step else 0
+                zero_core.apply_patch(receivers[number], patch, version=known)
+        if step % 5 == 0:
+            for receiver in receivers:
+                _assert_same(engine, receiver)
+    assert versions[0] == engine.patch_version
+    assert engine.patch_version >= steps - engine.skipped_steps
 
 
-def _mlp(seed: int = 0, width: int = 128) -> nn.Sequential:
+def _mlp(seed=0, width=128):
     with seeded(seed):
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         for param in model.parameters():
@@ -87,24 +93,16 @@ def _mlp(seed: int = 0, width: int = 128) -> nn.Sequential:
     return model
 
 
-def _mlp_config(stage: int, **top: object) -> dict[str, object]:
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.0}},
-        "zero_optimization": {"stage": stage},
-        **PATCHES,
-        **top,
-    }
+def _mlp_config(stage, **top):
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.0}}
+    return Case(stage, "bf16", top={"optimizer": optimizer, **PATCHES, **top}).config()
 
 
-def _build_mlp(
-    ranks: SimulatedRanks | None, stage: int, width: int = 128, **top: object
-) -> zero_core.Engine:
+def _build_mlp(ranks, stage, width=128, **top):
     return zero_core.build(_mlp(0, width), _mlp_config(stage, **top), process_group=ranks)
 
 
-def _train(engine: zero_core.Engine, steps: int = 1, width: int = 128) -> None:
+def _train(engine, steps=1, width=128):
     for _ in range(steps):
         generator = torch.Generator().manual_seed(engine.global_steps + 100 * engine.rank)
         x = torch.randn(4, width, generator=generator)
@@ -175,7 +173,7 @@ def test_patches_of_another_engine_and_missing_logs_are_refused():
         zero_core.apply_patch(receiver, engine.weight_patch(since=0))
     with pytest.raises(zero_core.CheckpointError, match="belongs to an engine"):
         zero_core.apply_patch(engine.module, engine.weight_patch())
-    without = zero_core.build(_mlp(), Case().config())
+    without = Case().build(model=_mlp())
     with pytest.raises(RuntimeError, match="set weight_patches"):
         without.weight_patch(since=0)
     assert without.weight_patch().version == 0
@@ -216,11 +214,11 @@ def test_a_damaged_or_foreign_patch_changes_nothing():
     _assert_same(engine, receiver)
 
 
-def _in_folder(folder: Path) -> dict[str, torch.Tensor]:
+def _in_folder(folder):
     return {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
 
 
-def _to_folder(ranks: SimulatedRanks, folder: Path, num_files: int) -> None:
+def _to_folder(ranks, folder, num_files):
     engine = _build_mlp(ranks, 3)
     engine.export_safetensors(folder)
     version = engine.patch_version
@@ -240,12 +238,11 @@ def _to_folder(ranks: SimulatedRanks, folder: Path, num_files: int) -> None:
         values = engine.full_state_dict(rank=0)
         if ranks.rank == 0:
             assert_same(_in_folder(folder), values)
-    config = Case(dtype="bf16").config()
-    loaded = zero_core.build(_mlp(1), config, pretrained=folder, process_group=ranks)
+    loaded = Case(dtype="bf16").build(ranks, _mlp(1), pretrained=folder)
     assert_same(loaded.full_state_dict(), engine.full_state_dict())
 
 
-def _whole_into_folder(ranks: SimulatedRanks, folder: Path) -> None:
+def _whole_into_folder(ranks, folder):
     """Two engines without a log: their patches have one number, 0."""
     for seed in range(2):
         engine = _build_mlp(ranks, 0, weight_patches=None)
@@ -276,7 +273,7 @@ def test_a_folder_is_replaced_file_by_file_by_patches_in_turn(tmp_path, monkeypa
 
 
 def test_a_folder_in_which_nothing_could_be_written_keeps_its_values(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError("no space left")
 
     engine = _build_mlp(None, 0)
@@ -297,7 +294,7 @@ def test_buffers_travel_when_they_change(ranks):
     norm, out = nn.BatchNorm1d(128), nn.Linear(128, 128)
     receiver = nn.Sequential(copy.deepcopy(norm), copy.deepcopy(out))
     model = nn.Sequential(norm, out)
-    engine = zero_core.build(model, _case(1, "fp32").config(), process_group=ranks)
+    engine = _case(1, "fp32").build(ranks, model)
     whole = engine.weight_patch()
     _train(engine)
     patch = engine.weight_patch(since=whole.version)
@@ -311,7 +308,7 @@ def test_buffers_travel_when_they_change(ranks):
 
 
 def test_the_plan_has_the_most_bytes_of_the_log():
-    def host_bytes(**settings: object) -> int:
+    def host_bytes(**settings):
         config = Case(0, "bf16", top={"weight_patches": settings}).config()
         plan = zero_core.plan(_mlp(), config, world_size=2)
         return plan.memory.host["weight patches"]
@@ -334,3 +331,103 @@ def test_a_patch_serves_values_from_between_its_versions(ranks, steps):
         receiver.load_state_dict(halfway)
         zero_core.apply_patch(receiver, patch, version=0)
     _assert_same(engine, receiver)
+
+
+@st.composite
+def masks(draw):
+    numel = draw(st.integers(1, 3000))
+    share = draw(st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 0.97, 1.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    return torch.rand(numel, generator=generator) < share
+
+
+@given(masks(), st.sampled_from([None, 2, 4]))
+def test_an_encoding_decodes_to_its_positions(mask, value_bytes):
+    positions = mask.nonzero().view(-1)
+    assert torch.equal(decode_gaps(encode_gaps(positions)), positions)
+    assert torch.equal(unpack_bits(pack_bits(mask), mask.numel()), mask)
+    kind, encoded = encode(mask, value_bytes)
+    found = torch.zeros_like(mask)
+    found[decode(kind, encoded, mask.numel())] = True
+    assert torch.equal(found, mask) or (value_bytes and kind is Kind.ALL and found.all())
+    if value_bytes:
+        assert encoded.numel() + int(found.sum()) * value_bytes <= mask.numel() * value_bytes
+
+
+@given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=200), st.data())
+def test_a_comparison_finds_every_differing_bit(bits, data):
+    numel = len(bits)
+    old = torch.tensor(bits, dtype=torch.int32).to(torch.int16)
+    new = old.clone()
+    where = sorted(data.draw(st.sets(st.integers(0, numel - 1))))
+    flips = [1 << data.draw(st.integers(0, 14)) for _ in where]
+    for place, flip in zip(where, flips, strict=True):
+        new[place] ^= flip
+    shift = data.draw(st.integers(0, min(3, numel - 1)))
+    for dtype in (torch.bfloat16, torch.float16):  # NaNs of all kinds among them
+        changed, far = compare(old.view(dtype)[shift:], new.view(dtype)[shift:])
+        found = changed.nonzero().view(-1).tolist()
+        assert found == [place - shift for place in where if place >= shift]
+        moved = (old.to(torch.int32) - new.to(torch.int32)).abs()[shift:]
+        assert not bool((~far & (moved > 7)).any())
+
+
+def test_values_that_changed_their_sign_are_far():
+    """The largest NaN and the smallest negative number are neighbours as 16-bit integers."""
+    ends = torch.tensor([0x7FFF, 0x7FFE, -0x7FFF, -0x8000], dtype=torch.int32).to(torch.int16)
+    changed, far = compare(ends, ends.flip(0))
+    assert changed.tolist() == far.tolist() == [True, True, True, True]
+
+
+@given(st.integers(1, 2000), st.lists(masks(), min_size=1, max_size=8), st.randoms())
+def test_marks_are_the_union_of_what_was_added(numel, added, random):
+    marks, expected = Marks(numel), torch.zeros(numel, dtype=torch.bool)
+    for mask in added:
+        start = random.randrange(numel)
+        part = mask[: numel - start]
+        marks.add(start, part)
+        expected[start : start + part.numel()] |= part
+    for _ in range(2):
+        found = torch.zeros_like(expected)
+        marks.mark(found)
+        assert torch.equal(found, expected)
+        assert marks.is_marked == bool(expected.any())
+        marks.compact()
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.01, 0.012), (0.5, 0.125)])
+def test_compact_marks_take_a_byte_per_position_or_a_bit_per_element(share, most):
+    numel = 1 << 20
+    marks = Marks(numel)
+    marks.add(0, torch.rand(numel, generator=torch.Generator().manual_seed(0)) < share)
+    marks.compact()
+    assert marks.nbytes <= numel * most
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoded", "numel"),
+    [
+        (Kind.ALL, [1], 3),
+        (Kind.BITS, [1], 9),
+        (Kind.BITS, [0b1000], 3),
+        (Kind.GAPS, [3], 3),
+        (Kind.GAPS, [0, 255], 3),
+    ],
+)
+def test_an_encoding_of_other_positions_is_refused(kind, encoded, numel):
+    with pytest.raises(ValueError, match="encode no positions"):
+        decode(kind, torch.tensor(encoded, dtype=torch.uint8), numel)
+
+
+@given(st.integers(-(2**15), 2**15 - 1), st.integers(-127, 127), st.integers(0, 127))
+def test_low_bits_lead_to_the_new_value_from_any_old_one_nearby(new, distance, between):
+    def value(ordered):
+        bits = ordered ^ 0x7FFF if ordered < 0 else ordered
+        return torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
+
+    for form, limit in ((Form.LOW4, 7), (Form.LOW8, 127)):
+        old = min(max(new + max(-limit, min(limit, distance)), -(2**15)), 2**15 - 1)
+        nearer = new + (old - new) * between // 127  # of a receiver on the way
+        for start in (old, nearer):
+            found = from_low_bits(value(start), to_low_bits(value(new), form), form)
+            assert torch.equal(found.view(torch.int16), value(new).view(torch.int16))

@@ -1,7 +1,5 @@
 """Optimizers that update whole parameters, against their own step under DDP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,18 +10,10 @@ import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.owners import assign_owners
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    batch,
-    make_model,
-    on_ranks,
-    run_ddp,
-    run_engine,
-    simulate,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, step_ddp, train
 
 STEPS = 3
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -246,12 +236,10 @@ def _muon_of(stage, ranks):
     return zero_core.build(make_model(), config, process_group=ranks)
 
 
-def _adafactor_of(stage, ranks):
-    return engine_of(OPTIMIZERS["Adafactor"], stage, ranks)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("make", [_adafactor_of, _muon_of])
+@pytest.mark.parametrize(
+    "make", [lambda stage, ranks: engine_of(OPTIMIZERS["Adafactor"], stage, ranks), _muon_of]
+)
 @on_ranks(2)
 def test_own_states_are_restored_all_or_none(ranks, make, stage):
     engine, other = (make(stage, ranks) for _ in range(2))
@@ -278,7 +266,7 @@ def test_own_states_are_restored_all_or_none(ranks, make, stage):
         wrong = (before[name][0], {what: torch.zeros(1, 1, 1, 2)})
         with pytest.raises(ValueError, match="load a checkpoint instead"):
             other.states.load_own({**saved, name: wrong})
-    torch.testing.assert_close(own(other), before, rtol=0.0, atol=0.0)
+    assert_same(own(other), before)
     other.states.load_own(fresh)
     assert not any(states for _, states in own(other).values())
 

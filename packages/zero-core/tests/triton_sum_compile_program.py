@@ -49,13 +49,7 @@ def compile_sum(dtype: str, out_dtype: str, gpu: str) -> str:
             "numel": "i32",
             "num_slices": "i32",
         },
-        {
-            "DTYPE": dtype,
-            "OUT_DTYPE": out_dtype,
-            "HAS_NORM": True,
-            "HAS_FLAGS": True,
-            "TILE": TILE,
-        },
+        {"DTYPE": dtype, "OUT_DTYPE": out_dtype, "HAS_NORM": True, "HAS_FLAGS": True, "TILE": TILE},
         gpu,
     )
 

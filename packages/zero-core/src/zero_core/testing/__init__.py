@@ -27,7 +27,7 @@ from zero_core.testing.oracle import (
     train_unread,
 )
 from zero_core.testing.peak_memory import OwnPeakMemory, PeakMemory
-from zero_core.testing.ranks import preload, run_alone, run_on_processes, spawn
+from zero_core.testing.ranks import alone, on_processes, preload, run_alone, run_on_processes, spawn
 from zero_core.testing.simulated import (
     GatedRanks,
     SimulatedRanks,
@@ -35,7 +35,16 @@ from zero_core.testing.simulated import (
     on_ranks,
     simulate,
 )
-from zero_core.testing.training import check_like_ddp, loss_of, step_ddp, train, train_ddp
+from zero_core.testing.training import (
+    adamw,
+    assert_same,
+    check_like_ddp,
+    loss_of,
+    step_ddp,
+    train,
+    train_ddp,
+    train_steps,
+)
 
 __all__ = [
     "LR",
@@ -53,6 +62,9 @@ __all__ = [
     "SimulatedRanks",
     "Tower",
     "Trace",
+    "adamw",
+    "alone",
+    "assert_same",
     "batch",
     "check_left_anywhere",
     "check_like_ddp",
@@ -63,6 +75,7 @@ __all__ = [
     "loss_of",
     "make_model",
     "make_tower",
+    "on_processes",
     "on_ranks",
     "preload",
     "read_gaps",
@@ -77,6 +90,7 @@ __all__ = [
     "step_ddp",
     "train",
     "train_ddp",
+    "train_steps",
     "train_unread",
     "wide_blocks",
 ]

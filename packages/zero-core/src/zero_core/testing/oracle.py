@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.comm.topology import find_ranks
+from zero_core.comm.topology import Ranks, find_ranks
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.simulated import SimulatedRanks
 
@@ -53,6 +53,13 @@ class Case:
             "zero_optimization": {"stage": self.stage, **self.zero},
             **self.top,
         }
+
+    def build(
+        self, ranks: Ranks | None = None, model: nn.Module | None = None, **further: Any
+    ) -> Any:
+        """Build an engine of ``model``, or of `Hard`. ``further``: for `zero_core.build`."""
+        module = make_model(self.width) if model is None else model
+        return zero_core.build(module, self.config(), process_group=ranks, **further)
 
 
 @dataclass

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -21,7 +24,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from zero_core.comm.topology import find_ranks
+from zero_core.comm.topology import Ranks, find_ranks
 
 # All that a rank of a test takes: the oracle imports most of it, test files the rest.
 _PRELOADED = [__name__, "zero_core.testing.oracle", "pytest", "hypothesis"]
@@ -79,6 +82,59 @@ def run_alone(worker: Callable[..., None], *args: Any) -> None:
     mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
         _run_alone, (worker, args), 1, start_method="forkserver"
     )
+
+
+def on_processes(
+    world_size: int | None = None,
+) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Run a test on gloo ranks, each of which is its first argument once.
+
+    ``world_size``: as of `on_ranks`. The test's other arguments are pickled.
+    """
+
+    def decorate(test: Callable[..., object]) -> Callable[..., None]:
+        def run(size: int, arguments: dict[str, Any]) -> None:
+            run_on_processes(_run_test, size, test.__module__, test.__name__, arguments)
+
+        return of_size(test, world_size, run)
+
+    return decorate
+
+
+def alone(test: Callable[..., object]) -> Callable[..., None]:
+    """Run a test in one process, as `run_alone` does. Its arguments are pickled."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        run_alone(_run_test, None, test.__module__, test.__name__, arguments)
+
+    return run
+
+
+def of_size(
+    test: Callable[..., object], world_size: int | None, run: Callable[[int, dict[str, Any]], None]
+) -> Callable[..., None]:
+    """Return a test without its first argument, which ``run`` makes.
+
+    ``world_size``: number of ranks; None: the test is parametrized by "world_size".
+    """
+    signature = inspect.signature(test)
+    further = list(signature.parameters.values())[1:]
+    if world_size is None:
+        further.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(test)
+    def run_test(**arguments: Any) -> None:
+        run(arguments.pop("world_size") if world_size is None else world_size, arguments)
+
+    vars(run_test)["__signature__"] = signature.replace(parameters=further)
+    return run_test
+
+
+def _run_test(ranks: Ranks | None, module: str, name: str, arguments: dict[str, Any]) -> None:
+    """Run what a decorator of this file has wrapped. Processes find it by name."""
+    test = vars(importlib.import_module(module))[name].__wrapped__
+    test(*[ranks] * (ranks is not None), **arguments)
 
 
 def _prepare() -> None:

@@ -108,8 +108,12 @@ def _starts_from_a_file(engine: Engine, folder: Path) -> list[float]:
     return [*losses, evaluate(engine, 0), micro_step(engine, 0), micro_step(engine, 1)]
 
 
-def _breaks_in_backward(engine: Engine, folder: Path) -> list[float]:
-    # Between two blocks, of which one has been reduced or updated by then.
+def _breaks_off(engine: Engine, folder: Path) -> list[float]:
+    # In a forward, in an evaluation, and in a backward between two blocks, of which one has been
+    # reduced or updated by then.
+    def refuse(module: nn.Module, inputs: object) -> None:
+        raise ZeroDivisionError
+
     def fail(grad: Tensor) -> None:
         raise ZeroDivisionError
 
@@ -117,6 +121,12 @@ def _breaks_in_backward(engine: Engine, folder: Path) -> list[float]:
         out.register_hook(fail)  # type: ignore[no-untyped-call]
 
     losses = [micro_step(engine, 0)]
+    hook = engine.module.get_submodule("blocks.2").register_forward_pre_hook(refuse)
+    for is_enabled in (True, False):
+        with suppress(ZeroDivisionError), torch.set_grad_enabled(is_enabled):
+            engine(**batch(1, 1, engine.rank))
+            raise AssertionError("forward went on")
+    hook.remove()
     hook = engine.module.get_submodule("blocks.1").register_forward_hook(break_behind)
     # All ranks have begun the same reductions when they break off.
     loss = engine(**{**batch(1, 0, engine.rank), "use_side": True})["loss"]
@@ -255,7 +265,7 @@ SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "is edited": (_is_edited, {}),
     "loads": (_loads, {}),
     "starts from a file": (_starts_from_a_file, {}),
-    "breaks in backward": (_breaks_in_backward, {}),
+    "breaks off": (_breaks_off, {}),
     "freezes and unfreezes": (_freezes_and_unfreezes, {}),
     "idles": (_idles, {}),
     "skips a step": (_skips_a_step, {}),

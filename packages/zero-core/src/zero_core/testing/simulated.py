@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 from zero_core.testing.late_device import NAME as LATE
 from zero_core.testing.late_device.library import LateWorld
+from zero_core.testing.ranks import of_size
 from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
@@ -317,18 +317,10 @@ def on_ranks(
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(test)
-        further = list(signature.parameters.values())[1:]
-        if world_size is None:
-            further.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
-
-        @functools.wraps(test)
-        def run(**arguments: Any) -> None:
-            size = arguments.pop("world_size") if world_size is None else world_size
+        def run(size: int, arguments: dict[str, Any]) -> None:
             program = functools.partial(test, **arguments)
             simulate(program, size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
 
-        vars(run)["__signature__"] = signature.replace(parameters=further)
-        return run
+        return of_size(test, world_size, run)
 
     return decorate

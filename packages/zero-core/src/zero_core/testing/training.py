@@ -42,6 +42,12 @@ def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[fl
     return losses
 
 
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Return the optimizer of `Case` for what a model trains."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+
 def train_ddp(
     model: nn.Module,
     ranks: SimulatedRanks,
@@ -53,9 +59,7 @@ def train_ddp(
     The reduced gradients of the micro-steps of a step, ``accumulation`` of every step or of each,
     are added up. A batch is None where this rank has no data. Return the losses.
     """
-    ddp = SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     counts = iter(accumulation) if isinstance(accumulation, Sequence) else repeat(accumulation)
     sums: dict[nn.Parameter, Tensor] = {}
     losses, count, num_done = [], next(counts), 0
@@ -65,8 +69,8 @@ def train_ddp(
             torch.autograd.backward(loss / count)
             losses.append(loss.item())
         ddp.average_gradients()
-        for param in trained:
-            if param.grad is not None:
+        for param in model.parameters():
+            if param.requires_grad and param.grad is not None:
                 grad, param.grad = param.grad, None
                 sums[param] = sums[param] + grad if param in sums else grad
         num_done += 1
@@ -105,12 +109,21 @@ def check_like_ddp(
     engine.close()
 
 
-def step_ddp(ddp: SimulatedDDP, optimizer: torch.optim.Optimizer, inputs: Inputs) -> float:
-    """Train one step by `SimulatedDDP` and an optimizer of the caller's. Return the loss."""
+def step_ddp(
+    ddp: SimulatedDDP,
+    optimizer: torch.optim.Optimizer,
+    inputs: Inputs,
+    edit: Callable[[nn.Module], object] = lambda module: None,
+) -> float:
+    """Train one step by `SimulatedDDP` and an optimizer of the caller's. Return the loss.
+
+    ``edit`` may change the module's averaged gradients.
+    """
     loss = loss_of(ddp, inputs)
     optimizer.zero_grad()
     torch.autograd.backward(loss)
     ddp.average_gradients()
+    edit(ddp.module)
     optimizer.step()
     return loss.item()
 

@@ -1,0 +1,16 @@
+"""State tiers that are a `DeviceTier` with a difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_core.optim.device_tier import DeviceTier
+
+
+class MadeTier(DeviceTier):
+    """A `DeviceTier` whose ``made`` is a factory for ``build(state_tier=...)``."""
+
+    @classmethod
+    def made(cls, **given: Any) -> DeviceTier:
+        names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
+        return cls(**{name: given[name] for name in names})
