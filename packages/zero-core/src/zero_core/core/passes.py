@@ -233,6 +233,7 @@ class BackwardPass:
         reductions: of units' gradients.
         params_with_grad: see `GradientSink`.
         should_sync: whether backwards reduce gradients: False within `no_sync`.
+        why_refused: why no backward may begin. None: one may.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class BackwardPass:
         )
         self.is_open = False
         self.should_sync = True
-        self._why_refused: str | None = None
+        self.why_refused: str | None = None
         # Whether the open backward reduces (not in no_sync; one rank: at the boundary only).
         self._is_reducing = False
         # Units recomputed in this backward: gradients to come since the last recomputation.
@@ -281,8 +282,8 @@ class BackwardPass:
 
         ``is_new``: it is that of a forward which has begun since the backward before.
         """
-        if self._why_refused is not None:
-            raise RuntimeError(self._why_refused)
+        if self.why_refused is not None:
+            raise RuntimeError(self.why_refused)
         self._place.check_finished("a backward")
         if not self._units.part_hooks.handles:
             self._units.part_hooks.resume()
@@ -293,10 +294,6 @@ class BackwardPass:
         self._units.saved.entered = None
         self._recomputed.clear()
         self.order.begin_backward(num_missing)
-
-    def refuse(self, reason: str | None) -> None:
-        """Refuse backwards for ``reason`` from now on, or allow them: None."""
-        self._why_refused = reason
 
     def begin_idle(self, uses: Counter[int]) -> None:
         """Begin a backward that brings no gradient. Its end follows the last forward's trail.

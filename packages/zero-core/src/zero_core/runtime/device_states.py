@@ -218,7 +218,7 @@ class DeviceStates:
         for refusal in self._refusals:
             refusal.remove()
         self._refusals.clear()
-        self._passes.backward.refuse(None)
+        self._passes.backward.why_refused = None
         if device.type != "cpu" and not non_blocking:
             torch.accelerator.synchronize(device)
 
@@ -250,4 +250,4 @@ class DeviceStates:
                 for module in self._state.module.modules()
             ]
         if BACKWARD_PARTS & self._away.keys():
-            self._passes.backward.refuse(self._explain("a backward", BACKWARD_PARTS))
+            self._passes.backward.why_refused = self._explain("a backward", BACKWARD_PARTS)
