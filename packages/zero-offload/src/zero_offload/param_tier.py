@@ -136,17 +136,14 @@ def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
     for count, (_, numel, _) in enumerate(shards):
         total += numel
         if total > settings.max_in_cpu:
-            _check_buffer_size(max(numel for _, numel, _ in shards[count:]), settings)
+            largest = max(numel for _, numel, _ in shards[count:])
+            if largest > settings.buffer_size:
+                raise ValueError(
+                    f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest "
+                    f"shard that is kept in the file has {largest}: raise it to that"
+                )
             return count
     return len(shards)
-
-
-def _check_buffer_size(largest: int, settings: ParamSettings) -> None:
-    if largest > settings.buffer_size:
-        raise ValueError(
-            f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard "
-            f"that is kept in the file has {largest}: raise it to that"
-        )
 
 
 class OffloadedParams:
@@ -238,15 +235,9 @@ class _Collected:
     spans: Intervals = field(default_factory=Intervals)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The values of a shard that were not new when it was written last, as those of padding."""
-
-    gaps: Intervals
-    values: list[Tensor]
-
-
-_NOTHING_KEPT = _Kept(Intervals(), [])
+_Kept = tuple[Intervals, list[Tensor]]
+"""Values of a shard that were not new when it was written last, as those of padding."""
+_NOTHING_KEPT: _Kept = Intervals(), []
 
 
 class FileShards:
@@ -314,9 +305,13 @@ class FileShards:
                 sooner.add(segment)
                 if segment in self._read or self._is_kept(segment):
                     continue
-                if self._is_changing(segment):
+                collected, written = self._collected, self._written.get(segment)
+                if collected is not None and collected.segment == segment:
                     return
-                self._forget_reads_except(segments)
+                if written is not None and not written.is_done:
+                    return
+                for dropped in [read for read in self._read if read not in segments]:
+                    self._forget_read(dropped)
                 buffer = self._buffer_for(segment, sooner)
                 if buffer is None:
                     return
@@ -335,7 +330,11 @@ class FileShards:
                 buffer = self._fetched.pop(segment)
             else:
                 if segment not in self._read:
-                    self._start_read(segment, self._buffer_for(segment) or self._least_needed())
+                    free = self._buffer_for(segment)
+                    if free is None:  # that of what is expected last
+                        self._forget_read(list(self._read)[-1])
+                        free = self._free.pop()
+                    self._start_read(segment, free)
                 buffer, transfer = self._read.pop(segment)
         is_whole = False
         try:
@@ -373,7 +372,7 @@ class FileShards:
             self._view(segment, collected.buffer)[start:stop].copy_(values)
             collected.spans = collected.spans.union(Intervals([(start, stop)]))
             gaps = collected.spans.complement(self._numel[segment])
-            if not gaps or self._kept.get(segment, _NOTHING_KEPT).gaps == gaps:
+            if not gaps or self._kept.get(segment, _NOTHING_KEPT)[0] == gaps:
                 self._send()
 
     def _new(self, memory: HostMemory) -> _Buffer:
@@ -382,11 +381,6 @@ class FileShards:
     def _view(self, segment: int, buffer: _Buffer) -> Tensor:
         dtype = self._dtype[segment]
         return buffer.memory[: self._numel[segment] * dtype.itemsize].view(dtype)
-
-    def _is_changing(self, segment: int) -> bool:
-        if self._collected is not None and self._collected.segment == segment:
-            return True
-        return segment in self._written and not self._written[segment].is_done
 
     def _start_read(self, segment: int, buffer: _Buffer) -> None:
         buffer.free()
@@ -425,18 +419,6 @@ class FileShards:
                 return self._fetched.pop(fetched)
         return None
 
-    def _least_needed(self) -> _Buffer:
-        segment = list(self._read)[-1]
-        buffer, _ = self._read[segment]
-        self._forget_read(segment)
-        self._free.remove(buffer)
-        return buffer
-
-    def _forget_reads_except(self, segments: Sequence[int]) -> None:
-        """Drop what was read ahead and is not expected any more."""
-        for segment in [read for read in self._read if read not in segments]:
-            self._forget_read(segment)
-
     def _forget_read(self, segment: int) -> None:
         """Drop what was read ahead of a shard."""
         if segment in self._read:
@@ -468,9 +450,9 @@ class FileShards:
 
     def _fill(self, segment: int, gaps: Intervals, values: Tensor) -> None:
         """Complete new values by the old ones. Those of small gaps are kept for the next time."""
-        kept = self._kept.pop(segment, _NOTHING_KEPT)
-        if kept.gaps == gaps:
-            for (start, stop), old in zip(gaps.spans, kept.values, strict=True):
+        kept_gaps, kept = self._kept.pop(segment, _NOTHING_KEPT)
+        if kept_gaps == gaps:
+            for (start, stop), old in zip(gaps.spans, kept, strict=True):
                 values[start:stop].copy_(old)
         else:
             whole = torch.empty(self._numel[segment], dtype=self._dtype[segment], device="cpu")
@@ -478,5 +460,4 @@ class FileShards:
             for start, stop in gaps.spans:
                 values[start:stop].copy_(whole[start:stop])
         if sum(stop - start for start, stop in gaps.spans) <= _MAX_KEPT:
-            found = [values[start:stop].clone() for start, stop in gaps.spans]
-            self._kept[segment] = _Kept(gaps, found)
+            self._kept[segment] = gaps, [values[a:b].clone() for a, b in gaps.spans]

@@ -26,7 +26,7 @@ from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import DeviceTier
 from zero_offload.tiers.share import device_bytes, host_share, state_bytes
 from zero_offload.tiers.twin import TwinTier
-from zero_offload.transfers.mover import DeviceMover
+from zero_offload.transfers.mover import Mover
 
 
 def create_tier(
@@ -85,7 +85,15 @@ def create_tier(
             "pass upload_codec"
         )
     geometry = Geometry(numel, pieces, params, len(groups))
-    _check_one_width(params)
+    dtypes = {tensor.dtype for _, tensor in params}
+    if torch.float64 in dtypes and len(dtypes) > 1:  # all master weights here have one dtype
+        others = sorted(str(dtype) for dtype in dtypes - {torch.float64})
+        raise ValueError(
+            f"offload_optimizer does not serve torch.float64 parameters beside {others}: its "
+            "master weights all have one dtype, so those would be updated in float64. Give all "
+            'trainable parameters one dtype, or leave the optimizer state on the device ("device": '
+            '"none"), which keeps each dtype apart'
+        )
     tiers = OffloadTiers(
         geometry,
         settings,
@@ -154,17 +162,4 @@ def make_device_tier(
     geometry = Geometry(numel, pieces, params, len(groups))
     frozen = freeze_groups(groups)
     stepper = TorchStepper(geometry, device, optimizer_class, frozen, is_in_place=True)
-    return DeviceTier(geometry, stepper, DeviceMover(geometry, device, param_store))
-
-
-def _check_one_width(params: Sequence[tuple[int, Tensor]]) -> None:
-    """Refuse float64 shards beside others: all master weights here have one dtype."""
-    dtypes = {tensor.dtype for _, tensor in params}
-    if torch.float64 in dtypes and len(dtypes) > 1:
-        others = sorted(str(dtype) for dtype in dtypes - {torch.float64})
-        raise ValueError(
-            f"offload_optimizer does not serve torch.float64 parameters beside {others}: its "
-            "master weights all have one dtype, so those would be updated in float64. Give all "
-            'trainable parameters one dtype, or leave the optimizer state on the device ("device": '
-            '"none"), which keeps each dtype apart'
-        )
+    return DeviceTier(geometry, stepper, Mover(geometry, device, param_store))

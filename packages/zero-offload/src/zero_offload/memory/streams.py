@@ -159,19 +159,6 @@ class HostStreams:
         raise AssertionError("copies within host memory leave no events")
 
 
-@dataclass(frozen=True, slots=True)
-class _Differences:
-    """The stream and buffer that an accelerator needs for parameters sent as differences.
-
-    Attributes:
-        checksums: the stream of checksums.
-        room: uint8, where a difference arrives.
-    """
-
-    checksums: torch.Stream
-    room: Tensor
-
-
 class AcceleratorStreams(HostStreams):
     """Copies on an accelerator, on streams of their own. See [Note: order of the streams].
 
@@ -186,7 +173,8 @@ class AcceleratorStreams(HostStreams):
         self.down = down
         self.up = up
         self._followers = [up]  # streams that wait for the caller's reads
-        self._differences: _Differences | None = None
+        self._checksums: torch.Stream | None = None  # with differences, as the next
+        self._room: Tensor | None = None  # where a difference arrives
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
         self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)  # of two threads
 
@@ -253,16 +241,16 @@ class AcceleratorStreams(HostStreams):
 
     def reserve_difference(self, nbytes: int) -> None:
         with self.up:  # where its memory is reused
-            room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._differences = _Differences(torch.Stream(self.device, priority=-1), room)
-        self._followers = [self.up, self._differences.checksums]
+            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._checksums = torch.Stream(self.device, priority=-1)
+        self._followers = [self.up, self._checksums]
 
     def checksum(
         self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[torch.Event]
     ) -> Checksum:
         """Enqueue on checksums. The worker waits for it: ``values`` are not freed before."""
-        assert self._differences is not None, "`reserve_difference` was called"
-        stream = self._differences.checksums
+        stream = self._checksums
+        assert stream is not None, "`reserve_difference` was called"
         for event in earlier:
             stream.wait_event(event)  # 7: checksums waits for earlier copies of the same
         with stream:
@@ -273,8 +261,8 @@ class AcceleratorStreams(HostStreams):
         self, codec: UploadCodec, target: Tensor, difference: Tensor
     ) -> torch.Event:
         """Enqueue on up, where one difference after another uses the same memory."""
-        assert self._differences is not None, "`reserve_difference` was called"
-        arrived = self._differences.room[: difference.numel()]
+        assert self._room is not None, "`reserve_difference` was called"
+        arrived = self._room[: difference.numel()]
         with self.up:
             with self._timed(_TO_DEVICE, self.up):
                 arrived.copy_(difference, non_blocking=True)

@@ -94,7 +94,8 @@ class BlockLayout:
         self._index = SpanMap((b.start, b.stop, i) for i, b in enumerate(self.blocks))
         everything = [*(_kept(rule, 0) for rule in rules), *(block.kept for block in self.blocks)]
         self.names = tuple(dict.fromkeys(name for kept in everything for name in kept))
-        self.record_bytes = [_num_bytes(block.kept, n) for block in self.blocks for n in self.names]
+        kept_or_none = (block.kept.get(n) for block in self.blocks for n in self.names)
+        self.record_bytes = [k[0].itemsize * k[1] if k else 0 for k in kept_or_none]
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield ``(index, a, b)``: the parts of ``[start, stop)`` in blocks."""
@@ -123,11 +124,6 @@ def _spans(geometry: Geometry, rules: Sequence[Rule]) -> Iterator[tuple[int, int
 def _kept(rule: Rule, numel: int) -> _Kept:
     whole = {} if rule.is_master_split else {MASTER: (torch.float32, numel)}
     return {**whole, **rule.stored(numel)}
-
-
-def _num_bytes(kept: _Kept, name: str) -> int:
-    dtype, numel = kept.get(name, (torch.uint8, 0))
-    return dtype.itemsize * numel
 
 
 class RuleStepper(Stepper):
@@ -225,7 +221,11 @@ class RuleStepper(Stepper):
             out: receives the rounded parameters; None if they are not needed.
             copies: as of `Rule.update`, clipped likewise.
         """
-        for a, b, terms in _grads_of(block, start, stop, grads):
+        is_any = block.rule.block == 1
+        calls = (
+            grads.segments(start, stop) if is_any else [(start, stop, grads.joined(start, stop))]
+        )
+        for a, b, terms in calls:
             own, copied = dict(stored), copies
             if (a, b) != (start, stop):
                 part = slice(a - start, b - start)
@@ -277,15 +277,6 @@ class RuleStepper(Stepper):
         if count == 0:
             self._fill(piece, is_fresh=False)
         self.num_steps[piece] = count
-
-
-def _grads_of(
-    block: Block, start: int, stop: int, grads: GradLedger
-) -> list[tuple[int, int, list[Tensor]]]:
-    """The span and the gradient's terms of each call of the block's rule."""
-    if block.rule.block == 1:
-        return grads.segments(start, stop)
-    return [(start, stop, grads.joined(start, stop))]
 
 
 def _kernel_grad(rule: Rule, terms: list[Tensor]) -> Grad:

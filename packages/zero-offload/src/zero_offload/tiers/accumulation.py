@@ -110,7 +110,7 @@ class GradSums:
         self, arrived: torch.Event | None, jobs: list[tuple[int, Tensor, _Parts]]
     ) -> None:
         if arrived is not None:
-            self._mover.wait(arrived)
+            self._mover.streams.wait(arrived)
         for start, total, parts in jobs:
             for a, b, terms in parts:
                 add_up(terms, total[a - start : b - start])
@@ -124,7 +124,7 @@ class GradSums:
 
     def _run_square_sum(self, arrived: torch.Event | None, parts: _Parts) -> float:
         if arrived is not None:
-            self._mover.wait(arrived)
+            self._mover.streams.wait(arrived)
         return sum(self._stepper.square_sum(terms) for _, _, terms in parts)
 
     def _submit(self, job: Callable[..., T], *args: object) -> Future[T]:

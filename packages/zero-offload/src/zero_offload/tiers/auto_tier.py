@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -70,19 +69,10 @@ def read_memory(device: torch.device) -> MemoryReading | None:
     except (AttributeError, RuntimeError) as error:  # torch 2.10's, or a backend without it
         _warn_unbounded(str(error))
         return None
-    module: object = torch.get_device_module(device)
-    if isinstance(module, _FractionModule):
-        allowed = round(module.get_per_process_memory_fraction(device) * total)
-    else:
-        allowed = total
+    # foreign: torch.cuda has a limit on this process's share of the memory, other modules may not
+    fraction = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    allowed = total if fraction is None else round(fraction(device) * total)
     return MemoryReading(min(free + reserved, allowed), peak, min(total, allowed))
-
-
-@runtime_checkable
-class _FractionModule(Protocol):
-    """A device module with a limit on this process's share of the memory, as ``torch.cuda``."""
-
-    def get_per_process_memory_fraction(self, device: torch.device) -> float: ...
 
 
 class DeviceRoom:
@@ -169,13 +159,9 @@ class AutoTier(TwinTier):
         self._num_updated[part.is_host] += sum(pieces[i].stop - pieces[i].start for i in active)
 
     def wait_part(self, part: Part, start: int, stop: int) -> None:
-        with self._measure_stall(part, start, stop):
+        is_late = part.is_host and not part.tier.are_params_ready(start, stop)
+        with self._stalls.measure() if is_late else nullcontext():
             super().wait_part(part, start, stop)
-
-    def _measure_stall(self, part: Part, start: int, stop: int) -> AbstractContextManager[None]:
-        if part.is_host and not part.tier.are_params_ready(start, stop):
-            return self._stalls.measure()
-        return nullcontext()
 
     def begin_round(self) -> None:
         """Evaluate the last step, and resplit before the first gradient of the next is offered."""

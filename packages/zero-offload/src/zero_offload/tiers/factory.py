@@ -30,7 +30,7 @@ from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.tiers.clock import DeviceClock, HostClock
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
 from zero_offload.transfers.differences import SHORTEST_NBYTES
-from zero_offload.transfers.mover import DeviceMover, HostMover
+from zero_offload.transfers.mover import HostMover, Mover
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class OffloadTiers:
         store = self._store_of(share)
         if self.device.type == "cpu":
             stepper = self._make_stepper(part, groups, is_in_place=True, upper=part.view)
-            return DeviceTier(part, stepper, DeviceMover(part, self.device, store))
+            return DeviceTier(part, stepper, Mover(part, self.device, store))
         return self._device_tier(
             numel=part.numel,
             pieces=[(p.start, p.stop, p.group) for p in part.pieces],

@@ -19,13 +19,13 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
 from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.memory.ring import HostRing
-from zero_offload.memory.streams import TimedCopy
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
+from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import Chunk, Stepper
-from zero_offload.steppers.undo import UndoableStepper, UndoLog
+from zero_offload.steppers.undo import UndoLog
 from zero_offload.tiers.accumulation import GradSums
-from zero_offload.tiers.progress import Progress, Published
+from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.worker import HostThread, Job, Phase, Speculation, UpdateThread, Worker
 from zero_offload.transfers.mover import Arrival, HostMover, Mover, Release
 
@@ -72,6 +72,8 @@ class FlatTier(ABC):
 
     Attributes:
         file: of master weights and state, if they are not in memory, with its counters.
+        mover: copies gradients and parameters.
+        worker: updates chunks.
     """
 
     def __init__(
@@ -85,11 +87,11 @@ class FlatTier(ABC):
         self.geometry = geometry
         self.file = stepper.file
         self._stepper = stepper
-        self._mover = mover
+        self.mover = mover
         self._grads = GradLedger()
         self._progress = progress
         self._now = now
-        self._worker = Worker(stepper, mover, progress, now)
+        self.worker = Worker(stepper, mover, progress, now)
         self._stall_s = 0.0
 
     @abstractmethod
@@ -100,13 +102,13 @@ class FlatTier(ABC):
         """Return counters and sizes, without waiting for a step."""
         stepper, num_bytes = self._stepper, self._stepper.num_bytes()
         is_on_host = stepper.device.type == "cpu"
-        log, sent = self._worker.log, self._mover.differences
+        log, sent = self.worker.log, self.mover.differences
         return TierReport(
             has_kernel=stepper.has_kernel,
-            bytes_d2h=self._mover.bytes_d2h,
-            bytes_h2d=self._mover.bytes_h2d,
+            bytes_d2h=self.mover.bytes_d2h,
+            bytes_h2d=self.mover.bytes_h2d,
             stall_s=self._stall_s,
-            update_s=self._worker.update_s,
+            update_s=self.worker.update_s,
             host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
             num_kept=0 if log is None else log.num_kept,
             num_undone=0 if log is None else log.num_undone,
@@ -115,23 +117,11 @@ class FlatTier(ABC):
             memory={
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
-                "gradient copies": self._mover.grad_bytes,
+                "gradient copies": self.mover.grad_bytes,
                 "published weights": 0 if sent is None else sent.num_bytes,
                 "undo log": 0 if log is None else log.num_bytes,
             },
         )
-
-    def recent_updates(self) -> list[tuple[float, float]]:
-        """Return start and end of the last updates, of `time.perf_counter`."""
-        return list(self._worker.updates)
-
-    def time_copies(self, *, is_on: bool) -> None:
-        """Time later copies between the device and the host, or no longer."""
-        self._mover.time_copies(is_on=is_on)
-
-    def take_copies(self) -> list[TimedCopy]:
-        """Return the copies that were timed since the last call."""
-        return self._mover.take_copies()
 
     def drain(self) -> float:
         """Wait for the steps under way.
@@ -140,7 +130,7 @@ class FlatTier(ABC):
             Seconds spent on updates so far, without waiting for gradients or memory.
         """
         self._progress.drain()
-        return self._worker.update_s
+        return self.worker.update_s
 
     def _settle(self) -> None:
         """Wait until master weights and states are those after the last step."""
@@ -159,7 +149,7 @@ class FlatTier(ABC):
             None, or what the caller must call before it writes to the memory of ``grad`` again.
         """
         self._admit(start, grad)
-        return self._mover.offer(start, grad, self._grads)
+        return self.mover.offer(start, grad, self._grads)
 
     def _admit(self, start: int, grad: Tensor) -> None:
         """Check a gradient, and wait for a step that may still read the last one of its range."""
@@ -181,22 +171,21 @@ class FlatTier(ABC):
             ValueError: a part of it was not offered, or was used by a step.
         """
         self.geometry.check_range(start, stop)
-        arrived = self._mover.close_grads()
+        arrived = self.mover.close_grads()
         if arrived is not None:
-            self._mover.wait(arrived)
-        parts = self._grads.segments(start, stop)
-        return torch.cat([self._sum(terms) for *_, terms in parts]) if parts else torch.empty(0)
-
-    def _sum(self, terms: Sequence[Tensor]) -> Tensor:
-        if len(terms) == 1:
-            return terms[0].cpu()
-        total = torch.empty(terms[0].numel(), dtype=self.geometry.master_dtype, device="cpu")
-        add_up(terms, total)
-        return total
+            self.mover.streams.wait(arrived)
+        found = [torch.empty(0)]
+        for a, b, terms in self._grads.segments(start, stop):
+            total = terms[0].cpu()
+            if len(terms) > 1:
+                total = torch.empty(b - a, dtype=self.geometry.master_dtype, device="cpu")
+                add_up(terms, total)
+            found.append(total)
+        return torch.cat(found[1:] or found)
 
     def discard_grads(self) -> None:
         self._progress.check()
-        self._mover.close_grads()
+        self.mover.close_grads()
         self._grads = GradLedger()
 
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
@@ -224,27 +213,15 @@ class FlatTier(ABC):
         self, phase: Phase, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float
     ) -> None:
         """Have the worker update chunks and publish them."""
-        mover = self._mover
-        mover.close_grads()
+        self.mover.close_grads()
         entries, before = self._progress.begin(spans_of(chunks))
         of_run = iter(entries)
-        self._launch(
-            Job(
-                phase=phase,
-                speculation=None,
-                chunks=chunks,
-                entries=[[next(of_run) for _ in chunk.runs] for chunk in chunks],
-                grads=grads,
-                grad_scale=grad_scale,
-                arrivals=self._arrivals(chunks),
-                readers=mover.mark_readers(),
-                before=before,
-                num_left=len(chunks),
-            )
-        )
+        of_chunk = [[next(of_run) for _ in chunk.runs] for chunk in chunks]
+        arrivals, readers = self._arrivals(chunks), self.mover.streams.mark_readers()
+        self._launch(Job(phase, chunks, grads, grad_scale, arrivals, before, of_chunk, readers))
 
     def _arrivals(self, chunks: Sequence[Chunk]) -> list[Arrival | None]:
-        return [self._mover.arrival(spans_of([chunk])) for chunk in chunks]
+        return [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
         """Return the gradients of ``spans``, which are no longer offered."""
@@ -256,7 +233,7 @@ class FlatTier(ABC):
         On an accelerator: once the current stream is ordered after their arrival.
         """
         for event in self._wait(start, stop):
-            self._mover.arrive(event)
+            self.mover.arrive(event)
 
     def _wait(self, start: int, stop: int) -> list[torch.Event]:
         started = self._now()
@@ -292,7 +269,7 @@ class FlatTier(ABC):
         It is called in the thread that updates.
         """
         self._settle()
-        self._worker.watcher = watcher
+        self.worker.watcher = watcher
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
         """Return what `read_state` does, of a range that is not being updated, in any thread."""
@@ -300,7 +277,7 @@ class FlatTier(ABC):
         return self._stepper.peek(name, start, stop)
 
     def _announce(self, start: int, stop: int) -> None:
-        watcher = self._worker.watcher
+        watcher = self.worker.watcher
         if watcher is not None:
             watcher.before_change(start, stop)
 
@@ -322,20 +299,20 @@ class FlatTier(ABC):
                 self._publish_master(start, values)
 
     def _publish_master(self, start: int, values: Tensor) -> None:
-        readers = self._mover.mark_readers()
+        readers = self.mover.streams.mark_readers()
         if readers is not None:
-            self._mover.follow(readers)
+            self.mover.streams.follow(readers)
         shards = self.geometry.overlaps(start, start + values.numel())
         covered = [Run(low, high, ()) for low, high, _ in shards]
         for run in split_runs(covered, self.geometry.published_numel):
             span = (run.start, run.stop)
-            self._mover.open_spans([span])
+            self.mover.open_spans([span])
             if not self._stepper.is_in_place:
                 part = values[run.start - start : run.stop - start]
-                self._stepper.round_values(run.start, part, self._mover.out(*span))
-            event = self._mover.publish(*span)
+                self._stepper.round_values(run.start, part, self.mover.out(*span))
+            event = self.mover.publish(*span)
             if event is not None:
-                self._mover.arrive(event)
+                self.mover.arrive(event)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """Return ``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
@@ -451,12 +428,12 @@ class HostTier(FlatTier):
             Whether this tier's updates can be undone: those of a kernel, in host memory.
         """
         stepper = self._stepper
-        if not isinstance(stepper, UndoableStepper):
+        if not isinstance(stepper, MemoryStepper):
             return False
         capacity = stepper.undo_capacity()
         if most_bytes is not None:
             capacity = min(capacity, most_bytes)
-        self._worker.log = UndoLog(stepper, HostRing(capacity))
+        self.worker.log = UndoLog(stepper, HostRing(capacity))
         self._host_mover.add_staging()
         return True
 
@@ -469,7 +446,7 @@ class HostTier(FlatTier):
             ValueError: as of ``step``.
             RuntimeError: `enable_undo` was not called.
         """
-        if self._worker.log is None:
+        if self.worker.log is None:
             raise RuntimeError("speculate without enable_undo: call that once before")
         self._progress.check()
         indices, frozen = check_active(self.geometry, active), freeze_groups(groups)
@@ -486,36 +463,16 @@ class HostTier(FlatTier):
         if self._speculation is None:
             self._speculation = Speculation(frozen, grad_scale, self._thread.changed)
         speculation = self._speculation
-        self._mover.close_grads()
+        self.mover.close_grads()
         with self._progress.launching():
             before = self._progress.begin_unpublished(spans)
             speculation.pieces.update(indices)
             speculation.chunks += chunks
             grads = self._grads.copy(spans)
-            self._launch(self._quiet_job(Phase.TENTATIVE, speculation, chunks, grads, before))
-
-    def _quiet_job(
-        self,
-        phase: Phase,
-        speculation: Speculation,
-        chunks: Sequence[Chunk],
-        grads: GradLedger,
-        before: Sequence[Published],
-    ) -> Job:
-        """Return a job that publishes nothing."""
-        is_tentative = phase is Phase.TENTATIVE
-        return Job(
-            phase=phase,
-            speculation=speculation,
-            chunks=chunks,
-            entries=[],
-            grads=grads,
-            grad_scale=speculation.grad_scale,
-            arrivals=self._arrivals(chunks) if is_tentative else [None] * len(chunks),
-            readers=None,
-            before=before,
-            num_left=len(chunks),
-        )
+            arrivals = self._arrivals(chunks)
+            job = Job(Phase.TENTATIVE, chunks, grads, grad_scale, arrivals, before)
+            job.speculation = speculation
+            self._launch(job)
 
     def _undo(self) -> None:
         """End the speculation, if there is one, and restore states in the background."""
@@ -527,7 +484,9 @@ class HostTier(FlatTier):
         chunks = speculation.chunks
         with self._progress.launching():
             before = self._progress.begin_unpublished(())
-            self._launch(self._quiet_job(Phase.UNDO, speculation, chunks, GradLedger(), before))
+            arrivals = [None] * len(chunks)
+            scale = speculation.grad_scale
+            self._launch(Job(Phase.UNDO, chunks, GradLedger(), scale, arrivals, before))
             self._speculation = None
 
     def _settle(self) -> None:
@@ -566,20 +525,16 @@ class HostTier(FlatTier):
             self._speculation = None
             speculation.end()
             self._stepper.count(sorted(speculation.pieces))
-            chunks = sorted(speculation.chunks, key=_first)
+            chunks = sorted(speculation.chunks, key=lambda chunk: chunk.runs[0].start)
             self._enqueue(Phase.KEEP, chunks, self._take(spans_of(chunks)), grad_scale)
 
     def _launch(self, job: Job) -> None:
-        self._thread.submit(self._worker, job)
+        self._thread.submit(self.worker, job)
 
 
 def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
     """Return the elements of all runs."""
     return [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
-
-
-def _first(chunk: Chunk) -> int:
-    return chunk.runs[0].start
 
 
 class DeviceTier(FlatTier):
@@ -589,6 +544,6 @@ class DeviceTier(FlatTier):
         super().__init__(geometry, stepper, mover, Progress(), perf_counter)
 
     def _launch(self, job: Job) -> None:
-        self._worker.add(job)
+        self.worker.add(job)
         for _ in job.chunks:
-            self._worker.run_next()
+            self.worker.run_next()

@@ -39,6 +39,7 @@ class GradStaging:
         sum_dtype: in which micro-steps are added up.
 
     Attributes:
+        has_sum: whether copies are kept in the dtype of the sum from now on.
         num_bytes: bytes allocated.
     """
 
@@ -46,12 +47,8 @@ class GradStaging:
         self.num_bytes = 0
         self._numel = numel
         self._sum_dtype = sum_dtype
-        self._has_sum = False
+        self.has_sum = False
         self._memory: dict[torch.dtype, Tensor] = {}
-
-    def expect_sums(self) -> None:
-        """Keep copies in the dtype of the sum from now on."""
-        self._has_sum = True
 
     def copy(self, start: int, grad: Tensor) -> Tensor:
         """Return a lasting copy of the gradient of ``[start, start + grad.numel())``."""
@@ -63,7 +60,7 @@ class GradStaging:
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``dtype`` are kept."""
-        return self._sum_dtype if self._has_sum else dtype
+        return self._sum_dtype if self.has_sum else dtype
 
     def reserve(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory for gradients that are kept in ``dtype``, if there is none yet."""
@@ -130,7 +127,7 @@ class Part:
         if isinstance(self.tier, HostTier):
             self.tier.expect_micro_steps(count)
         if self.staging is not None:
-            self.staging.expect_sums()
+            self.staging.has_sum = True
 
     def enable_undo(self, most_bytes: int | None) -> bool:
         """Have an undo log, on the host. Return whether the host's updates can be undone.

@@ -160,7 +160,7 @@ class TwinTier:
     def recent_updates(self) -> list[tuple[float, float]]:
         """Return start and end of the host's last updates, of `time.perf_counter`."""
         tiers = [p.tier for p in self._parts if p.is_host and isinstance(p.tier, FlatTier)]
-        return [span for tier in tiers for span in tier.recent_updates()]
+        return [span for tier in tiers for span in tier.worker.updates]
 
     def file_traffic(self) -> tuple[int, int]:
         """Return the bytes of states read from and written to the file since the last resplit.
@@ -175,12 +175,12 @@ class TwinTier:
         """Time later copies between the device and the host, or no longer. None are on a CPU."""
         for part in self._parts:
             if isinstance(part.tier, FlatTier):
-                part.tier.time_copies(is_on=is_on)
+                part.tier.mover.streams.is_timing = is_on
 
     def take_copies(self) -> list[TimedCopy]:
         """Return what was copied since the last call, and events before and after each copy."""
         tiers = [part.tier for part in self._parts if isinstance(part.tier, FlatTier)]
-        return [copy for tier in tiers for copy in tier.take_copies()]
+        return [copy for tier in tiers for copy in tier.mover.streams.take_copies()]
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return bytes of host memory by kind, without parameter shards and their copies."""

@@ -28,7 +28,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from time import perf_counter
@@ -115,27 +115,30 @@ class Job:
 
     Attributes:
         phase: what is done with them.
-        speculation: of a tentative job.
         chunks: in ascending order.
-        entries: of each chunk's runs, in `Progress`.
         grads: the gradients of all chunks.
         grad_scale: factor on them.
         arrivals: of each chunk's gradient; None if it is in the tier's memory.
-        readers: fires when the parameters may be overwritten; None if they may be.
         before: entries of earlier steps over the same elements that were not updated yet.
+        entries: of each chunk's runs, in `Progress`, if they are published.
+        readers: fires when the parameters may be overwritten; None if they may be.
+        speculation: of a tentative job.
         num_left: chunks that were not updated yet.
     """
 
     phase: Phase
-    speculation: Speculation | None
     chunks: Sequence[Chunk]
-    entries: Sequence[Sequence[Published]]
     grads: GradLedger
     grad_scale: float
     arrivals: Sequence[Arrival | None]
-    readers: torch.Event | None
     before: Sequence[Published]
-    num_left: int
+    entries: Sequence[Sequence[Published]] = ()
+    readers: torch.Event | None = None
+    speculation: Speculation | None = None
+    num_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_left = len(self.chunks)
 
 
 _Ready = tuple[int, int, int, Job]
@@ -196,7 +199,9 @@ class Worker:
             return
         try:
             with torch.no_grad():
-                job, index = self._pick()
+                while (event := self.awaited()) is not None:
+                    self._mover.streams.wait(event)
+                *_, index, job = self._pop()
                 self._update(job, index)
         except BaseException as error:
             self.fail(error)  # the next call of the tier raises it, whatever it is
@@ -209,15 +214,6 @@ class Worker:
         self._progress.finish(error)
         self._waiting.clear()
         self._ready.clear()
-
-    def _pick(self) -> tuple[Job, int]:
-        while True:
-            event = self.awaited()
-            if self._ready:
-                *_, index, job = self._pop()
-                return job, index
-            assert event is not None, "called once per chunk"
-            self._mover.wait(event)
 
     def _pop(self) -> _Ready:
         """Return the ready chunk that is needed first.
@@ -302,7 +298,7 @@ class Worker:
         """Update a chunk, unless a tentative update is kept, and publish it. Return the start."""
         chunk, mover = job.chunks[index], self._mover
         if job.readers is not None:
-            mover.follow(job.readers)
+            mover.streams.follow(job.readers)
             job.readers = None
         self._announce(chunk)
         mover.make_way()
