@@ -70,11 +70,7 @@ class ParamSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ParamSettings:
-        """Read the block from a resolved ``zero_optimization`` config.
-
-        Raises:
-            ValueError: a key has a value that is not served.
-        """
+        """Read the block from a resolved ``zero_optimization`` config, or raise ValueError."""
         block = {k: v for k, v in (config.get(_BLOCK) or {}).items() if v is not None}
         device = block.pop("device", "cpu")
         unknown = sorted(set(block) - set(cls.__dataclass_fields__))
@@ -125,11 +121,7 @@ def create_param_tier(
 
 
 def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
-    """Return how many of the first shards are in host memory. The others are in the file.
-
-    Raises:
-        ValueError: a buffer has no room for one of these.
-    """
+    """Return how many of the first shards are in host memory. The others are in the file."""
     if settings.nvme_path is None:
         return len(shards)
     total = 0
@@ -241,16 +233,9 @@ _NOTHING_KEPT: _Kept = Intervals(), []
 
 
 class FileShards:
-    """Parameter shards in a `BlockFile`, one block each.
+    """Parameter shards ``(segment, numel, dtype)`` in a `BlockFile`, one block each.
 
-    Args:
-        shards: ``(segment, numel, dtype)`` of each.
-        num_buffers: shards that are read ahead, or kept after they were fetched.
-        pin_memory: page-lock the buffers for reads.
-
-    Raises:
-        ValueError: the folder is missing or not writable.
-        StorageError: the disk has not the room.
+    ``num_buffers`` of them are read ahead, or kept after they were fetched.
     """
 
     def __init__(
@@ -318,11 +303,7 @@ class FileShards:
                 self._start_read(segment, buffer)
 
     def fetch(self, segment: int, out: Tensor) -> Copy:
-        """Wait for the shard's read and enqueue its copy to ``out`` on the current stream.
-
-        Raises:
-            StorageError: it cannot be read, or never reached the file.
-        """
+        """Wait for the shard's read and enqueue its copy to ``out`` on the current stream."""
         with self._lock:
             self._complete_write(segment)
             transfer = None
@@ -353,11 +334,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a part of a shard, to be written to the file later.
-
-        Raises:
-            StorageError: earlier values could not be written.
-        """
+        """Collect new values of a part of a shard, to be written to the file later."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()

@@ -154,13 +154,10 @@ class OffloadSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
-        """Read the block from a resolved ``zero_optimization`` config.
+        """Read the block from a resolved ``zero_optimization`` config, or raise ValueError.
 
         The caller has chosen this tier, so a missing block means the defaults. So does ``"device":
         "none"``, to which configs without the block resolve.
-
-        Raises:
-            ValueError: a key has a value that is not served.
         """
         block = config.get(_BLOCK) or {}
         if not isinstance(block, Mapping):
@@ -180,11 +177,7 @@ class OffloadSettings:
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], prefix: str = "") -> OffloadSettings:
-        """Check keys and return the settings. A key of None counts as missing.
-
-        Raises:
-            ValueError: two keys say which elements, or one has a value that is not served.
-        """
+        """Return the settings that keys give, or raise ValueError. None counts as a missing key."""
         given = {key: value for key, value in keys.items() if value is not None}
         shares = [f"{prefix}{key}" for key in _SHARES if key in given]
         if len(shares) > 1:

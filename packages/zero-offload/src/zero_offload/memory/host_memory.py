@@ -26,13 +26,8 @@ _ALIGNMENT = 64
 class HostMemory:
     """Allocates host tensors, page-locked or pageable.
 
-    Args:
-        should_pin: page-lock them; of no use where the compute device is the CPU.
-        limit_bytes: most bytes to lock; None for no limit.
-
-    Attributes:
-        pinned_bytes: bytes locked so far.
-        pageable_bytes: bytes not locked so far.
+    ``limit_bytes`` is the most to lock, None for no limit. What was allocated so far is counted in
+    ``pinned_bytes`` and ``pageable_bytes``.
     """
 
     def __init__(self, *, should_pin: bool, limit_bytes: int | None = None) -> None:
@@ -126,11 +121,7 @@ class HostMemory:
 
 
 def packed(sizes: Sequence[int], *, should_pin: bool) -> list[list[int]]:
-    """Return the buffers that `HostMemory.tensors` packs tensors of these bytes into.
-
-    Returns:
-        For each buffer the aligned bytes of its tensors, in order.
-    """
+    """Return the aligned sizes of the tensors in each buffer that `HostMemory.tensors` packs."""
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     largest = max(aligned, default=0)
     limit = 1 << (_NUM_PACKED * max(largest, 1) - 1).bit_length() if should_pin else sum(aligned)

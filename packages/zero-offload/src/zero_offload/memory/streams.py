@@ -42,12 +42,7 @@ TimedCopy = tuple[str, torch.Event, torch.Event]
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum of values on the device, on its way to the host.
-
-    Attributes:
-        value: int64, without dimensions, in host memory.
-        event: fires when it is there; None if it is.
-    """
+    """A checksum of values on the device: int64, in host memory once the event has fired."""
 
     value: Tensor
     event: torch.Event | None
@@ -129,11 +124,7 @@ class HostStreams:
     ) -> Checksum:
         """Start to compute the checksum of parameters that `difference_to_device` will change.
 
-        Args:
-            codec: computes it.
-            values: on the device.
-            value: host memory for it, int64, without dimensions.
-            earlier: events of earlier copies up to ``values``.
+        ``value`` is host memory for it, ``earlier`` events of earlier copies up to ``values``.
         """
         value.copy_(codec.checksum(values))
         return Checksum(value, None)
@@ -146,10 +137,7 @@ class HostStreams:
     ) -> torch.Event | None:
         """Start to change values on the device by a difference, as `to_device`.
 
-        Args:
-            codec: decodes it.
-            target: on the device, the values that it starts from.
-            difference: uint8, in host memory; no longer than `reserve_difference` was told.
+        It is in host memory, and no longer than `reserve_difference` was told.
         """
         codec.decode(difference, target)
         return None
@@ -162,10 +150,7 @@ class HostStreams:
 class AcceleratorStreams(HostStreams):
     """Copies on an accelerator, on streams of their own. See [Note: order of the streams].
 
-    Args:
-        device: with its index.
-        down: the stream of gradients.
-        up: the stream of parameters.
+    ``down`` is the stream of gradients, ``up`` that of parameters.
     """
 
     def __init__(self, device: torch.device, down: torch.Stream, up: torch.Stream) -> None:

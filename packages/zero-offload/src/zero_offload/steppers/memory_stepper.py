@@ -22,11 +22,8 @@ from zero_offload.steppers.stepper import Chunk, ShardMasters, SpanMemory, State
 class Record:
     """Copies that end one chunk's tentative update. See `zero_offload.steppers.undo`.
 
-    Attributes:
-        chunk: the chunk.
-        saved: buffers that were updated, each with a copy of its old values.
-        shadows: buffers that were not, each with its new values.
-        span: memory of the copies.
+    ``saved`` has the buffers that were updated, each with a copy of its old values, ``shadows``
+    those that were not, each with its new values. ``span`` is the memory of the copies.
     """
 
     chunk: Chunk
@@ -42,9 +39,7 @@ _MOST_BUFFERS = 6
 def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
     """Return the bytes of a ring for records of all of a flat space.
 
-    Args:
-        geometry: its pieces and shards, which bound the number of records.
-        num_bytes: of master weights and states, with shards that are master weights or halves.
+    ``num_bytes`` are of master weights and states, with shards that are master weights or halves.
     """
     num_spans = len(geometry.pieces) + len(geometry.shards)
     num_spans += geometry.numel // geometry.published_numel
@@ -54,12 +49,8 @@ def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
 class MemoryStepper(RuleStepper):
     """`RuleStepper` over one block per shard, or per piece under a rule with blocks.
 
-    Args:
-        geometry: the flat space; shards of fp32, bf16 or fp16.
-        rule: the update, before its ``for_params``.
-        is_in_place: see `ShardMasters`.
-        upper: returns host memory for the parameters of a range inside one shard, which lasts as
-            long as the stepper. A split master weight has its upper half there.
+    ``upper`` returns host memory for the parameters of a range inside one shard, which lasts as
+    long as the stepper. A split master weight has its upper half there.
     """
 
     def __init__(

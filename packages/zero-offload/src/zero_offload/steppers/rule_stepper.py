@@ -70,15 +70,9 @@ class Block:
 class BlockLayout:
     """The blocks of a flat space, see [Note: blocks]. Pure arithmetic.
 
-    Args:
-        rules: the rule of each shard, after its ``for_params``; all count the same blocks.
-        block_numel: most elements of a block, rounded up to the rule's own blocks; None for blocks
-            of any length.
-
-    Attributes:
-        blocks: sorted and disjoint.
-        names: of the buffers that some block has.
-        record_bytes: bytes of each buffer of each block in turn, 0 for one that a block has not.
+    ``rules`` are those of each shard, after their ``for_params``. All count the same blocks. A
+    block has at most ``block_numel`` elements, rounded up to the rule's own blocks.
+    ``record_bytes`` are those of each buffer of each block in turn, 0 for one that a block has not.
     """
 
     def __init__(
@@ -127,12 +121,7 @@ def _kept(rule: Rule, numel: int) -> _Kept:
 
 
 class RuleStepper(Stepper):
-    """Stepper whose update is a `Rule`. A subclass has the blocks in its memory.
-
-    Args:
-        rule: the update, before its ``for_params``.
-        groups: the optimizer's ``param_groups``, for the initial values of states.
-    """
+    """Stepper whose update is a `Rule`. A subclass has the blocks in its memory."""
 
     has_kernel = True
 
@@ -216,10 +205,8 @@ class RuleStepper(Stepper):
     ) -> None:
         """Update ``[start, stop)`` of a block, whose buffers ``stored`` are, clipped to it.
 
-        Args:
-            key: of the run, the rule's settings.
-            out: receives the rounded parameters; None if they are not needed.
-            copies: as of `Rule.update`, clipped likewise.
+        ``key`` is the run's, the rule's settings, and ``copies`` are as of `Rule.update`, clipped
+        too.
         """
         is_any = block.rule.block == 1
         calls = (

@@ -46,12 +46,7 @@ def num_layers(num_micro_steps: int, dtype: torch.dtype) -> tuple[int, bool]:
 
 
 class GradSums:
-    """Adds up a host tier's gradients. See [Note: layers].
-
-    Args:
-        mover: copies gradients to the layers.
-        stepper: computes square sums.
-    """
+    """Adds up a host tier's gradients. See [Note: layers]."""
 
     def __init__(self, mover: HostMover, stepper: Stepper) -> None:
         self._mover = mover
@@ -78,8 +73,7 @@ class GradSums:
     def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
         """Start to copy one more term of a range to a free layer.
 
-        Returns:
-            None, or a call to make before the memory of ``grad`` is written again.
+        Return None, or a call to make before the memory of ``grad`` is written again.
         """
         layers, has_sum = num_layers(self._num_micro_steps, self._mover.kept_dtype(grad.dtype))
         stop, release = start + grad.numel(), None

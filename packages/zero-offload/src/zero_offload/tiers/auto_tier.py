@@ -79,9 +79,6 @@ class DeviceRoom:
     """Bound on the ratio: the smallest whose device share fits beside everything else.
 
     Everything else is the peak so far less the state that was on the device then.
-
-    Attributes:
-        element_bytes: bytes of an element's state on the device.
     """
 
     def __init__(self, numel: int, element_bytes: int) -> None:
@@ -91,11 +88,9 @@ class DeviceRoom:
         self._numel_at_peak = 0
 
     def bound(self, now: MemoryReading | None, device_numel: int) -> float:
-        """Return the bound, from 0 to 1.
+        """Return the bound, from 0 to 1. It is 0 where ``now`` is None.
 
-        Args:
-            now: the device's memory, see `read_memory`; None where it sets no bound.
-            device_numel: elements that were on the device since the last call.
+        ``device_numel`` elements were on the device since the last call.
         """
         if now is None or not self._numel or not self.element_bytes:
             return 0.0
@@ -109,12 +104,7 @@ class DeviceRoom:
 class AutoTier(TwinTier):
     """A StateTier whose host share starts with everything and ends where steps are fastest.
 
-    Args:
-        element_bytes: bytes of an element's state on the device.
-        controller: chooses the ratios; an `AutoRatio` by default.
-
-    Attributes:
-        controller: the search for the fastest ratio.
+    ``element_bytes`` is the bytes of an element's state on the device.
     """
 
     def __init__(

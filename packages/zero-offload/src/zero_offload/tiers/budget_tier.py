@@ -17,10 +17,7 @@ from zero_offload.tiers.twin import TwinTier
 class BudgetTier(TwinTier):
     """A StateTier that gives the host what does not fit in a budget of device memory.
 
-    Args:
-        host: the host's share if no gradients are added up, see `within_budget`.
-        budget: bytes of device memory.
-        element_state_bytes: of an element's optimizer states.
+    ``host`` is the host's share if no gradients are added up, see `within_budget`.
     """
 
     def __init__(
@@ -42,11 +39,7 @@ class BudgetTier(TwinTier):
         self._has_state = False
 
     def expect_micro_steps(self, count: int) -> None:
-        """Make room in the budget for sums of gradients, which are wider than one gradient.
-
-        Raises:
-            RuntimeError: state has been written, or a gradient offered.
-        """
+        """Make room in the budget for sums of gradients, which are wider than one gradient."""
         if self._has_state or self._offered or self._closed:
             raise RuntimeError(
                 "expect_micro_steps after state was written or a gradient offered: with "

@@ -45,9 +45,6 @@ class OffloadTiers:
         end: at which the host's share lies when its split point moves.
         device_budget: bytes of the device's part; None without a limit.
         undo_buffer_size: most bytes of the host part's undo log; None for room for all of it.
-
-    Raises:
-        ValueError: an optimizer or a setting that cannot be served.
     """
 
     def __init__(
@@ -114,11 +111,7 @@ class OffloadTiers:
         return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
     def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
-        """Create a tier in host memory with a worker of its own.
-
-        Args:
-            share: the elements of the whole space in it.
-        """
+        """Create a tier in host memory with a worker of its own. ``share`` is in all elements."""
         is_on_cpu = self.device.type == "cpu"
         memory = HostMemory(
             should_pin=self._settings.pin_memory and not is_on_cpu,

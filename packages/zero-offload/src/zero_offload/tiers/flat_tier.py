@@ -69,11 +69,6 @@ class FlatTier(ABC):
     Reading and writing state first waits for the steps under way. A gradient may be offered as soon
     as the last one of its range was used. After a step that failed in the background every call
     raises `OffloadError`.
-
-    Attributes:
-        file: of master weights and state, if they are not in memory, with its counters.
-        mover: copies gradients and parameters.
-        worker: updates chunks.
     """
 
     def __init__(
@@ -124,11 +119,7 @@ class FlatTier(ABC):
         )
 
     def drain(self) -> float:
-        """Wait for the steps under way.
-
-        Returns:
-            Seconds spent on updates so far, without waiting for gradients or memory.
-        """
+        """Wait for the steps under way, and return the seconds spent on updates so far."""
         self._progress.drain()
         return self.worker.update_s
 
@@ -137,16 +128,10 @@ class FlatTier(ABC):
         self._progress.drain()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Accept the gradient of ``[start, start + grad.numel())``.
+        """Accept the gradient of ``[start, start + grad.numel())``, in place of an earlier one.
 
-        Args:
-            start: offset in the flat space, in elements.
-            grad: 1-D, contiguous, floating point, on the compute device. `HostTier` copies it,
-                `DeviceTier` uses it where it lies until ``step`` or ``discard_grads`` returns. A
-                later offer of the same range replaces it.
-
-        Returns:
-            None, or what the caller must call before it writes to the memory of ``grad`` again.
+        `HostTier` copies it, `DeviceTier` uses it where it lies until ``step`` or ``discard_grads``
+        returns. Return None, or what must be called before the memory of ``grad`` is written again.
         """
         self._admit(start, grad)
         return self.mover.offer(start, grad, self._grads)
@@ -166,9 +151,6 @@ class FlatTier(ABC):
         """Return a copy of the gradient offered for a range, 1-D, on the CPU, in its dtype.
 
         A sum of several is in the dtype of the master weights.
-
-        Raises:
-            ValueError: a part of it was not offered, or was used by a step.
         """
         self.geometry.check_range(start, stop)
         arrived = self.mover.close_grads()
@@ -194,9 +176,6 @@ class FlatTier(ABC):
         Settings are copied, so that a scheduler may change ``groups`` right after. Errors in the
         arguments are raised before anything is updated. The gradients used are no longer offered.
         Others stay, for a further step over other pieces.
-
-        Raises:
-            ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
         """
         self._progress.check()
         indices = check_active(self.geometry, active)
@@ -254,20 +233,13 @@ class FlatTier(ABC):
             raise KeyError(f"the optimizer has no state {name!r}, only {list(self.state_names())}")
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of one state over a range, 1-D, on the CPU, zero where there is none.
-
-        Raises:
-            KeyError: the optimizer has no such state.
-        """
+        """Return a copy of one state over a range, 1-D, on the CPU, zero where there is none."""
         self._settle()
         self._check_state(name, start, stop)
         return self._stepper.read(name, start, stop)
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before states change from now on: in an update, before each run of it.
-
-        It is called in the thread that updates.
-        """
+        """Call ``watcher`` before each run of an update, in the thread that updates."""
         self._settle()
         self.worker.watcher = watcher
 
@@ -282,13 +254,7 @@ class FlatTier(ABC):
             watcher.before_change(start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well.
-
-        Args:
-            name: one of `state_names`; KeyError otherwise.
-            start: offset in the flat space, in elements.
-            values: 1-D, any device, cast to the stored dtype.
-        """
+        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well."""
         self._settle()
         stop = start + values.numel()
         self._check_state(name, start, stop)
@@ -320,11 +286,7 @@ class FlatTier(ABC):
         return self._stepper.read_scalars(piece)
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore the result of `read_scalars`. ``num_steps`` of 0 clears the piece's state.
-
-        Raises:
-            ValueError: ``num_steps`` is missing, or the scalars are another optimizer's.
-        """
+        """Restore the result of `read_scalars`. ``num_steps`` of 0 clears the piece's state."""
         self._settle()
         self._stepper.check_scalars(piece, scalars)
         span = self.geometry.pieces[piece]
@@ -332,12 +294,7 @@ class FlatTier(ABC):
         self._stepper.write_scalars(piece, scalars)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
-
-        Raises:
-            KeyError: the optimizer has no state of one of ``names``.
-            ValueError: ``scalars``, those of each piece, are another optimizer's.
-        """
+        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing."""
         for name in names:
             self._check_state(name, 0, 0)
         for piece, of_piece in enumerate(scalars):
@@ -355,9 +312,6 @@ class HostTier(FlatTier):
     `speculate` begins a step before it is decided. Only the thread that updates sees it. ``step``
     with the same settings and factor goes on with it. Anything else (another factor, a gradient
     that is replaced or dropped, a state that is read or written) undoes it first.
-
-    Args:
-        thread: in which the worker runs; one of its own by default.
     """
 
     def __init__(
@@ -383,12 +337,7 @@ class HostTier(FlatTier):
         self._sums.reserve({dtype for *_, dtype in grads})
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
-        """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`.
-
-        Args:
-            start, grad: as for `offer_grad`.
-            is_last: whether it is the last micro-step's.
-        """
+        """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`."""
         self._admit(start, grad)
         return self._sums.add(start, grad, self._grads, is_last=is_last)
 
@@ -424,8 +373,7 @@ class HostTier(FlatTier):
     def enable_undo(self, most_bytes: int | None) -> bool:
         """Prepare for `speculate`, with an undo log of at most ``most_bytes``, None for no limit.
 
-        Returns:
-            Whether this tier's updates can be undone: those of a kernel, in host memory.
+        Return whether this tier's updates can be undone: those of a kernel, in host memory.
         """
         stepper = self._stepper
         if not isinstance(stepper, MemoryStepper):
@@ -441,10 +389,6 @@ class HostTier(FlatTier):
         """Begin a step over the pieces ``active`` before it is decided. See [Note: speculation].
 
         It may be called several times before ``step``, each time for other pieces.
-
-        Raises:
-            ValueError: as of ``step``.
-            RuntimeError: `enable_undo` was not called.
         """
         if self.worker.log is None:
             raise RuntimeError("speculate without enable_undo: call that once before")

@@ -33,14 +33,8 @@ _SQUARED_NUMEL = 1 << 24
 class GradStaging:
     """Device memory for the gradients of the device's part, so that the caller's may be reused.
 
-    Copies, sums and the update are enqueued on the caller's stream, in order.
-
-    Args:
-        sum_dtype: in which micro-steps are added up.
-
-    Attributes:
-        has_sum: whether copies are kept in the dtype of the sum from now on.
-        num_bytes: bytes allocated.
+    Copies, sums and the update are enqueued on the caller's stream, in order. With ``has_sum``
+    copies are kept in ``sum_dtype``, in which micro-steps are added up.
     """
 
     def __init__(self, numel: int, sum_dtype: torch.dtype) -> None:
@@ -130,10 +124,7 @@ class Part:
             self.staging.has_sum = True
 
     def enable_undo(self, most_bytes: int | None) -> bool:
-        """Have an undo log, on the host. Return whether the host's updates can be undone.
-
-        The device's are not begun before the step's decision.
-        """
+        """Have an undo log, on the host. Return whether the host's updates can be undone."""
         return not isinstance(self.tier, HostTier) or self.tier.enable_undo(most_bytes)
 
     def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
@@ -201,11 +192,7 @@ class Part:
         )
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before states change, with elements of the whole space.
-
-        Raises:
-            TypeError: the tier, of another package, cannot announce its changes.
-        """
+        """Call ``watcher`` before states change, with elements of the whole space."""
         self._snapshot_tier().watch_changes(_PartWatcher(watcher, self.share))
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
@@ -280,9 +267,7 @@ def migrate(
 ) -> None:
     """Copy every state of the elements that are in both shares.
 
-    Args:
-        source_share: in the whole space's coordinates.
-        write_state: takes a name, an offset in ``share``'s own space, and values.
+    ``write_state`` takes a name, an offset in ``share``'s own space, and values.
     """
     common = source_share.intersection(share)
     for name in source.state_names():

@@ -28,11 +28,7 @@ def host_share(
     *,
     is_accelerated: bool,
 ) -> Intervals | None:
-    """Return the elements that the host updates, or None if measurements choose (``"auto"``).
-
-    Raises:
-        ValueError: names are needed and missing, or the optimizer cannot be offloaded.
-    """
+    """Return the elements that the host updates, or None if measurements choose (``"auto"``)."""
     if settings.parameters is not None:
         return named_elements(geometry, names, settings.parameters)
     if settings.device_budget is not None:
@@ -53,12 +49,7 @@ def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
 def named_elements(geometry: Geometry, names: Sequence[str], patterns: Sequence[str]) -> Intervals:
     """Return the pieces whose parameter's name matches a pattern, each with the padding after it.
 
-    Args:
-        names: one per piece.
-        patterns: as `fnmatch` reads them, case-sensitive; ``*`` matches dots too.
-
-    Raises:
-        ValueError: there are no names.
+    ``names`` are one per piece. Patterns are those of `fnmatchcase`: ``*`` matches dots too.
     """
     if len(names) != len(geometry.pieces):
         raise ValueError(
@@ -94,13 +85,7 @@ def within_budget(
 ) -> Intervals:
     """Return as few elements of one end as leave no more than ``budget`` bytes on the device.
 
-    Args:
-        geometry: the flat space, shards in the compute dtype.
-        budget: bytes of device memory for the rest.
-        element_state_bytes: of an element's optimizer states, see `state_bytes`.
-        end: at which the elements lie.
-        is_accelerated: whether the device is another one than the host.
-        adds_grads: whether the tier adds up the gradients of several micro-steps.
+    ``adds_grads``: the tier adds up the gradients of several micro-steps.
     """
     low, high = 0, geometry.numel
     while low < high:  # fewer on the host are more bytes on the device

@@ -61,18 +61,10 @@ class Phase(Enum):
 
 
 class Speculation:
-    """Tentative updates of one step.
+    """Tentative updates of one step: its frozen settings, the pieces and their chunks.
 
-    The caller adds to it and ends it; the worker enters it with each chunk.
-
-    Args:
-        changed: guards this object; notified when the worker leaves.
-
-    Attributes:
-        groups: the settings of the step, frozen.
-        grad_scale: the factor on the gradients.
-        pieces: what is being updated.
-        chunks: of these pieces.
+    The caller adds to it and ends it. The worker enters it with each chunk. ``changed`` guards it
+    and is notified when the worker leaves.
     """
 
     def __init__(
@@ -150,12 +142,9 @@ class Worker:
 
     `add` may be called from any thread, all else from one at a time.
 
-    Args:
-        now: a clock in seconds.
-
     Attributes:
         update_s: seconds spent on updates so far, without waiting for gradients or memory.
-        updates: start and end of the last updates, by the clock.
+        updates: start and end of the last updates, by the clock ``now``.
         watcher: called before each run is updated.
         log: of tentative updates; None if there are none.
     """
@@ -318,11 +307,7 @@ class Worker:
 
 
 class UpdateThread(Protocol):
-    """Runs a worker beside the caller.
-
-    Attributes:
-        changed: notified by the worker, waited for by the caller.
-    """
+    """Runs a worker beside the caller, who waits for `changed`, which the worker notifies."""
 
     changed: threading.Condition
 
@@ -330,19 +315,11 @@ class UpdateThread(Protocol):
         """Return the time on the calling thread, in seconds."""
 
     def submit(self, worker: Worker, job: Job) -> None:
-        """Have the worker update a job's chunks.
-
-        Raises:
-            RuntimeError: no thread can be started.
-        """
+        """Have the worker update a job's chunks."""
 
 
 class HostThread:
-    """`UpdateThread` that is a thread.
-
-    Args:
-        device: of the streams that the worker uses; it becomes the thread's current device.
-    """
+    """`UpdateThread` that is a thread. ``device`` becomes its current device."""
 
     def __init__(self, device: torch.device) -> None:
         self.changed = threading.Condition()

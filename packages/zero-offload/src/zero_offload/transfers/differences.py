@@ -40,11 +40,7 @@ _NUM_CHECKSUMS = 64
 
 
 def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
-    """Return a codec, given as an object, as the name of an installed one, or as None.
-
-    Raises:
-        ValueError: none of that name is installed, or the object is none.
-    """
+    """Return a codec, given as an object, as the name of an installed one, or as None."""
     if isinstance(codec, str):
         found = tuple(entry_points(group=GROUP, name=codec))
         if not found:
@@ -83,14 +79,7 @@ class _Buffer:
 class UploadDifferences:
     """Keeps the values that were sent last, and sends what changed. See the module.
 
-    Used by one thread at a time.
-
-    Args:
-        geometry: the flat space, with its shards on the device.
-        staged: indices of the shards that new values are copied to.
-        codec: encodes and decodes differences.
-        memory: allocates host memory.
-        streams: the streams of the device.
+    Used by one thread at a time. New values are copied to the shards with the indices ``staged``.
 
     Attributes:
         num_bytes: bytes of host memory for the values that were sent last.
@@ -168,15 +157,9 @@ class UploadDifferences:
             self._checksums[low] = self._streams.checksum(self._codec, view, value, earlier)
 
     def send(self, start: int, view: Tensor, values: Tensor) -> tuple[torch.Event | None, int]:
-        """Send a span that was opened.
+        """Send a span that was opened: its new values, in host memory until the event fires.
 
-        Args:
-            start: its first element.
-            view: the shard's elements on the device.
-            values: their new values, in host memory, until the event fires.
-
-        Returns:
-            An event that fires when they have arrived, None if they have, and the bytes sent.
+        Return an event that fires when they have arrived, None if they have, and the bytes sent.
         """
         event, nbytes = None, 0
         for low, high, kept in self._parts(start, start + view.numel()):

@@ -215,10 +215,8 @@ class _Staging:
 class HostMover(Mover):
     """Copies gradients to host buffers and parameters back.
 
-    Args:
-        streams: for another kind of device; found from ``device`` by default.
-        is_staged: whether shards in host memory are staged too, as those of an accelerator.
-        codec: encodes and decodes differences; None sends new values whole.
+    ``is_staged``: shards in host memory are staged too, as those of an accelerator. Without a codec
+    new values are sent whole.
     """
 
     def __init__(
