@@ -155,7 +155,10 @@ class CommFootprint:
         settings = self._settings
         if settings.is_lossless and is_trainable:
             if self.num_groups > 1 and is_worthwhile(dtype, numel):
-                across = self._difference_nbytes(numel, dtype)
+                across = numel * dtype.itemsize  # at most: a whole shard's
+                if self._learning_rate is not None:
+                    expected = expected_message_nbytes(numel, dtype, self._learning_rate)
+                    across = min(across, expected)
                 within = numel * dtype.itemsize if self._is_gathered else across
                 return GatherFootprint(
                     across, self.num_groups * within, LOSSLESS, is_kept=self._is_gathered
@@ -176,13 +179,6 @@ class CommFootprint:
         return GatherFootprint(
             across, self.num_groups * (exact if is_kept else across), kind, is_kept
         )
-
-    def _difference_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a lossless message, expected or at most: a whole shard's."""
-        most = numel * dtype.itemsize
-        if self._learning_rate is None:
-            return most
-        return min(most, expected_message_nbytes(numel, dtype, self._learning_rate))
 
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the reduction, or None if the engine's own collective serves it.

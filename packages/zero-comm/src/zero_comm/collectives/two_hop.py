@@ -186,20 +186,13 @@ class TwoHopReduce:
             packing.pack(slices.reshape(-1), rows, seed=seed)
             return
         for part, values in enumerate(slices):  # an error for each part
-            own_seed = seed_of_group(seed, part)
-            self._pack_compensated(packing, values.reshape(-1), rows[part], own_seed, (key, part))
-
-    def _pack_compensated(
-        self, packing: Packing, values: Tensor, rows: Tensor, seed: int | None, key: object
-    ) -> None:
-        assert self.feedback is not None
-        numel, device = values.numel(), values.device
-        compensated = self._scratch.take("compensated", numel, torch.float32, device).copy_(values)
-        self.feedback.compensate(key, compensated)
-        packing.pack(compensated, rows, seed=seed)
-        arrived = self._scratch.take("arrived", numel, torch.float32, device)
-        packing.unpack(rows, arrived, senders=[self._rank] * len(rows))
-        self.feedback.update(key, compensated, arrived)
+            flat, own, own_key = values.reshape(-1), rows[part], (key, part)
+            compensated = self._scratch.take("compensated", len(flat), torch.float32, flat.device)
+            self.feedback.compensate(own_key, compensated.copy_(flat))
+            packing.pack(compensated, own, seed=seed_of_group(seed, part))
+            arrived = self._scratch.take("arrived", len(flat), torch.float32, flat.device)
+            packing.unpack(own, arrived, senders=[self._rank] * len(own))
+            self.feedback.update(own_key, compensated, arrived)
 
     def forget(self) -> None:
         """Begin anew: the seeds of stochastic rounding, and without errors."""

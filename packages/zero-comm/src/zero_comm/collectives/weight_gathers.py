@@ -70,12 +70,7 @@ class Grid:
 
 
 def _gather(
-    transport: TransportCollectives | None,
-    out: Tensor,
-    own: Tensor,
-    *,
-    unit: int,
-    backward: bool,
+    transport: TransportCollectives | None, out: Tensor, own: Tensor, *, unit: int, backward: bool
 ) -> None:
     if transport is None:  # this rank is alone
         out.view(-1).copy_(own.view(-1))

@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 
 from zero_comm.quantizer.backend import find_backend_name
-from zero_comm.quantizer.checksum_numbers import LOW_HALF, MIX, ODD, WORDS_PER_TURN
 
+# Numbers that every backend has.
+WORDS_PER_TURN: Final = 1024
+ODD: Final = -7046029254386353131
+"""The golden ratio's fraction in 64 bits: ``k * ODD | 1`` is the odd number of word k of a turn."""
+MIX: Final = -2960836687051489901
+"""0xd6e8feb86659fd93, of Degski's 64-bit mixer."""
+LOW_HALF: Final = 0xFFFFFFFF
+"""Makes a shift by 32 bits a logical one."""
 _TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
 
 
