@@ -143,13 +143,7 @@ class CommFootprint:
     def gather(
         self, numel: int, dtype: torch.dtype, *, is_trainable: bool
     ) -> GatherFootprint | None:
-        """Return a shard's gather, or None if the engine's own collective serves it.
-
-        Args:
-            numel: elements of the shard.
-            dtype: of its weights.
-            is_trainable: whether the weights ever change.
-        """
+        """Return a shard's gather, or None if the engine's own collective serves it."""
         if self._world_size == 1:
             return None
         settings = self._settings
@@ -183,9 +177,7 @@ class CommFootprint:
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the reduction, or None if the engine's own collective serves it.
 
-        Args:
-            numel: elements of the shard that a rank receives.
-            dtype: that gradients are communicated in.
+        ``numel`` is of the shard that a rank receives, ``dtype`` that of communication.
         """
         fmt = self._settings.gradients
         if self._world_size == 1 or fmt is None:
@@ -201,10 +193,6 @@ class CommFootprint:
 
         None if slices are sent as they are. Expected are gradients of a normal distribution. Those
         of float16 are counted with the most, and so are all without a learning rate.
-
-        Args:
-            numel: elements of the slice, or of a node's partial sum.
-            dtype: its dtype.
         """
         messages = GradientMessages()
         is_coded = self._settings.codes_gradients and self._num_nodes > 1

@@ -79,15 +79,8 @@ class _Hop:
 class TwoHopReduce:
     """Sums slices of gradients over all ranks, quantized in transit. See [Note: the two hops].
 
-    Every rank must construct it, and call it for the same units in the same order. Not to be
-    called by several threads at once.
-
-    Args:
-        transport: carries the bytes.
-        fmt: formats of the messages.
-        ranks_per_node: divides the number of ranks; those of a node are consecutive.
-        seed: of stochastic rounding, equal on all ranks.
-        defers: as of `Packing`.
+    Every rank must construct it, and call it for the same units in the same order. Not to be called
+    by several threads at once. ``seed`` of stochastic rounding is equal on all ranks.
     """
 
     def __init__(
@@ -133,15 +126,8 @@ class TwoHopReduce:
     def reduce(self, out: Tensor, full: Tensor, *, unit: int) -> None:
         """Sum this rank's slice of every rank's ``full`` into ``out``, and wait for it.
 
-        A block in which any rank has NaN or Inf arrives as NaN.
-
-        Args:
-            out: flat, contiguous, any floating dtype; overwritten.
-            full: flat, contiguous, a slice of ``out.numel()`` elements for every rank; read.
-            unit: index of the unit that the gradients belong to.
-
-        Raises:
-            CorruptMessageError: a message is damaged; it names the sender.
+        Both are flat and contiguous, ``out`` of any floating dtype. A block in which any rank has
+        NaN or Inf arrives as NaN.
         """
         numel, num_nodes = out.numel(), self._num_nodes
         wide = out

@@ -203,10 +203,7 @@ def _ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
 def _code_places(places: Tensor, q: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield byte, shift within it, and the first bit there, of each part of codes of ``width``.
 
-    Args:
-        places: number of each code within its row.
-        q: bytes of the row's level, for each code.
-        width: bits of a code.
+    ``places`` are numbers of codes within their row, ``q`` the bytes of the row's level, for each.
     """
     if width < 8:
         part = (places >= q).long()  # a sum of comparisons: faster than a division
@@ -239,14 +236,7 @@ def _write_levels(
 
 
 class _Blocks:
-    """Some blocks of a buffer, to be decoded.
-
-    Args:
-        codes: uint8, of these blocks.
-        descriptors: int64, of these blocks.
-        offsets: of these in ``codes``.
-        values: their elements; changed.
-    """
+    """Some blocks of a buffer, to be decoded, with their ``offsets`` in ``codes``."""
 
     def __init__(self, codes: Tensor, descriptors: Tensor, offsets: Tensor, values: Tensor) -> None:
         self._codes = codes.to(torch.int64)

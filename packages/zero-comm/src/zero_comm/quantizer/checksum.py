@@ -30,14 +30,9 @@ _TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Return the checksum of each row of bytes.
+    """Return the checksum of each row of bytes: int64, on their device.
 
-    Args:
-        rows: uint8, [..., bytes]; rows are contiguous, at multiples of 8 bytes, and a multiple of 8
-            long.
-
-    Returns:
-        int64, [...], on the device of ``rows``.
+    Rows are contiguous, at multiples of 8 bytes, and a multiple of 8 long.
     """
     words = rows.view(torch.int64)
     name = find_backend_name(rows.device)
@@ -56,11 +51,7 @@ def checksums(rows: Tensor) -> Tensor:
 def checksum_of(values: Tensor) -> Tensor:
     """Return the checksum of the bytes of any values, zero-padded to a multiple of 8 bytes.
 
-    Args:
-        values: 1-D, contiguous, at any address.
-
-    Returns:
-        int64, without dimensions, on the device of ``values``.
+    The values are 1-D, contiguous, at any address. The checksum is int64, 0-dim, on their device.
     """
     whole = values.view(torch.uint8)
     # torch views words only at an offset of whole words, even where there are none.

@@ -54,14 +54,7 @@ def _mixed(words: tl.tensor) -> tl.tensor:
 
 
 def sum_words(words: Tensor) -> Tensor:
-    """Return the checksums of rows of int64 ``words``, on their device, without waiting for it.
-
-    Args:
-        words: [rows, words]; rows are contiguous.
-
-    Returns:
-        int64, [rows].
-    """
+    """Return the checksums of rows of int64 ``words``, on their device, without waiting for it."""
     num_rows, num_words = words.shape
     num_programs = triton.cdiv(num_words, TURNS * checksum.WORDS_PER_TURN)
     sums = torch.empty(num_rows, num_programs, dtype=torch.int64, device=words.device)
