@@ -168,10 +168,8 @@ class TierFootprint:
         # Where the device is the host, full-precision shards are their own master weights.
         masters = self._masters(part, needs_copy=self._is_accelerated)
         kept = {"master weights": masters, "optimizer states": self._states(start, stop)}
-        if self._settings.nvme is not None:
-            kept = {
-                "NVMe buffers": self._nvme_buffer_bytes(ratio, self._settings.nvme.buffer_count)
-            }
+        if self._settings.nvme_path is not None:
+            kept = {"NVMe buffers": self._nvme_buffer_bytes(ratio, self._settings.buffer_count)}
         return {
             **kept,
             "gradient copies": self._grad_bytes(part, stop - start),
@@ -253,7 +251,7 @@ class TierFootprint:
 
     def file_bytes(self, ratio: float) -> int:
         """Return the bytes of master weights and states in files, each read and written a step."""
-        if self._settings.nvme is None:
+        if self._settings.nvme_path is None:
             return 0
         start, stop = self._host_span(ratio)
         masters = _numel(self._whole(self._clipped(start, stop)))

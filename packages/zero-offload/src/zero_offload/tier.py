@@ -120,32 +120,15 @@ def make_twin(
     With a `device_budget` it is a `BudgetTier`.
     """
     frozen = freeze_groups(groups)
-    alignment = tiers.alignment(frozen)
-    if host is not None:
-        host = geometry.align(host, alignment)  # chosen parameters are whole anyway
-        if tiers.device_budget is None:
-            return TwinTier(geometry, frozen, host, tiers, alignment=alignment)
+    if host is not None and tiers.device_budget is None:
+        return TwinTier(geometry, frozen, host, tiers)
     per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
-    if host is not None and tiers.device_budget is not None:
-        return BudgetTier(
-            geometry,
-            frozen,
-            host,
-            tiers,
-            budget=tiers.device_budget,
-            element_state_bytes=per_element,
-            alignment=alignment,
-        )
+    if host is not None:
+        return BudgetTier(geometry, frozen, host, tiers, element_state_bytes=per_element)
     everything, is_accelerated = Intervals([(0, geometry.numel)]), tiers.device.type != "cpu"
     whole = device_bytes(geometry, everything, per_element, is_accelerated=is_accelerated)
-    return AutoTier(
-        geometry,
-        frozen,
-        tiers,
-        device=tiers.device,
-        element_bytes=-(-whole // max(geometry.numel, 1)),
-        alignment=alignment,
-    )
+    element_bytes = -(-whole // max(geometry.numel, 1))
+    return AutoTier(geometry, frozen, tiers, element_bytes=element_bytes)
 
 
 def make_device_tier(

@@ -84,7 +84,13 @@ class HostMemory:
         return found
 
     def _allocate(self, num_bytes: int, make: Callable[..., Tensor]) -> Tensor:
-        if self._should_pin and self._fits(num_bytes):
+        limit = self._limit_bytes
+        if self._should_pin and limit is not None and self.pinned_bytes + num_bytes > limit:
+            self._warn(
+                f"{num_bytes} bytes more than the {self.pinned_bytes} pinned so far exceed "
+                f"pin_memory_bytes = {limit}: raise it if the machine has the memory"
+            )
+        elif self._should_pin:
             try:
                 pinned = make(pin_memory=True)
             except RuntimeError as error:
@@ -99,16 +105,6 @@ class HostMemory:
                 return pinned
         self.pageable_bytes += num_bytes
         return make(pin_memory=False)
-
-    def _fits(self, num_bytes: int) -> bool:
-        limit = self._limit_bytes
-        if limit is None or self.pinned_bytes + num_bytes <= limit:
-            return True
-        self._warn(
-            f"{num_bytes} bytes more than the {self.pinned_bytes} pinned so far exceed "
-            f"pin_memory_bytes = {limit}: raise it if the machine has the memory"
-        )
-        return False
 
     def _warn(self, why: str) -> None:
         if not self._has_warned:

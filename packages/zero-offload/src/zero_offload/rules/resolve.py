@@ -63,15 +63,13 @@ def resolve_kernel(
         found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
         return _checked(found[0].load()) if found and _kind(optimizer_class) else None
     check_kernel_class(optimizer_class)
-    return _named(kernel) if isinstance(kernel, str) else _checked(kernel)
-
-
-def _named(name: str) -> AdamKernel:
-    matches = tuple(entry_points(group=GROUP, name=name))
+    if not isinstance(kernel, str):
+        return _checked(kernel)
+    matches = tuple(entry_points(group=GROUP, name=kernel))
     if not matches:
         installed = sorted(entry.name for entry in entry_points(group=GROUP))
         raise ValueError(
-            f"no Adam kernel {name!r} is installed, only {installed}; "
+            f"no Adam kernel {kernel!r} is installed, only {installed}; "
             f"`pip install zero-offload[cpu-adam]` brings one"
         )
     return _checked(matches[0].load())
@@ -167,8 +165,8 @@ _ONLY_SERVED = {"state_dtype": ("float32",), "master_dtype": (None, "float32")}
 class HostUpdate:
     """Kernel and torch class that a tier computes an optimizer's update with.
 
-    ``defaults`` are the optimizer's settings, filled in. ``is_kernels_own``: see [Note: a kernel's
-    own optimizer class].
+    ``defaults`` are the optimizer's settings, filled in. ``is_kernels_own``: see
+    [Note: a kernel's own optimizer class].
     """
 
     defaults: Mapping[str, Any]

@@ -113,15 +113,12 @@ class AutoTier(TwinTier):
         groups: Groups,
         factory: OffloadTiers,
         *,
-        device: torch.device,
         element_bytes: int,
-        alignment: int = 1,
         controller: AutoRatio | None = None,
     ) -> None:
         everything = Intervals([(0, geometry.numel)])
-        super().__init__(geometry, groups, everything, factory, alignment=alignment)
+        super().__init__(geometry, groups, everything, factory)
         self.controller = controller or AutoRatio()
-        self._device = device
         self._element_bytes = element_bytes
         self._room = DeviceRoom(geometry.numel, element_bytes)
         self._updates = factory.make_clock()  # of the device's part
@@ -159,7 +156,7 @@ class AutoTier(TwinTier):
         if not self._fresh:  # else a parameter without a gradient before came first
             before = self.controller.report
             device_numel = self.geometry.numel - self.host_numel
-            least_ratio = self._room.bound(read_memory(self._device), device_numel)
+            least_ratio = self._room.bound(read_memory(self._factory.device), device_numel)
             ratio = self.controller.observe(sample, least_ratio)
             if self.controller.report is not before:
                 _log.info("offload_optimizer settled on %s", self.controller.report)

@@ -74,7 +74,7 @@ class OffloadTiers:
                     f'parameters: use "float32"'
                 )
             self.rule = None
-        if self.rule is None and settings.nvme is not None:
+        if self.rule is None and settings.nvme_path is not None:
             raise ValueError(
                 f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
                 f"with these settings: its update is not one of an installed host kernel. Use "
@@ -93,7 +93,7 @@ class OffloadTiers:
     @property
     def can_undo(self) -> bool:
         """Whether the host's updates can be undone: those of a kernel, in host memory."""
-        return self.rule is not None and self._settings.nvme is None
+        return self.rule is not None and self._settings.nvme_path is None
 
     def alignment(self, groups: Groups) -> int:
         """Return of how many elements of a parameter a split point must be a multiple.
@@ -122,14 +122,14 @@ class OffloadTiers:
         has_differences = mover.differences is not None and mover.differences.num_bytes > 0
         if codec is not None and part.numel and not has_differences:
             self._warn_of_whole_uploads()
-        nvme = self._settings.nvme
-        if nvme is None:
+        folder, count = self._settings.nvme_path, self._settings.buffer_count
+        if folder is None:
             # A split master weight has its upper half in the memory that is sent to the device.
             stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
         else:
             assert self.rule is not None, "refused by the constructor"
-            frozen, count = freeze_groups(groups), nvme.buffer_count
-            stepper = FileStepper(part, self.rule, frozen, folder=nvme.path, buffer_count=count)
+            frozen = freeze_groups(groups)
+            stepper = FileStepper(part, self.rule, frozen, folder=folder, buffer_count=count)
         return HostTier(part, stepper, mover)
 
     def _warn_of_whole_uploads(self) -> None:

@@ -30,7 +30,14 @@ def host_share(
 ) -> Intervals | None:
     """Return the elements that the host updates, or None if measurements choose (``"auto"``)."""
     if settings.parameters is not None:
-        return named_elements(geometry, names, settings.parameters)
+        if len(names) != len(geometry.pieces):
+            raise ValueError(
+                f"parameters needs the name of each of the {len(geometry.pieces)} "
+                f"pieces, got {len(names)}: pass names to the factory, or named parameters "
+                f"(model.named_parameters()) to the optimizer"
+            )
+        chosen = [i for i, name in enumerate(names) if is_chosen(name, settings.parameters)]
+        return geometry.padded_spans(chosen)
     if settings.device_budget is not None:
         nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
         budget, end = settings.device_budget, settings.host_share
@@ -46,21 +53,8 @@ def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
     return Intervals([(start, start + num_host)])
 
 
-def named_elements(geometry: Geometry, names: Sequence[str], patterns: Sequence[str]) -> Intervals:
-    """Return the pieces whose parameter's name matches a pattern, each with the padding after it.
-
-    ``names`` are one per piece. Patterns are those of `fnmatchcase`: ``*`` matches dots too.
-    """
-    if len(names) != len(geometry.pieces):
-        raise ValueError(
-            f"parameters needs the name of each of the {len(geometry.pieces)} "
-            f"pieces, got {len(names)}: pass names to the factory, or named parameters "
-            f"(model.named_parameters()) to the optimizer"
-        )
-    return geometry.padded_spans([i for i, n in enumerate(names) if is_chosen(n, patterns)])
-
-
 def is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the patterns of `fnmatchcase`: ``*`` matches dots too."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -36,8 +36,7 @@ from zero_offload.tiers.share import end_share
 class TwinTier:
     """A StateTier made of a host tier over a share of the elements and a device tier over the rest.
 
-    It keeps its own copy of every gradient, on the host or on the device. A split point within a
-    parameter lies at a multiple of ``alignment`` of its elements.
+    It keeps its own copy of every gradient, on the host or on the device.
     """
 
     owns_grads = True
@@ -48,11 +47,10 @@ class TwinTier:
         groups: Groups,
         host: Intervals,
         factory: OffloadTiers,
-        *,
-        alignment: int = 1,
     ) -> None:
         self.geometry = geometry
-        self._alignment = alignment
+        self._alignment = factory.alignment(groups)
+        host = geometry.align(host, self._alignment)  # chosen parameters are whole anyway
         self._groups = groups
         self._factory = factory
         self._offered = Intervals()  # and not updated yet

@@ -178,25 +178,22 @@ class UploadDifferences:
     ) -> tuple[torch.Event | None, int]:
         checksum = self._checksums.pop(start, None)  # None: it is short
         nbytes = values.nbytes
-        if checksum is not None and self._matches(checksum, kept):
-            buffer = next(self._buffers)
-            self._wait(buffer.sent)
-            room = buffer.memory[: self._room(values)]
-            nbytes = self._codec.encode(kept, values, room, num_threads=num_kernel_threads())
+        if checksum is not None:
+            self._wait(checksum.event)
+            self._free_values.append(checksum.value)
+            if int(checksum.value) == int(self._codec.checksum(kept)):  # the device has ``kept``
+                buffer = next(self._buffers)
+                self._wait(buffer.sent)
+                room = buffer.memory[: self._room(values)]
+                nbytes = self._codec.encode(kept, values, room, num_threads=num_kernel_threads())
+            else:
+                self.num_changed += 1
         kept.copy_(values)
         if nbytes >= values.nbytes:
             return self._streams.to_device(view, values), values.nbytes
         buffer.sent = self._streams.difference_to_device(self._codec, view, room[:nbytes])
         self.num_differences += 1
         return buffer.sent, nbytes
-
-    def _matches(self, checksum: Checksum, kept: Tensor) -> bool:
-        """Whether the device had what is ``kept``, by the checksum that it computed."""
-        self._wait(checksum.event)
-        self._free_values.append(checksum.value)
-        is_equal = int(checksum.value) == int(self._codec.checksum(kept))
-        self.num_changed += not is_equal
-        return is_equal
 
     def _wait(self, event: torch.Event | None) -> None:
         if event is not None:
