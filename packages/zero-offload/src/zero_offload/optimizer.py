@@ -109,7 +109,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._parts, pieces = lay_out(self.param_groups)
         numel = pieces[-1][1] if pieces else 0
         shards = [(part.start, part.shard) for part in self._parts]
-        self._update.check_dtypes([shard.dtype for _, shard in shards])
+        if self._update.is_kernels_own and any(t.dtype == torch.float64 for _, t in shards):
+            raise ValueError(
+                "the Adam kernel updates fp32, bf16 and fp16 parameters, not float64; use "
+                "torch.optim.AdamW"
+            )
         device = common_device(self._parts)
         geometry = Geometry(numel, pieces, shards, len(self.param_groups))
         asked = {

@@ -321,7 +321,12 @@ class FileShards:
         try:
             if transfer is not None:
                 transfer.wait()  # without the lock: an update may go on meanwhile
-            copy = self._start_copy(buffer, out, self._view(segment, buffer))
+            is_on_device = out.device.type != "cpu"
+            if is_on_device and buffer.copy is not None:
+                buffer.copy.wait()
+            copy = start_copy(out, self._view(segment, buffer))
+            if is_on_device:  # else it is complete
+                buffer.copy = copy
             is_whole = True
         finally:
             with self._lock:
@@ -364,15 +369,6 @@ class FileShards:
         transfer = self.blocks.read(self._block[segment], self._view(segment, buffer))
         self._read[segment] = (buffer, transfer)
         self._stale.discard(segment)
-
-    def _start_copy(self, buffer: _Buffer, out: Tensor, shard: Tensor) -> Copy:
-        """Start to copy a buffer's shard, after an earlier copy of it."""
-        if out.device.type == "cpu":  # complete when it returns; one to the device need not be
-            return start_copy(out, shard)
-        if buffer.copy is not None:
-            buffer.copy.wait()
-        buffer.copy = start_copy(out, shard)
-        return buffer.copy
 
     def _is_kept(self, segment: int) -> bool:
         """Whether a buffer has the current values of a shard that was fetched."""

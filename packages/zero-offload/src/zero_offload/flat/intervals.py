@@ -117,9 +117,6 @@ class Intervals:
         if start < stop:
             yield start, stop, False
 
-    def covers(self, start: int, stop: int) -> bool:
-        return self.local(stop) - self.local(start) == max(stop - start, 0)
-
     def complement(self, numel: int) -> Intervals:
         """Return the elements of ``[0, numel)`` that are not in the set."""
         ends = [0, *(stop for _, stop in self.spans)]

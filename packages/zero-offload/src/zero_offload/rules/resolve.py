@@ -11,7 +11,7 @@ that of torch's Adam, which computes the same, on an accelerator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -182,14 +182,6 @@ class HostUpdate:
         if not self.is_kernels_own:
             return groups
         return [_as_torch_adam(group, is_host_alone) for group in groups]
-
-    def check_dtypes(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Raise ValueError for parameters that a kernel's own class refuses as well."""
-        if self.is_kernels_own and torch.float64 in dtypes:
-            raise ValueError(
-                "the Adam kernel updates fp32, bf16 and fp16 parameters, not float64; use "
-                "torch.optim.AdamW"
-            )
 
 
 def resolve_update(

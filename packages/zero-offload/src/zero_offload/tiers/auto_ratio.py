@@ -117,7 +117,13 @@ class AutoRatio:
         ``least_ratio`` is the smallest ratio that fits in device memory now, 0 to 1.
         """
         if least_ratio > self.ratio:
-            self._make_room(sample, least_ratio)
+            # In whole steps, so that a slow drift is not followed.
+            ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)
+            if self._is_searching:
+                self._set_ratio(ratio)
+            else:
+                self._restart()
+                self._settle(ratio, sample, least_ratio)
         elif self._is_first:
             self._is_first = False
         elif self._is_searching:
@@ -127,15 +133,6 @@ class AutoRatio:
         else:
             self._watch(sample)
         return self.ratio
-
-    def _make_room(self, sample: Sample, least_ratio: float) -> None:
-        """Raise the ratio to the bound, in whole steps, so that a slow drift is not followed."""
-        ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)
-        if self._is_searching:
-            self._set_ratio(ratio)
-        else:
-            self._restart()
-            self._settle(ratio, sample, least_ratio)
 
     def _take(self) -> list[Sample]:
         taken, self._samples = self._samples, []

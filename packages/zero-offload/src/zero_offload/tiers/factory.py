@@ -120,8 +120,13 @@ class OffloadTiers:
         store, codec = self._store_of(share), self._upload_codec
         mover = HostMover(part, self.device, memory, store=store, codec=codec)
         has_differences = mover.differences is not None and mover.differences.num_bytes > 0
-        if codec is not None and part.numel and not has_differences:
-            self._warn_of_whole_uploads()
+        if codec is not None and part.numel and not has_differences and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "lossless_upload has no effect: no shard of 16-bit or 32-bit parameters with %d "
+                "bytes or more is on an accelerator and updated by the host",
+                SHORTEST_NBYTES,
+            )
         folder, count = self._settings.nvme_path, self._settings.buffer_count
         if folder is None:
             # A split master weight has its upper half in the memory that is sent to the device.
@@ -131,15 +136,6 @@ class OffloadTiers:
             frozen = freeze_groups(groups)
             stepper = FileStepper(part, self.rule, frozen, folder=folder, buffer_count=count)
         return HostTier(part, stepper, mover)
-
-    def _warn_of_whole_uploads(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "lossless_upload has no effect: no shard of 16-bit or 32-bit parameters with %d "
-                "bytes or more is on an accelerator and updated by the host",
-                SHORTEST_NBYTES,
-            )
 
     def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> StateTier:
         """Create a tier on the compute device. On a CPU its update is that of the host's."""
