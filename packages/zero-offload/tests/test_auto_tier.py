@@ -91,7 +91,7 @@ def make_auto(
 ) -> AutoTier:
     geometry = space.geometry()
     tiers = offload_tiers(geometry, kernel, cls, groups)
-    tier = AutoTier(geometry, groups, tiers, device=CPU, element_bytes=12, controller=script)
+    tier = AutoTier(geometry, groups, tiers, element_bytes=12, controller=script)
     tier.write_state("master_weight", 0, space.initial)
     return tier
 

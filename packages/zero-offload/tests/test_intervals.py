@@ -51,7 +51,6 @@ def test_a_range_is_looked_up_as_in_a_set(
     inside = sorted(as_set(pairs) & set(range(start, stop)))
     assert [e for span in found.overlaps(start, stop) for e in range(*span)] == inside
     assert all(a < b for a, b in found.overlaps(start, stop))
-    assert found.covers(start, stop) == (inside == list(range(start, stop)))
 
 
 @given(PAIRS, st.integers(0, NUMEL + 3))

@@ -141,7 +141,7 @@ class WatchedTiers:
 
     def __init__(self, tiers: OffloadTiers) -> None:
         self.tiers = tiers
-        self.end = tiers.end
+        self.end, self.alignment = tiers.end, tiers.alignment
         self.error: Exception | None = None
         self.devices: list[weakref.ref[StateTier]] = []
         self.alive: list[bool] = []

@@ -45,7 +45,7 @@ from zero_offload.rules.plain import AdamRule
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import Chunk
-from zero_offload.steppers.undo import UndoableStepper, UndoLog
+from zero_offload.steppers.undo import UndoLog
 from zero_offload.testing.virtual_time import (
     Span,
     VirtualStream,
@@ -60,7 +60,7 @@ from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
 from zero_offload.tiers.share import host_share
 from zero_offload.tiers.twin import TwinTier
-from zero_offload.transfers.mover import DeviceMover, HostMover
+from zero_offload.transfers.mover import HostMover, Mover
 
 Mode = Literal["in backward", "after the decision", "with an undo log", "every step clipped"]
 MODES: tuple[Mode, ...] = (
@@ -229,7 +229,7 @@ class _Tiers(OffloadTiers):
         rule = AdamRule.of(cast(Any, kernel), optim.AdamW)
         frozen = freeze_groups(groups)
         stepper = MemoryStepper(part, rule, frozen, is_in_place=False, upper=part.view)
-        return DeviceTier(part, stepper, DeviceMover(part, CPU))
+        return DeviceTier(part, stepper, Mover(part, CPU))
 
 
 class _LoggingTier(HostTier):
@@ -242,15 +242,15 @@ class _LoggingTier(HostTier):
     def enable_undo(self, most_bytes: int | None) -> bool:
         is_enabled = super().enable_undo(most_bytes)
         stepper = self._stepper
-        if is_enabled and isinstance(stepper, UndoableStepper):
-            self._worker.log = _TimedLog(self._job, stepper, HostRing(stepper.undo_capacity()))
+        if is_enabled and isinstance(stepper, MemoryStepper):
+            self.worker.log = _TimedLog(self._job, stepper, HostRing(stepper.undo_capacity()))
         return is_enabled
 
 
 class _TimedLog(UndoLog):
     """An undo log whose copies take time."""
 
-    def __init__(self, job: Job, stepper: UndoableStepper, ring: HostRing) -> None:
+    def __init__(self, job: Job, stepper: MemoryStepper, ring: HostRing) -> None:
         super().__init__(stepper, ring)
         self._job = job
 

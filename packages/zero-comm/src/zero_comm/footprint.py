@@ -143,19 +143,16 @@ class CommFootprint:
     def gather(
         self, numel: int, dtype: torch.dtype, *, is_trainable: bool
     ) -> GatherFootprint | None:
-        """Return a shard's gather, or None if the engine's own collective serves it.
-
-        Args:
-            numel: elements of the shard.
-            dtype: of its weights.
-            is_trainable: whether the weights ever change.
-        """
+        """Return a shard's gather, or None if the engine's own collective serves it."""
         if self._world_size == 1:
             return None
         settings = self._settings
         if settings.is_lossless and is_trainable:
             if self.num_groups > 1 and is_worthwhile(dtype, numel):
-                across = self._difference_nbytes(numel, dtype)
+                across = numel * dtype.itemsize  # at most: a whole shard's
+                if self._learning_rate is not None:
+                    expected = expected_message_nbytes(numel, dtype, self._learning_rate)
+                    across = min(across, expected)
                 within = numel * dtype.itemsize if self._is_gathered else across
                 return GatherFootprint(
                     across, self.num_groups * within, LOSSLESS, is_kept=self._is_gathered
@@ -177,19 +174,10 @@ class CommFootprint:
             across, self.num_groups * (exact if is_kept else across), kind, is_kept
         )
 
-    def _difference_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a lossless message, expected or at most: a whole shard's."""
-        most = numel * dtype.itemsize
-        if self._learning_rate is None:
-            return most
-        return min(most, expected_message_nbytes(numel, dtype, self._learning_rate))
-
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the reduction, or None if the engine's own collective serves it.
 
-        Args:
-            numel: elements of the shard that a rank receives.
-            dtype: that gradients are communicated in.
+        ``numel`` is of the shard that a rank receives, ``dtype`` that of communication.
         """
         fmt = self._settings.gradients
         if self._world_size == 1 or fmt is None:
@@ -205,10 +193,6 @@ class CommFootprint:
 
         None if slices are sent as they are. Expected are gradients of a normal distribution. Those
         of float16 are counted with the most, and so are all without a learning rate.
-
-        Args:
-            numel: elements of the slice, or of a node's partial sum.
-            dtype: its dtype.
         """
         messages = GradientMessages()
         is_coded = self._settings.codes_gradients and self._num_nodes > 1

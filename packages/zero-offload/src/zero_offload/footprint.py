@@ -32,9 +32,9 @@ from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import BLOCK_NUMEL
+from zero_offload.steppers.memory_stepper import undo_capacity
 from zero_offload.steppers.rule_stepper import BlockLayout
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
-from zero_offload.steppers.undo import undo_capacity
 from zero_offload.tiers.accumulation import num_layers
 from zero_offload.tiers.share import end_share, is_chosen, state_bytes, within_budget
 from zero_offload.transfers.differences import NUM_BUFFERS, SHORTEST_NBYTES, part_numel
@@ -168,10 +168,8 @@ class TierFootprint:
         # Where the device is the host, full-precision shards are their own master weights.
         masters = self._masters(part, needs_copy=self._is_accelerated)
         kept = {"master weights": masters, "optimizer states": self._states(start, stop)}
-        if self._settings.nvme is not None:
-            kept = {
-                "NVMe buffers": self._nvme_buffer_bytes(ratio, self._settings.nvme.buffer_count)
-            }
+        if self._settings.nvme_path is not None:
+            kept = {"NVMe buffers": self._nvme_buffer_bytes(ratio, self._settings.buffer_count)}
         return {
             **kept,
             "gradient copies": self._grad_bytes(part, stop - start),
@@ -253,7 +251,7 @@ class TierFootprint:
 
     def file_bytes(self, ratio: float) -> int:
         """Return the bytes of master weights and states in files, each read and written a step."""
-        if self._settings.nvme is None:
+        if self._settings.nvme_path is None:
             return 0
         start, stop = self._host_span(ratio)
         masters = _numel(self._whole(self._clipped(start, stop)))

@@ -25,15 +25,8 @@ from torch import Tensor
 class LocalPart:
     """The local part of one parameter and its place ``[start, stop)`` in the flat space.
 
-    Args:
-        param: a parameter with elements on at least one rank.
-        start: offset in the flat space, in elements.
-
-    Attributes:
-        shard: the part's own memory, 1-D, which new values are written to.
-
-    Raises:
-        ValueError: the part does not fill its memory without gaps.
+    ``shard`` is its own memory, 1-D, which new values are written to. It has no gaps, or ValueError
+    is raised.
     """
 
     def __init__(self, param: Tensor, start: int) -> None:
@@ -65,9 +58,6 @@ class LocalPart:
 
         ``values`` has the parameter's shape. The result is its own memory where nothing has to be
         rearranged. Values in other placements are redistributed, which is a collective.
-
-        Raises:
-            ValueError: sparse values, or values of another shape.
         """
         if values.is_sparse:
             raise ValueError("sparse gradients cannot be offloaded")
@@ -126,11 +116,7 @@ def lay_out(groups: Sequence[dict[str, Any]]) -> tuple[list[LocalPart], list[tup
 
 
 def common_device(parts: Sequence[LocalPart]) -> torch.device:
-    """Return the device of all parts, or the CPU without parts.
-
-    Raises:
-        ValueError: they are on several.
-    """
+    """Return the one device of all parts, or the CPU without parts."""
     devices = sorted({str(part.shard.device) for part in parts})
     if len(devices) > 1:
         raise ValueError(f"the parameters must be on one device, they are on {devices}")

@@ -109,7 +109,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._parts, pieces = lay_out(self.param_groups)
         numel = pieces[-1][1] if pieces else 0
         shards = [(part.start, part.shard) for part in self._parts]
-        self._update.check_dtypes([shard.dtype for _, shard in shards])
+        if self._update.is_kernels_own and any(t.dtype == torch.float64 for _, t in shards):
+            raise ValueError(
+                "the Adam kernel updates fp32, bf16 and fp16 parameters, not float64; use "
+                "torch.optim.AdamW"
+            )
         device = common_device(self._parts)
         geometry = Geometry(numel, pieces, shards, len(self.param_groups))
         asked = {
@@ -207,7 +211,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if found_inf is not None and float(found_inf) != 0.0:
             return loss
         self._follow_params()
-        active, release = self._offer_grads()
+        active, release = [], None
+        for i, part in enumerate(self._parts):
+            if part.param.grad is not None:
+                part.check_home(i)
+                flat = part.flatten(part.param.grad)
+                release = self.tier.offer_grad(part.start, flat) or release  # of the last
+                active.append(i)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
         self.tier.step(self._tier_groups(), active, grad_scale=grad_scale)
         if release is not None:  # gradients may be overwritten as soon as this returns
@@ -216,17 +226,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._note_state(active)
         self._note_versions()
         return loss
-
-    def _offer_grads(self) -> tuple[list[int], Callable[[], None] | None]:
-        """Offer all gradients. Returns the parts that have one, and the release of the last."""
-        active, release = [], None
-        for i, part in enumerate(self._parts):
-            if part.param.grad is not None:
-                part.check_home(i)
-                flat = part.flatten(part.param.grad)
-                release = self.tier.offer_grad(part.start, flat) or release
-                active.append(i)
-        return active, release
 
     def _note_versions(self) -> None:
         self._versions = [part.version() for part in self._parts]

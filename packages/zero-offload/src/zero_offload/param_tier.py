@@ -70,11 +70,7 @@ class ParamSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ParamSettings:
-        """Read the block from a resolved ``zero_optimization`` config.
-
-        Raises:
-            ValueError: a key has a value that is not served.
-        """
+        """Read the block from a resolved ``zero_optimization`` config, or raise ValueError."""
         block = {k: v for k, v in (config.get(_BLOCK) or {}).items() if v is not None}
         device = block.pop("device", "cpu")
         unknown = sorted(set(block) - set(cls.__dataclass_fields__))
@@ -125,28 +121,21 @@ def create_param_tier(
 
 
 def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
-    """Return how many of the first shards are in host memory. The others are in the file.
-
-    Raises:
-        ValueError: a buffer has no room for one of these.
-    """
+    """Return how many of the first shards are in host memory. The others are in the file."""
     if settings.nvme_path is None:
         return len(shards)
     total = 0
     for count, (_, numel, _) in enumerate(shards):
         total += numel
         if total > settings.max_in_cpu:
-            _check_buffer_size(max(numel for _, numel, _ in shards[count:]), settings)
+            largest = max(numel for _, numel, _ in shards[count:])
+            if largest > settings.buffer_size:
+                raise ValueError(
+                    f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest "
+                    f"shard that is kept in the file has {largest}: raise it to that"
+                )
             return count
     return len(shards)
-
-
-def _check_buffer_size(largest: int, settings: ParamSettings) -> None:
-    if largest > settings.buffer_size:
-        raise ValueError(
-            f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard "
-            f"that is kept in the file has {largest}: raise it to that"
-        )
 
 
 class OffloadedParams:
@@ -238,28 +227,15 @@ class _Collected:
     spans: Intervals = field(default_factory=Intervals)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The values of a shard that were not new when it was written last, as those of padding."""
-
-    gaps: Intervals
-    values: list[Tensor]
-
-
-_NOTHING_KEPT = _Kept(Intervals(), [])
+_Kept = tuple[Intervals, list[Tensor]]
+"""Values of a shard that were not new when it was written last, as those of padding."""
+_NOTHING_KEPT: _Kept = Intervals(), []
 
 
 class FileShards:
-    """Parameter shards in a `BlockFile`, one block each.
+    """Parameter shards ``(segment, numel, dtype)`` in a `BlockFile`, one block each.
 
-    Args:
-        shards: ``(segment, numel, dtype)`` of each.
-        num_buffers: shards that are read ahead, or kept after they were fetched.
-        pin_memory: page-lock the buffers for reads.
-
-    Raises:
-        ValueError: the folder is missing or not writable.
-        StorageError: the disk has not the room.
+    ``num_buffers`` of them are read ahead, or kept after they were fetched.
     """
 
     def __init__(
@@ -314,20 +290,20 @@ class FileShards:
                 sooner.add(segment)
                 if segment in self._read or self._is_kept(segment):
                     continue
-                if self._is_changing(segment):
+                collected, written = self._collected, self._written.get(segment)
+                if collected is not None and collected.segment == segment:
                     return
-                self._forget_reads_except(segments)
+                if written is not None and not written.is_done:
+                    return
+                for dropped in [read for read in self._read if read not in segments]:
+                    self._forget_read(dropped)
                 buffer = self._buffer_for(segment, sooner)
                 if buffer is None:
                     return
                 self._start_read(segment, buffer)
 
     def fetch(self, segment: int, out: Tensor) -> Copy:
-        """Wait for the shard's read and enqueue its copy to ``out`` on the current stream.
-
-        Raises:
-            StorageError: it cannot be read, or never reached the file.
-        """
+        """Wait for the shard's read and enqueue its copy to ``out`` on the current stream."""
         with self._lock:
             self._complete_write(segment)
             transfer = None
@@ -335,13 +311,22 @@ class FileShards:
                 buffer = self._fetched.pop(segment)
             else:
                 if segment not in self._read:
-                    self._start_read(segment, self._buffer_for(segment) or self._least_needed())
+                    free = self._buffer_for(segment)
+                    if free is None:  # that of what is expected last
+                        self._forget_read(list(self._read)[-1])
+                        free = self._free.pop()
+                    self._start_read(segment, free)
                 buffer, transfer = self._read.pop(segment)
         is_whole = False
         try:
             if transfer is not None:
                 transfer.wait()  # without the lock: an update may go on meanwhile
-            copy = self._start_copy(buffer, out, self._view(segment, buffer))
+            is_on_device = out.device.type != "cpu"
+            if is_on_device and buffer.copy is not None:
+                buffer.copy.wait()
+            copy = start_copy(out, self._view(segment, buffer))
+            if is_on_device:  # else it is complete
+                buffer.copy = copy
             is_whole = True
         finally:
             with self._lock:
@@ -354,11 +339,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a part of a shard, to be written to the file later.
-
-        Raises:
-            StorageError: earlier values could not be written.
-        """
+        """Collect new values of a part of a shard, to be written to the file later."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()
@@ -373,7 +354,7 @@ class FileShards:
             self._view(segment, collected.buffer)[start:stop].copy_(values)
             collected.spans = collected.spans.union(Intervals([(start, stop)]))
             gaps = collected.spans.complement(self._numel[segment])
-            if not gaps or self._kept.get(segment, _NOTHING_KEPT).gaps == gaps:
+            if not gaps or self._kept.get(segment, _NOTHING_KEPT)[0] == gaps:
                 self._send()
 
     def _new(self, memory: HostMemory) -> _Buffer:
@@ -383,25 +364,11 @@ class FileShards:
         dtype = self._dtype[segment]
         return buffer.memory[: self._numel[segment] * dtype.itemsize].view(dtype)
 
-    def _is_changing(self, segment: int) -> bool:
-        if self._collected is not None and self._collected.segment == segment:
-            return True
-        return segment in self._written and not self._written[segment].is_done
-
     def _start_read(self, segment: int, buffer: _Buffer) -> None:
         buffer.free()
         transfer = self.blocks.read(self._block[segment], self._view(segment, buffer))
         self._read[segment] = (buffer, transfer)
         self._stale.discard(segment)
-
-    def _start_copy(self, buffer: _Buffer, out: Tensor, shard: Tensor) -> Copy:
-        """Start to copy a buffer's shard, after an earlier copy of it."""
-        if out.device.type == "cpu":  # complete when it returns; one to the device need not be
-            return start_copy(out, shard)
-        if buffer.copy is not None:
-            buffer.copy.wait()
-        buffer.copy = start_copy(out, shard)
-        return buffer.copy
 
     def _is_kept(self, segment: int) -> bool:
         """Whether a buffer has the current values of a shard that was fetched."""
@@ -424,18 +391,6 @@ class FileShards:
             if fetched not in sooner:
                 return self._fetched.pop(fetched)
         return None
-
-    def _least_needed(self) -> _Buffer:
-        segment = list(self._read)[-1]
-        buffer, _ = self._read[segment]
-        self._forget_read(segment)
-        self._free.remove(buffer)
-        return buffer
-
-    def _forget_reads_except(self, segments: Sequence[int]) -> None:
-        """Drop what was read ahead and is not expected any more."""
-        for segment in [read for read in self._read if read not in segments]:
-            self._forget_read(segment)
 
     def _forget_read(self, segment: int) -> None:
         """Drop what was read ahead of a shard."""
@@ -468,9 +423,9 @@ class FileShards:
 
     def _fill(self, segment: int, gaps: Intervals, values: Tensor) -> None:
         """Complete new values by the old ones. Those of small gaps are kept for the next time."""
-        kept = self._kept.pop(segment, _NOTHING_KEPT)
-        if kept.gaps == gaps:
-            for (start, stop), old in zip(gaps.spans, kept.values, strict=True):
+        kept_gaps, kept = self._kept.pop(segment, _NOTHING_KEPT)
+        if kept_gaps == gaps:
+            for (start, stop), old in zip(gaps.spans, kept, strict=True):
                 values[start:stop].copy_(old)
         else:
             whole = torch.empty(self._numel[segment], dtype=self._dtype[segment], device="cpu")
@@ -478,5 +433,4 @@ class FileShards:
             for start, stop in gaps.spans:
                 values[start:stop].copy_(whole[start:stop])
         if sum(stop - start for start, stop in gaps.spans) <= _MAX_KEPT:
-            found = [values[start:stop].clone() for start, stop in gaps.spans]
-            self._kept[segment] = _Kept(gaps, found)
+            self._kept[segment] = gaps, [values[a:b].clone() for a, b in gaps.spans]

@@ -55,22 +55,14 @@ class UploadCodec(Protocol):
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
         """Write the difference from ``old`` to ``new``, of one dtype, in host memory.
 
-        Args:
-            old: read.
-            new: read.
-            out: uint8, `max_nbytes` long, at an even address; undefined past the result.
-            num_threads: threads that encode.
-
-        Returns:
-            How many bytes were written.
+        ``out`` is uint8, `max_nbytes` long, at an even address, and undefined past the result,
+        which is how many bytes were written.
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
         """Change ``values`` from the old to the new ones, on their device's current stream.
 
-        Args:
-            difference: uint8, exactly the bytes that `encode` wrote, at an even address.
-            values: overwritten.
+        ``difference`` is uint8, exactly the bytes that `encode` wrote, at an even address.
         """
 
 
@@ -111,12 +103,9 @@ class AdamKernel(Protocol):
 
 @runtime_checkable
 class SummingKernel(Protocol):
-    """A kernel whose functions take a list of gradients in the place of one.
+    """A kernel whose functions take a list of gradients in the place of one, if ``sums_grads``.
 
     They add them in fp32, in order, in the same pass. Without it torch adds them before the pass.
-
-    Attributes:
-        sums_grads: True declares it.
     """
 
     sums_grads: bool
@@ -129,11 +118,7 @@ class SummingKernel(Protocol):
 
 @runtime_checkable
 class CopyingKernel(Protocol):
-    """A kernel whose updates take ``copies``. Without it torch copies before the pass.
-
-    Attributes:
-        copies_first: True declares it, of `adam_step` and of all other updates.
-    """
+    """A kernel whose updates all take ``copies``, if ``copies_first``. Else torch copies before."""
 
     copies_first: bool
 
@@ -210,9 +195,8 @@ class Bf16AdamKernel(Protocol):
     ) -> None:
         """Apply one Adam update in place, with stochastically rounded bf16 moments.
 
-        The other arguments are those of `EightBitAdamKernel.adam_step_8bit`.
-
-        The random numbers are a function of ``seed``, the step and an element's place.
+        The other arguments are those of `EightBitAdamKernel.adam_step_8bit`. The random numbers are
+        a function of ``seed``, the step and an element's place.
         """
 
 
@@ -385,9 +369,7 @@ class ReservingTier(StateTier, Protocol):
         """Allocate what gradients are copied to, or widened in, and what copies pass through.
 
         Called once on an accelerator, before the first gradient. It decides on memory alone.
-
-        Args:
-            grads: ``(start, stop, dtype)`` of what is going to be offered or added.
+        ``grads`` are ``(start, stop, dtype)`` of what is going to be offered or added.
         """
 
 

@@ -97,31 +97,6 @@ _KNOWN = {
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeSettings:
-    """File for the host's part of the state.
-
-    Attributes:
-        path: a folder on the NVMe disk; the ranks of a host may share it.
-        buffer_count: blocks of state in host memory at once; from 3 on, reading, updating and
-            writing overlap.
-    """
-
-    path: str
-    buffer_count: int = 16
-
-    @classmethod
-    def from_block(cls, block: Mapping[str, Any]) -> NvmeSettings:
-        """Read ``nvme_path`` and ``buffer_count``, or raise ValueError that names a wrong one."""
-        path, count = block.get("nvme_path"), block.get("buffer_count", 16)
-        if not isinstance(path, str) or not path:
-            raise ValueError(
-                f'{_BLOCK}.device = "nvme" needs {_BLOCK}.nvme_path, a folder on the NVMe disk; '
-                f"got {path!r}"
-            )
-        return cls(path, _whole(count, f"{_BLOCK}.buffer_count", "number >= 1", least=1))
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadSettings:
     """Settings of the host's part, with at most one of the keys that select its elements.
 
@@ -131,7 +106,10 @@ class OffloadSettings:
         host_share: the end at which they lie, also those of ``device_budget``.
         pin_memory: page-lock the host's transfer buffers.
         pin_memory_bytes: most bytes to lock on this rank; None for no limit.
-        nvme: keep the host's part of the state in a file; None keeps it in host memory.
+        nvme_path: folder on the NVMe disk for a file of the host's part of the state, which ranks
+            of a host may share; None keeps the state in host memory.
+        buffer_count: blocks of the file in host memory at once; 3 or more read, update and write
+            together.
         state_dtype: of Adam's moments on the host, one of `STATE_DTYPES`.
         parameters: the host updates the parameters whose names match one of these patterns.
         device_budget: the host updates the elements beyond this many bytes of state in device
@@ -145,7 +123,8 @@ class OffloadSettings:
     host_share: HostShare = "last"
     pin_memory: bool = True
     pin_memory_bytes: int | None = None
-    nvme: NvmeSettings | None = None
+    nvme_path: str | None = None
+    buffer_count: int = 16
     state_dtype: str = "float32"
     parameters: tuple[str, ...] | None = None
     device_budget: int | None = None
@@ -154,13 +133,10 @@ class OffloadSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
-        """Read the block from a resolved ``zero_optimization`` config.
+        """Read the block from a resolved ``zero_optimization`` config, or raise ValueError.
 
         The caller has chosen this tier, so a missing block means the defaults. So does ``"device":
         "none"``, to which configs without the block resolve.
-
-        Raises:
-            ValueError: a key has a value that is not served.
         """
         block = config.get(_BLOCK) or {}
         if not isinstance(block, Mapping):
@@ -176,15 +152,18 @@ class OffloadSettings:
         settings = cls.check(block, f"{_BLOCK}.")
         if device != "nvme":
             return settings
-        return replace(settings, nvme=NvmeSettings.from_block(block))
+        path, count = block.get("nvme_path"), block.get("buffer_count", 16)
+        if not isinstance(path, str) or not path:
+            raise ValueError(
+                f'{_BLOCK}.device = "nvme" needs {_BLOCK}.nvme_path, a folder on the NVMe disk; '
+                f"got {path!r}"
+            )
+        count = _whole(count, f"{_BLOCK}.buffer_count", "number >= 1", least=1)
+        return replace(settings, nvme_path=path, buffer_count=count)
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], prefix: str = "") -> OffloadSettings:
-        """Check keys and return the settings. A key of None counts as missing.
-
-        Raises:
-            ValueError: two keys say which elements, or one has a value that is not served.
-        """
+        """Return the settings that keys give, or raise ValueError. None counts as a missing key."""
         given = {key: value for key, value in keys.items() if value is not None}
         shares = [f"{prefix}{key}" for key in _SHARES if key in given]
         if len(shares) > 1:

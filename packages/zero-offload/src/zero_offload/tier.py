@@ -26,7 +26,7 @@ from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import DeviceTier
 from zero_offload.tiers.share import device_bytes, host_share, state_bytes
 from zero_offload.tiers.twin import TwinTier
-from zero_offload.transfers.mover import DeviceMover
+from zero_offload.transfers.mover import Mover
 
 
 def create_tier(
@@ -85,7 +85,15 @@ def create_tier(
             "pass upload_codec"
         )
     geometry = Geometry(numel, pieces, params, len(groups))
-    _check_one_width(params)
+    dtypes = {tensor.dtype for _, tensor in params}
+    if torch.float64 in dtypes and len(dtypes) > 1:  # all master weights here have one dtype
+        others = sorted(str(dtype) for dtype in dtypes - {torch.float64})
+        raise ValueError(
+            f"offload_optimizer does not serve torch.float64 parameters beside {others}: its "
+            "master weights all have one dtype, so those would be updated in float64. Give all "
+            'trainable parameters one dtype, or leave the optimizer state on the device ("device": '
+            '"none"), which keeps each dtype apart'
+        )
     tiers = OffloadTiers(
         geometry,
         settings,
@@ -112,32 +120,15 @@ def make_twin(
     With a `device_budget` it is a `BudgetTier`.
     """
     frozen = freeze_groups(groups)
-    alignment = tiers.alignment(frozen)
-    if host is not None:
-        host = geometry.align(host, alignment)  # chosen parameters are whole anyway
-        if tiers.device_budget is None:
-            return TwinTier(geometry, frozen, host, tiers, alignment=alignment)
+    if host is not None and tiers.device_budget is None:
+        return TwinTier(geometry, frozen, host, tiers)
     per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
-    if host is not None and tiers.device_budget is not None:
-        return BudgetTier(
-            geometry,
-            frozen,
-            host,
-            tiers,
-            budget=tiers.device_budget,
-            element_state_bytes=per_element,
-            alignment=alignment,
-        )
+    if host is not None:
+        return BudgetTier(geometry, frozen, host, tiers, element_state_bytes=per_element)
     everything, is_accelerated = Intervals([(0, geometry.numel)]), tiers.device.type != "cpu"
     whole = device_bytes(geometry, everything, per_element, is_accelerated=is_accelerated)
-    return AutoTier(
-        geometry,
-        frozen,
-        tiers,
-        device=tiers.device,
-        element_bytes=-(-whole // max(geometry.numel, 1)),
-        alignment=alignment,
-    )
+    element_bytes = -(-whole // max(geometry.numel, 1))
+    return AutoTier(geometry, frozen, tiers, element_bytes=element_bytes)
 
 
 def make_device_tier(
@@ -154,17 +145,4 @@ def make_device_tier(
     geometry = Geometry(numel, pieces, params, len(groups))
     frozen = freeze_groups(groups)
     stepper = TorchStepper(geometry, device, optimizer_class, frozen, is_in_place=True)
-    return DeviceTier(geometry, stepper, DeviceMover(geometry, device, param_store))
-
-
-def _check_one_width(params: Sequence[tuple[int, Tensor]]) -> None:
-    """Refuse float64 shards beside others: all master weights here have one dtype."""
-    dtypes = {tensor.dtype for _, tensor in params}
-    if torch.float64 in dtypes and len(dtypes) > 1:
-        others = sorted(str(dtype) for dtype in dtypes - {torch.float64})
-        raise ValueError(
-            f"offload_optimizer does not serve torch.float64 parameters beside {others}: its "
-            "master weights all have one dtype, so those would be updated in float64. Give all "
-            'trainable parameters one dtype, or leave the optimizer state on the device ("device": '
-            '"none"), which keeps each dtype apart'
-        )
+    return DeviceTier(geometry, stepper, Mover(geometry, device, param_store))

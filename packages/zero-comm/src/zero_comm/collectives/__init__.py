@@ -1,9 +1,5 @@
 """Quantized collectives: weight gathers (qwZ, hpZ) and gradient reductions (qgZ)."""
 
-from zero_comm.collectives.quantized import (
-    ExactGradients,
-    QuantizedCollectives,
-    create_collectives,
-)
+from zero_comm.collectives.quantized import ExactGradients, QuantizedCollectives, create_collectives
 
 __all__ = ["ExactGradients", "QuantizedCollectives", "create_collectives"]

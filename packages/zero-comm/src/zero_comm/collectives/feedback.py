@@ -34,11 +34,7 @@ class LocoSettings:
     reset_T: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: one is out of range, by name.
-        """
+        """Check the values, or raise ValueError."""
         beta: object = self.err_beta
         if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0.0 <= beta <= 1.0:
             raise ValueError(f"err_beta must be a number within [0, 1], got {beta!r}")
@@ -68,13 +64,10 @@ class ErrorFeedback:
             values.add_(dequantize(error, values.numel(), STORED))
 
     def update(self, key: object, values: Tensor, arrived: Tensor) -> None:
-        """Update the kept error by the difference of two flat fp32 tensors.
+        """Update the kept error by two flat fp32 tensors, before quantization and after it.
 
-        Args:
-            key: as of `compensate`.
-            values: before quantization; overwritten.
-            arrived: after it. Where it is not finite, the error counts as zero: such a step is
-                skipped.
+        ``values`` are overwritten. Where ``arrived`` is not finite, the error counts as zero: such
+        a step is skipped.
         """
         beta = self._settings.err_beta
         fresh = values.sub_(arrived).mul_(1.0 - beta)

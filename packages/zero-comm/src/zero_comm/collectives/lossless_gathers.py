@@ -24,11 +24,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.collectives.weight_gathers import SecondaryGather, WeightGather
-from zero_comm.differences.message import (
-    max_message_nbytes,
-    pack_difference,
-    unpack_difference,
-)
+from zero_comm.differences.message import max_message_nbytes, pack_difference, unpack_difference
 from zero_comm.quantizer.checksum import checksum_of, checksums
 
 _NONE: Final = -1

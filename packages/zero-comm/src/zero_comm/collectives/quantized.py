@@ -108,12 +108,6 @@ class QuantizedCollectives:
 
     Several exchanges may run at once and may be waited for in any order. Not to be used by several
     threads at the same moment.
-
-    Args:
-        transport: carries the bytes.
-        settings: formats and options.
-        ranks_per_node: ranks of a node.
-        frozen: units whose weights are never trained.
     """
 
     def __init__(
@@ -142,7 +136,9 @@ class QuantizedCollectives:
     ) -> Work:
         """Start to gather weights. A collective. See also [Note: what is sent exactly].
 
-        A block with NaN or Inf arrives as NaN on every rank, if it is quantized.
+        A block with NaN or Inf arrives as NaN on every rank, if it is quantized. ``out`` must not
+        overlap a shard that is to be quantized: the exact weights would be overwritten by rounded
+        ones.
 
         Args:
             out: 1-D, contiguous, ``world_size * shard.numel()`` elements of ``shard``'s dtype,
@@ -153,10 +149,6 @@ class QuantizedCollectives:
                 for values that are no weights. Frozen weights have one version until
                 `forget_values`.
             backward: whether the gather serves a backward pass; passed on.
-
-        Raises:
-            ValueError: ``out`` doesn't match ``shard``, or overlaps one that is to be quantized:
-                the exact weights would be overwritten by rounded ones.
         """
         _check(out, shard, self._transport.world_size)
         is_kept = _overlap(out, shard)
@@ -178,10 +170,7 @@ class QuantizedCollectives:
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``. A collective.
 
-        Args:
-            out: 1-D, contiguous, floating point; overwritten.
-            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point.
-            unit: key of the error feedback.
+        Both are 1-D, contiguous and floating point. ``unit`` is the key of the error feedback.
         """
         reduction = self._reduction
         if reduction is None or not reduction.shortens(full.dtype, out.numel()):
@@ -294,14 +283,7 @@ class QuantizedCollectives:
 
 
 class ExactGradients(QuantizedCollectives):
-    """`QuantizedCollectives` that send gradients as they are, and add them as the transport does.
-
-    Args:
-        transport: carries the bytes.
-        settings: without a format of gradients.
-        ranks_per_node: ranks of a node.
-        frozen: units whose weights are never trained.
-    """
+    """`QuantizedCollectives` that send and add gradients as the transport does."""
 
     def __init__(
         self,
@@ -316,13 +298,7 @@ class ExactGradients(QuantizedCollectives):
         self._adding = transport
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """Start to add this rank's slice of every rank's ``full`` to ``out``. A collective.
-
-        Args:
-            out: 1-D, contiguous, floating point; each term is added in rank order.
-            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point.
-            unit: passed on.
-        """
+        """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
         return self._adding.reduce_add(out, full, unit=unit)
 
 

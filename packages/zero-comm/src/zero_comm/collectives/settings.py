@@ -48,11 +48,7 @@ class CommSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CommSettings:
-        """Read a resolved ``zero_optimization`` block. Missing keys have DeepSpeed's defaults.
-
-        Raises:
-            ValueError: a value that is out of range, by key.
-        """
+        """Read a resolved ``zero_optimization`` block. Missing keys have DeepSpeed's defaults."""
         read = _Reader(config)
         has_weights = read.flag("zero_quantized_weights")
         has_frozen = read.flag("zero_quantized_nontrainable_weights")

@@ -19,17 +19,8 @@ from zero_comm.transport.torch_collectives import TorchCollectives
 class SliceReducer:
     """Sums slices of gradients over a group (qgZ), in two hops where nodes have several ranks.
 
-    Every rank of the group constructs it alike and calls it in the same order; the first reduction
+    Every rank of the group constructs it alike and calls it in the same order. The first reduction
     may ask all ranks for their nodes. Not to be called by several threads at once.
-
-    Args:
-        collectives: the group's.
-        fmt: formats of the messages.
-        ranks_per_node: as of `check_ranks_per_node`; None asks the launcher's environment.
-        seed: of stochastic rounding, equal on all ranks.
-
-    Raises:
-        ValueError: ``ranks_per_node`` doesn't fit the group.
     """
 
     def __init__(
@@ -50,18 +41,10 @@ class SliceReducer:
     def reduce(self, out: Tensor, full: Tensor, *, scale: float, key: object = None) -> None:
         """Fill ``out`` with ``scale`` times the sum of this rank's slice over all ranks.
 
-        The sum is taken and scaled in fp32 (fp64 where a slice travels exactly in it), so that
-        fp16 doesn't overflow before an average is taken.
-
-        Args:
-            out: flat, contiguous, any floating dtype.
-            full: flat, contiguous, ``world_size * out.numel()`` elements; read.
-            scale: 1 / ranks for the average.
-            key: identifies gradients that are reduced repeatedly. Error feedback keeps an error
-                for each key and length.
-
-        Raises:
-            CorruptMessageError: a message arrived damaged; it names the sender.
+        The sum is taken and scaled in fp32 (fp64 where a slice travels exactly in it), so that fp16
+        doesn't overflow before an average is taken. Both tensors are flat and contiguous. Error
+        feedback keeps an error for each ``key`` and length of gradients that are reduced
+        repeatedly.
         """
         if self._two_hop is None:
             ranks_per_node = find_ranks_per_node(self._collectives, self._given, full.device)
@@ -89,14 +72,8 @@ def gather_slices(
 ) -> None:
     """Fill ``out`` with every rank's slice, as messages if they are shorter in ``out``'s dtype.
 
-    Args:
-        collectives: the group's.
-        packing: packs the messages; None to gather exactly.
-        out: flat, contiguous, ``world_size * own.numel()`` elements.
-        own: this rank's slice, flat and contiguous, of ``out``'s dtype or a wider one.
-
-    Raises:
-        CorruptMessageError: a message arrived damaged; it names the sender.
+    Both tensors are flat and contiguous. ``own`` has ``out``'s dtype or a wider one. Without
+    ``packing`` slices are gathered exactly.
     """
 
     def gather(gathered: Tensor, sent: Tensor) -> None:

@@ -79,15 +79,8 @@ class _Hop:
 class TwoHopReduce:
     """Sums slices of gradients over all ranks, quantized in transit. See [Note: the two hops].
 
-    Every rank must construct it, and call it for the same units in the same order. Not to be
-    called by several threads at once.
-
-    Args:
-        transport: carries the bytes.
-        fmt: formats of the messages.
-        ranks_per_node: divides the number of ranks; those of a node are consecutive.
-        seed: of stochastic rounding, equal on all ranks.
-        defers: as of `Packing`.
+    Every rank must construct it, and call it for the same units in the same order. Not to be called
+    by several threads at once. ``seed`` of stochastic rounding is equal on all ranks.
     """
 
     def __init__(
@@ -133,15 +126,8 @@ class TwoHopReduce:
     def reduce(self, out: Tensor, full: Tensor, *, unit: int) -> None:
         """Sum this rank's slice of every rank's ``full`` into ``out``, and wait for it.
 
-        A block in which any rank has NaN or Inf arrives as NaN.
-
-        Args:
-            out: flat, contiguous, any floating dtype; overwritten.
-            full: flat, contiguous, a slice of ``out.numel()`` elements for every rank; read.
-            unit: index of the unit that the gradients belong to.
-
-        Raises:
-            CorruptMessageError: a message is damaged; it names the sender.
+        Both are flat and contiguous, ``out`` of any floating dtype. A block in which any rank has
+        NaN or Inf arrives as NaN.
         """
         numel, num_nodes = out.numel(), self._num_nodes
         wide = out
@@ -186,20 +172,13 @@ class TwoHopReduce:
             packing.pack(slices.reshape(-1), rows, seed=seed)
             return
         for part, values in enumerate(slices):  # an error for each part
-            own_seed = seed_of_group(seed, part)
-            self._pack_compensated(packing, values.reshape(-1), rows[part], own_seed, (key, part))
-
-    def _pack_compensated(
-        self, packing: Packing, values: Tensor, rows: Tensor, seed: int | None, key: object
-    ) -> None:
-        assert self.feedback is not None
-        numel, device = values.numel(), values.device
-        compensated = self._scratch.take("compensated", numel, torch.float32, device).copy_(values)
-        self.feedback.compensate(key, compensated)
-        packing.pack(compensated, rows, seed=seed)
-        arrived = self._scratch.take("arrived", numel, torch.float32, device)
-        packing.unpack(rows, arrived, senders=[self._rank] * len(rows))
-        self.feedback.update(key, compensated, arrived)
+            flat, own, own_key = values.reshape(-1), rows[part], (key, part)
+            compensated = self._scratch.take("compensated", len(flat), torch.float32, flat.device)
+            self.feedback.compensate(own_key, compensated.copy_(flat))
+            packing.pack(compensated, own, seed=seed_of_group(seed, part))
+            arrived = self._scratch.take("arrived", len(flat), torch.float32, flat.device)
+            packing.unpack(own, arrived, senders=[self._rank] * len(own))
+            self.feedback.update(own_key, compensated, arrived)
 
     def forget(self) -> None:
         """Begin anew: the seeds of stochastic rounding, and without errors."""

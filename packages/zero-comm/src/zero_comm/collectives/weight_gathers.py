@@ -42,12 +42,7 @@ from zero_comm.transport.scratch import Scratch
 
 
 class Grid:
-    """Ranks in groups of equal size. Every rank must construct it. See [Note: the two phases].
-
-    Args:
-        transport: carries the bytes.
-        group_size: G; divides the number of ranks.
-    """
+    """Ranks in groups of equal size. Every rank must construct it. See [Note: the two phases]."""
 
     def __init__(self, transport: TransportCollectives, group_size: int) -> None:
         rank, size = transport.rank, group_size
@@ -70,12 +65,7 @@ class Grid:
 
 
 def _gather(
-    transport: TransportCollectives | None,
-    out: Tensor,
-    own: Tensor,
-    *,
-    unit: int,
-    backward: bool,
+    transport: TransportCollectives | None, out: Tensor, own: Tensor, *, unit: int, backward: bool
 ) -> None:
     if transport is None:  # this rank is alone
         out.view(-1).copy_(own.view(-1))
@@ -95,12 +85,8 @@ class _Entry:
 class WeightGather(ABC):
     """Gathers weights, and keeps memory for each unit with the version of the weights in it.
 
-    Its jobs run one after another, on the queue of gathers.
-
-    Args:
-        transport: allocates the memory that is kept.
-        grid: the groups.
-        scratch: buffers for what is sent and received.
+    Its jobs run one after another, on the queue of gathers. ``transport`` allocates the memory that
+    is kept, ``scratch`` has buffers for what is sent and received.
     """
 
     kept_kind: str
@@ -183,12 +169,8 @@ class MessageGather(WeightGather):
 class SecondaryGather(WeightGather):
     """Gathers weights from secondary shards. See [Note: secondary shards].
 
-    Args:
-        transport: allocates the secondary shards.
-        grid: the groups.
-        scratch: buffers for what is sent and received.
-        packing: format of phase 1; None: it carries exact values, as phase 2 does.
-        sends_differences: whether phase 1 carries differences, see [Note: differences].
+    Phase 1 carries messages of ``packing``, without it exact values as phase 2 does. See also
+    [Note: differences].
     """
 
     kept_kind = "secondary shards"

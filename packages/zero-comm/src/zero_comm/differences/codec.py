@@ -31,29 +31,19 @@ class DifferenceCodec(Protocol):
     def encode(
         self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int | None = None
     ) -> Tensor:
-        """Write the differences from ``old`` to ``new``, of one dtype and length.
+        """Write the differences of two tensors of one dtype and length, and return how many bytes.
 
-        Args:
-            old: read.
-            new: read.
-            out: uint8, `max_difference_nbytes` long, at an even address; its bytes past the result
-                are undefined.
-            num_threads: of a compiled kernel on the host; None for as many as torch has.
-
-        Returns:
-            How many bytes were written: int64, without dimensions, on the tensors' device.
+        ``out`` is uint8, `max_difference_nbytes` long, at an even address, undefined past the
+        result. That is int64, 0-dim, on the tensors' device. ``num_threads`` are those of a
+        compiled kernel on the host, None for as many as torch has.
         """
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         """Change ``values`` from the old to the new ones. Triton's does not wait for the device.
 
-        Args:
-            buffer: uint8, exactly the bytes of the differences, at an even address.
-            values: the old values; overwritten.
-
-        Returns:
-            Whether the bytes are ones that an encoder may have written: bool, without dimensions,
-            on the tensors' device. Where they aren't, some of the values have changed.
+        ``buffer`` has exactly the bytes of the differences, at an even address. Return whether an
+        encoder may have written them: bool, 0-dim, on the tensors' device. Where not, some values
+        have changed.
         """
 
 

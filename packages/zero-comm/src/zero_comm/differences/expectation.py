@@ -13,7 +13,6 @@ all weights by lr, take up to 2.5 times as much (recorded steps: the project's d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -56,16 +55,11 @@ def expected_difference_bits(
         return 0.0625  # a descriptor of 16 bits per block
     precision = 1 - math.log2(torch.finfo(dtype).eps)
     power = math.log2(learning_rate / std) + precision
-    place = (power - _FIRST_POWER) / _POWER_STEP
-    return min(most, _interpolate(_TYPICAL, place))
+    place = min(max((power - _FIRST_POWER) / _POWER_STEP, 0.0), len(_TYPICAL) - 1.0)
+    low = min(int(place), len(_TYPICAL) - 2)
+    return min(most, _TYPICAL[low] + (place - low) * (_TYPICAL[low + 1] - _TYPICAL[low]))
 
 
 def expected_message_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
     """Return the expected bytes of a message of ``numel`` weights, for `TYPICAL_STD`."""
     return HEADER_NBYTES + math.ceil(numel * expected_difference_bits(dtype, learning_rate) / 8)
-
-
-def _interpolate(table: Sequence[float], place: float) -> float:
-    place = min(max(place, 0.0), len(table) - 1.0)
-    low = min(int(place), len(table) - 2)
-    return table[low] + (place - low) * (table[low + 1] - table[low])

@@ -34,17 +34,10 @@ def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
 
 
 def pack_difference(old: Tensor, new: Tensor, message: Tensor, *, versions: tuple[int, int]) -> int:
-    """Write a message. On an accelerator the host waits for its length.
+    """Write a message and return its bytes, a multiple of 16. On an accelerator the host waits.
 
-    Args:
-        old: flat, contiguous.
-        new: as ``old``.
-        message: uint8, `max_message_nbytes` long, at a multiple of 16 bytes; its bytes past the
-            result are undefined.
-        versions: of ``old`` and of ``new``.
-
-    Returns:
-        The message's bytes, a multiple of 16.
+    The tensors are flat and contiguous. ``message`` is uint8, `max_message_nbytes` long, at a
+    multiple of 16 bytes, undefined past the result.
     """
     nbytes = int(find_codec(old.device).encode(old, new, message[HEADER_NBYTES:]))
     return seal(message, nbytes, _LETTERS, old, versions)
@@ -55,15 +48,9 @@ def unpack_difference(
 ) -> None:
     """Change ``values``, of the first version, to those of the second one.
 
-    Args:
-        message: uint8, as long as the message or longer, at a multiple of 16 bytes.
-        values: flat, contiguous; overwritten.
-        versions: that this rank expects.
-        sender: the rank that sent it.
-
-    Raises:
-        CorruptMessageError: the message is damaged or of other versions. ``values`` have changed
-            only if the bytes are wrong in spite of their checksum.
+    ``message`` may be longer than the message, at a multiple of 16 bytes. CorruptMessageError says
+    that it is damaged or of other versions. ``values`` have changed then only if the bytes are
+    wrong in spite of their checksum.
     """
     most = max_difference_nbytes(values.numel(), values.element_size())
     try:

@@ -6,6 +6,7 @@ elements by AVX-512's VBMI2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -35,16 +36,21 @@ class NativeCodec:
         return torch.tensor(length)
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        is_good = _kernels.decode_difference(
-            active_isa(),
-            values.element_size(),
-            on_host(buffer).data_ptr(),
-            buffer.numel(),
-            on_host(values).data_ptr(),
-            values.numel(),
-            torch.get_num_threads(),
-        )
-        return torch.tensor(is_good)
+        return decode_by(_kernels.decode_difference, buffer, values)
+
+
+def decode_by(kernel: Callable[..., bool], buffer: Tensor, values: Tensor) -> Tensor:
+    """Change ``values`` by the bytes of ``buffer``. Returns whether they are good."""
+    is_good = kernel(
+        active_isa(),
+        values.element_size(),
+        on_host(buffer).data_ptr(),
+        buffer.numel(),
+        on_host(values).data_ptr(),
+        values.numel(),
+        torch.get_num_threads(),
+    )
+    return torch.tensor(is_good)
 
 
 CODEC: Final = NativeCodec()

@@ -41,17 +41,10 @@ def sealed_nbytes(nbytes: int) -> int:
 def seal(
     message: Tensor, nbytes: int, letters: bytes, values: Tensor, numbers: tuple[int, int]
 ) -> int:
-    """Write the header before a buffer, and the zeros after it.
+    """Write the header before a buffer of ``nbytes``, and the zeros after it.
 
-    Args:
-        message: uint8, at a multiple of 16 bytes; the buffer begins after `HEADER_NBYTES`.
-        nbytes: of the buffer.
-        letters: what it holds.
-        values: the elements that it is made from.
-        numbers: that the receiver expects.
-
-    Returns:
-        The message's bytes, a multiple of 16.
+    The buffer begins after `HEADER_NBYTES`. ``values`` are the elements that it is made from.
+    Return the message's bytes, a multiple of 16.
     """
     body = message[HEADER_NBYTES : HEADER_NBYTES + _padded(nbytes)]
     body[nbytes:] = 0
@@ -67,16 +60,7 @@ def unseal(
 ) -> Tensor:
     """Return the buffer of a message for ``values``, after all checks.
 
-    Args:
-        message: uint8, as long as the message or longer, at a multiple of 16 bytes.
-        letters: what it should hold.
-        values: elements that it will be applied to.
-        numbers: that this rank expects.
-        max_nbytes: the most bytes that the buffer may have.
-
-    Raises:
-        CorruptMessageError: the header, the length or the checksum is another one. Its text is for
-            a sentence that names the sender.
+    The text of a CorruptMessageError is for a sentence that names the sender.
     """
     header = bytes(message[:HEADER_NBYTES].tolist())
     if len(header) < HEADER_NBYTES:

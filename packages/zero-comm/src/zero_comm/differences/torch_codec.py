@@ -6,7 +6,7 @@ has n[r] integers for row r, one row after another; ``rows`` names the row of ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -38,37 +38,51 @@ class TorchCodec:
     def encode(
         self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int | None = None
     ) -> Tensor:
-        numel, end = old.numel(), descriptors_nbytes(old.numel())
-        descriptors = out[:end].view(torch.int16)
-        for first in range(0, num_blocks(numel), _CHUNK_BLOCKS):
-            chunk = slice(first * BLOCK_NUMEL, (first + _CHUNK_BLOCKS) * BLOCK_NUMEL)
-            found, codes = _encode(old[chunk], new[chunk])
-            descriptors[first : first + _CHUNK_BLOCKS] = found
-            out[end : end + codes.numel()] = codes
-            end += codes.numel()
-        return torch.tensor(end, device=out.device)
+        return encode_chunks(_encode, (old, new), out)
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        return torch.tensor(self._decode(buffer, values), device=values.device)
+        is_good = decode_chunks(lambda *chunk: _Blocks(*chunk).decode(), buffer, values)
+        return torch.tensor(is_good, device=values.device)
 
-    def _decode(self, buffer: Tensor, values: Tensor) -> bool:
-        numel, start = values.numel(), descriptors_nbytes(values.numel())
-        if buffer.numel() < start:
+
+def encode_chunks(
+    encode: Callable[..., tuple[Tensor, Tensor]], operands: tuple[Tensor, ...], out: Tensor
+) -> Tensor:
+    """Write what ``encode`` returns for some blocks of the operands: descriptors and codes."""
+    numel, end = operands[0].numel(), descriptors_nbytes(operands[0].numel())
+    descriptors = out[:end].view(torch.int16)
+    for first in range(0, num_blocks(numel), _CHUNK_BLOCKS):
+        chunk = slice(first * BLOCK_NUMEL, (first + _CHUNK_BLOCKS) * BLOCK_NUMEL)
+        found, codes = encode(*(operand[chunk] for operand in operands))
+        descriptors[first : first + _CHUNK_BLOCKS] = found
+        out[end : end + codes.numel()] = codes
+        end += codes.numel()
+    return torch.tensor(end, device=out.device)
+
+
+def decode_chunks(
+    decode: Callable[[Tensor, Tensor, Tensor, Tensor], bool], buffer: Tensor, values: Tensor
+) -> bool:
+    """Call ``decode`` with codes, descriptors, offsets in the codes, and elements of some blocks.
+
+    Return whether the bytes are ones that an encoder may have written.
+    """
+    numel, start = values.numel(), descriptors_nbytes(values.numel())
+    if buffer.numel() < start:
+        return False
+    descriptors = buffer[:start].view(torch.int16).to(torch.int64) & 0xFFFF
+    codes, lengths = buffer[start:], descriptors & ((1 << MODE_SHIFT) - 1)
+    if int(lengths.sum()) != codes.numel():
+        return False
+    offsets = lengths.cumsum(0) - lengths
+    for first in range(0, num_blocks(numel), _CHUNK_BLOCKS):
+        chunk = slice(first, first + _CHUNK_BLOCKS)
+        elements = values[first * BLOCK_NUMEL : (first + _CHUNK_BLOCKS) * BLOCK_NUMEL]
+        begin, nbytes = int(offsets[first]), int(lengths[chunk].sum())
+        own = codes[begin : begin + nbytes]
+        if not decode(own, descriptors[chunk], offsets[chunk] - begin, elements):
             return False
-        descriptors = buffer[:start].view(torch.int16).to(torch.int64) & 0xFFFF
-        codes, lengths = buffer[start:], descriptors & ((1 << MODE_SHIFT) - 1)
-        if int(lengths.sum()) != codes.numel():
-            return False
-        offsets = lengths.cumsum(0) - lengths
-        for first in range(0, num_blocks(numel), _CHUNK_BLOCKS):
-            chunk = slice(first, first + _CHUNK_BLOCKS)
-            elements = slice(first * BLOCK_NUMEL, (first + _CHUNK_BLOCKS) * BLOCK_NUMEL)
-            begin, nbytes = int(offsets[first]), int(lengths[chunk].sum())
-            own = codes[begin : begin + nbytes]
-            block = _Blocks(own, descriptors[chunk], offsets[chunk] - begin, values[elements])
-            if not block.decode():
-                return False
-        return True
+    return True
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -189,10 +203,7 @@ def _ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
 def _code_places(places: Tensor, q: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield byte, shift within it, and the first bit there, of each part of codes of ``width``.
 
-    Args:
-        places: number of each code within its row.
-        q: bytes of the row's level, for each code.
-        width: bits of a code.
+    ``places`` are numbers of codes within their row, ``q`` the bytes of the row's level, for each.
     """
     if width < 8:
         part = (places >= q).long()  # a sum of comparisons: faster than a division
@@ -225,14 +236,7 @@ def _write_levels(
 
 
 class _Blocks:
-    """Some blocks of a buffer, to be decoded.
-
-    Args:
-        codes: uint8, of these blocks.
-        descriptors: int64, of these blocks.
-        offsets: of these in ``codes``.
-        values: their elements; changed.
-    """
+    """Some blocks of a buffer, to be decoded, with their ``offsets`` in ``codes``."""
 
     def __init__(self, codes: Tensor, descriptors: Tensor, offsets: Tensor, values: Tensor) -> None:
         self._codes = codes.to(torch.int64)

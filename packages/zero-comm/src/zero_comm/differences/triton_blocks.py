@@ -330,11 +330,7 @@ def _part(rank: tl.tensor, q: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _write_level(
-    level_ptr: tl.tensor,
-    rest: tl.tensor,
-    is_here: tl.tensor,
-    count: tl.tensor,
-    WIDTH: tl.constexpr,
+    level_ptr: tl.tensor, rest: tl.tensor, is_here: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
     """Write one level of the blocks that have it."""
     codes = tl.minimum(rest, (1 << WIDTH) - 1)

@@ -56,11 +56,7 @@ def encode_tiles(
 ) -> Tensor:
     """Choose each block's mode, then write the blocks. Returns the bytes, on the device.
 
-    Args:
-        kernels: the one that stores descriptors, and the one that writes codes.
-        operands: tensors of one length.
-        out: receives descriptors and codes.
-        constants: of the kernels.
+    ``kernels`` are the one that stores descriptors, and the one that writes codes.
     """
     choose, encode = kernels
     numel, start = operands[0].numel(), descriptors_nbytes(operands[0].numel())

@@ -30,24 +30,12 @@ class UploadCodec:
         return checksum_of(values)
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
-        """Write the difference from ``old`` to ``new``, both in host memory.
+        """Write the difference from ``old`` to ``new``, both in host memory, and return its bytes.
 
-        Args:
-            old: of the dtype and length of ``new``.
-            new: read.
-            out: uint8, `max_nbytes` long, at an even address; undefined past the result.
-            num_threads: threads that encode.
-
-        Returns:
-            How many bytes were written.
+        ``out`` is uint8, `max_nbytes` long, at an even address, undefined past the result.
         """
         return int(find_codec(old.device).encode(old, new, out, num_threads=num_threads))
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Change ``values`` from the old to the new ones, on their device's current stream.
-
-        Args:
-            difference: uint8, exactly the bytes that `encode` wrote, at an even address.
-            values: overwritten.
-        """
+        """Change ``values`` from the old to the new ones, on their device's current stream."""
         find_codec(values.device).decode(difference, values)

@@ -45,14 +45,8 @@ class Backend(Protocol):
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
         """Quantize row by row into every byte of ``rows``, the padding included.
 
-        Args:
-            x: read, never changed.
-            rows: receives the bytes.
-            fmt: the format.
-            seed: 0 to 2**32 - 1 for stochastic rounding; None rounds to the nearest.
-
-        Returns:
-            Whether ``x`` has NaN or Inf; None where knowing would synchronize with a device.
+        A ``seed``, 0 to 2**32 - 1, rounds stochastically. Return whether ``x`` has NaN or Inf, None
+        where knowing would synchronize with a device.
         """
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:

@@ -181,12 +181,7 @@ def _encode_asymmetric(
 
 
 class _AsymmetricGrid:
-    """Values of asymmetric blocks, from the smallest element to the largest, each ``[blocks, 1]``.
-
-    Args:
-        scales: these two of each block.
-        fmt: the format.
-    """
+    """Values of asymmetric blocks, from the smallest element to the largest: ``[blocks, 1]``."""
 
     def __init__(self, scales: Tensor, fmt: BlockFormat) -> None:
         self._top_index = fmt.top_index

@@ -17,20 +17,22 @@ import torch
 from torch import Tensor
 
 from zero_comm.quantizer.backend import find_backend_name
-from zero_comm.quantizer.checksum_numbers import LOW_HALF, MIX, ODD, WORDS_PER_TURN
 
+# Numbers that every backend has.
+WORDS_PER_TURN: Final = 1024
+ODD: Final = -7046029254386353131
+"""The golden ratio's fraction in 64 bits: ``k * ODD | 1`` is the odd number of word k of a turn."""
+MIX: Final = -2960836687051489901
+"""0xd6e8feb86659fd93, of Degski's 64-bit mixer."""
+LOW_HALF: Final = 0xFFFFFFFF
+"""Makes a shift by 32 bits a logical one."""
 _TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Return the checksum of each row of bytes.
+    """Return the checksum of each row of bytes: int64, on their device.
 
-    Args:
-        rows: uint8, [..., bytes]; rows are contiguous, at multiples of 8 bytes, and a multiple of 8
-            long.
-
-    Returns:
-        int64, [...], on the device of ``rows``.
+    Rows are contiguous, at multiples of 8 bytes, and a multiple of 8 long.
     """
     words = rows.view(torch.int64)
     name = find_backend_name(rows.device)
@@ -49,11 +51,7 @@ def checksums(rows: Tensor) -> Tensor:
 def checksum_of(values: Tensor) -> Tensor:
     """Return the checksum of the bytes of any values, zero-padded to a multiple of 8 bytes.
 
-    Args:
-        values: 1-D, contiguous, at any address.
-
-    Returns:
-        int64, without dimensions, on the device of ``values``.
+    The values are 1-D, contiguous, at any address. The checksum is int64, 0-dim, on their device.
     """
     whole = values.view(torch.uint8)
     # torch views words only at an offset of whole words, even where there are none.

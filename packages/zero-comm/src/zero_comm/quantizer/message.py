@@ -71,11 +71,8 @@ class _Evidence:
 class Packing:
     """Packs rows of elements into messages of one format, and unpacks what arrives.
 
-    Args:
-        format: a kind ("int8", "int4", "e4m3", "e5m2") or a whole format.
-        has_checksum: whether each message carries one, and is checked on accelerators too.
-        defers: whether checks on accelerators are left to `check_deferred`, because the host must
-            not wait while it launches.
+    With ``has_checksum`` messages are checked on accelerators too. ``defers`` leaves that to
+    `check_deferred`, because the host must not wait while it launches.
     """
 
     def __init__(
@@ -96,13 +93,10 @@ class Packing:
         return dtype in QUANTIZABLE_DTYPES and self.nbytes(numel) < numel * dtype.itemsize
 
     def pack(self, values: Tensor, rows: Tensor, *, seed: int | None = None) -> None:
-        """Quantize ``values`` into messages.
+        """Quantize ``values``, flat and contiguous, as many equal rows as there are messages.
 
-        Args:
-            values: flat, contiguous, floating point; as many equal rows as there are messages.
-            rows: uint8, [messages, `nbytes`], or [groups, messages of a group, `nbytes`]; rows
-                contiguous; overwritten.
-            seed: rounds stochastically; None: to the nearest.
+        ``rows`` are uint8, [messages, `nbytes`], or [groups, messages of a group, `nbytes`], each
+        of them contiguous. A ``seed`` rounds stochastically.
         """
         numel = values.numel() // math.prod(rows.shape[:-1])
         has_nan = quantize_rows(values, self.format, rows[..., HEADER_NBYTES:], seed=seed)
@@ -114,9 +108,6 @@ class Packing:
         """Dequantize messages one after another into flat ``out``, of any floating dtype.
 
         ``rows`` are as in `pack`, ``senders`` those of each of them.
-
-        Raises:
-            CorruptMessageError: a message is damaged; it names the sender.
         """
         numel = out.numel() // math.prod(rows.shape[:-1])
         self._check(rows, numel, senders)
@@ -126,9 +117,6 @@ class Packing:
         """Fill fp32 ``out`` with the sum of all messages' values, from the first to the last.
 
         The sums of groups follow one another. ``rows`` and ``senders`` are as in `unpack`.
-
-        Raises:
-            CorruptMessageError: a message is damaged; it names the sender.
         """
         numel = out.numel() // (len(rows) if rows.dim() == 3 else 1)
         self._check(rows, numel, senders)
@@ -168,11 +156,7 @@ class Packing:
                 self._deferred.append(evidence)
 
     def check_deferred(self) -> None:
-        """Check the messages whose checks were deferred. The host waits for the device.
-
-        Raises:
-            CorruptMessageError: one of them was damaged; it names the sender.
-        """
+        """Check the messages whose checks were deferred. The host waits for the device."""
         while self._deferred:
             self._verify(self._deferred.pop(0))
 

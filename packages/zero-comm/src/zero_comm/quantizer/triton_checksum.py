@@ -8,15 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero_comm.quantizer import checksum_numbers
+from zero_comm.quantizer import checksum
 from zero_comm.quantizer.triton_backend import on_device
 
 TURNS: Final = 4
 """Turns that a program sums up."""
-WORDS = tl.constexpr(checksum_numbers.WORDS_PER_TURN)
-ODD = tl.constexpr(checksum_numbers.ODD)
-MIX = tl.constexpr(checksum_numbers.MIX)
-LOW_HALF = tl.constexpr(checksum_numbers.LOW_HALF)
+WORDS = tl.constexpr(checksum.WORDS_PER_TURN)
+ODD = tl.constexpr(checksum.ODD)
+MIX = tl.constexpr(checksum.MIX)
+LOW_HALF = tl.constexpr(checksum.LOW_HALF)
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -54,16 +54,9 @@ def _mixed(words: tl.tensor) -> tl.tensor:
 
 
 def sum_words(words: Tensor) -> Tensor:
-    """Return the checksums of rows of int64 ``words``, on their device, without waiting for it.
-
-    Args:
-        words: [rows, words]; rows are contiguous.
-
-    Returns:
-        int64, [rows].
-    """
+    """Return the checksums of rows of int64 ``words``, on their device, without waiting for it."""
     num_rows, num_words = words.shape
-    num_programs = triton.cdiv(num_words, TURNS * checksum_numbers.WORDS_PER_TURN)
+    num_programs = triton.cdiv(num_words, TURNS * checksum.WORDS_PER_TURN)
     sums = torch.empty(num_rows, num_programs, dtype=torch.int64, device=words.device)
     if sums.numel():
         with on_device(words.device):

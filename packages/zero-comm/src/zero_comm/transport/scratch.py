@@ -12,10 +12,7 @@ class Scratch:
     """One buffer per purpose, dtype and device, grown to the largest size requested.
 
     For jobs that run strictly one after another: a tensor from `take` is valid until the same
-    purpose is requested again.
-
-    Args:
-        transport: allocates the buffers and holds them for good; None for ordinary memory.
+    purpose is requested again. A ``transport`` allocates the buffers and holds them for good.
     """
 
     def __init__(self, transport: TransportCollectives | None = None) -> None:

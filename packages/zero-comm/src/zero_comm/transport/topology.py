@@ -35,10 +35,6 @@ def node_key(env: Mapping[str, str], rank: int) -> str:
     torchrun sets ``GROUP_RANK``; with ``LOCAL_WORLD_SIZE`` alone, ranks are taken in runs of that
     many. SLURM sets ``SLURM_NODEID``. Open MPI numbers no nodes and may deal ranks out in turn, so
     the host's name is used.
-
-    Args:
-        env: the process's environment.
-        rank: its rank in the default group.
     """
     if "LOCAL_WORLD_SIZE" in env:
         if "GROUP_RANK" in env:
@@ -50,13 +46,10 @@ def node_key(env: Mapping[str, str], rank: int) -> str:
 
 
 def ranks_per_node_of(keys: Sequence[object]) -> int:
-    """Return the largest group size that divides every node's ranks.
+    """Return the largest group size that divides every node's ranks, given the key of each rank.
 
     This is the greatest common divisor of the nodes' sizes, or 1 where a node's ranks aren't
     consecutive.
-
-    Args:
-        keys: the node key of each rank, in rank order.
     """
     runs = [(key, len(list(run))) for key, run in groupby(keys)]
     if len({key for key, _ in runs}) < len(runs):
@@ -72,15 +65,10 @@ def ranks_per_node_of(keys: Sequence[object]) -> int:
 def check_ranks_per_node(
     collectives: TorchCollectives, given: int | DeviceMesh | None
 ) -> int | None:
-    """Return the number of consecutive ranks per node that the caller gave, checked.
+    """Return the number of consecutive ranks per node that the caller gave, or raise ValueError.
 
-    Args:
-        collectives: the group's.
-        given: the number itself, which must divide the group; or a 2-D DeviceMesh over the
-            group's ranks in their order, whose last dimension lies within a node.
-
-    Raises:
-        ValueError: a number or mesh that doesn't fit the group.
+    A number must divide the group. A DeviceMesh has 2 dimensions, over the group's ranks in their
+    order, and its last one lies within a node.
     """
     if given is None:
         return None
@@ -106,13 +94,8 @@ def find_ranks_per_node(
 ) -> int:
     """Return the number of consecutive ranks per node, as given or else discovered.
 
-    Discovery is a collective: unless the number is given, all ranks of the group must make the
-    first call for it.
-
-    Args:
-        collectives: the group's.
-        given: the result of `check_ranks_per_node`.
-        device: a device on which the group's backend exchanges tensors.
+    Discovery is a collective on ``device``: unless the number is given, all ranks of the group must
+    make the first call for it.
     """
     group = collectives.group
     if given is not None or group is None:

@@ -82,14 +82,8 @@ class TorchCollectives:
     def subgroup(self, ranks: Sequence[int]) -> TorchCollectives:
         """Return collectives among some of the ranks. See [Note: one order].
 
-        Every rank of this group calls it, and later the methods of what it returns, equally
-        often, each with the ranks of the subgroup that it is in.
-
-        Args:
-            ranks: ranks of this group, ascending, this one among them.
-
-        Raises:
-            ValueError: ``ranks`` are not of this kind.
+        Every rank of this group calls it, and later the methods of what it returns, equally often,
+        each with the ascending ranks of the subgroup that it is in.
         """
         ranks = tuple(ranks)
         if self.rank not in ranks or [*ranks] != sorted({*ranks} & {*range(self.world_size)}):
@@ -106,12 +100,9 @@ class TorchCollectives:
     ) -> Work:
         """Start to fill ``out`` with every rank's ``shard``, in rank order.
 
-        In a subgroup the shard is copied once per rank. ``unit``, ``version`` and ``backward`` are
-        unused: all gathers are alike here.
-
-        Args:
-            out: ``world_size * shard.numel()`` elements of ``shard``'s dtype and device.
-            shard: may be this rank's own slice of ``out``, but not in a subgroup.
+        The shard may be this rank's own slice of ``out``, but not in a subgroup, where it is copied
+        once per rank. ``unit``, ``version`` and ``backward`` are unused: all gathers are alike
+        here.
         """
         self._check_out(out, shard.numel() * self.world_size, shard.dtype)
         if self._is_silent(shard):
@@ -125,9 +116,7 @@ class TorchCollectives:
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start an exchange: slice ``k`` of ``out`` is slice ``rank`` of rank ``k``'s ``parts``.
 
-        Args:
-            out: as many elements as ``parts``, of its dtype and device; no overlap with it.
-            parts: ``world_size`` slices of equal length; may be overwritten after ``wait``.
+        Slices have equal lengths, and ``parts`` may be overwritten after ``wait``.
         """
         self._check_out(out, parts.numel(), parts.dtype)
         if parts.numel() % self.world_size:
@@ -152,10 +141,6 @@ class TorchCollectives:
 
         The sum is taken in ``wait``, in fp32 (fp64 for fp64 input) and in rank order, so that the
         result depends on neither the backend nor the run.
-
-        Args:
-            out: ``full.numel() / world_size`` elements of a float dtype.
-            full: ``world_size`` slices of equal length, of a float dtype.
         """
         received = torch.empty_like(full)
         work = self.all_to_all(received, full, unit=unit)

@@ -30,27 +30,16 @@ class ValueCodec(Protocol):
         """Name in ``ZERO_COMM_BACKEND``."""
 
     def encode(self, values: Tensor, out: Tensor) -> Tensor:
-        """Code ``values``.
+        """Code ``values``, and return how many bytes were written: int64, 0-dim, on their device.
 
-        Args:
-            values: read.
-            out: uint8, `max_values_nbytes` long, at an even address; its bytes past the result are
-                undefined.
-
-        Returns:
-            How many bytes were written: int64, without dimensions, on the tensors' device.
+        ``out`` is uint8, `max_values_nbytes` long, at an even address, undefined past the result.
         """
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        """Fill ``values``.
+        """Fill ``values`` from exactly the bytes that were written, at an even address.
 
-        Args:
-            buffer: uint8, exactly the bytes that were written, at an even address.
-            values: overwritten.
-
-        Returns:
-            Whether the bytes are ones that an encoder may have written: bool, without dimensions,
-            on the tensors' device. Where they aren't, the values are undefined.
+        Return whether an encoder may have written them: bool, 0-dim, on the tensors' device. Where
+        not, the values are undefined.
         """
 
 

@@ -37,15 +37,10 @@ class GradientMessages:
         return sealed_nbytes(max_values_nbytes(numel, dtype.itemsize))
 
     def pack(self, values: Tensor, message: Tensor) -> int:
-        """Write the message of ``values``.
+        """Write the message of ``values``, flat and contiguous, and return its bytes.
 
-        Args:
-            values: flat, contiguous.
-            message: uint8, `max_nbytes` long, at a multiple of 16 bytes; its bytes past the result
-                are undefined.
-
-        Returns:
-            The message's bytes, a multiple of 16. On an accelerator the host waits for them.
+        ``message`` is uint8, `max_nbytes` long, at a multiple of 16 bytes, undefined past the
+        result. On an accelerator the host waits for the length, a multiple of 16.
         """
         codec = find_value_codec(values.device)
         nbytes = int(codec.encode(values, message[HEADER_NBYTES:]))
@@ -54,9 +49,8 @@ class GradientMessages:
     def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
         """Fill ``values`` from the message of rank ``sender``, at a multiple of 16 bytes.
 
-        Raises:
-            CorruptMessageError: the message is damaged, or of other elements. ``values`` have
-                changed only if the bytes are wrong in spite of their checksum.
+        CorruptMessageError says that it is damaged, or of other elements. ``values`` have changed
+        then only if the bytes are wrong in spite of their checksum.
         """
         most = max_values_nbytes(values.numel(), values.element_size())
         try:

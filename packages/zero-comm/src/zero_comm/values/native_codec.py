@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_comm import _kernels
+from zero_comm.differences.native_codec import decode_by
 from zero_comm.quantizer.native_backend import active_isa, on_host
 
 
@@ -31,16 +32,7 @@ class NativeCodec:
         return torch.tensor(length)
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        is_good = _kernels.decode_values(
-            active_isa(),
-            values.element_size(),
-            on_host(buffer).data_ptr(),
-            buffer.numel(),
-            on_host(values).data_ptr(),
-            values.numel(),
-            torch.get_num_threads(),
-        )
-        return torch.tensor(is_good)
+        return decode_by(_kernels.decode_values, buffer, values)
 
 
 CODEC: Final = NativeCodec()

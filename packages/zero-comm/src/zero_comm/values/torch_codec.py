@@ -10,22 +10,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.differences.difference_format import (
-    BLOCK_NUMEL,
-    MODE_SHIFT,
-    descriptors_nbytes,
-    num_blocks,
-)
-from zero_comm.values.value_format import (
-    CODED,
-    MAX_WIDTH,
-    PLANE_NBYTES,
-    RAW,
-    ZERO,
-    fixed_nbytes,
-)
+from zero_comm.differences.difference_format import BLOCK_NUMEL, MODE_SHIFT
+from zero_comm.differences.torch_codec import decode_chunks, encode_chunks
+from zero_comm.values.value_format import CODED, MAX_WIDTH, PLANE_NBYTES, RAW, ZERO, fixed_nbytes
 
-_CHUNK_BLOCKS: Final = 4096  # bounds the workspace: integers of 64 bits
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 _SIZE_MASK: Final = (1 << MODE_SHIFT) - 1
 
@@ -36,34 +24,10 @@ class TorchCodec:
     name = "torch"
 
     def encode(self, values: Tensor, out: Tensor) -> Tensor:
-        end = descriptors_nbytes(values.numel())
-        descriptors = out[:end].view(torch.int16)
-        for first in range(0, num_blocks(values.numel()), _CHUNK_BLOCKS):
-            chunk = slice(first * BLOCK_NUMEL, (first + _CHUNK_BLOCKS) * BLOCK_NUMEL)
-            found, codes = _encode(values[chunk])
-            descriptors[first : first + _CHUNK_BLOCKS] = found
-            out[end : end + codes.numel()] = codes
-            end += codes.numel()
-        return torch.tensor(end, device=out.device)
+        return encode_chunks(_encode, (values,), out)
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        return torch.tensor(self._decode(buffer, values), device=values.device)
-
-    def _decode(self, buffer: Tensor, values: Tensor) -> bool:
-        start = descriptors_nbytes(values.numel())
-        if buffer.numel() < start:
-            return False
-        descriptors = buffer[:start].view(torch.int16).to(torch.int64) & 0xFFFF
-        codes, nbytes = buffer[start:], descriptors & _SIZE_MASK
-        if int(nbytes.sum()) != codes.numel():
-            return False
-        offsets = nbytes.cumsum(0) - nbytes
-        for first in range(0, num_blocks(values.numel()), _CHUNK_BLOCKS):
-            chunk = slice(first, first + _CHUNK_BLOCKS)
-            elements = values[first * BLOCK_NUMEL : (first + _CHUNK_BLOCKS) * BLOCK_NUMEL]
-            if not _decode(codes, descriptors[chunk], offsets[chunk], elements):
-                return False
-        return True
+        return torch.tensor(decode_chunks(_decode, buffer, values), device=values.device)
 
 
 def _bytes_of(values: Tensor) -> Tensor:

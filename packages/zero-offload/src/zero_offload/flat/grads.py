@@ -54,22 +54,14 @@ class GradLedger:
         return [*found, (end, stop, ())] if end < stop else found
 
     def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Move the gradients of the spans to a new ledger and return it.
-
-        Raises:
-            ValueError: a part of a span was not offered; nothing has moved then.
-        """
+        """Move the gradients of the spans to a new ledger and return it, or raise ValueError."""
         taken = self.copy(spans)
         for span in spans:
             self._terms.discard(*span)
         return taken
 
     def copy(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Return a ledger of the gradients of the spans, which stay here as well.
-
-        Raises:
-            ValueError: a part of a span was not offered.
-        """
+        """Return a ledger of the gradients of the spans, which stay here as well."""
         found = GradLedger()
         for span in spans:
             for a, b, terms in self._covering(*span):
@@ -77,11 +69,7 @@ class GradLedger:
         return found
 
     def segments(self, start: int, stop: int) -> list[tuple[int, int, list[Tensor]]]:
-        """Return ``(a, b, terms)`` parts that cover ``[start, stop)`` without a gap.
-
-        Raises:
-            ValueError: some of the range was not offered.
-        """
+        """Return ``(a, b, terms)`` parts that cover a range without a gap, or raise ValueError."""
         parts = self._covering(start, stop)
         return [
             (a, b, [source[a - base : b - base] for source, base in terms]) for a, b, terms in parts

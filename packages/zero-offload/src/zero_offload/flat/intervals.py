@@ -15,11 +15,7 @@ T = TypeVar("T")
 
 
 class SpanMap(Generic[T]):
-    """Values over sorted, disjoint spans ``[start, stop)``, found by element or by range.
-
-    Args:
-        items: ``(start, stop, value)``, sorted and disjoint.
-    """
+    """Values over sorted, disjoint spans ``[start, stop)``, found by element or by range."""
 
     __slots__ = ("_items", "_starts")
 
@@ -65,12 +61,7 @@ class SpanMap(Generic[T]):
 class Intervals:
     """An immutable set of elements, made of ``[a, b)`` pairs that may touch or overlap.
 
-    Attributes:
-        spans: the same elements as sorted pairs that neither touch nor overlap.
-        numel: number of elements.
-
-    Raises:
-        ValueError: a pair is negative or ends before it starts.
+    ``spans`` are the same elements as sorted pairs that do neither.
     """
 
     __slots__ = ("_bases", "_elements", "numel", "spans")
@@ -125,9 +116,6 @@ class Intervals:
             start = b
         if start < stop:
             yield start, stop, False
-
-    def covers(self, start: int, stop: int) -> bool:
-        return self.local(stop) - self.local(start) == max(stop - start, 0)
 
     def complement(self, numel: int) -> Intervals:
         """Return the elements of ``[0, numel)`` that are not in the set."""

@@ -58,14 +58,8 @@ def longest_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
 class BlockPipeline:
     """Transfers blocks from a file to buffers and back, with reads ahead and writes behind.
 
-    `announce` may be called from any thread, all else from one at a time.
-
-    Args:
-        file: its records are the parts of all blocks, see [Note: buffers].
-        buffer_count: blocks in memory at once; fewer are used where there are fewer blocks.
-
-    Attributes:
-        buffer_bytes: host memory of all buffers.
+    `announce` may be called from any thread, all else from one at a time. An earlier block that
+    could not be written raises StorageError in a later call. See [Note: buffers].
     """
 
     def __init__(self, file: BlockFile, num_parts: int, buffer_count: int) -> None:
@@ -120,13 +114,8 @@ class BlockPipeline:
     def take(self, block: int) -> list[Tensor]:
         """Wait for the announced block and return the memory of its parts.
 
-        The memory is the caller's until `put` or `drop`.
-
-        Returns:
-            For each part uint8, 1-D, of the record's length; undefined where it was not read.
-
-        Raises:
-            StorageError: it could not be read, or an earlier block not be written.
+        Each is uint8, of the record's length, undefined where it was not read. It is the caller's
+        until `put` or `drop`.
         """
         self._read_ahead()
         while block not in self._reading:  # its memory, or the block itself, is being written
@@ -139,11 +128,7 @@ class BlockPipeline:
         return [memory[: self._size(block, p)] for p, memory in enumerate(buffer.parts)]
 
     def put(self, block: int, parts: Iterable[int] | None = None) -> None:
-        """Start to write ``parts`` of a taken block, or all.
-
-        Raises:
-            StorageError: an earlier block could not be written.
-        """
+        """Start to write ``parts`` of a taken block, or all."""
         buffer = self._held.pop(block)
         self._writing[block] = buffer
         for p in range(self._num_parts) if parts is None else parts:
@@ -157,11 +142,7 @@ class BlockPipeline:
         self._read_ahead()
 
     def flush(self) -> None:
-        """Wait until everything that was put is in the file.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Wait until everything that was put is in the file."""
         while self._writing:
             self._retire(next(iter(self._writing)))
 

@@ -42,15 +42,7 @@ def round_up(num_bytes: int) -> int:
 
 
 def aligned_empty(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
-    """Allocate uninitialised host memory that direct I/O reads and writes in place.
-
-    Args:
-        num_bytes: length; views of it are aligned where they start at a multiple of `ALIGNMENT`.
-        pin_memory: page-lock it for an accelerator.
-
-    Returns:
-        uint8, 1-D, on the CPU.
-    """
+    """Allocate uninitialised uint8 host memory that direct I/O reads and writes in place."""
     whole = torch.empty(
         num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory
     )
@@ -59,11 +51,7 @@ def aligned_empty(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the tensor's memory, shared. The tensor must outlive it.
-
-    Raises:
-        ValueError: it is not contiguous memory of the host.
-    """
+    """Return the tensor's memory, shared. The tensor must outlive it."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"file storage moves contiguous host memory, got a tensor of shape "
@@ -90,13 +78,7 @@ def check_folder(folder: str | Path) -> Path:
 
 
 class Scratch:
-    """An open, unlinked file.
-
-    Attributes:
-        fd: its descriptor.
-        path: the name that it had, for messages.
-        is_direct: opened with O_DIRECT, see [Note: direct I/O].
-    """
+    """An open, unlinked file. ``path`` is the name that it had, for messages."""
 
     def __init__(self, fd: int, path: str, *, is_direct: bool) -> None:
         self.fd = fd
@@ -155,16 +137,8 @@ def open_scratch(folder: str | Path, name: str, num_bytes: int) -> Scratch:
     """Create an unlinked file of ``num_bytes`` with all its blocks allocated.
 
     It is unlinked as soon as it is open, so that the disk space is freed however the process ends.
-    Processes that share a folder get different files.
-
-    Args:
-        folder: on the file system to use; see `check_folder`.
-        name: start of the file's name.
-        num_bytes: a multiple of `ALIGNMENT`.
-
-    Raises:
-        ValueError: no file can be made in the folder.
-        OSError: there is not enough room; the message says how much there is.
+    Processes that share a folder get different files. ValueError says that no file can be made
+    there, OSError that there is not enough room.
     """
     try:
         fd, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".bin", dir=check_folder(folder))

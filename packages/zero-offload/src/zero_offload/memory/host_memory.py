@@ -26,13 +26,8 @@ _ALIGNMENT = 64
 class HostMemory:
     """Allocates host tensors, page-locked or pageable.
 
-    Args:
-        should_pin: page-lock them; of no use where the compute device is the CPU.
-        limit_bytes: most bytes to lock; None for no limit.
-
-    Attributes:
-        pinned_bytes: bytes locked so far.
-        pageable_bytes: bytes not locked so far.
+    ``limit_bytes`` is the most to lock, None for no limit. What was allocated so far is counted in
+    ``pinned_bytes`` and ``pageable_bytes``.
     """
 
     def __init__(self, *, should_pin: bool, limit_bytes: int | None = None) -> None:
@@ -89,7 +84,13 @@ class HostMemory:
         return found
 
     def _allocate(self, num_bytes: int, make: Callable[..., Tensor]) -> Tensor:
-        if self._should_pin and self._fits(num_bytes):
+        limit = self._limit_bytes
+        if self._should_pin and limit is not None and self.pinned_bytes + num_bytes > limit:
+            self._warn(
+                f"{num_bytes} bytes more than the {self.pinned_bytes} pinned so far exceed "
+                f"pin_memory_bytes = {limit}: raise it if the machine has the memory"
+            )
+        elif self._should_pin:
             try:
                 pinned = make(pin_memory=True)
             except RuntimeError as error:
@@ -105,16 +106,6 @@ class HostMemory:
         self.pageable_bytes += num_bytes
         return make(pin_memory=False)
 
-    def _fits(self, num_bytes: int) -> bool:
-        limit = self._limit_bytes
-        if limit is None or self.pinned_bytes + num_bytes <= limit:
-            return True
-        self._warn(
-            f"{num_bytes} bytes more than the {self.pinned_bytes} pinned so far exceed "
-            f"pin_memory_bytes = {limit}: raise it if the machine has the memory"
-        )
-        return False
-
     def _warn(self, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -126,11 +117,7 @@ class HostMemory:
 
 
 def packed(sizes: Sequence[int], *, should_pin: bool) -> list[list[int]]:
-    """Return the buffers that `HostMemory.tensors` packs tensors of these bytes into.
-
-    Returns:
-        For each buffer the aligned bytes of its tensors, in order.
-    """
+    """Return the aligned sizes of the tensors in each buffer that `HostMemory.tensors` packs."""
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     largest = max(aligned, default=0)
     limit = 1 << (_NUM_PACKED * max(largest, 1) - 1).bit_length() if should_pin else sum(aligned)

@@ -32,11 +32,7 @@ class RingSpan:
 
 
 class HostRing:
-    """Host memory of a fixed number of bytes. One thread uses it.
-
-    Args:
-        capacity: its bytes; allocated when the first span is taken.
-    """
+    """Host memory of ``capacity`` bytes, allocated with the first span. One thread uses it."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

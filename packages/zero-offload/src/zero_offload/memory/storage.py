@@ -92,11 +92,7 @@ class Transfer:
         return self._future.done()
 
     def wait(self) -> None:
-        """Block until the transfer is over. The tensor is the caller's again.
-
-        Raises:
-            StorageError: it failed, or, reading, the block is not what was written.
-        """
+        """Block until the transfer is over. The tensor is the caller's again."""
         if not self._future.done():
             begin = time.perf_counter()
             try:
@@ -115,25 +111,10 @@ class BlockFile(TransferMeter):
 
     The file is unlinked when it is created, so that nothing is left on the disk however the process
     ends. It is allocated at construction, so that a full disk is reported then. Direct I/O is used
-    where the file system has it, with one warning where it has not.
+    where the file system has it, with one warning where it has not (``is_direct``).
 
     A block that was never written reads as zeros, without a transfer. Transfers of different blocks
-    run at the same time and in no order; of one block only one may be under way.
-
-    Args:
-        folder: an existing, writable folder on the disk to use.
-        block_bytes: length of each block, in bytes.
-        name: of the file in messages.
-        num_threads: transfers that run at the same time.
-
-    Attributes:
-        path: the name that the file had.
-        num_bytes: room taken on the disk.
-        is_direct: whether transfers bypass the page cache.
-
-    Raises:
-        ValueError: the folder is missing, no folder, or not writable.
-        StorageError: the disk has not the room.
+    run at the same time and in no order. Of one block only one may be under way.
     """
 
     def __init__(
@@ -167,10 +148,8 @@ class BlockFile(TransferMeter):
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` with a block.
 
-        Args:
-            block: index into ``block_bytes``.
-            tensor: on the CPU, contiguous, of the block's length in bytes; any dtype. Memory of
-                `direct_io.aligned_empty` is filled in place, other memory through a copy.
+        It is on the CPU, contiguous, of the block's length in bytes, of any dtype. Memory of
+        `direct_io.aligned_empty` is filled in place, other memory through a copy.
         """
         return self._start(self.read_block, block, tensor)
 

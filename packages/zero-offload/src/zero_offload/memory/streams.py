@@ -42,12 +42,7 @@ TimedCopy = tuple[str, torch.Event, torch.Event]
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum of values on the device, on its way to the host.
-
-    Attributes:
-        value: int64, without dimensions, in host memory.
-        event: fires when it is there; None if it is.
-    """
+    """A checksum of values on the device: int64, in host memory once the event has fired."""
 
     value: Tensor
     event: torch.Event | None
@@ -129,11 +124,7 @@ class HostStreams:
     ) -> Checksum:
         """Start to compute the checksum of parameters that `difference_to_device` will change.
 
-        Args:
-            codec: computes it.
-            values: on the device.
-            value: host memory for it, int64, without dimensions.
-            earlier: events of earlier copies up to ``values``.
+        ``value`` is host memory for it, ``earlier`` events of earlier copies up to ``values``.
         """
         value.copy_(codec.checksum(values))
         return Checksum(value, None)
@@ -146,10 +137,7 @@ class HostStreams:
     ) -> torch.Event | None:
         """Start to change values on the device by a difference, as `to_device`.
 
-        Args:
-            codec: decodes it.
-            target: on the device, the values that it starts from.
-            difference: uint8, in host memory; no longer than `reserve_difference` was told.
+        It is in host memory, and no longer than `reserve_difference` was told.
         """
         codec.decode(difference, target)
         return None
@@ -159,26 +147,10 @@ class HostStreams:
         raise AssertionError("copies within host memory leave no events")
 
 
-@dataclass(frozen=True, slots=True)
-class _Differences:
-    """The stream and buffer that an accelerator needs for parameters sent as differences.
-
-    Attributes:
-        checksums: the stream of checksums.
-        room: uint8, where a difference arrives.
-    """
-
-    checksums: torch.Stream
-    room: Tensor
-
-
 class AcceleratorStreams(HostStreams):
     """Copies on an accelerator, on streams of their own. See [Note: order of the streams].
 
-    Args:
-        device: with its index.
-        down: the stream of gradients.
-        up: the stream of parameters.
+    ``down`` is the stream of gradients, ``up`` that of parameters.
     """
 
     def __init__(self, device: torch.device, down: torch.Stream, up: torch.Stream) -> None:
@@ -186,7 +158,8 @@ class AcceleratorStreams(HostStreams):
         self.down = down
         self.up = up
         self._followers = [up]  # streams that wait for the caller's reads
-        self._differences: _Differences | None = None
+        self._checksums: torch.Stream | None = None  # with differences, as the next
+        self._room: Tensor | None = None  # where a difference arrives
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
         self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)  # of two threads
 
@@ -253,16 +226,16 @@ class AcceleratorStreams(HostStreams):
 
     def reserve_difference(self, nbytes: int) -> None:
         with self.up:  # where its memory is reused
-            room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._differences = _Differences(torch.Stream(self.device, priority=-1), room)
-        self._followers = [self.up, self._differences.checksums]
+            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._checksums = torch.Stream(self.device, priority=-1)
+        self._followers = [self.up, self._checksums]
 
     def checksum(
         self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[torch.Event]
     ) -> Checksum:
         """Enqueue on checksums. The worker waits for it: ``values`` are not freed before."""
-        assert self._differences is not None, "`reserve_difference` was called"
-        stream = self._differences.checksums
+        stream = self._checksums
+        assert stream is not None, "`reserve_difference` was called"
         for event in earlier:
             stream.wait_event(event)  # 7: checksums waits for earlier copies of the same
         with stream:
@@ -273,8 +246,8 @@ class AcceleratorStreams(HostStreams):
         self, codec: UploadCodec, target: Tensor, difference: Tensor
     ) -> torch.Event:
         """Enqueue on up, where one difference after another uses the same memory."""
-        assert self._differences is not None, "`reserve_difference` was called"
-        arrived = self._differences.room[: difference.numel()]
+        assert self._room is not None, "`reserve_difference` was called"
+        arrived = self._room[: difference.numel()]
         with self.up:
             with self._timed(_TO_DEVICE, self.up):
                 arrived.copy_(difference, non_blocking=True)

@@ -33,9 +33,6 @@ def check_elementwise(optimizer_class: OptimizerClass) -> None:
     """Raise ValueError unless the class may be split.
 
     A class of the user's declares it by the class attribute ``is_elementwise = True``.
-
-    Raises:
-        ValueError: its update is not known to be elementwise; the message names the class.
     """
     if optimizer_class in ELEMENTWISE:
         return

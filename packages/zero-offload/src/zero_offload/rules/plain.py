@@ -21,10 +21,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamRule(Rule):
     """Adam or AdamW with fp32 moments by ``kernel.adam_step``.
 
-    Kingma and Ba, 2015 (arXiv 1412.6980); Loshchilov and Hutter, 2019 (arXiv 1711.05101).
-
-    Args:
-        is_decoupled: AdamW's weight decay, unless a group says otherwise.
+    Kingma and Ba, 2015 (arXiv 1412.6980), and Loshchilov and Hutter, 2019 (arXiv 1711.05101). With
+    ``is_decoupled`` the weight decay is AdamW's, unless a group says otherwise.
     """
 
     states = dict.fromkeys(MOMENTS, torch.float32)

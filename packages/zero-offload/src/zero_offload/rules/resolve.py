@@ -11,7 +11,7 @@ that of torch's Adam, which computes the same, on an accelerator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -54,13 +54,8 @@ def resolve_kernel(
 ) -> AdamKernel | None:
     """Return the kernel for an optimizer class, or None for torch's own update.
 
-    Args:
-        kernel: an object or module with ``adam_step``; the name of an entry point; ``"auto"`` for
-            an installed kernel (the first by name) if a kernel can compute the class; or None.
-
-    Raises:
-        ValueError: no kernel of that name is installed, the object is none, or no kernel computes
-            the class.
+    ``kernel`` is an object with ``adam_step``, the name of an entry point, ``"auto"`` for an
+    installed kernel (the first by name) if a kernel can compute the class, or None.
     """
     if kernel is None:
         return None
@@ -68,15 +63,13 @@ def resolve_kernel(
         found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
         return _checked(found[0].load()) if found and _kind(optimizer_class) else None
     check_kernel_class(optimizer_class)
-    return _named(kernel) if isinstance(kernel, str) else _checked(kernel)
-
-
-def _named(name: str) -> AdamKernel:
-    matches = tuple(entry_points(group=GROUP, name=name))
+    if not isinstance(kernel, str):
+        return _checked(kernel)
+    matches = tuple(entry_points(group=GROUP, name=kernel))
     if not matches:
         installed = sorted(entry.name for entry in entry_points(group=GROUP))
         raise ValueError(
-            f"no Adam kernel {name!r} is installed, only {installed}; "
+            f"no Adam kernel {kernel!r} is installed, only {installed}; "
             f"`pip install zero-offload[cpu-adam]` brings one"
         )
     return _checked(matches[0].load())
@@ -113,19 +106,9 @@ def resolve_rule(
 ) -> Rule | None:
     """Return the rule that computes an optimizer's update by a kernel.
 
-    Args:
-        kernel: an `AdamKernel` with whatever other functions it has, or None.
-        optimizer_class: torch's ``Adam``, ``AdamW``, ``Adagrad`` or ``SGD``, or a class with the
-            attribute ``update_rule`` of "adam", "adagrad", "sgd" or "lion", whose groups have that
-            optimizer's settings.
-        state_dtype: ``"float32"``; ``"bfloat16"`` or ``"int8"`` for Adam and AdamW.
-
-    Returns:
-        The rule, or None where torch's own update must do it: there is no kernel or it lacks the
-        function, no kernel computes the optimizer, or a setting is torch's alone.
-
-    Raises:
-        ValueError: no such ``state_dtype``, or it cannot be served; by name.
+    It is None where torch's own update must do it: there is no kernel or it lacks the function, no
+    kernel computes the optimizer, or a setting is torch's alone. A ``state_dtype`` that cannot be
+    served is refused.
     """
     if check_state_dtype(state_dtype) != "float32":
         return _compact_rule(kernel, optimizer_class, groups, state_dtype)
@@ -180,13 +163,10 @@ _ONLY_SERVED = {"state_dtype": ("float32",), "master_dtype": (None, "float32")}
 
 @dataclass(frozen=True)
 class HostUpdate:
-    """Optimizer class and kernel that a tier computes an optimizer's update with.
+    """Kernel and torch class that a tier computes an optimizer's update with.
 
-    Attributes:
-        defaults: the class's settings, defaults filled in, for ``param_groups``.
-        torch_class: the torch optimizer whose update it is.
-        kernel: computes it on the host; None for torch.
-        is_kernels_own: see [Note: a kernel's own optimizer class].
+    ``defaults`` are the optimizer's settings, filled in. ``is_kernels_own``: see
+    [Note: a kernel's own optimizer class].
     """
 
     defaults: Mapping[str, Any]
@@ -195,25 +175,13 @@ class HostUpdate:
     is_kernels_own: bool
 
     def groups(self, groups: Groups, *, is_host_alone: bool) -> Groups:
-        """Return ``param_groups`` with the settings of `torch_class`.
+        """Return ``param_groups`` with the settings of `torch_class`, or raise ValueError.
 
-        Args:
-            is_host_alone: no part is updated by torch on an accelerator.
-
-        Raises:
-            ValueError: a setting of a kernel's own class that cannot be honoured.
+        ``is_host_alone``: no part is updated by torch on an accelerator.
         """
         if not self.is_kernels_own:
             return groups
         return [_as_torch_adam(group, is_host_alone) for group in groups]
-
-    def check_dtypes(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Raise ValueError for parameters that a kernel's own class refuses as well."""
-        if self.is_kernels_own and torch.float64 in dtypes:
-            raise ValueError(
-                "the Adam kernel updates fp32, bf16 and fp16 parameters, not float64; use "
-                "torch.optim.AdamW"
-            )
 
 
 def resolve_update(
@@ -221,11 +189,7 @@ def resolve_update(
     settings: Mapping[str, Any],
     adam_kernel: AdamKernel | str | None,
 ) -> HostUpdate:
-    """Return the update of a class with these keyword arguments, which its constructor checks.
-
-    Raises:
-        ValueError: a kernel that is not installed, or a setting that cannot be honoured.
-    """
+    """Return the update of a class with these keyword arguments, which its constructor checks."""
     defaults = _defaults(optimizer_class, settings)
     declared: object = optimizer_class
     if not isinstance(declared, HostKernelOptimizer):

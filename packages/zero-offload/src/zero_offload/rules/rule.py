@@ -77,11 +77,7 @@ class Rule(ABC):
 
     @abstractmethod
     def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Return the kernel's keywords for update number ``step`` (from 1).
-
-        Raises:
-            ValueError: the rule cannot serve a setting, by name.
-        """
+        """Return the kernel's keywords for update number ``step`` (from 1), or raise ValueError."""
 
     @abstractmethod
     def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
@@ -94,9 +90,6 @@ class Rule(ABC):
         """Return the settings of update number ``step`` (from 1). Equal ones may share a call.
 
         They are the kernel's keywords and the factor on the gradient that ``maximize`` means.
-
-        Raises:
-            ValueError: the rule cannot serve a setting, by name.
         """
         sign = -1.0 if group.get("maximize", False) else 1.0  # exact, in every rule
         return tuple(self.keywords(group, step).items()), sign
@@ -113,13 +106,10 @@ class Rule(ABC):
     ) -> None:
         """Update one span in place by one kernel pass.
 
-        Args:
-            master: fp32 master weights, 1-D, contiguous; None if the rule keeps them split.
-            grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first. A list of
-                several only if the rule is ``summing``.
-            grad_scale: factor on the gradient: unscale and clip.
-            out: fp32, bf16 or fp16: receives the new values, rounded; None if they are not needed.
-            copies: what is copied before elements are updated, by the kernel or before its pass.
+        ``master`` is fp32, None if the rule keeps it split. ``grad`` is multiplied by
+        ``grad_scale`` first, and a list only if the rule is ``summing``. ``out`` receives the new
+        values, rounded. ``copies`` are made before elements are updated, by the kernel or before
+        its pass.
         """
         keywords, sign = hyper
         copied: dict[str, Any] = {}
@@ -160,11 +150,7 @@ class Rule(ABC):
 
 
 def setting(group: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
-    """Return one of the group's settings as a finite number that is not negative.
-
-    Raises:
-        ValueError: it is none. torch's own update may accept it, the kernels do not.
-    """
+    """Return a group's setting as a finite number from 0 up, or raise ValueError."""
     value = float(group[name] if default is None else group.get(name, default))
     if not math.isfinite(value) or value < 0:
         raise ValueError(

@@ -32,17 +32,9 @@ BLOCK_NUMEL = 1 << 20
 
 
 class FileStepper(RuleStepper):
-    """`RuleStepper` over blocks of a file.
+    """`RuleStepper` over blocks of a file in ``folder``, of fp32, bf16 or fp16 shards.
 
-    Args:
-        geometry: the flat space; shards of fp32, bf16 or fp16.
-        rule: the update, before its ``for_params``.
-        folder: on the NVMe disk; see `BlockFile`.
-        buffer_count: blocks in host memory at once; 3 or more read, update and write together.
-
-    Raises:
-        ValueError: the folder cannot be served.
-        StorageError: the disk has not the room.
+    ``buffer_count`` blocks are in host memory at once. 3 or more read, update and write together.
     """
 
     file: BlockFile

@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, split_runs
 from zero_offload.flat.grads import GradLedger
-from zero_offload.memory.ring import HostRing, aligned
+from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan, aligned
 from zero_offload.protocols import Groups
 from zero_offload.rules.codes import WINDOW_NUMEL
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
 from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
 from zero_offload.steppers.stepper import Chunk, ShardMasters, SpanMemory, StateBytes
-from zero_offload.steppers.undo import Record, undo_capacity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """Copies that end one chunk's tentative update. See `zero_offload.steppers.undo`.
+
+    ``saved`` has the buffers that were updated, each with a copy of its old values, ``shadows``
+    those that were not, each with its new values. ``span`` is the memory of the copies.
+    """
+
+    chunk: Chunk
+    saved: list[tuple[Tensor, Tensor]]
+    shadows: list[tuple[Tensor, Tensor]]
+    span: RingSpan
+
+
+_MOST_BUFFERS = 6
+"""Of an element: a split master weight, and two moments of 8 bits with their scales."""
+
+
+def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
+    """Return the bytes of a ring for records of all of a flat space.
+
+    ``num_bytes`` are of master weights and states, with shards that are master weights or halves.
+    """
+    num_spans = len(geometry.pieces) + len(geometry.shards)
+    num_spans += geometry.numel // geometry.published_numel
+    return aligned(num_bytes) + ALIGNMENT * _MOST_BUFFERS * num_spans
 
 
 class MemoryStepper(RuleStepper):
     """`RuleStepper` over one block per shard, or per piece under a rule with blocks.
 
-    Args:
-        geometry: the flat space; shards of fp32, bf16 or fp16.
-        rule: the update, before its ``for_params``.
-        is_in_place: see `ShardMasters`.
-        upper: returns host memory for the parameters of a range inside one shard, which lasts as
-            long as the stepper. A split master weight has its upper half there.
+    ``upper`` returns host memory for the parameters of a range inside one shard, which lasts as
+    long as the stepper. A split master weight has its upper half there.
     """
 
     def __init__(
@@ -83,12 +107,17 @@ class MemoryStepper(RuleStepper):
         """Return at once: `take` gave the memory itself."""
 
     def undo_capacity(self) -> int:
+        """Return the bytes of a ring that has room for records of all elements."""
         num_bytes = self.num_bytes()
         return undo_capacity(self.geometry, num_bytes.masters + num_bytes.states)
 
     def update_tentatively(
         self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
     ) -> Record | None:
+        """Update a chunk as `update` does, but leave the shards as they are.
+
+        If the ring has no room, nothing is updated and there is no record.
+        """
         spans = [
             (run, start, stop, block, block.clip(self.take(index), start, stop))
             for run in chunk.runs
@@ -117,6 +146,7 @@ class MemoryStepper(RuleStepper):
         return record
 
     def round_to(self, start: int, stop: int, out: Tensor) -> None:
+        """Write the rounded values of a range inside one shard to ``out``, as an update does."""
         master = self._masters.view(start, stop)
         if out.data_ptr() != master.data_ptr():  # else it is the upper half of a split one
             out.copy_(master)

@@ -70,15 +70,9 @@ class Block:
 class BlockLayout:
     """The blocks of a flat space, see [Note: blocks]. Pure arithmetic.
 
-    Args:
-        rules: the rule of each shard, after its ``for_params``; all count the same blocks.
-        block_numel: most elements of a block, rounded up to the rule's own blocks; None for blocks
-            of any length.
-
-    Attributes:
-        blocks: sorted and disjoint.
-        names: of the buffers that some block has.
-        record_bytes: bytes of each buffer of each block in turn, 0 for one that a block has not.
+    ``rules`` are those of each shard, after their ``for_params``. All count the same blocks. A
+    block has at most ``block_numel`` elements, rounded up to the rule's own blocks.
+    ``record_bytes`` are those of each buffer of each block in turn, 0 for one that a block has not.
     """
 
     def __init__(
@@ -94,7 +88,8 @@ class BlockLayout:
         self._index = SpanMap((b.start, b.stop, i) for i, b in enumerate(self.blocks))
         everything = [*(_kept(rule, 0) for rule in rules), *(block.kept for block in self.blocks)]
         self.names = tuple(dict.fromkeys(name for kept in everything for name in kept))
-        self.record_bytes = [_num_bytes(block.kept, n) for block in self.blocks for n in self.names]
+        kept_or_none = (block.kept.get(n) for block in self.blocks for n in self.names)
+        self.record_bytes = [k[0].itemsize * k[1] if k else 0 for k in kept_or_none]
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield ``(index, a, b)``: the parts of ``[start, stop)`` in blocks."""
@@ -125,18 +120,8 @@ def _kept(rule: Rule, numel: int) -> _Kept:
     return {**whole, **rule.stored(numel)}
 
 
-def _num_bytes(kept: _Kept, name: str) -> int:
-    dtype, numel = kept.get(name, (torch.uint8, 0))
-    return dtype.itemsize * numel
-
-
 class RuleStepper(Stepper):
-    """Stepper whose update is a `Rule`. A subclass has the blocks in its memory.
-
-    Args:
-        rule: the update, before its ``for_params``.
-        groups: the optimizer's ``param_groups``, for the initial values of states.
-    """
+    """Stepper whose update is a `Rule`. A subclass has the blocks in its memory."""
 
     has_kernel = True
 
@@ -220,12 +205,14 @@ class RuleStepper(Stepper):
     ) -> None:
         """Update ``[start, stop)`` of a block, whose buffers ``stored`` are, clipped to it.
 
-        Args:
-            key: of the run, the rule's settings.
-            out: receives the rounded parameters; None if they are not needed.
-            copies: as of `Rule.update`, clipped likewise.
+        ``key`` is the run's, the rule's settings, and ``copies`` are as of `Rule.update`, clipped
+        too.
         """
-        for a, b, terms in _grads_of(block, start, stop, grads):
+        is_any = block.rule.block == 1
+        calls = (
+            grads.segments(start, stop) if is_any else [(start, stop, grads.joined(start, stop))]
+        )
+        for a, b, terms in calls:
             own, copied = dict(stored), copies
             if (a, b) != (start, stop):
                 part = slice(a - start, b - start)
@@ -277,15 +264,6 @@ class RuleStepper(Stepper):
         if count == 0:
             self._fill(piece, is_fresh=False)
         self.num_steps[piece] = count
-
-
-def _grads_of(
-    block: Block, start: int, stop: int, grads: GradLedger
-) -> list[tuple[int, int, list[Tensor]]]:
-    """The span and the gradient's terms of each call of the block's rule."""
-    if block.rule.block == 1:
-        return grads.segments(start, stop)
-    return [(start, stop, grads.joined(start, stop))]
 
 
 def _kernel_grad(rule: Rule, terms: list[Tensor]) -> Grad:

@@ -41,11 +41,9 @@ class Chunk:
 class ShardMasters:
     """Master weights of a flat space in one memory, shard by shard.
 
-    Args:
-        is_in_place: the shards lie on ``device`` too. If all have the master's dtype, they are
-            their own master weights, and no second copy is kept.
-        upper_halves: by shard, memory in the shard's dtype that holds the upper half of a master
-            weight that is kept split; it is filled from the shard.
+    With ``is_in_place`` the shards lie on ``device`` too. If all have the master's dtype, they are
+    their own master weights, and no second copy is kept. ``upper_halves`` are, by shard, memory in
+    the shard's dtype for the upper half of a split master weight. It is filled from the shard.
 
     Attributes:
         is_in_place: whether all whole master weights are the shards themselves.
@@ -149,11 +147,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
-        """Return the chunks of a step in ascending order.
-
-        Raises:
-            ValueError: a gradient is missing, or a setting is refused.
-        """
+        """Return the chunks of a step in ascending order, or raise ValueError."""
 
     @abstractmethod
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
@@ -163,10 +157,7 @@ class Stepper(ABC):
         """
 
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
-        """Write ``values`` of master weights to ``out``, rounded as by an update.
-
-        They are those from ``start`` on, inside one shard.
-        """
+        """Write master weights from ``start`` on to ``out``, rounded as by an update."""
         out.copy_(values.to(self.geometry.master_dtype))
 
     @abstractmethod
@@ -190,11 +181,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def check_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Refuse scalars that `read_scalars` of this optimizer does not return.
-
-        Raises:
-            ValueError: ``num_steps`` is missing, or they are another optimizer's.
-        """
+        """Raise ValueError for scalars that `read_scalars` of this optimizer does not return."""
 
     @abstractmethod
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:

@@ -78,11 +78,7 @@ class EntryTemplate:
         return {k for k, v in self.stepped.items() if not is_elementwise(v, _PROBE_NUMEL)}
 
     def check(self, scalars: Mapping[str, float]) -> None:
-        """Refuse scalars that no entry after an update has.
-
-        Raises:
-            ValueError: a scalar that the optimizer needs is missing, or it has no such scalar.
-        """
+        """Raise ValueError for scalars that no entry after an update has."""
         own = self.scalars()
         unknown = sorted(scalars.keys() - own - {"num_steps", "step"})
         needed = {k for k in own if self.stepped[k] is not None}
@@ -105,11 +101,7 @@ class EntryTemplate:
 
 
 def is_elementwise(value: Any, numel: int) -> bool:
-    """Whether a state entry has one number per element of a 1-D piece of ``numel`` elements.
-
-    Raises:
-        ValueError: it is a tensor of any other shape but a single number.
-    """
+    """Whether a state entry has one number per element of a 1-D piece of ``numel`` elements."""
     if not isinstance(value, Tensor):
         return False
     if value.shape == (numel,):
@@ -143,11 +135,7 @@ def probe_entry(
     device: torch.device,
     dtype: torch.dtype,
 ) -> EntryTemplate:
-    """Return the state entry of an optimizer before and after a step on two elements.
-
-    Raises:
-        ValueError: the state shows that the update is not elementwise.
-    """
+    """Return the state entry of an optimizer before and after a step on two elements."""
     ones = torch.ones(_PROBE_NUMEL, dtype=dtype, device=device)
     param = nn.Parameter(ones.clone())
     optimizer = make_optimizer(optimizer_class, [{**group, "params": [param]}])
@@ -169,17 +157,7 @@ _DEVICE_CHUNK_NUMEL = 1 << 26
 
 
 class TorchStepper(Stepper):
-    """Stepper that lets ``optimizer_class`` update the pieces of a flat space.
-
-    Args:
-        device: of master weights and state.
-        optimizer_class: an elementwise torch optimizer.
-        groups: its ``param_groups`` without ``params``, every default filled in.
-        is_in_place: see `ShardMasters`.
-
-    Raises:
-        ValueError: the optimizer's update is not elementwise, or it refuses a setting.
-    """
+    """Stepper that lets ``optimizer_class`` update the pieces of a flat space."""
 
     has_kernel = False
 

@@ -19,69 +19,11 @@ drops the shadows. A chunk for which the ring has no room is not updated ahead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-from torch import Tensor
-
-from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import SpanMap
-from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan, aligned
+from zero_offload.memory.ring import HostRing
+from zero_offload.steppers.memory_stepper import MemoryStepper, Record
 from zero_offload.steppers.stepper import Chunk, SpanMemory
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Record:
-    """Copies that end one chunk's tentative update. See [Note: tentative updates].
-
-    Attributes:
-        chunk: the chunk.
-        saved: buffers that were updated, each with a copy of its old values.
-        shadows: buffers that were not, each with its new values.
-        span: memory of the copies.
-    """
-
-    chunk: Chunk
-    saved: list[tuple[Tensor, Tensor]]
-    shadows: list[tuple[Tensor, Tensor]]
-    span: RingSpan
-
-
-@runtime_checkable
-class UndoableStepper(Protocol):
-    """A `zero_offload.steppers.stepper.Stepper` whose updates can be undone."""
-
-    def undo_capacity(self) -> int:
-        """Return the bytes of a ring that has room for records of all elements."""
-
-    def update_tentatively(
-        self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
-    ) -> Record | None:
-        """Update a chunk as ``update`` does, but leave the shards as they are.
-
-        Returns:
-            None if the ring has no room: then nothing was updated.
-        """
-
-    def round_to(self, start: int, stop: int, out: Tensor) -> None:
-        """Write the rounded values of a range inside one shard to ``out``, as an update does."""
-
-
-_MOST_BUFFERS = 6
-"""Of an element: a split master weight, and two moments of 8 bits with their scales."""
-
-
-def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
-    """Return the bytes of a ring for records of all of a flat space.
-
-    Args:
-        geometry: its pieces and shards, which bound the number of records.
-        num_bytes: of master weights and states, with shards that are master weights or halves.
-    """
-    num_spans = len(geometry.pieces) + len(geometry.shards)
-    num_spans += geometry.numel // geometry.published_numel
-    return aligned(num_bytes) + ALIGNMENT * _MOST_BUFFERS * num_spans
 
 
 class UndoLog:
@@ -95,7 +37,7 @@ class UndoLog:
         num_undone: elements whose tentative updates were undone so far.
     """
 
-    def __init__(self, stepper: UndoableStepper, ring: HostRing) -> None:
+    def __init__(self, stepper: MemoryStepper, ring: HostRing) -> None:
         self._stepper = stepper
         self._ring = ring
         self._records: SpanMap[Record] = SpanMap()

@@ -46,12 +46,7 @@ def num_layers(num_micro_steps: int, dtype: torch.dtype) -> tuple[int, bool]:
 
 
 class GradSums:
-    """Adds up a host tier's gradients. See [Note: layers].
-
-    Args:
-        mover: copies gradients to the layers.
-        stepper: computes square sums.
-    """
+    """Adds up a host tier's gradients. See [Note: layers]."""
 
     def __init__(self, mover: HostMover, stepper: Stepper) -> None:
         self._mover = mover
@@ -78,8 +73,7 @@ class GradSums:
     def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
         """Start to copy one more term of a range to a free layer.
 
-        Returns:
-            None, or a call to make before the memory of ``grad`` is written again.
+        Return None, or a call to make before the memory of ``grad`` is written again.
         """
         layers, has_sum = num_layers(self._num_micro_steps, self._mover.kept_dtype(grad.dtype))
         stop, release = start + grad.numel(), None
@@ -110,7 +104,7 @@ class GradSums:
         self, arrived: torch.Event | None, jobs: list[tuple[int, Tensor, _Parts]]
     ) -> None:
         if arrived is not None:
-            self._mover.wait(arrived)
+            self._mover.streams.wait(arrived)
         for start, total, parts in jobs:
             for a, b, terms in parts:
                 add_up(terms, total[a - start : b - start])
@@ -124,7 +118,7 @@ class GradSums:
 
     def _run_square_sum(self, arrived: torch.Event | None, parts: _Parts) -> float:
         if arrived is not None:
-            self._mover.wait(arrived)
+            self._mover.streams.wait(arrived)
         return sum(self._stepper.square_sum(terms) for _, _, terms in parts)
 
     def _submit(self, job: Callable[..., T], *args: object) -> Future[T]:

@@ -37,15 +37,7 @@ PATIENCE = 5
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Measurements of one optimizer step.
-
-    Attributes:
-        host_numel: elements that the host updated.
-        device_numel: elements that the device updated.
-        host_s: seconds the host's worker spent on its elements.
-        device_s: seconds the device spent on its own.
-        stall_s: seconds that callers waited because the host was late.
-    """
+    """Elements and seconds of both sides in a step, and seconds that callers waited."""
 
     host_numel: int
     device_numel: int
@@ -122,11 +114,16 @@ class AutoRatio:
     def observe(self, sample: Sample, least_ratio: float = 0.0) -> float:
         """Record one step at `ratio` and return the ratio for the next one.
 
-        Args:
-            least_ratio: the smallest ratio that fits in device memory now, 0 to 1.
+        ``least_ratio`` is the smallest ratio that fits in device memory now, 0 to 1.
         """
         if least_ratio > self.ratio:
-            self._make_room(sample, least_ratio)
+            # In whole steps, so that a slow drift is not followed.
+            ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)
+            if self._is_searching:
+                self._set_ratio(ratio)
+            else:
+                self._restart()
+                self._settle(ratio, sample, least_ratio)
         elif self._is_first:
             self._is_first = False
         elif self._is_searching:
@@ -136,15 +133,6 @@ class AutoRatio:
         else:
             self._watch(sample)
         return self.ratio
-
-    def _make_room(self, sample: Sample, least_ratio: float) -> None:
-        """Raise the ratio to the bound, in whole steps, so that a slow drift is not followed."""
-        ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)
-        if self._is_searching:
-            self._set_ratio(ratio)
-        else:
-            self._restart()
-            self._settle(ratio, sample, least_ratio)
 
     def _take(self) -> list[Sample]:
         taken, self._samples = self._samples, []

@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -70,28 +69,16 @@ def read_memory(device: torch.device) -> MemoryReading | None:
     except (AttributeError, RuntimeError) as error:  # torch 2.10's, or a backend without it
         _warn_unbounded(str(error))
         return None
-    module: object = torch.get_device_module(device)
-    if isinstance(module, _FractionModule):
-        allowed = round(module.get_per_process_memory_fraction(device) * total)
-    else:
-        allowed = total
+    # foreign: torch.cuda has a limit on this process's share of the memory, other modules may not
+    fraction = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    allowed = total if fraction is None else round(fraction(device) * total)
     return MemoryReading(min(free + reserved, allowed), peak, min(total, allowed))
-
-
-@runtime_checkable
-class _FractionModule(Protocol):
-    """A device module with a limit on this process's share of the memory, as ``torch.cuda``."""
-
-    def get_per_process_memory_fraction(self, device: torch.device) -> float: ...
 
 
 class DeviceRoom:
     """Bound on the ratio: the smallest whose device share fits beside everything else.
 
     Everything else is the peak so far less the state that was on the device then.
-
-    Attributes:
-        element_bytes: bytes of an element's state on the device.
     """
 
     def __init__(self, numel: int, element_bytes: int) -> None:
@@ -101,11 +88,9 @@ class DeviceRoom:
         self._numel_at_peak = 0
 
     def bound(self, now: MemoryReading | None, device_numel: int) -> float:
-        """Return the bound, from 0 to 1.
+        """Return the bound, from 0 to 1. It is 0 where ``now`` is None.
 
-        Args:
-            now: the device's memory, see `read_memory`; None where it sets no bound.
-            device_numel: elements that were on the device since the last call.
+        ``device_numel`` elements were on the device since the last call.
         """
         if now is None or not self._numel or not self.element_bytes:
             return 0.0
@@ -119,12 +104,7 @@ class DeviceRoom:
 class AutoTier(TwinTier):
     """A StateTier whose host share starts with everything and ends where steps are fastest.
 
-    Args:
-        element_bytes: bytes of an element's state on the device.
-        controller: chooses the ratios; an `AutoRatio` by default.
-
-    Attributes:
-        controller: the search for the fastest ratio.
+    ``element_bytes`` is the bytes of an element's state on the device.
     """
 
     def __init__(
@@ -133,15 +113,12 @@ class AutoTier(TwinTier):
         groups: Groups,
         factory: OffloadTiers,
         *,
-        device: torch.device,
         element_bytes: int,
-        alignment: int = 1,
         controller: AutoRatio | None = None,
     ) -> None:
         everything = Intervals([(0, geometry.numel)])
-        super().__init__(geometry, groups, everything, factory, alignment=alignment)
+        super().__init__(geometry, groups, everything, factory)
         self.controller = controller or AutoRatio()
-        self._device = device
         self._element_bytes = element_bytes
         self._room = DeviceRoom(geometry.numel, element_bytes)
         self._updates = factory.make_clock()  # of the device's part
@@ -169,13 +146,9 @@ class AutoTier(TwinTier):
         self._num_updated[part.is_host] += sum(pieces[i].stop - pieces[i].start for i in active)
 
     def wait_part(self, part: Part, start: int, stop: int) -> None:
-        with self._measure_stall(part, start, stop):
+        is_late = part.is_host and not part.tier.are_params_ready(start, stop)
+        with self._stalls.measure() if is_late else nullcontext():
             super().wait_part(part, start, stop)
-
-    def _measure_stall(self, part: Part, start: int, stop: int) -> AbstractContextManager[None]:
-        if part.is_host and not part.tier.are_params_ready(start, stop):
-            return self._stalls.measure()
-        return nullcontext()
 
     def begin_round(self) -> None:
         """Evaluate the last step, and resplit before the first gradient of the next is offered."""
@@ -183,7 +156,7 @@ class AutoTier(TwinTier):
         if not self._fresh:  # else a parameter without a gradient before came first
             before = self.controller.report
             device_numel = self.geometry.numel - self.host_numel
-            least_ratio = self._room.bound(read_memory(self._device), device_numel)
+            least_ratio = self._room.bound(read_memory(self._factory.device), device_numel)
             ratio = self.controller.observe(sample, least_ratio)
             if self.controller.report is not before:
                 _log.info("offload_optimizer settled on %s", self.controller.report)

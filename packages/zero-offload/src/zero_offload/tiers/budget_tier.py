@@ -17,10 +17,7 @@ from zero_offload.tiers.twin import TwinTier
 class BudgetTier(TwinTier):
     """A StateTier that gives the host what does not fit in a budget of device memory.
 
-    Args:
-        host: the host's share if no gradients are added up, see `within_budget`.
-        budget: bytes of device memory.
-        element_state_bytes: of an element's optimizer states.
+    ``host`` is the host's share if no gradients are added up, see `within_budget`.
     """
 
     def __init__(
@@ -30,34 +27,27 @@ class BudgetTier(TwinTier):
         host: Intervals,
         factory: OffloadTiers,
         *,
-        budget: int,
         element_state_bytes: int,
-        alignment: int = 1,
     ) -> None:
-        super().__init__(geometry, groups, host, factory, alignment=alignment)
-        self._budget = budget
+        super().__init__(geometry, groups, host, factory)
         self._element_state_bytes = element_state_bytes
-        self._device = factory.device
-        self._end = factory.end
         self._has_state = False
 
     def expect_micro_steps(self, count: int) -> None:
-        """Make room in the budget for sums of gradients, which are wider than one gradient.
-
-        Raises:
-            RuntimeError: state has been written, or a gradient offered.
-        """
+        """Make room in the budget for sums of gradients, which are wider than one gradient."""
         if self._has_state or self._offered or self._closed:
             raise RuntimeError(
                 "expect_micro_steps after state was written or a gradient offered: with "
                 "device_budget it decides on the host's share, so call it before"
             )
+        factory = self._factory
+        assert factory.device_budget is not None, "this tier is made for one"
         share = within_budget(
             self.geometry,
-            self._budget,
+            factory.device_budget,
             self._element_state_bytes,
-            self._end,
-            is_accelerated=self._device.type != "cpu",
+            factory.end,
+            is_accelerated=factory.device.type != "cpu",
             adds_grads=True,
         )
         self._num_micro_steps = count

@@ -30,7 +30,7 @@ from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.tiers.clock import DeviceClock, HostClock
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
 from zero_offload.transfers.differences import SHORTEST_NBYTES
-from zero_offload.transfers.mover import DeviceMover, HostMover
+from zero_offload.transfers.mover import HostMover, Mover
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +45,6 @@ class OffloadTiers:
         end: at which the host's share lies when its split point moves.
         device_budget: bytes of the device's part; None without a limit.
         undo_buffer_size: most bytes of the host part's undo log; None for room for all of it.
-
-    Raises:
-        ValueError: an optimizer or a setting that cannot be served.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class OffloadTiers:
                     f'parameters: use "float32"'
                 )
             self.rule = None
-        if self.rule is None and settings.nvme is not None:
+        if self.rule is None and settings.nvme_path is not None:
             raise ValueError(
                 f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
                 f"with these settings: its update is not one of an installed host kernel. Use "
@@ -96,7 +93,7 @@ class OffloadTiers:
     @property
     def can_undo(self) -> bool:
         """Whether the host's updates can be undone: those of a kernel, in host memory."""
-        return self.rule is not None and self._settings.nvme is None
+        return self.rule is not None and self._settings.nvme_path is None
 
     def alignment(self, groups: Groups) -> int:
         """Return of how many elements of a parameter a split point must be a multiple.
@@ -114,11 +111,7 @@ class OffloadTiers:
         return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
     def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
-        """Create a tier in host memory with a worker of its own.
-
-        Args:
-            share: the elements of the whole space in it.
-        """
+        """Create a tier in host memory with a worker of its own. ``share`` is in all elements."""
         is_on_cpu = self.device.type == "cpu"
         memory = HostMemory(
             should_pin=self._settings.pin_memory and not is_on_cpu,
@@ -127,33 +120,29 @@ class OffloadTiers:
         store, codec = self._store_of(share), self._upload_codec
         mover = HostMover(part, self.device, memory, store=store, codec=codec)
         has_differences = mover.differences is not None and mover.differences.num_bytes > 0
-        if codec is not None and part.numel and not has_differences:
-            self._warn_of_whole_uploads()
-        nvme = self._settings.nvme
-        if nvme is None:
-            # A split master weight has its upper half in the memory that is sent to the device.
-            stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
-        else:
-            assert self.rule is not None, "refused by the constructor"
-            frozen, count = freeze_groups(groups), nvme.buffer_count
-            stepper = FileStepper(part, self.rule, frozen, folder=nvme.path, buffer_count=count)
-        return HostTier(part, stepper, mover)
-
-    def _warn_of_whole_uploads(self) -> None:
-        if not self._has_warned:
+        if codec is not None and part.numel and not has_differences and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "lossless_upload has no effect: no shard of 16-bit or 32-bit parameters with %d "
                 "bytes or more is on an accelerator and updated by the host",
                 SHORTEST_NBYTES,
             )
+        folder, count = self._settings.nvme_path, self._settings.buffer_count
+        if folder is None:
+            # A split master weight has its upper half in the memory that is sent to the device.
+            stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
+        else:
+            assert self.rule is not None, "refused by the constructor"
+            frozen = freeze_groups(groups)
+            stepper = FileStepper(part, self.rule, frozen, folder=folder, buffer_count=count)
+        return HostTier(part, stepper, mover)
 
     def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> StateTier:
         """Create a tier on the compute device. On a CPU its update is that of the host's."""
         store = self._store_of(share)
         if self.device.type == "cpu":
             stepper = self._make_stepper(part, groups, is_in_place=True, upper=part.view)
-            return DeviceTier(part, stepper, DeviceMover(part, self.device, store))
+            return DeviceTier(part, stepper, Mover(part, self.device, store))
         return self._device_tier(
             numel=part.numel,
             pieces=[(p.start, p.stop, p.group) for p in part.pieces],

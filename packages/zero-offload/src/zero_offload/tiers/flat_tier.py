@@ -19,13 +19,13 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
 from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.memory.ring import HostRing
-from zero_offload.memory.streams import TimedCopy
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
+from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import Chunk, Stepper
-from zero_offload.steppers.undo import UndoableStepper, UndoLog
+from zero_offload.steppers.undo import UndoLog
 from zero_offload.tiers.accumulation import GradSums
-from zero_offload.tiers.progress import Progress, Published
+from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.worker import HostThread, Job, Phase, Speculation, UpdateThread, Worker
 from zero_offload.transfers.mover import Arrival, HostMover, Mover, Release
 
@@ -69,9 +69,6 @@ class FlatTier(ABC):
     Reading and writing state first waits for the steps under way. A gradient may be offered as soon
     as the last one of its range was used. After a step that failed in the background every call
     raises `OffloadError`.
-
-    Attributes:
-        file: of master weights and state, if they are not in memory, with its counters.
     """
 
     def __init__(
@@ -85,11 +82,11 @@ class FlatTier(ABC):
         self.geometry = geometry
         self.file = stepper.file
         self._stepper = stepper
-        self._mover = mover
+        self.mover = mover
         self._grads = GradLedger()
         self._progress = progress
         self._now = now
-        self._worker = Worker(stepper, mover, progress, now)
+        self.worker = Worker(stepper, mover, progress, now)
         self._stall_s = 0.0
 
     @abstractmethod
@@ -100,13 +97,13 @@ class FlatTier(ABC):
         """Return counters and sizes, without waiting for a step."""
         stepper, num_bytes = self._stepper, self._stepper.num_bytes()
         is_on_host = stepper.device.type == "cpu"
-        log, sent = self._worker.log, self._mover.differences
+        log, sent = self.worker.log, self.mover.differences
         return TierReport(
             has_kernel=stepper.has_kernel,
-            bytes_d2h=self._mover.bytes_d2h,
-            bytes_h2d=self._mover.bytes_h2d,
+            bytes_d2h=self.mover.bytes_d2h,
+            bytes_h2d=self.mover.bytes_h2d,
             stall_s=self._stall_s,
-            update_s=self._worker.update_s,
+            update_s=self.worker.update_s,
             host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
             num_kept=0 if log is None else log.num_kept,
             num_undone=0 if log is None else log.num_undone,
@@ -115,51 +112,29 @@ class FlatTier(ABC):
             memory={
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
-                "gradient copies": self._mover.grad_bytes,
+                "gradient copies": self.mover.grad_bytes,
                 "published weights": 0 if sent is None else sent.num_bytes,
                 "undo log": 0 if log is None else log.num_bytes,
             },
         )
 
-    def recent_updates(self) -> list[tuple[float, float]]:
-        """Return start and end of the last updates, of `time.perf_counter`."""
-        return list(self._worker.updates)
-
-    def time_copies(self, *, is_on: bool) -> None:
-        """Time later copies between the device and the host, or no longer."""
-        self._mover.time_copies(is_on=is_on)
-
-    def take_copies(self) -> list[TimedCopy]:
-        """Return the copies that were timed since the last call."""
-        return self._mover.take_copies()
-
     def drain(self) -> float:
-        """Wait for the steps under way.
-
-        Returns:
-            Seconds spent on updates so far, without waiting for gradients or memory.
-        """
+        """Wait for the steps under way, and return the seconds spent on updates so far."""
         self._progress.drain()
-        return self._worker.update_s
+        return self.worker.update_s
 
     def _settle(self) -> None:
         """Wait until master weights and states are those after the last step."""
         self._progress.drain()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Accept the gradient of ``[start, start + grad.numel())``.
+        """Accept the gradient of ``[start, start + grad.numel())``, in place of an earlier one.
 
-        Args:
-            start: offset in the flat space, in elements.
-            grad: 1-D, contiguous, floating point, on the compute device. `HostTier` copies it,
-                `DeviceTier` uses it where it lies until ``step`` or ``discard_grads`` returns. A
-                later offer of the same range replaces it.
-
-        Returns:
-            None, or what the caller must call before it writes to the memory of ``grad`` again.
+        `HostTier` copies it, `DeviceTier` uses it where it lies until ``step`` or ``discard_grads``
+        returns. Return None, or what must be called before the memory of ``grad`` is written again.
         """
         self._admit(start, grad)
-        return self._mover.offer(start, grad, self._grads)
+        return self.mover.offer(start, grad, self._grads)
 
     def _admit(self, start: int, grad: Tensor) -> None:
         """Check a gradient, and wait for a step that may still read the last one of its range."""
@@ -176,27 +151,23 @@ class FlatTier(ABC):
         """Return a copy of the gradient offered for a range, 1-D, on the CPU, in its dtype.
 
         A sum of several is in the dtype of the master weights.
-
-        Raises:
-            ValueError: a part of it was not offered, or was used by a step.
         """
         self.geometry.check_range(start, stop)
-        arrived = self._mover.close_grads()
+        arrived = self.mover.close_grads()
         if arrived is not None:
-            self._mover.wait(arrived)
-        parts = self._grads.segments(start, stop)
-        return torch.cat([self._sum(terms) for *_, terms in parts]) if parts else torch.empty(0)
-
-    def _sum(self, terms: Sequence[Tensor]) -> Tensor:
-        if len(terms) == 1:
-            return terms[0].cpu()
-        total = torch.empty(terms[0].numel(), dtype=self.geometry.master_dtype, device="cpu")
-        add_up(terms, total)
-        return total
+            self.mover.streams.wait(arrived)
+        found = [torch.empty(0)]
+        for a, b, terms in self._grads.segments(start, stop):
+            total = terms[0].cpu()
+            if len(terms) > 1:
+                total = torch.empty(b - a, dtype=self.geometry.master_dtype, device="cpu")
+                add_up(terms, total)
+            found.append(total)
+        return torch.cat(found[1:] or found)
 
     def discard_grads(self) -> None:
         self._progress.check()
-        self._mover.close_grads()
+        self.mover.close_grads()
         self._grads = GradLedger()
 
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
@@ -205,9 +176,6 @@ class FlatTier(ABC):
         Settings are copied, so that a scheduler may change ``groups`` right after. Errors in the
         arguments are raised before anything is updated. The gradients used are no longer offered.
         Others stay, for a further step over other pieces.
-
-        Raises:
-            ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
         """
         self._progress.check()
         indices = check_active(self.geometry, active)
@@ -224,27 +192,15 @@ class FlatTier(ABC):
         self, phase: Phase, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float
     ) -> None:
         """Have the worker update chunks and publish them."""
-        mover = self._mover
-        mover.close_grads()
+        self.mover.close_grads()
         entries, before = self._progress.begin(spans_of(chunks))
         of_run = iter(entries)
-        self._launch(
-            Job(
-                phase=phase,
-                speculation=None,
-                chunks=chunks,
-                entries=[[next(of_run) for _ in chunk.runs] for chunk in chunks],
-                grads=grads,
-                grad_scale=grad_scale,
-                arrivals=self._arrivals(chunks),
-                readers=mover.mark_readers(),
-                before=before,
-                num_left=len(chunks),
-            )
-        )
+        of_chunk = [[next(of_run) for _ in chunk.runs] for chunk in chunks]
+        arrivals, readers = self._arrivals(chunks), self.mover.streams.mark_readers()
+        self._launch(Job(phase, chunks, grads, grad_scale, arrivals, before, of_chunk, readers))
 
     def _arrivals(self, chunks: Sequence[Chunk]) -> list[Arrival | None]:
-        return [self._mover.arrival(spans_of([chunk])) for chunk in chunks]
+        return [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
         """Return the gradients of ``spans``, which are no longer offered."""
@@ -256,7 +212,7 @@ class FlatTier(ABC):
         On an accelerator: once the current stream is ordered after their arrival.
         """
         for event in self._wait(start, stop):
-            self._mover.arrive(event)
+            self.mover.arrive(event)
 
     def _wait(self, start: int, stop: int) -> list[torch.Event]:
         started = self._now()
@@ -277,22 +233,15 @@ class FlatTier(ABC):
             raise KeyError(f"the optimizer has no state {name!r}, only {list(self.state_names())}")
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of one state over a range, 1-D, on the CPU, zero where there is none.
-
-        Raises:
-            KeyError: the optimizer has no such state.
-        """
+        """Return a copy of one state over a range, 1-D, on the CPU, zero where there is none."""
         self._settle()
         self._check_state(name, start, stop)
         return self._stepper.read(name, start, stop)
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before states change from now on: in an update, before each run of it.
-
-        It is called in the thread that updates.
-        """
+        """Call ``watcher`` before each run of an update, in the thread that updates."""
         self._settle()
-        self._worker.watcher = watcher
+        self.worker.watcher = watcher
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
         """Return what `read_state` does, of a range that is not being updated, in any thread."""
@@ -300,18 +249,12 @@ class FlatTier(ABC):
         return self._stepper.peek(name, start, stop)
 
     def _announce(self, start: int, stop: int) -> None:
-        watcher = self._worker.watcher
+        watcher = self.worker.watcher
         if watcher is not None:
             watcher.before_change(start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well.
-
-        Args:
-            name: one of `state_names`; KeyError otherwise.
-            start: offset in the flat space, in elements.
-            values: 1-D, any device, cast to the stored dtype.
-        """
+        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well."""
         self._settle()
         stop = start + values.numel()
         self._check_state(name, start, stop)
@@ -322,20 +265,20 @@ class FlatTier(ABC):
                 self._publish_master(start, values)
 
     def _publish_master(self, start: int, values: Tensor) -> None:
-        readers = self._mover.mark_readers()
+        readers = self.mover.streams.mark_readers()
         if readers is not None:
-            self._mover.follow(readers)
+            self.mover.streams.follow(readers)
         shards = self.geometry.overlaps(start, start + values.numel())
         covered = [Run(low, high, ()) for low, high, _ in shards]
         for run in split_runs(covered, self.geometry.published_numel):
             span = (run.start, run.stop)
-            self._mover.open_spans([span])
+            self.mover.open_spans([span])
             if not self._stepper.is_in_place:
                 part = values[run.start - start : run.stop - start]
-                self._stepper.round_values(run.start, part, self._mover.out(*span))
-            event = self._mover.publish(*span)
+                self._stepper.round_values(run.start, part, self.mover.out(*span))
+            event = self.mover.publish(*span)
             if event is not None:
-                self._mover.arrive(event)
+                self.mover.arrive(event)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """Return ``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
@@ -343,11 +286,7 @@ class FlatTier(ABC):
         return self._stepper.read_scalars(piece)
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore the result of `read_scalars`. ``num_steps`` of 0 clears the piece's state.
-
-        Raises:
-            ValueError: ``num_steps`` is missing, or the scalars are another optimizer's.
-        """
+        """Restore the result of `read_scalars`. ``num_steps`` of 0 clears the piece's state."""
         self._settle()
         self._stepper.check_scalars(piece, scalars)
         span = self.geometry.pieces[piece]
@@ -355,12 +294,7 @@ class FlatTier(ABC):
         self._stepper.write_scalars(piece, scalars)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
-
-        Raises:
-            KeyError: the optimizer has no state of one of ``names``.
-            ValueError: ``scalars``, those of each piece, are another optimizer's.
-        """
+        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing."""
         for name in names:
             self._check_state(name, 0, 0)
         for piece, of_piece in enumerate(scalars):
@@ -378,9 +312,6 @@ class HostTier(FlatTier):
     `speculate` begins a step before it is decided. Only the thread that updates sees it. ``step``
     with the same settings and factor goes on with it. Anything else (another factor, a gradient
     that is replaced or dropped, a state that is read or written) undoes it first.
-
-    Args:
-        thread: in which the worker runs; one of its own by default.
     """
 
     def __init__(
@@ -406,12 +337,7 @@ class HostTier(FlatTier):
         self._sums.reserve({dtype for *_, dtype in grads})
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
-        """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`.
-
-        Args:
-            start, grad: as for `offer_grad`.
-            is_last: whether it is the last micro-step's.
-        """
+        """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`."""
         self._admit(start, grad)
         return self._sums.add(start, grad, self._grads, is_last=is_last)
 
@@ -447,16 +373,15 @@ class HostTier(FlatTier):
     def enable_undo(self, most_bytes: int | None) -> bool:
         """Prepare for `speculate`, with an undo log of at most ``most_bytes``, None for no limit.
 
-        Returns:
-            Whether this tier's updates can be undone: those of a kernel, in host memory.
+        Return whether this tier's updates can be undone: those of a kernel, in host memory.
         """
         stepper = self._stepper
-        if not isinstance(stepper, UndoableStepper):
+        if not isinstance(stepper, MemoryStepper):
             return False
         capacity = stepper.undo_capacity()
         if most_bytes is not None:
             capacity = min(capacity, most_bytes)
-        self._worker.log = UndoLog(stepper, HostRing(capacity))
+        self.worker.log = UndoLog(stepper, HostRing(capacity))
         self._host_mover.add_staging()
         return True
 
@@ -464,12 +389,8 @@ class HostTier(FlatTier):
         """Begin a step over the pieces ``active`` before it is decided. See [Note: speculation].
 
         It may be called several times before ``step``, each time for other pieces.
-
-        Raises:
-            ValueError: as of ``step``.
-            RuntimeError: `enable_undo` was not called.
         """
-        if self._worker.log is None:
+        if self.worker.log is None:
             raise RuntimeError("speculate without enable_undo: call that once before")
         self._progress.check()
         indices, frozen = check_active(self.geometry, active), freeze_groups(groups)
@@ -486,36 +407,16 @@ class HostTier(FlatTier):
         if self._speculation is None:
             self._speculation = Speculation(frozen, grad_scale, self._thread.changed)
         speculation = self._speculation
-        self._mover.close_grads()
+        self.mover.close_grads()
         with self._progress.launching():
             before = self._progress.begin_unpublished(spans)
             speculation.pieces.update(indices)
             speculation.chunks += chunks
             grads = self._grads.copy(spans)
-            self._launch(self._quiet_job(Phase.TENTATIVE, speculation, chunks, grads, before))
-
-    def _quiet_job(
-        self,
-        phase: Phase,
-        speculation: Speculation,
-        chunks: Sequence[Chunk],
-        grads: GradLedger,
-        before: Sequence[Published],
-    ) -> Job:
-        """Return a job that publishes nothing."""
-        is_tentative = phase is Phase.TENTATIVE
-        return Job(
-            phase=phase,
-            speculation=speculation,
-            chunks=chunks,
-            entries=[],
-            grads=grads,
-            grad_scale=speculation.grad_scale,
-            arrivals=self._arrivals(chunks) if is_tentative else [None] * len(chunks),
-            readers=None,
-            before=before,
-            num_left=len(chunks),
-        )
+            arrivals = self._arrivals(chunks)
+            job = Job(Phase.TENTATIVE, chunks, grads, grad_scale, arrivals, before)
+            job.speculation = speculation
+            self._launch(job)
 
     def _undo(self) -> None:
         """End the speculation, if there is one, and restore states in the background."""
@@ -527,7 +428,9 @@ class HostTier(FlatTier):
         chunks = speculation.chunks
         with self._progress.launching():
             before = self._progress.begin_unpublished(())
-            self._launch(self._quiet_job(Phase.UNDO, speculation, chunks, GradLedger(), before))
+            arrivals = [None] * len(chunks)
+            scale = speculation.grad_scale
+            self._launch(Job(Phase.UNDO, chunks, GradLedger(), scale, arrivals, before))
             self._speculation = None
 
     def _settle(self) -> None:
@@ -566,20 +469,16 @@ class HostTier(FlatTier):
             self._speculation = None
             speculation.end()
             self._stepper.count(sorted(speculation.pieces))
-            chunks = sorted(speculation.chunks, key=_first)
+            chunks = sorted(speculation.chunks, key=lambda chunk: chunk.runs[0].start)
             self._enqueue(Phase.KEEP, chunks, self._take(spans_of(chunks)), grad_scale)
 
     def _launch(self, job: Job) -> None:
-        self._thread.submit(self._worker, job)
+        self._thread.submit(self.worker, job)
 
 
 def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
     """Return the elements of all runs."""
     return [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
-
-
-def _first(chunk: Chunk) -> int:
-    return chunk.runs[0].start
 
 
 class DeviceTier(FlatTier):
@@ -589,6 +488,6 @@ class DeviceTier(FlatTier):
         super().__init__(geometry, stepper, mover, Progress(), perf_counter)
 
     def _launch(self, job: Job) -> None:
-        self._worker.add(job)
+        self.worker.add(job)
         for _ in job.chunks:
-            self._worker.run_next()
+            self.worker.run_next()

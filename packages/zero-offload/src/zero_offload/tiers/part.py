@@ -33,25 +33,16 @@ _SQUARED_NUMEL = 1 << 24
 class GradStaging:
     """Device memory for the gradients of the device's part, so that the caller's may be reused.
 
-    Copies, sums and the update are enqueued on the caller's stream, in order.
-
-    Args:
-        sum_dtype: in which micro-steps are added up.
-
-    Attributes:
-        num_bytes: bytes allocated.
+    Copies, sums and the update are enqueued on the caller's stream, in order. With ``has_sum``
+    copies are kept in ``sum_dtype``, in which micro-steps are added up.
     """
 
     def __init__(self, numel: int, sum_dtype: torch.dtype) -> None:
         self.num_bytes = 0
         self._numel = numel
         self._sum_dtype = sum_dtype
-        self._has_sum = False
+        self.has_sum = False
         self._memory: dict[torch.dtype, Tensor] = {}
-
-    def expect_sums(self) -> None:
-        """Keep copies in the dtype of the sum from now on."""
-        self._has_sum = True
 
     def copy(self, start: int, grad: Tensor) -> Tensor:
         """Return a lasting copy of the gradient of ``[start, start + grad.numel())``."""
@@ -63,7 +54,7 @@ class GradStaging:
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``dtype`` are kept."""
-        return self._sum_dtype if self._has_sum else dtype
+        return self._sum_dtype if self.has_sum else dtype
 
     def reserve(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory for gradients that are kept in ``dtype``, if there is none yet."""
@@ -130,13 +121,10 @@ class Part:
         if isinstance(self.tier, HostTier):
             self.tier.expect_micro_steps(count)
         if self.staging is not None:
-            self.staging.expect_sums()
+            self.staging.has_sum = True
 
     def enable_undo(self, most_bytes: int | None) -> bool:
-        """Have an undo log, on the host. Return whether the host's updates can be undone.
-
-        The device's are not begun before the step's decision.
-        """
+        """Have an undo log, on the host. Return whether the host's updates can be undone."""
         return not isinstance(self.tier, HostTier) or self.tier.enable_undo(most_bytes)
 
     def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
@@ -204,11 +192,7 @@ class Part:
         )
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before states change, with elements of the whole space.
-
-        Raises:
-            TypeError: the tier, of another package, cannot announce its changes.
-        """
+        """Call ``watcher`` before states change, with elements of the whole space."""
         self._snapshot_tier().watch_changes(_PartWatcher(watcher, self.share))
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
@@ -283,9 +267,7 @@ def migrate(
 ) -> None:
     """Copy every state of the elements that are in both shares.
 
-    Args:
-        source_share: in the whole space's coordinates.
-        write_state: takes a name, an offset in ``share``'s own space, and values.
+    ``write_state`` takes a name, an offset in ``share``'s own space, and values.
     """
     common = source_share.intersection(share)
     for name in source.state_names():

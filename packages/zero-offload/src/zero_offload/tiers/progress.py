@@ -29,11 +29,8 @@ class Published:
 class Progress:
     """Runs of all steps under way, published by one thread and awaited by others.
 
-    Args:
-        changed: guards this object; notified whenever a run is published or a step ends.
-
-    Attributes:
-        error: of the first step that failed. Steps that queue behind it must not run.
+    ``changed`` guards it and is notified whenever a run is published or a step ends. ``error`` is
+    that of the first step that failed. Steps that queue behind it must not run.
     """
 
     def __init__(self, changed: threading.Condition | None = None) -> None:
@@ -43,11 +40,10 @@ class Progress:
         self.error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
-        """Add a step with these disjoint runs.
+        """Add a step with these disjoint runs, and return an entry per run and earlier ones.
 
-        Returns:
-            An entry per run, to `publish` once it is updated, and the entries of earlier steps that
-            must be published before any of these.
+        A run is published by its entry once it is updated. The second list has the entries of
+        earlier steps that must be published before any of these.
         """
         with self._changed:
             new = [Published() for _ in runs]
@@ -61,8 +57,7 @@ class Progress:
     def begin_unpublished(self, runs: Sequence[tuple[int, int]]) -> list[Published]:
         """Add work on these runs that publishes nothing. `finish` ends it, too.
 
-        Returns:
-            The entries of earlier steps that must be published before it.
+        Return the entries of earlier steps that must be published before it.
         """
         with self._changed:
             self._num_open += 1
@@ -95,11 +90,7 @@ class Progress:
         return [entry for *_, entry in self._runs.overlaps(start, stop)]
 
     def wait(self, start: int, stop: int) -> list[torch.Event]:
-        """Block until every run that overlaps a range is published, and return their events.
-
-        Raises:
-            OffloadError: a step failed.
-        """
+        """Block until all runs that overlap a range are published, and return their events."""
         with self._changed:
             hits = self._overlapping(start, stop)
             self._changed.wait_for(lambda: self.error or all(e.is_published for e in hits))
@@ -118,11 +109,7 @@ class Progress:
             return all(e.is_published and (e.event is None or e.event.query()) for e in hits)
 
     def drain(self) -> None:
-        """Block until no step is under way.
-
-        Raises:
-            OffloadError: a step failed.
-        """
+        """Block until no step is under way."""
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None or self._num_open <= 0)
         self.check()

@@ -28,13 +28,16 @@ def host_share(
     *,
     is_accelerated: bool,
 ) -> Intervals | None:
-    """Return the elements that the host updates, or None if measurements choose (``"auto"``).
-
-    Raises:
-        ValueError: names are needed and missing, or the optimizer cannot be offloaded.
-    """
+    """Return the elements that the host updates, or None if measurements choose (``"auto"``)."""
     if settings.parameters is not None:
-        return named_elements(geometry, names, settings.parameters)
+        if len(names) != len(geometry.pieces):
+            raise ValueError(
+                f"parameters needs the name of each of the {len(geometry.pieces)} "
+                f"pieces, got {len(names)}: pass names to the factory, or named parameters "
+                f"(model.named_parameters()) to the optimizer"
+            )
+        chosen = [i for i, name in enumerate(names) if is_chosen(name, settings.parameters)]
+        return geometry.padded_spans(chosen)
     if settings.device_budget is not None:
         nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
         budget, end = settings.device_budget, settings.host_share
@@ -50,26 +53,8 @@ def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
     return Intervals([(start, start + num_host)])
 
 
-def named_elements(geometry: Geometry, names: Sequence[str], patterns: Sequence[str]) -> Intervals:
-    """Return the pieces whose parameter's name matches a pattern, each with the padding after it.
-
-    Args:
-        names: one per piece.
-        patterns: as `fnmatch` reads them, case-sensitive; ``*`` matches dots too.
-
-    Raises:
-        ValueError: there are no names.
-    """
-    if len(names) != len(geometry.pieces):
-        raise ValueError(
-            f"parameters needs the name of each of the {len(geometry.pieces)} "
-            f"pieces, got {len(names)}: pass names to the factory, or named parameters "
-            f"(model.named_parameters()) to the optimizer"
-        )
-    return geometry.padded_spans([i for i, n in enumerate(names) if is_chosen(n, patterns)])
-
-
 def is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the patterns of `fnmatchcase`: ``*`` matches dots too."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -94,13 +79,7 @@ def within_budget(
 ) -> Intervals:
     """Return as few elements of one end as leave no more than ``budget`` bytes on the device.
 
-    Args:
-        geometry: the flat space, shards in the compute dtype.
-        budget: bytes of device memory for the rest.
-        element_state_bytes: of an element's optimizer states, see `state_bytes`.
-        end: at which the elements lie.
-        is_accelerated: whether the device is another one than the host.
-        adds_grads: whether the tier adds up the gradients of several micro-steps.
+    ``adds_grads``: the tier adds up the gradients of several micro-steps.
     """
     low, high = 0, geometry.numel
     while low < high:  # fewer on the host are more bytes on the device

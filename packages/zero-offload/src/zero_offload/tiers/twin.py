@@ -37,11 +37,6 @@ class TwinTier:
     """A StateTier made of a host tier over a share of the elements and a device tier over the rest.
 
     It keeps its own copy of every gradient, on the host or on the device.
-
-    Args:
-        groups: ``param_groups``, every default filled in; their ``params`` are ignored.
-        host: the host's share; where the space is empty the host has it.
-        alignment: a split point within a parameter lies at a multiple of so many of its elements.
     """
 
     owns_grads = True
@@ -52,11 +47,10 @@ class TwinTier:
         groups: Groups,
         host: Intervals,
         factory: OffloadTiers,
-        *,
-        alignment: int = 1,
     ) -> None:
         self.geometry = geometry
-        self._alignment = alignment
+        self._alignment = factory.alignment(groups)
+        host = geometry.align(host, self._alignment)  # chosen parameters are whole anyway
         self._groups = groups
         self._factory = factory
         self._offered = Intervals()  # and not updated yet
@@ -160,7 +154,7 @@ class TwinTier:
     def recent_updates(self) -> list[tuple[float, float]]:
         """Return start and end of the host's last updates, of `time.perf_counter`."""
         tiers = [p.tier for p in self._parts if p.is_host and isinstance(p.tier, FlatTier)]
-        return [span for tier in tiers for span in tier.recent_updates()]
+        return [span for tier in tiers for span in tier.worker.updates]
 
     def file_traffic(self) -> tuple[int, int]:
         """Return the bytes of states read from and written to the file since the last resplit.
@@ -175,12 +169,12 @@ class TwinTier:
         """Time later copies between the device and the host, or no longer. None are on a CPU."""
         for part in self._parts:
             if isinstance(part.tier, FlatTier):
-                part.tier.time_copies(is_on=is_on)
+                part.tier.mover.streams.is_timing = is_on
 
     def take_copies(self) -> list[TimedCopy]:
         """Return what was copied since the last call, and events before and after each copy."""
         tiers = [part.tier for part in self._parts if isinstance(part.tier, FlatTier)]
-        return [copy for tier in tiers for copy in tier.take_copies()]
+        return [copy for tier in tiers for copy in tier.mover.streams.take_copies()]
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return bytes of host memory by kind, without parameter shards and their copies."""
@@ -202,8 +196,7 @@ class TwinTier:
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Copy the gradient of ``[start, start + grad.numel())``, to each part its share.
 
-        Returns:
-            None, or a call to make before the memory of ``grad`` is written again.
+        Return None, or a call to make before the memory of ``grad`` is written again.
         """
         stop = start + grad.numel()
         self._begin_offer(start, stop, self._closed)
@@ -218,10 +211,8 @@ class TwinTier:
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Allocate what gradients are copied to, or widened in, and what copies pass through.
 
-        Without it that is done when it is needed. It follows `expect_micro_steps`.
-
-        Args:
-            grads: ``(start, stop, dtype)`` of what is going to be offered or added.
+        Without it that is done when it is needed. It follows `expect_micro_steps`. ``grads`` are
+        ``(start, stop, dtype)`` of what is going to be offered or added.
         """
         self._reserved = list(grads)
         for part in self.parts:
@@ -253,8 +244,7 @@ class TwinTier:
     def enable_undo(self) -> bool:
         """Prepare for `speculate`: have an undo log of at most ``undo_buffer_size`` bytes.
 
-        Returns:
-            Whether the host's updates can be undone: those of a host kernel, in host memory.
+        Return whether the host's updates can be undone: those of a host kernel, in host memory.
         """
         if self._factory.can_undo:
             most = self._factory.undo_buffer_size
@@ -272,10 +262,6 @@ class TwinTier:
         Nobody sees it before ``step`` with the same settings and factor, which goes on with it.
         Anything else undoes it: see `zero_offload.tiers.flat_tier.HostTier`. The device's part is
         updated by ``step`` alone.
-
-        Raises:
-            ValueError: as of ``step``.
-            RuntimeError: `enable_undo` was not called, or returned False.
         """
         if not self._has_undo:
             raise RuntimeError("speculate without enable_undo: call that once before")
@@ -289,19 +275,9 @@ class TwinTier:
 
         The sum is taken in the dtype of the master weights, in the order of the calls since the
         last step of the range, and does not depend on the share. What a step left out is dropped
-        when a range that it updated gets its next gradient. See
-        `zero_offload.tiers.accumulation`.
+        when a range that it updated gets its next gradient. See `zero_offload.tiers.accumulation`.
 
-        Args:
-            start: offset in the flat space, in elements.
-            grad: one micro-step's gradient; copied.
-            is_last: whether it is the last micro-step's.
-
-        Returns:
-            None, or a call to make before the memory of ``grad`` is written again.
-
-        Raises:
-            RuntimeError: `expect_micro_steps` was not called.
+        Return None, or a call to make before the memory of ``grad`` is written again.
         """
         if not self._num_micro_steps:
             raise RuntimeError("add_grad without expect_micro_steps: call that once before")
@@ -320,12 +296,8 @@ class TwinTier:
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
         """Start to compute the sum of the squares of the gradient of ``[start, stop)``.
 
-        Returns:
-            A call that waits for it: 0-dim, float64, on the CPU or the device. In double precision,
-            so that it does not depend on the share, but for its last digits.
-
-        Raises:
-            ValueError: a part of the range has no gradient.
+        Return a call that waits for it: 0-dim, on the CPU or the device. It is float64, so that it
+        does not depend on the share, but for its last digits.
         """
         self._check_offered(Intervals([(start, stop)]))
         spans = [(p, p.share.local(start), p.share.local(stop)) for p in self.parts]
@@ -365,11 +337,7 @@ class TwinTier:
             )
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU.
-
-        Raises:
-            ValueError: a part of it was not offered, or was used by a step.
-        """
+        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU."""
         self._check_offered(Intervals([(start, stop)]))
         found: list[tuple[int, Tensor]] = []
         for part in self.parts:
@@ -390,11 +358,7 @@ class TwinTier:
             part.tier.discard_grads()
 
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update the pieces in ``active``: the host starts first, in its worker, then the device.
-
-        Raises:
-            ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
-        """
+        """Update the pieces in ``active``: the host first, in its worker, then the device."""
         indices = check_active(self.geometry, active)
         pieces = (self.geometry.pieces[i] for i in indices)
         # No part may be updated when another one refuses.
@@ -428,11 +392,7 @@ class TwinTier:
         return tuple(dict.fromkeys(n for part in self.parts for n in part.tier.state_names()))
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of one state over ``[start, stop)``, 1-D, on the CPU, zero without state.
-
-        Raises:
-            KeyError: neither part has such a state.
-        """
+        """Return a copy of a state over ``[start, stop)``, 1-D, on the CPU, zero without one."""
         return self._joined(name, start, stop, is_peek=False)
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
@@ -469,11 +429,7 @@ class TwinTier:
         return whole
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well.
-
-        Raises:
-            KeyError: the optimizer has no such state.
-        """
+        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well."""
         stop = start + values.numel()
         self.geometry.check_range(start, stop)
         for part in self.parts:
@@ -491,12 +447,7 @@ class TwinTier:
                 part.tier.write_scalars(own, scalars)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
-
-        Raises:
-            KeyError: the optimizer has no state of one of ``names``.
-            ValueError: ``scalars``, those of each piece, are another optimizer's.
-        """
+        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing."""
         for part in self.parts:
             part.check_states(names, scalars)
 

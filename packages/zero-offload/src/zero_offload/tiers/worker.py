@@ -28,7 +28,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from time import perf_counter
@@ -61,18 +61,10 @@ class Phase(Enum):
 
 
 class Speculation:
-    """Tentative updates of one step.
+    """Tentative updates of one step: its frozen settings, the pieces and their chunks.
 
-    The caller adds to it and ends it; the worker enters it with each chunk.
-
-    Args:
-        changed: guards this object; notified when the worker leaves.
-
-    Attributes:
-        groups: the settings of the step, frozen.
-        grad_scale: the factor on the gradients.
-        pieces: what is being updated.
-        chunks: of these pieces.
+    The caller adds to it and ends it. The worker enters it with each chunk. ``changed`` guards it
+    and is notified when the worker leaves.
     """
 
     def __init__(
@@ -115,27 +107,30 @@ class Job:
 
     Attributes:
         phase: what is done with them.
-        speculation: of a tentative job.
         chunks: in ascending order.
-        entries: of each chunk's runs, in `Progress`.
         grads: the gradients of all chunks.
         grad_scale: factor on them.
         arrivals: of each chunk's gradient; None if it is in the tier's memory.
-        readers: fires when the parameters may be overwritten; None if they may be.
         before: entries of earlier steps over the same elements that were not updated yet.
+        entries: of each chunk's runs, in `Progress`, if they are published.
+        readers: fires when the parameters may be overwritten; None if they may be.
+        speculation: of a tentative job.
         num_left: chunks that were not updated yet.
     """
 
     phase: Phase
-    speculation: Speculation | None
     chunks: Sequence[Chunk]
-    entries: Sequence[Sequence[Published]]
     grads: GradLedger
     grad_scale: float
     arrivals: Sequence[Arrival | None]
-    readers: torch.Event | None
     before: Sequence[Published]
-    num_left: int
+    entries: Sequence[Sequence[Published]] = ()
+    readers: torch.Event | None = None
+    speculation: Speculation | None = None
+    num_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_left = len(self.chunks)
 
 
 _Ready = tuple[int, int, int, Job]
@@ -147,12 +142,9 @@ class Worker:
 
     `add` may be called from any thread, all else from one at a time.
 
-    Args:
-        now: a clock in seconds.
-
     Attributes:
         update_s: seconds spent on updates so far, without waiting for gradients or memory.
-        updates: start and end of the last updates, by the clock.
+        updates: start and end of the last updates, by the clock ``now``.
         watcher: called before each run is updated.
         log: of tentative updates; None if there are none.
     """
@@ -196,7 +188,9 @@ class Worker:
             return
         try:
             with torch.no_grad():
-                job, index = self._pick()
+                while (event := self.awaited()) is not None:
+                    self._mover.streams.wait(event)
+                *_, index, job = self._pop()
                 self._update(job, index)
         except BaseException as error:
             self.fail(error)  # the next call of the tier raises it, whatever it is
@@ -209,15 +203,6 @@ class Worker:
         self._progress.finish(error)
         self._waiting.clear()
         self._ready.clear()
-
-    def _pick(self) -> tuple[Job, int]:
-        while True:
-            event = self.awaited()
-            if self._ready:
-                *_, index, job = self._pop()
-                return job, index
-            assert event is not None, "called once per chunk"
-            self._mover.wait(event)
 
     def _pop(self) -> _Ready:
         """Return the ready chunk that is needed first.
@@ -302,7 +287,7 @@ class Worker:
         """Update a chunk, unless a tentative update is kept, and publish it. Return the start."""
         chunk, mover = job.chunks[index], self._mover
         if job.readers is not None:
-            mover.follow(job.readers)
+            mover.streams.follow(job.readers)
             job.readers = None
         self._announce(chunk)
         mover.make_way()
@@ -322,11 +307,7 @@ class Worker:
 
 
 class UpdateThread(Protocol):
-    """Runs a worker beside the caller.
-
-    Attributes:
-        changed: notified by the worker, waited for by the caller.
-    """
+    """Runs a worker beside the caller, who waits for `changed`, which the worker notifies."""
 
     changed: threading.Condition
 
@@ -334,19 +315,11 @@ class UpdateThread(Protocol):
         """Return the time on the calling thread, in seconds."""
 
     def submit(self, worker: Worker, job: Job) -> None:
-        """Have the worker update a job's chunks.
-
-        Raises:
-            RuntimeError: no thread can be started.
-        """
+        """Have the worker update a job's chunks."""
 
 
 class HostThread:
-    """`UpdateThread` that is a thread.
-
-    Args:
-        device: of the streams that the worker uses; it becomes the thread's current device.
-    """
+    """`UpdateThread` that is a thread. ``device`` becomes its current device."""
 
     def __init__(self, device: torch.device) -> None:
         self.changed = threading.Condition()

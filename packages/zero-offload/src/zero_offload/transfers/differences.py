@@ -40,11 +40,7 @@ _NUM_CHECKSUMS = 64
 
 
 def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
-    """Return a codec, given as an object, as the name of an installed one, or as None.
-
-    Raises:
-        ValueError: none of that name is installed, or the object is none.
-    """
+    """Return a codec, given as an object, as the name of an installed one, or as None."""
     if isinstance(codec, str):
         found = tuple(entry_points(group=GROUP, name=codec))
         if not found:
@@ -83,14 +79,7 @@ class _Buffer:
 class UploadDifferences:
     """Keeps the values that were sent last, and sends what changed. See the module.
 
-    Used by one thread at a time.
-
-    Args:
-        geometry: the flat space, with its shards on the device.
-        staged: indices of the shards that new values are copied to.
-        codec: encodes and decodes differences.
-        memory: allocates host memory.
-        streams: the streams of the device.
+    Used by one thread at a time. New values are copied to the shards with the indices ``staged``.
 
     Attributes:
         num_bytes: bytes of host memory for the values that were sent last.
@@ -168,15 +157,9 @@ class UploadDifferences:
             self._checksums[low] = self._streams.checksum(self._codec, view, value, earlier)
 
     def send(self, start: int, view: Tensor, values: Tensor) -> tuple[torch.Event | None, int]:
-        """Send a span that was opened.
+        """Send a span that was opened: its new values, in host memory until the event fires.
 
-        Args:
-            start: its first element.
-            view: the shard's elements on the device.
-            values: their new values, in host memory, until the event fires.
-
-        Returns:
-            An event that fires when they have arrived, None if they have, and the bytes sent.
+        Return an event that fires when they have arrived, None if they have, and the bytes sent.
         """
         event, nbytes = None, 0
         for low, high, kept in self._parts(start, start + view.numel()):
@@ -195,25 +178,22 @@ class UploadDifferences:
     ) -> tuple[torch.Event | None, int]:
         checksum = self._checksums.pop(start, None)  # None: it is short
         nbytes = values.nbytes
-        if checksum is not None and self._matches(checksum, kept):
-            buffer = next(self._buffers)
-            self._wait(buffer.sent)
-            room = buffer.memory[: self._room(values)]
-            nbytes = self._codec.encode(kept, values, room, num_threads=num_kernel_threads())
+        if checksum is not None:
+            self._wait(checksum.event)
+            self._free_values.append(checksum.value)
+            if int(checksum.value) == int(self._codec.checksum(kept)):  # the device has ``kept``
+                buffer = next(self._buffers)
+                self._wait(buffer.sent)
+                room = buffer.memory[: self._room(values)]
+                nbytes = self._codec.encode(kept, values, room, num_threads=num_kernel_threads())
+            else:
+                self.num_changed += 1
         kept.copy_(values)
         if nbytes >= values.nbytes:
             return self._streams.to_device(view, values), values.nbytes
         buffer.sent = self._streams.difference_to_device(self._codec, view, room[:nbytes])
         self.num_differences += 1
         return buffer.sent, nbytes
-
-    def _matches(self, checksum: Checksum, kept: Tensor) -> bool:
-        """Whether the device had what is ``kept``, by the checksum that it computed."""
-        self._wait(checksum.event)
-        self._free_values.append(checksum.value)
-        is_equal = int(checksum.value) == int(self._codec.checksum(kept))
-        self.num_changed += not is_equal
-        return is_equal
 
     def _wait(self, event: torch.Event | None) -> None:
         if event is not None:

@@ -26,7 +26,6 @@ that are handed over.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.memory.streams import HostStreams, TimedCopy, open_streams
+from zero_offload.memory.streams import HostStreams, open_streams
 from zero_offload.protocols import ParamStore, UploadCodec
 from zero_offload.rules.rule import KERNEL_DTYPES
 from zero_offload.transfers.differences import UploadDifferences
@@ -62,13 +61,17 @@ class Arrival:
     event: torch.Event
 
 
-class Mover(ABC):
-    """Copies gradients into a tier's memory and updated parameters back to their shards.
+class Mover:
+    """Uses gradients in place and writes parameters directly.
+
+    On an accelerator everything is enqueued on the caller's current stream. Gradients may come
+    from other streams and parameters be read on them; events order those.
 
     Args:
         geometry: the flat space; its shards lie on ``device``, on the CPU or on meta.
 
     Attributes:
+        streams: of copies; those of a CPU where nothing is copied.
         bytes_d2h: gradient bytes copied from the compute device to the host so far.
         bytes_h2d: parameter bytes brought from the host to the compute device so far.
         grad_bytes: bytes of the gradient staging.
@@ -84,64 +87,65 @@ class Mover(ABC):
     differences: UploadDifferences | None = None
 
     def __init__(
-        self, geometry: Geometry, device: torch.device, store: ParamStore | None = None
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        store: ParamStore | None = None,
+        streams: HostStreams | None = None,
     ) -> None:
         self.geometry = geometry
         self.device = device
+        self.streams = streams or HostStreams()
         self._store = store
         self._rounded: dict[int, Tensor] = {}  # new values of a run on meta, by start
+        self._offered: list[torch.Event] = []
         if store is None and any(t.is_meta for _, t in geometry.shards):
             raise ValueError(
                 "params holds a shard on the meta device, which says that it is kept elsewhere: "
                 "pass param_store, which takes its new values"
             )
 
-    @abstractmethod
+    def _record(self) -> torch.Event | None:
+        if self.device.type == "cpu":
+            return None
+        return torch.accelerator.current_stream(self.device).record_event()
+
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Record a gradient in ``ledger``. Returns a release if it is being copied."""
+        event = self._record()
+        if event is not None:
+            self._offered.append(event)
+        ledger.add(start, start + grad.numel(), grad, start)
+        return None
 
-    @abstractmethod
     def close_grads(self) -> torch.Event | None:
-        """End the offers for a step.
+        """End the offers for a step: the stepping stream waits for those that made gradients.
 
         Returns:
             An event that fires when they have arrived, or None if they have.
         """
+        for event in self._offered:
+            self.arrive(event)
+        self._offered.clear()
+        return None
 
-    @abstractmethod
     def arrival(self, spans: Sequence[tuple[int, int]]) -> Arrival | None:
         """Return the arrival of the last gradient offered for ``spans``, or None if it is there."""
+        return None
 
-    @abstractmethod
-    def mark_readers(self) -> torch.Event | None:
-        """Return an event after the caller's reads of parameters so far, or None if none is needed.
-
-        The thread that updates passes it to `follow` before it writes.
-        """
-
-    @abstractmethod
-    def follow(self, event: torch.Event) -> None:
-        """Order the copies of new parameters from now on after an event of `mark_readers`."""
-
-    @abstractmethod
-    def wait(self, event: torch.Event) -> None:
-        """Block this thread until an event has fired."""
-
-    @abstractmethod
     def make_way(self) -> None:
         """Block the updating thread while others read gradients that the caller waits for."""
 
     @property
-    @abstractmethod
     def is_full(self) -> bool:
         """Whether one of the next two calls of `open_spans` would wait for copies up now."""
+        return False
 
     @property
     def waited_s(self) -> float:
         """Seconds for which `publish` has waited for the device so far."""
         return 0.0 if self.differences is None else self.differences.waited_s
 
-    @abstractmethod
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Block the updating thread until there is memory for the values of ``spans``.
 
@@ -169,25 +173,17 @@ class Mover(ABC):
         """Whether a shard is off the device. In host memory an update writes it directly."""
         return shard.is_meta or (shard.is_cpu and self.device.type != "cpu")
 
-    @abstractmethod
     def place(self, start: int, view: Tensor) -> Tensor:
         """Return memory for the new values of ``view``, the shard's elements from ``start`` on."""
+        return view
 
-    @abstractmethod
     def send(self, start: int, view: Tensor) -> torch.Event | None:
         """Copy what was written to `place` to ``view``, as `publish`."""
+        return self._record()
 
-    @abstractmethod
     def arrive(self, event: torch.Event) -> None:
         """Make the caller's current stream wait for a `publish`."""
-
-    @abstractmethod
-    def time_copies(self, *, is_on: bool) -> None:
-        """Time later copies between the device and the host, or no longer."""
-
-    @abstractmethod
-    def take_copies(self) -> list[TimedCopy]:
-        """Return the copies that were timed since the last call."""
+        torch.accelerator.current_stream(self.device).wait_event(event)
 
 
 class _Staging:
@@ -219,10 +215,8 @@ class _Staging:
 class HostMover(Mover):
     """Copies gradients to host buffers and parameters back.
 
-    Args:
-        streams: for another kind of device; found from ``device`` by default.
-        is_staged: whether shards in host memory are staged too, as those of an accelerator.
-        codec: encodes and decodes differences; None sends new values whole.
+    ``is_staged``: shards in host memory are staged too, as those of an accelerator. Without a codec
+    new values are sent whole.
     """
 
     def __init__(
@@ -236,9 +230,8 @@ class HostMover(Mover):
         is_staged: bool = False,
         codec: UploadCodec | None = None,
     ) -> None:
-        super().__init__(geometry, device, store)
+        super().__init__(geometry, device, store, streams or open_streams(device))
         self._memory = memory
-        self._streams = streams or open_streams(device)
         self._is_staged = is_staged
         self._grads: dict[tuple[torch.dtype, int], SpanMap[tuple[int, Tensor]]] = {}
         self._arrived: torch.Event | None = None
@@ -256,7 +249,7 @@ class HostMover(Mover):
                 self._usual[shard.dtype] = max(self._usual.get(shard.dtype, 0), longest)
         if codec is not None:
             staged = [i for i, (_, t) in enumerate(geometry.shards) if self._must_stage(t)]
-            self.differences = UploadDifferences(geometry, staged, codec, memory, self._streams)
+            self.differences = UploadDifferences(geometry, staged, codec, memory, self.streams)
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Start the one copy down, into the staging of the gradient's dtype."""
@@ -275,7 +268,7 @@ class HostMover(Mover):
             for low in range(a, b, longest):
                 high = min(low + longest, b)
                 target, source = buffer[low - base : high - base], grad[low - start : high - start]
-                event = self._streams.to_host(target, source)
+                event = self.streams.to_host(target, source)
                 if event is not None:
                     self._num_copies += 1
                     self._arrivals.put(low, high, Arrival(self._num_copies, event))
@@ -284,7 +277,7 @@ class HostMover(Mover):
         if event is None:
             return None
         self._arrived = event  # copies down are in order: the last event stands for all
-        return partial(self._streams.release, event)
+        return partial(self.streams.release, event)
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``dtype`` are kept."""
@@ -326,15 +319,6 @@ class HostMover(Mover):
         found = [value for span in spans for *_, value in self._arrivals.overlaps(*span)]
         return max(found, key=attrgetter("number"), default=None)
 
-    def mark_readers(self) -> torch.Event | None:
-        return self._streams.mark_readers()
-
-    def follow(self, event: torch.Event) -> None:
-        self._streams.follow(event)
-
-    def wait(self, event: torch.Event) -> None:
-        self._streams.wait(event)
-
     def note_read(self, arrived: torch.Event | None, read: Future[Any]) -> None:
         """Note that another thread will ``read`` gradients once they have ``arrived``."""
         self._reads = (*(r for r in self._reads if not r[1].done()), (arrived, read))
@@ -357,11 +341,11 @@ class HostMover(Mover):
         self._staging = (self._staging[-1], *self._staging[:-1])
         current = self._staging[0]
         for event in current.sent:
-            self._streams.wait(event)
+            self.streams.wait(event)
         current.open(self._staged_numel(spans), self._memory)
         for start, stop in spans:  # of held memory: before it is overwritten
             for _, _, event in self._sent.overlaps(start, stop):
-                self._streams.wait(event)
+                self.streams.wait(event)
             self._sent.discard(start, stop)
             if self.differences is not None and self._must_stage(self.geometry.view(start, stop)):
                 self.differences.open(start, stop)
@@ -409,7 +393,7 @@ class HostMover(Mover):
         if self._must_stage(view):
             values = self.place(start, view)
             if self.differences is None:
-                event = self._streams.to_device(view, values)
+                event = self.streams.to_device(view, values)
             else:
                 event, nbytes = self.differences.send(start, view, values)
         self.bytes_h2d += nbytes
@@ -420,81 +404,4 @@ class HostMover(Mover):
         return event
 
     def arrive(self, event: torch.Event) -> None:
-        self._streams.arrive(event)
-
-    def time_copies(self, *, is_on: bool) -> None:
-        self._streams.is_timing = is_on
-
-    def take_copies(self) -> list[TimedCopy]:
-        return self._streams.take_copies()
-
-
-class DeviceMover(Mover):
-    """Uses gradients in place and writes parameters directly.
-
-    On an accelerator everything is enqueued on the caller's current stream. Gradients may come
-    from other streams and parameters be read on them; events order those.
-    """
-
-    def __init__(
-        self, geometry: Geometry, device: torch.device, store: ParamStore | None = None
-    ) -> None:
-        super().__init__(geometry, device, store)
-        self._offered: list[torch.Event] = []
-
-    def _record(self) -> torch.Event | None:
-        if self.device.type == "cpu":
-            return None
-        return torch.accelerator.current_stream(self.device).record_event()
-
-    def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
-        """Record the gradient itself, which stays valid until the step returns."""
-        event = self._record()
-        if event is not None:
-            self._offered.append(event)
-        ledger.add(start, start + grad.numel(), grad, start)
-        return None
-
-    def close_grads(self) -> None:
-        """Make the stepping stream wait for the streams that produced the gradients."""
-        for event in self._offered:
-            self.arrive(event)
-        self._offered.clear()
-
-    def arrival(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Return None: gradients stay where they are."""
-
-    def mark_readers(self) -> None:
-        """Return None: old and new values are in order on the caller's stream."""
-
-    def follow(self, event: torch.Event) -> None:
-        raise AssertionError("`mark_readers` gives no event")
-
-    def wait(self, event: torch.Event) -> None:
-        raise AssertionError("`close_grads` gives no event")
-
-    def make_way(self) -> None:
-        """Return at once: nobody else reads gradients."""
-
-    @property
-    def is_full(self) -> bool:
-        return False  # values are written to the shards
-
-    def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Return at once: values are written to the shards."""
-
-    def place(self, start: int, view: Tensor) -> Tensor:
-        return view
-
-    def send(self, start: int, view: Tensor) -> torch.Event | None:
-        """Record the point on the stepping stream after which the values are in place."""
-        return self._record()
-
-    def arrive(self, event: torch.Event) -> None:
-        torch.accelerator.current_stream(self.device).wait_event(event)
-
-    def time_copies(self, *, is_on: bool) -> None:
-        """Return at once: gradients and parameters stay on the device."""
-
-    def take_copies(self) -> list[TimedCopy]:
-        return []
+        self.streams.arrive(event)
