@@ -29,8 +29,8 @@ class _Walk:
             return
         self.num_calls += 1
         self.files.add(name)
-        outer, dot, _ = frame.f_code.co_qualname.partition(".")
-        if dot:
+        outer, *inner = frame.f_code.co_qualname.split(".")
+        if inner and inner[0] != "<locals>":  # else a function's inner one
             self.classes.add(f"{name} {outer}")
 
 
@@ -68,11 +68,11 @@ def _walks(rank, world_size):
         engine.step()
         sys.setprofile(None)
     # The bars are 800 and 13, then 1,000, 18 and 26. These are what is reached.
-    assert num_files <= 25, sorted(walk.files)
+    assert num_files <= 24, sorted(walk.files)
     assert num_calls <= 800
     assert walk.num_calls <= 1_000, walk.num_calls
-    assert len(walk.files) <= 32, sorted(walk.files)
-    assert len(walk.classes) <= 51, sorted(walk.classes)
+    assert len(walk.files) <= 30, sorted(walk.files)
+    assert len(walk.classes) <= 45, sorted(walk.classes)
     engine.close()
 
 

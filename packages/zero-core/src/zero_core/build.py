@@ -45,7 +45,6 @@ from zero_core.extensions.invariance import arithmetic_of
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
-from zero_core.layout.buffers import CommonBuffers
 from zero_core.lifecycle import Ownership, Removable, check_is_free
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
@@ -61,6 +60,7 @@ from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.param_guard import warn_frozen
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
+from zero_core.sharded.buffers import CommonBuffers
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState

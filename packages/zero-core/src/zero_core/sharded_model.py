@@ -39,13 +39,13 @@ from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.extensions.generation import Generation
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.train_state import LossScaler, TrainState
-from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.device_states import FORWARD_PARTS, NO_PARTS, DeviceStates, StatePart
 from zero_core.runtime.gathered import GatheredParams
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.small_params import SmallParams
 from zero_core.schedules import Schedule, ScheduleFactory
+from zero_core.sharded.buffers import BufferSync
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.states import StateAccess

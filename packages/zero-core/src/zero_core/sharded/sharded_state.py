@@ -16,9 +16,9 @@ from zero_core.core import access
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.params import FlatParams
 from zero_core.layout.arithmetic import Layout, ParamSpec, Piece, Segment
-from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
+from zero_core.sharded.buffers import CommonBuffers
 from zero_core.sharded.changes.log import ChangeLog
 
 MASTER = "master_weight"
