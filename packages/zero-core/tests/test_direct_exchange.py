@@ -3,6 +3,8 @@
 import gc
 import mmap
 import os
+import random
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -171,10 +173,15 @@ def _fills_pipes(rank, world_size):
     mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox
     peers = [peer for peer in range(world_size) if peer != rank]
     letters = [(n, p, mailbox.expect(p, 3)) for n in range(10_000) for p in peers]
-    for number, peer, _ in letters:  # nobody reads before all have posted more than a pipe holds
-        mailbox.post(peer, 3, number, rank)
-    for number, peer, letter in letters:
-        assert mailbox.wait(letter) == (number, peer)
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # it reads for the others
+        for number, peer, _ in letters:  # nobody waits before all have posted what no pipe holds
+            mailbox.post(peer, 3, number, rank)
+        for number, peer, letter in letters:
+            assert mailbox.wait(letter) == (number, peer)
+        for peer in peers:
+            mailbox.post(peer, 4, 0, 0)
+        assert last.result() == (0, 0)
     dist.barrier()
 
 
@@ -205,18 +212,26 @@ def test_threads_that_wait_beside_each_other_get_their_own_messages():
 
 
 def _waits_in_vain(rank, world_size):
-    mailbox = SharedMemory(control_of(rank, world_size), timeout_s=1).mailbox
+    control = control_of(rank, world_size)
+    hasty, mailbox = (SharedMemory(control, timeout_s=s).mailbox for s in (1, 60))
     if rank == 0:
-        with pytest.raises(RuntimeError, match="Timed out: no message for 1 s"):
-            mailbox.wait(mailbox.expect(1, 0))
-        letters = [mailbox.expect(1, 7) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="Timed out: no message of rank 1 for 1 s"):
+            hasty.wait(hasty.expect(1, 0))
+        letter, never = mailbox.expect(1, 7), [mailbox.expect(1, tag) for tag in (7, 8)]
         dist.barrier()
-        assert mailbox.wait(letters[0]) == (5, 6), "it was posted by one that has ended since"
-        with pytest.raises(RuntimeError, match="rank 1 ended or dropped"):
-            mailbox.wait(letters[1])
+        started = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            for failed in [pool.submit(mailbox.wait, one) for one in never]:
+                with pytest.raises(RuntimeError, match="rank 1 ended or dropped"):
+                    failed.result()
+        assert time.monotonic() - started < 30
+        assert mailbox.wait(letter) == (5, 6), "it was posted by one that has ended since"
         mailbox.post(1, 8, 0, 0)
     else:
         mailbox.post(0, 7, 5, 6)
+        if os.fork() == 0:  # as a loader's worker, which outlives its parent
+            time.sleep(40)
+            os._exit(0)
         dist.barrier()
         os._exit(0)
 
@@ -224,3 +239,39 @@ def _waits_in_vain(rank, world_size):
 @ON_LINUX
 def test_waiting_for_a_rank_that_ended_or_sends_nothing_fails():
     spawn(_waits_in_vain, 2)
+
+
+class _Interrupted(Exception):
+    """Raised by the handler of a signal, as KeyboardInterrupt is."""
+
+
+def _interrupt(signum, frame):
+    raise _Interrupted
+
+
+def _is_interrupted(rank, world_size):
+    mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox
+    signal.signal(signal.SIGALRM, _interrupt)
+    draw, num_interrupts = random.Random(rank), 0
+    for number in range(3_000):
+        letter = mailbox.expect(1 - rank, 0)
+        mailbox.post(1 - rank, 0, number, rank)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 2e-4))
+            found = mailbox.wait(letter)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            assert found == (number, 1 - rank)
+        except _Interrupted:
+            num_interrupts += 1
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    assert num_interrupts
+    letter = mailbox.expect(1 - rank, 1)
+    mailbox.post(1 - rank, 1, 0, 0)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(mailbox.wait, letter).result() == (0, 0), "no lock is left behind"
+    dist.barrier()
+
+
+@ON_LINUX
+def test_waits_that_are_interrupted_lose_no_message_of_another_wait():
+    spawn(_is_interrupted, 2)

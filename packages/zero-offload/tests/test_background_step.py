@@ -257,3 +257,5 @@ def test_progress_waits_for_the_overlapping_runs_only() -> None:
     assert not progress.is_over(0, 4)
     progress.publish(again, None)
     assert progress.is_over(0, 9)
+    progress.finish(OSError("disk full"))
+    assert not progress.is_over(0, 9), "waiting raises"

@@ -360,7 +360,10 @@ class StateTier(Protocol):
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Whether `wait_params` would return at once, and make no stream wait."""
+        """Whether `wait_params` would return at once, and make no stream wait.
+
+        False after an update that failed: `wait_params` raises.
+        """
 
     def state_names(self) -> Sequence[str]:
         """Names of the elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""

@@ -322,7 +322,10 @@ class StateTier(Protocol):
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether `wait_params` returns at once and makes no stream wait."""
+        """Return whether `wait_params` returns at once and makes no stream wait.
+
+        False after an update that failed.
+        """
 
     def state_names(self) -> Sequence[str]:
         """Return the names of the elementwise states, ``master_weight`` first."""

@@ -16,8 +16,7 @@ statistics; see `zero_core.protocols.Collectives`).
 A message is found by its sender and its tag: the channel (one per subgroup, and other ones for
 every engine over a process group), the unit and the kind of exchange. So engines, subgroups, units
 and queues may interleave in any way, as long as the messages of one tag are sent and received in
-the same order. gloo's pairs lock themselves, so any thread may send and receive. The cache below
-is a dictionary whose entries, once made, do not change.
+the same order. Any thread may send and receive: gloo's pairs and the mailbox lock themselves.
 
 [Note: coded slices]
 With a codec (`zero_core.protocols.SliceCodec`) a rank of another node gets a message of its slice.

@@ -153,6 +153,7 @@ class SharedMemory:
             return None
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         nbytes = min(host_bytes, _MAX_BYTES_PER_NODE // (1 + len(others)))
+        descriptor = None
         try:
             self.mailbox.make_pipes(others)
             descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -162,6 +163,8 @@ class SharedMemory:
             window = mmap.mmap(descriptor, nbytes)
         except OSError as error:
             _log.warning("cannot make shared memory: %s; %s", error, _advice(error))
+            if descriptor is not None:
+                os.close(descriptor)
             return None
         window[:_SECRET_BYTES] = secret
         self._window, self._nbytes = window, nbytes

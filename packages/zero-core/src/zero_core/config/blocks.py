@@ -528,7 +528,7 @@ class Config(_Block):
     @property
     def extension_keys(self) -> tuple[str, ...]:
         """Keys that ask for an extension of `zero_core.extensions`, in the order of attachment."""
-        zero, block = self.zero_optimization, self.activation_checkpointing
+        zero = self.zero_optimization
         asked = {
             "check_replicas_every": self.check_replicas_every,
             "zero_optimization.ignore_unused_parameters": zero.stage in (1, 2)
@@ -536,7 +536,7 @@ class Config(_Block):
             "world_size_invariant": self.world_size_invariant,
             "memory_checkpoint": self.memory_checkpoint is not None,
             "tiled_compute": self.tiled_compute is not None,
-            "activation_checkpointing": block is not None and block.enabled,
+            "activation_checkpointing": self.is_recomputed,
         }
         return tuple(key for key, is_asked in asked.items() if is_asked)
 

@@ -65,7 +65,7 @@ class Facts:
         meter: Meter,
         arithmetic: Arithmetic,
     ) -> None:
-        """``norms`` are those of the gradient, whose sums the vector has behind the slots."""
+        """``arithmetic`` is that of the gradient, whose sums the vector has behind the slots."""
         self._communicator = communicator
         self._device = device
         self._meter = meter

@@ -85,7 +85,7 @@ class ShardSource(ABC):
         self._tier = tier
 
     def is_updated(self) -> bool:
-        """Whether no update of the shard is under way."""
+        """Whether no update of the shard is under way, and none has failed."""
         return self.span is None or self._tier.are_params_ready(*self.span)
 
     def wait_update(self, *, is_beside: bool = False) -> None:

@@ -197,6 +197,7 @@ class DeviceTier(FlatTier):
                 if not any(name in part.states for part in self._all_parts()):
                     del self._flat[name]
             self._made.clear()
+            self._plan = None
         self._ahead = []
 
     def step(
@@ -332,6 +333,7 @@ class DeviceTier(FlatTier):
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
+        self._plan = None  # its turns go by the states that there were
         for part in self._parts[piece]:
             self._announce(part.start, part.stop)
             if self._num_steps[piece] == 0:
