@@ -42,9 +42,6 @@ def read_model(path: str | None, tokens: int | None, sizes: Mapping[str, int]) -
         path: a ``config.json``, or the folder that holds it.
         tokens: ``--seq-length``, per sample.
         sizes: ``--layers``, ``--width``, ``--heads`` and ``--vocab``, where there is no path.
-
-    Raises:
-        ConfigError: a size is out of range, or the file cannot be read or holds no configuration.
     """
     given = sizes if path is None else {}
     for name, value in (given if tokens is None else {**given, "tokens": tokens}).items():
@@ -170,11 +167,7 @@ class PlanRequest:
         return found | {key: number for key, (_, number) in given.items() if number is not None}
 
     def write_fit(self, plan: TimedPlan) -> None:
-        """Write the best choice's configuration, if it is asked for and anything fits.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write the best choice's configuration, if it is asked for and anything fits."""
         if self.fit is None or plan.best is None:
             return
         settings = engine_config(RunSettings(config=self.config))
@@ -249,11 +242,7 @@ def show_plan(plan: TimedPlan, console: Console) -> None:
 
 
 def write_plan(plan: TimedPlan, json_path: str | None, png_path: str | None) -> None:
-    """Write the plan to the files that were named.
-
-    Raises:
-        ConfigError: one of them cannot be written.
-    """
+    """Write the plan to the files that were named."""
     try:
         if json_path is not None:
             Path(json_path).write_text(plan.to_json() + "\n", encoding="utf-8")

@@ -99,11 +99,7 @@ class Source:
     client_state: Mapping[str, Any]
 
     def check_extent(self, limit_bytes: int) -> None:
-        """Refuse a checkpoint that lists the same elements several times, to fill a disk.
-
-        Raises:
-            CheckpointCorruptError: parameters overlap, or all take more than ``limit_bytes``.
-        """
+        """Refuse a checkpoint that lists the same elements several times, to fill a disk."""
         params = [
             fragment
             for param in self.params
@@ -156,11 +152,7 @@ def make_source(
 
 
 def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], int]:
-    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps.
-
-    Raises:
-        CheckpointError: it is not of an Adam.
-    """
+    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps."""
     found = {k: v for k, v in state.items() if k != "step" and v is not None}
     strange = sorted(found.keys() - set(MOMENTS))
     if strange or (found and not set(MOMENTS[:2]) <= found.keys()):

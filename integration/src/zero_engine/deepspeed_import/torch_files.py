@@ -42,12 +42,7 @@ class Record:
 
 
 def load_file(path: Path) -> Any:
-    """Return the content of a file of ``torch.save``: see [Note: what a file may hold].
-
-    Raises:
-        CheckpointError: there is no such file, or it names something else.
-        CheckpointCorruptError: it is no regular file, of torch's old format, or damaged.
-    """
+    """Return the content of a file of ``torch.save``: see [Note: what a file may hold]."""
     if not os.path.lexists(path):
         raise CheckpointError(f"there is no file {path}: the checkpoint is not whole")
     if not stat.S_ISREG(path.lstat().st_mode):
@@ -82,11 +77,7 @@ def load_file(path: Path) -> Any:
 
 
 def _check_records(path: Path) -> None:
-    """Compare the records with their CRC-32: a mapped read does not.
-
-    Raises:
-        CheckpointCorruptError: they differ, or a record is compressed, which torch.save's are not.
-    """
+    """Compare the records with their CRC-32: a mapped read does not."""
     with zipfile.ZipFile(path) as archive:
         packed = [i for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED]
         name = packed[0].filename if packed else archive.testzip()

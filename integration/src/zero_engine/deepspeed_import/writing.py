@@ -39,9 +39,6 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
     The file ``latest`` names it, unless there is one that names another. One fragment of a
     parameter at a time is in memory. ``optimizer`` is the optimizer's class; None is the one that
     the saved configuration names.
-
-    Raises:
-        CheckpointError: a value cannot be kept, or there is no room.
     """
     check_tag(tag)
     # First, since it refuses what cannot be kept, and tensors take long to write.
@@ -89,9 +86,6 @@ def _optimizer_of(source: Source) -> str:
     """Return the class that the saved configuration names, as `zero_core` names it.
 
     A script that made the optimizer itself has left no name: AdamW is the most usual one.
-
-    Raises:
-        CheckpointError: it is no Adam.
     """
     if source.optimizer is None:
         _note(

@@ -56,12 +56,7 @@ def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
 
 
 def in_rank_order(files: Sequence[Path]) -> list[Path]:
-    """Return one file per data-parallel rank, in their order.
-
-    Raises:
-        CheckpointError: a name is not DeepSpeed's, a rank is missing, or there are several
-            model-parallel ranks.
-    """
+    """Return one file per data-parallel rank, in their order."""
     by_rank: dict[int, Path] = {}
     for file in files:
         found = _RANK.search(file.name)
@@ -192,11 +187,7 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
 def frozen_of_stage_3(
     place: Path, names: tuple[str, ...], dtype: Any, models: Sequence[Mapping[str, Any]]
 ) -> SourceParam:
-    """Join the parts of a frozen parameter in the model states of stage 3's ranks.
-
-    Raises:
-        CheckpointError: they are not there.
-    """
+    """Join the parts of a frozen parameter in the model states of stage 3's ranks."""
     first = names[0]
     if first not in (models[0].get("frozen_param_shapes") or {}):
         raise CheckpointError(

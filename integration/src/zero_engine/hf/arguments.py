@@ -37,9 +37,6 @@ def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of ``zero``: a preset's name, a JSON file's path, or itself.
 
     "auto" values are still in it.
-
-    Raises:
-        ConfigError: no such preset or file, or the file is not a JSON object.
     """
     if isinstance(zero, Mapping):
         return copy.deepcopy(dict(zero))
@@ -56,11 +53,7 @@ def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse what asks for another engine, or would change the model behind this one's back.
-
-    Raises:
-        ConfigError: naming the argument.
-    """
+    """Refuse what asks for another engine, or would change the model behind this one's back."""
     refused = {
         "deepspeed": "leave it out: zero=... takes the same configuration",
         "fsdp": "leave it out: the engine shards the model",
@@ -78,12 +71,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """Return ``config`` with the keys that ``args`` decide filled in, without ``scheduler``.
-
-    Raises:
-        ConfigError: it says otherwise than ``args`` somewhere, all such keys being named; or its
-            ``scheduler`` is not one.
-    """
+    """Return ``config`` with the keys that ``args`` decide filled in, without ``scheduler``."""
     filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
         if not isinstance(filled.get(key, {}), Mapping):

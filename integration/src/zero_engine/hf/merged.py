@@ -204,11 +204,7 @@ class _Names(NamedTuple):
 
 
 def _names(parts: Sequence[_Part]) -> _Names:
-    """Name the weights.
-
-    Raises:
-        ConfigError: both modules of a tied weight are adapted.
-    """
+    """Name the weights."""
     first: dict[int, str] = {}
     adapted: dict[int, _Part] = {}
     for part in parts:

@@ -111,11 +111,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run from its folder, or from the folder of its records.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Read a run from its folder, or from the folder of its records."""
     places = [place for place in (folder / RECORDS, folder) if place.is_dir()]
     files = [file for place in places for file in sorted(place.glob(FILE.format(rank="*")))]
     ranks = {rank.run.rank: rank for file in files if (rank := _read_rank(file)) is not None}

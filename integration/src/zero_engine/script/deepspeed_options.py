@@ -128,11 +128,7 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
 
 @contextmanager
 def process_number_saved(*, is_asked: bool) -> Iterator[None]:
-    """Keep this process's number in ``/tmp/NUMBER.deepspeed``, as DeepSpeed's ``--save_pid``.
-
-    Raises:
-        ConfigError: the file cannot be made.
-    """
+    """Keep this process's number in ``/tmp/NUMBER.deepspeed``, as DeepSpeed's ``--save_pid``."""
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     if is_asked:
         try:

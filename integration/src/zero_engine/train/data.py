@@ -100,11 +100,7 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
 
 
 def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) -> None:
-    """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it.
-
-    Raises:
-        ConfigError: the text gives fewer than two windows of ``context`` tokens.
-    """
+    """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it."""
     tokenizer = train_tokenizer(text, vocab_size)
     tokens = _encode(tokenizer, text)
     num_windows = tokens.numel() // context

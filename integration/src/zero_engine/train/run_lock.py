@@ -49,11 +49,7 @@ class RunLock:
         self._lock: BaseFileLock | None = None
 
     def acquire(self, *, wait_s: float) -> None:
-        """Take the lock, and if it is held say so and wait for at most ``wait_s`` seconds.
-
-        Raises:
-            ConfigError: another process holds it, or the folder cannot be written to.
-        """
+        """Take the lock, and if it is held say so and wait for at most ``wait_s`` seconds."""
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)

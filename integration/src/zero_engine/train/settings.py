@@ -107,9 +107,6 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
 
     With `Start.AUTO` they may also be those of a run whose checkpoints alone are there: a machine
     was replaced.
-
-    Raises:
-        ConfigError: a value makes no sense, or the folder holds a run already.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)
@@ -162,9 +159,6 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
     """Return the settings that the run in ``options["output"]`` was started with.
 
     Only `CHANGEABLE` settings may be changed; ``data`` and ``config`` are not read again.
-
-    Raises:
-        ConfigError: there is nothing to continue, or an option contradicts the run.
     """
     given = {k: v for k, v in options.items() if v is not None}
     _check_saving(given)
@@ -209,11 +203,7 @@ def engine_config(settings: RunSettings) -> dict[str, Any]:
 
 
 def _with_size(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that are given, and those that follow from a ``size`` among them.
-
-    Raises:
-        ConfigError: the size is no number, or its model is described in another way besides.
-    """
+    """Return the settings that are given, and those that follow from a ``size`` among them."""
     if given.get("size") is None:
         return given
     doubled = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
@@ -243,11 +233,7 @@ def _text_of(name: str) -> str:
 
 
 def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> None:
-    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins.
-
-    Raises:
-        ConfigError: the folder cannot be made or written to.
-    """
+    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins."""
     text = json.dumps({"run": asdict(settings), **parts}, indent=2) + "\n"
     aside = folder.resolved_config.with_name(".config.resolved.tmp")
     try:
@@ -259,11 +245,7 @@ def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> No
 
 
 def read_resolved(folder: RunFolder) -> dict[str, Any]:
-    """Return the content that `write_resolved` wrote.
-
-    Raises:
-        ConfigError: the file is missing or is not one of ours.
-    """
+    """Return the content that `write_resolved` wrote."""
     try:
         content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
         known = {field.name for field in fields(RunSettings)}

@@ -131,11 +131,7 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def check_refused(path: str, value: Any) -> None:
-    """Refuse ``path``, one of `REFUSED`, unless the value says what holds anyway.
-
-    Raises:
-        ConfigError: it asks for something.
-    """
+    """Refuse ``path``, one of `REFUSED`, unless the value says what holds anyway."""
     harmless, reason = REFUSED[path]
     if isinstance(value, Mapping):
         is_block = "enabled" in value

@@ -108,11 +108,7 @@ def _modern_zero(zero: dict[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def as_bool(path: str, value: Any) -> bool:
-    """Return ``value`` as the boolean that DeepSpeed takes it for.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return ``value`` as the boolean that DeepSpeed takes it for."""
     found = as_kind(value, bool)
     if not isinstance(found, bool):
         raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
@@ -199,11 +195,7 @@ def _without_idle_offload(zero: Mapping[str, Any], tell: Tell) -> dict[str, Any]
 
 
 def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
-    """Turn ``fp32_optimizer_states`` of the optimizer into ``state_dtype`` of its offload.
-
-    Raises:
-        ConfigError: it is false, and the states are on the device, or not Adam's.
-    """
+    """Turn ``fp32_optimizer_states`` of the optimizer into ``state_dtype`` of its offload."""
     path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
     if params.pop("fp32_optimizer_states", True):
         return
@@ -218,11 +210,7 @@ def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
 
 
 def keep_bf16_moments(core: dict[str, Any]) -> None:
-    """Keep Adam's moments of 16-bit training in bf16 on the host, unless ``state_dtype`` is given.
-
-    Raises:
-        ConfigError: the states are on the device.
-    """
+    """Keep Adam's moments of 16-bit training in bf16 on the host, unless ``state_dtype`` is given."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -235,11 +223,7 @@ def keep_bf16_moments(core: dict[str, Any]) -> None:
 
 
 def keep_updates_to_steps(core: dict[str, Any]) -> None:
-    """Have offloaded units updated in ``step()``: any backward may be followed by another one.
-
-    Raises:
-        ConfigError: ``update_in_backward`` asks for the contrary.
-    """
+    """Have offloaded units updated in ``step()``: any backward may be followed by another one."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":

@@ -287,11 +287,7 @@ class GatheredParameters:
 
 @contextmanager
 def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Refuse edits within that would be lost. Every rank must leave it.
-
-    Raises:
-        RuntimeError: a rank has made one.
-    """
+    """Refuse edits within that would be lost. Every rank must leave it."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
     if not params:
