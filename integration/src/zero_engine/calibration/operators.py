@@ -39,7 +39,11 @@ def time_operators(watch: Stopwatch) -> None:
 
         with torch.no_grad():
             _time_products(watch, make, str(dtype).removeprefix("torch."))
-            for calls in _by_kind(make):
+            tables: dict[str, list[_Call]] = {}  # of each operator, by rising size
+            for rows, width in ROWS:
+                for func, args in _calls(make, rows, width):
+                    tables.setdefault(str(func), []).append((func, args))
+            for calls in tables.values():
                 _time_calls(watch, calls)
             _time_attention(watch, make)
 
@@ -140,15 +144,6 @@ def _time_calls(watch: Stopwatch, calls: Sequence[_Call]) -> None:
     if operator.kind == "add":
         name = f"memory.{operator.dtype}"
         watch.curves[name] = watch.curves[f"add.{operator.dtype}"]
-
-
-def _by_kind(make: _Make) -> Iterator[list[_Call]]:
-    """Yield the calls of each operator, by rising size."""
-    tables: dict[str, list[_Call]] = {}
-    for rows, width in ROWS:
-        for func, args in _calls(make, rows, width):
-            tables.setdefault(str(func), []).append((func, args))
-    yield from tables.values()
 
 
 def _calls(make: _Make, rows: int, width: int) -> Iterator[_Call]:

@@ -56,8 +56,12 @@ def init_distributed(
         # The first torch optimizer imports it. Imported while a group exists, it keeps the group
         # alive past destroy_process_group (torch 2.13): see _leave.
         importlib.import_module("torch._dynamo")
-    limit = timeout or _environments_timeout()
-    options: dict[str, Any] = {} if limit is None else {"timeout": limit}
+    options: dict[str, Any] = {"timeout": timeout} if timeout else {}
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if not timeout and minutes is not None:
+        if not minutes.isdecimal() or int(minutes) < 1:
+            raise ConfigError(f"DEEPSPEED_TIMEOUT = {minutes!r}: expected minutes, 1 or more")
+        options = {"timeout": timedelta(minutes=int(minutes))}
     atexit.register(_leave)
     if "RANK" not in os.environ and rank < 0:
         store = torch._C._distributed_c10d.HashStore()
@@ -80,15 +84,6 @@ def choose_device(index: int | None = None) -> None:
         index = device_index(os.environ, num_visible=torch.accelerator.device_count())
     if index is not None and index >= 0:
         torch.accelerator.set_device_index(index)
-
-
-def _environments_timeout() -> timedelta | None:
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    if minutes is None:
-        return None
-    if not minutes.isdecimal() or int(minutes) < 1:
-        raise ConfigError(f"DEEPSPEED_TIMEOUT = {minutes!r}: expected minutes, 1 or more")
-    return timedelta(minutes=int(minutes))
 
 
 def _leave() -> None:

@@ -338,7 +338,9 @@ class ZeroStrategy(DDPStrategy):
             return
         if storage_options is not None:
             raise TypeError("storage_options: a folder of shards is written by the engine, locally")
-        if self._is_accumulating():
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.training and trainer.fit_loop._should_accumulate():
             rank_zero_warn(
                 "saving in the middle of accumulate_grad_batches: what was accumulated so far is "
                 "not kept, as with Lightning's other strategies"
@@ -379,11 +381,6 @@ class ZeroStrategy(DDPStrategy):
         if values:
             with self.engine.gathered(modifier_rank=0) as module:
                 module.load_state_dict(renamed_for(module, values), strict=strict)
-
-    def _is_accumulating(self) -> bool:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        return trainer.training and trainer.fit_loop._should_accumulate()
 
     # ------------------------------------------------------------------ names
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -74,17 +74,14 @@ def make_monitor(settings: MonitorSettings, *, rank: int) -> Monitor:
 
 
 def sinks_of(settings: MonitorSettings, *, rank: int) -> list[Sink]:
-    sinks: list[Sink] = []
-    if rank == 0:
-        if settings.tensorboard.enabled:
-            sinks.append(_TensorBoard(settings.tensorboard))
-        if settings.wandb.enabled:
-            sinks.append(_Wandb(settings.wandb))
-        if settings.csv_monitor.enabled:
-            sinks.append(_Csv(settings.csv_monitor))
-        if settings.comet.enabled:
-            sinks.append(_Comet(settings.comet))
-    return sinks
+    kinds: Mapping[str, Callable[[Any], Sink]] = {
+        "tensorboard": _TensorBoard,
+        "wandb": _Wandb,
+        "csv_monitor": _Csv,
+        "comet": _Comet,
+    }
+    asked = {name: getattr(settings, name) for name in kinds if rank == 0}
+    return [kinds[name](block) for name, block in asked.items() if block.enabled]
 
 
 def _library(name: str, block: str, package: str) -> ModuleType:

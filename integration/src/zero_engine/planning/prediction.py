@@ -172,26 +172,6 @@ class Prediction:
             return Transfer(near + far)
         return Transfer(far, near, busy / far if far else 0.0)
 
-    def _unit_times(self, ratio: float) -> list[UnitTime]:
-        forward = {u: self._rates.pass_s(p) for u, p in self._trace.forward.items()}
-        total = sum(forward.values())
-        backward = self._trace.backward
-        backward_s = 2 * total if backward is None else self._rates.pass_s(backward)
-        per_pass = self._rates.seconds(["pass"], 1)
-        # An update reads and writes each element's states in a file.
-        file_bytes = 0.0
-        if in_file := self._forecast.bytes_in_file(ratio):
-            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self._forecast.spans)
-        found = []
-        for unit in self._layout.units:
-            own = forward.get(unit.index, 0.0)
-            is_block = 0 < unit.index <= self._layout.last_block
-            again = own if self._is_recomputed and is_block else 0.0
-            share = own / total if total else 0.0
-            back = backward_s * share + again + per_pass
-            found.append(self._unit_time(unit, own + per_pass, back, ratio, file_bytes))
-        return found
-
     def _host_numel(self, segment: Segment, ratio: float) -> int:
         """Return the elements of a trainable segment that this rank's host updates."""
         tier = self._forecast.tier
@@ -311,7 +291,24 @@ class Prediction:
 
     def at(self, ratio: float) -> StepTime:
         """Return the time of a step with this share of the optimizer state on the host."""
-        shape, units = self._shape(ratio), self._unit_times(ratio)
+        forward = {u: self._rates.pass_s(p) for u, p in self._trace.forward.items()}
+        total = sum(forward.values())
+        backward = self._trace.backward
+        backward_s = 2 * total if backward is None else self._rates.pass_s(backward)
+        per_pass = self._rates.seconds(["pass"], 1)
+        # An update reads and writes each element's states in a file.
+        file_bytes = 0.0
+        if in_file := self._forecast.bytes_in_file(ratio):
+            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self._forecast.spans)
+        units = []
+        for unit in self._layout.units:
+            own = forward.get(unit.index, 0.0)
+            is_block = 0 < unit.index <= self._layout.last_block
+            again = own if self._is_recomputed and is_block else 0.0
+            share = own / total if total else 0.0
+            back = backward_s * share + again + per_pass
+            units.append(self._unit_time(unit, own + per_pass, back, ratio, file_bytes))
+        shape = self._shape(ratio)
         cores = None if self._rates.cores is None else self._rates.cores / self._rates.ranks
         program = run_steps(shape, units, cores)
         start, stop = program.ends[-2].stop, program.ends[-1].stop

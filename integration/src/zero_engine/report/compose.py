@@ -126,23 +126,19 @@ def verdict(found: Measured, limit: int | None, causes: Sequence[Cause]) -> Verd
     if failures:
         sentence, state = f"{_upper(failures[0])}. {sentence}", "poor"
     skipped = f", {found.num_skipped} skipped" if found.num_skipped else ""
+    run, num_recorded = found.run.run, len(found.ranks)
+    recorded = f" ({num_recorded} recorded)" if num_recorded < run.world_size else ""
+    nodes = run.world_size // max(run.ranks_per_node, 1)
+    ranks = f"{run.world_size}{recorded}" + (f" on {nodes} nodes" if nodes > 1 else "")
     facts = [
         Fact("a step", show_s(found.seconds)),
         Fact("samples a second", f"{found.samples_per_s:.4g}"),
         Fact("peak memory of a rank", format_bytes(peak)),
         Fact("of the bound", "not measured" if share is None else f"{share:.0%}"),
         Fact("steps", f"{found.num_all}{skipped}"),
-        Fact("ranks", _ranks(found.run)),
+        Fact("ranks", ranks),
     ]
     return Verdict(sentence, facts, state)
-
-
-def _ranks(run: Run) -> str:
-    nodes = run.run.world_size // max(run.run.ranks_per_node, 1)
-    text = f"{run.run.world_size}"
-    if len(run.ranks) < run.run.world_size:
-        text += f" ({len(run.ranks)} recorded)"
-    return f"{text} on {nodes} nodes" if nodes > 1 else text
 
 
 def _count(number: int, noun: str) -> str:
@@ -206,19 +202,16 @@ def _step(found: Measured) -> Iterator[Block]:
         ],
     )
     if not found.lane("copies"):
-        yield Text(f"There is no lane of copies: {_why_no_copies(found)}.")
+        why = "the state tier has timed none"
+        if found.run.run.environment.get("device") == "cpu":
+            why = "ranks compute on the host, where nothing is copied to a device and back"
+        elif not found.run.run.shares.get("host"):
+            why = "the host updates nothing, so that gradients and states stay on the device"
+        yield Text(f"There is no lane of copies: {why}.")
     yield Text(
         "A step is never shorter than its longest lane needs. Red is time in which the program "
         "waits."
     )
-
-
-def _why_no_copies(found: Measured) -> str:
-    if found.run.run.environment.get("device") == "cpu":
-        return "ranks compute on the host, where nothing is copied to a device and back"
-    if not found.run.run.shares.get("host"):
-        return "the host updates nothing, so that gradients and states stay on the device"
-    return "the state tier has timed none"
 
 
 def _training(found: Measured) -> Iterator[Block]:

@@ -65,10 +65,21 @@ def run_program(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(list(arguments))
     os.environ.update(hooked(os.environ))
     _refuse_sharded_ddp(parsed)
-    given = _options_given(parser, parsed)
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(parsed).items()
+        if name not in PROGRAM and value != parser.get_default(name)
+    ]
     is_launcher = _is_launcher(parsed)
     if not given and not is_launcher:  # with options, a task of SLURM's starts a node's
-        _become_started_rank()
+        # Adopt the rank that srun or mpirun gave this process, if they started several.
+        variables = rank_variables(os.environ)
+        os.environ.update(variables)
+        if variables.get("MASTER_ADDR") == LOOPBACK:
+            _set_defaults(local_address_only())
+        if variables.get("RANK") == "0":
+            ranks = variables["WORLD_SIZE"]
+            print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
     if is_under_launcher() or is_launcher:
         _refuse_options(parsed, given)
         if is_launcher and _name(parsed) == SERVED:
@@ -174,26 +185,6 @@ def _is_launcher(parsed: Namespace) -> bool:
         return False  # each rank is one
     program = Path(parsed.training_script)
     return program.suffix == ".sh" or (program.name in LAUNCHERS and not program.is_dir())
-
-
-def _options_given(parser: ArgumentParser, parsed: Namespace) -> list[str]:
-    """Options for starting ranks that aren't at their defaults."""
-    return [
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(parsed).items()
-        if name not in PROGRAM and value != parser.get_default(name)
-    ]
-
-
-def _become_started_rank() -> None:
-    """Adopt the rank that srun or mpirun gave this process, if they started several."""
-    variables = rank_variables(os.environ)
-    os.environ.update(variables)
-    if variables.get("MASTER_ADDR") == LOOPBACK:
-        _set_defaults(local_address_only())
-    if variables.get("RANK") == "0":
-        ranks = variables["WORLD_SIZE"]
-        print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
 
 
 def _refuse_sharded_ddp(parsed: Namespace) -> None:

@@ -148,7 +148,12 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         tell("steps_per_print", steps, "never")
         del core["steps_per_print"]
     if _ZERO in core:
-        core[_ZERO] = _without_idle_offload(core[_ZERO], tell)
+        zero = core[_ZERO] = dict(core[_ZERO])
+        block = zero.get("offload_param")
+        has_offload = isinstance(block, Mapping) and block.get("device", "none") != "none"
+        if has_offload and zero.get("stage", 0) != 3:  # where DeepSpeed ignores it
+            text = "used at stage 3 only: at lower stages every rank holds all parameters"
+            tell(f"{_ZERO}.offload_param", dict(zero.pop("offload_param")), text)
     core["data_types"] = _data_types(core)
     if "fp16" in core:  # the engine casts inputs itself, or doesn't
         as_bool("fp16.auto_cast", core["fp16"].get("auto_cast", False))
@@ -184,16 +189,6 @@ def _scheduler(block: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
     return {**block, "params": {**params, "warmup_type": "log"}}
 
 
-def _without_idle_offload(zero: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return ``zero`` without ``offload_param`` below stage 3, where DeepSpeed ignores it."""
-    block, stage = zero.get("offload_param"), zero.get("stage", 0)
-    if stage == 3 or not isinstance(block, Mapping) or block.get("device", "none") == "none":
-        return dict(zero)
-    text = "used at stage 3 only: at lower stages every rank holds all parameters"
-    tell(f"{_ZERO}.offload_param", dict(block), text)
-    return {key: value for key, value in zero.items() if key != "offload_param"}
-
-
 def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
     """Turn ``fp32_optimizer_states`` of the optimizer into ``state_dtype`` of its offload."""
     path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
@@ -210,7 +205,7 @@ def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
 
 
 def keep_bf16_moments(core: dict[str, Any]) -> None:
-    """Keep Adam's moments of 16-bit training in bf16 on the host, unless ``state_dtype`` is given."""
+    """Keep Adam's moments of 16-bit training in bf16 on the host by default."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":

@@ -193,7 +193,22 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self._is_stepping = False
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
-            self._end_step()
+            assert self.optimizer is not None
+            self._was_quiet = False
+            self.optimizer.stepped()
+            num_backwards, self._num_backwards = self._num_backwards, 0
+            if self.settings.managed_gradient_accumulation:
+                self.global_samples += self.train_batch_size()
+            else:
+                micro_batch = self.core.train_micro_batch_size_per_gpu
+                self.global_samples += micro_batch * self.core.world_size * num_backwards
+            facts = StepFacts(
+                global_steps=self.global_steps,
+                global_samples=self.global_samples,
+                lr=[float(lr) for lr in self.get_lr()],
+                loss_scale=self.core.loss_scale if self.fp16_enabled() else None,
+            )
+            self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
         """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it.
@@ -214,24 +229,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
                 "stepped the optimizer, so leave optimizer.step() out"
             )
         self.step()
-
-    def _end_step(self) -> None:
-        assert self.optimizer is not None
-        self._was_quiet = False
-        self.optimizer.stepped()
-        num_backwards, self._num_backwards = self._num_backwards, 0
-        if self.settings.managed_gradient_accumulation:
-            self.global_samples += self.train_batch_size()
-        else:
-            micro_batch = self.core.train_micro_batch_size_per_gpu
-            self.global_samples += micro_batch * self.core.world_size * num_backwards
-        facts = StepFacts(
-            global_steps=self.global_steps,
-            global_samples=self.global_samples,
-            lr=[float(lr) for lr in self.get_lr()],
-            loss_scale=self.core.loss_scale if self.fp16_enabled() else None,
-        )
-        self.watch.step_done(facts)
 
     def idle_step(self) -> None:
         """Take part in one micro-step of the other ranks, without data.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from zero_core import Engine
 from zero_engine.deepspeed.engine.facts import value_of
 from zero_engine.deepspeed.engine.loss_scaler import LossScaler
+
+if TYPE_CHECKING:
+    from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 
 _EXTERNAL = "ds_external_parameters"
 
@@ -84,20 +87,13 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     def __contains__(self, param: object) -> bool:
         return any(param is found for found in self)
 
-    def __setitem__(self, param: nn.Parameter, value: Any) -> NoReturn:
-        self._refuse()
-
-    def __delitem__(self, param: nn.Parameter) -> NoReturn:
-        self._refuse()
-
-    def clear(self) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
             "optimizer.state is a copy of this rank's part, which is read only: set a parameter's "
             "state by safe_set_full_optimizer_state or safe_set_local_optimizer_state"
         )
+
+    __setitem__ = __delitem__ = clear = _refuse
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for group in self._groups:
@@ -127,16 +123,6 @@ class ShownState:
         self._given.state = self._own
 
 
-class Stepping(Protocol):
-    """Protocol of the engine that `DeepSpeedOptimizer` steps, which imports this file."""
-
-    def optimizer_step(self) -> None:
-        """End a step, at an accumulation boundary."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step."""
-
-
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
@@ -153,7 +139,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     _is_bare = False  # whether DeepSpeed would return the driven optimizer itself
 
-    def __init__(self, core: Engine, engine: Stepping) -> None:
+    def __init__(self, core: Engine, engine: DeepSpeedEngine) -> None:
         """``engine`` is the one whose optimizer this is. It is held weakly."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
@@ -240,7 +226,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
         self._live_engine("zero_grad").zero_grad(set_to_none)
 
-    def _live_engine(self, what: str) -> Stepping:
+    def _live_engine(self, what: str) -> DeepSpeedEngine:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
