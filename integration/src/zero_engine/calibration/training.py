@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +105,7 @@ def time_exchanges(watch: Stopwatch) -> None:
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, per_node, shared, Meter())
     way = "within" if per_node == ranks.size else "between"
-    gathered: Points = []
-    reduced: Points = []
-    busy: dict[str, Points] = {"gather": [], "reduce": []}
+    found: defaultdict[str, Points] = defaultdict(list)
     for nbytes in exchanged(ranks.size, is_host=watch.device.type == "cpu"):
         numel = nbytes // 4
         zeros = transport.zeros
@@ -129,17 +128,15 @@ def time_exchanges(watch: Stopwatch) -> None:
                 work.acknowledge().wait()
 
         sent = nbytes * (ranks.size - 1)
-        for name, call, points in (("gather", gather, gathered), ("reduce", reduce, reduced)):
+        for name, call in (("gather", gather), ("reduce", reduce)):
             cpu_at, started_at = time.process_time(), time.perf_counter()
-            points.append((sent, watch.seconds(call, is_together=True)))
+            seconds = watch.seconds(call, is_together=True)
             passed = time.perf_counter() - started_at
             share = (time.process_time() - cpu_at) / passed
-            busy[name].append((sent, points[-1][1] * share))
-    watch.curves[f"gather.{way}"] = rising(gathered)
-    watch.curves[f"reduce.{way}"] = rising(reduced)
-    if way == "between":
-        for name, points in busy.items():
-            watch.curves[f"{name}.between.cpu"] = rising(points)
+            found[f"{name}.{way}"].append((sent, seconds))
+            if way == "between":
+                found[f"{name}.between.cpu"].append((sent, seconds * share))
+    watch.curves |= {name: rising(points) for name, points in found.items()}
     small = torch.zeros(512, dtype=torch.float64, device=watch.device)
     seconds = watch.seconds(lambda: control.sum(small), is_together=True)
     watch.curves[f"agree.{way}"] = [(1.0, seconds), (1e9, seconds)]

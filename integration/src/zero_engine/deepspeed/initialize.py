@@ -130,8 +130,13 @@ def initialize(
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
-    if given is not None:
-        _check_tested(settings, given)
+    # Where the key is missing, which means the same to DeepSpeed, the optimizer is served.
+    is_checked = settings.allows_untested_optimizer is False and settings.zero_stage > 0
+    if is_checked and given is not None and type(given).__name__ not in TESTED:
+        raise UntestedOptimizerError(
+            f"zero_allow_untested_optimizer is false, and {type(given).__name__} is none of those "
+            f"that DeepSpeed has tested ({', '.join(TESTED)}): set it to true, or leave it out"
+        )
     if isinstance(given, DeepSpeedCPUAdam) and not given.fp32_optimizer_states:
         keep_bf16_moments(settings.core)
     is_training = given is not None or "optimizer" in settings.core
@@ -237,19 +242,6 @@ def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world
         tried = nn.Parameter(torch.empty(1, 1))  # Adagrad makes its state here: a small one
         tag_matrices([("weight", tried)])
         make_optimizer(resolved.optimizer, [tried])
-
-
-def _check_tested(settings: Settings, given: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that DeepSpeed calls untested, where the configuration forbids it.
-
-    Where the key is missing, which means the same to DeepSpeed, it is served.
-    """
-    is_allowed = settings.allows_untested_optimizer in (None, True)
-    if not is_allowed and settings.zero_stage > 0 and type(given).__name__ not in TESTED:
-        raise UntestedOptimizerError(
-            f"zero_allow_untested_optimizer is false, and {type(given).__name__} is none of those "
-            f"that DeepSpeed has tested ({', '.join(TESTED)}): set it to true, or leave it out"
-        )
 
 
 def _make_optimizer(

@@ -76,7 +76,12 @@ def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str,
     for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
         if not isinstance(filled.get(key, {}), Mapping):
             raise ConfigError(f"{key}: expected a block of keys, found {shown(filled[key])}")
-    _check_scheduler(filled.pop("scheduler", None))
+    scheduler = filled.pop("scheduler", None)
+    if scheduler is not None:
+        try:
+            SchedulerConfig.model_validate(scheduler)
+        except pydantic.ValidationError as error:
+            raise ConfigError(explain(error, SchedulerConfig, scheduler, "scheduler")) from None
     zero = filled.setdefault("zero_optimization", {})
     for key in _LEFT_TO_ENGINE:
         if zero.get(key) == _AUTO:
@@ -118,15 +123,6 @@ def fill_schedule(
         "total_num_steps": num_steps,
     }
     return {k: known.get(k, v) if v == _AUTO else v for k, v in params.items()}
-
-
-def _check_scheduler(block: Any) -> None:
-    if block is None:
-        return
-    try:
-        SchedulerConfig.model_validate(block)
-    except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, SchedulerConfig, block, "scheduler")) from None
 
 
 def _decided(args: TrainingArguments) -> dict[str, Any]:

@@ -361,6 +361,7 @@ class StepProgram:
     def __init__(self, shape: StepShape, units: Sequence[UnitTime], schedule: Schedule) -> None:
         self._shape = shape
         self._units = units
+        self._cores = 0.0 if shape.is_accelerated else float(shape.threads)
         self.schedule = schedule
         self.ends: list[Work] = []
         self.last: list[Work] = []
@@ -398,9 +399,8 @@ class StepProgram:
     def _compute(
         self, what: str, seconds: float, after: Sequence[Work | None] = (), lane: str = "compute"
     ) -> Work:
-        cores = 0.0 if self._shape.is_accelerated else float(self._shape.threads)
         awaited = [self._now, *after]
-        self._now = self.schedule.add("main", lane, what, seconds, awaited, cores=cores)
+        self._now = self.schedule.add("main", lane, what, seconds, awaited, cores=self._cores)
         return self._now
 
     def _exchange(
@@ -533,8 +533,7 @@ class StepProgram:
         ready = [self._reduced.get(unit), agreed]
         if time.read_s:
             ready.append(add("file", "file", what, time.read_s, ready, need=unit))
-        cores = 0.0 if self._shape.is_accelerated else float(self._shape.threads)
-        updated = add("host", "host", what, time.host_s, ready, cores=cores, need=unit)
+        updated = add("host", "host", what, time.host_s, ready, cores=self._cores, need=unit)
         if time.write_s:
             add("file", "file", what, time.write_s, [updated], need=unit)
         self._publish(unit, [updated])
@@ -546,10 +545,9 @@ class StepProgram:
         begun = sum(self._units[other].host_s for other in self._begun)
         if not time.host_s or unit in shape.waiting or begun + time.host_s > room * (1 + 1e-9):
             return
-        cores = 0.0 if shape.is_accelerated else float(shape.threads)
         what, seconds, ready = f"unit {unit}", time.host_s + time.undo_s, [self._reduced.get(unit)]
         self._begun[unit] = self.schedule.add(
-            "host", "host", what, seconds, ready, cores=cores, need=unit
+            "host", "host", what, seconds, ready, cores=self._cores, need=unit
         )
 
     def _publish(self, unit: int, ready: list[Work | None]) -> None:

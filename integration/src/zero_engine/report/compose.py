@@ -52,13 +52,6 @@ def compose(run: Run, memory_limit: int | None) -> Page:
     )
 
 
-def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Cause]]:
-    """Return the verdict on a run and the causes that it is made of."""
-    limit = memory_limit or memory_of(found)
-    causes = diagnose(found, limit)
-    return verdict(found, limit, causes), causes
-
-
 def first_sentence(run: Run, memory_limit: int | None = None) -> str:
     """Return the sentence that the report of a run begins with."""
     return judge(measure(run), memory_limit)[0].sentence
@@ -90,8 +83,10 @@ def bounds(found: Measured) -> dict[str, float]:
     return {name: seconds for name, seconds in lanes.items() if seconds > 0.0}
 
 
-def verdict(found: Measured, limit: int | None, causes: Sequence[Cause]) -> Verdict:
-    """Return the sentence that the report begins with."""
+def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Cause]]:
+    """Return the verdict on a run, with the report's first sentence, and its causes."""
+    limit = memory_limit or memory_of(found)
+    causes = diagnose(found, limit)
     peak = max((rank.peak_bytes for rank in found.ranks), default=0)
     parts = []
     if limit:
@@ -138,7 +133,7 @@ def verdict(found: Measured, limit: int | None, causes: Sequence[Cause]) -> Verd
         Fact("steps", f"{found.num_all}{skipped}"),
         Fact("ranks", ranks),
     ]
-    return Verdict(sentence, facts, state)
+    return Verdict(sentence, facts, state), causes
 
 
 def _count(number: int, noun: str) -> str:
