@@ -107,7 +107,16 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
             whole, step = split_states(kept, where)
             whole[MASTER] = flat(master, f"{where}: master weights")
             for name, address in state["param_slice_mappings"][group].items():
-                start, stop = _span(address, where)
+                if not isinstance(address, Record):
+                    raise CheckpointCorruptError(
+                        f"{where}: {type(address).__name__} is no address of a fragment"
+                    )
+                span = {
+                    **dict(zip(("numel", "start"), address.args, strict=False)),
+                    **vars(address),
+                }
+                start = int(span["start"])
+                stop = start + int(span["numel"])
                 steps[name] = step
                 for kind, values in whole.items():
                     if not 0 <= start <= stop <= values.numel():
@@ -130,16 +139,6 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
             parts = (flat(value, f"{place}: {first}"),)
             params.append(SourceParam(names, tuple(value.shape), value.dtype, value=parts))
     return make_source(model, params, base["param_groups"], loss_scale_of(states[0]))
-
-
-def _span(address: Any, where: str) -> tuple[int, int]:
-    """Return the range of a ``fragment_address``."""
-    if not isinstance(address, Record):
-        raise CheckpointCorruptError(
-            f"{where}: {type(address).__name__} is no address of a fragment"
-        )
-    found = {**dict(zip(("numel", "start"), address.args, strict=False)), **vars(address)}
-    return int(found["start"]), int(found["start"]) + int(found["numel"])
 
 
 # ------------------------------------------------------------------------- stage 3

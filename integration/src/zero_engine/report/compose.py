@@ -12,7 +12,6 @@ from zero_core.config import load_config
 from zero_core.config.rules import find_unneeded
 from zero_core.errors import ConfigError
 from zero_core.plan.result import format_bytes
-from zero_core.record.records import RunRecord
 from zero_engine.report import charts
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure
@@ -155,7 +154,12 @@ def _sections(found: Measured, planned: Planned, causes: Sequence[Cause]) -> Ite
     yield Section("Ranks side by side", list(_side_by_side(found)))
     yield Section("Checkpoints, failures, resumes", list(_events(found)))
     yield Section("Configuration", list(_configuration(found)))
-    yield Section("Next moves", list(_moves(causes[:_NUM_MOVES])))
+    moves = [
+        Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
+        for c in causes[:_NUM_MOVES]
+    ]
+    none = Text("No move: the run's times predict no gain that is worth a change.")
+    yield Section("Next moves", [Moves(moves) if moves else none])
     yield Section("Environment", list(_environment(found)))
 
 
@@ -296,7 +300,13 @@ def _configuration(found: Measured) -> Iterator[Block]:
         f"{_count(steps, 'micro-step')} * {_count(run.world_size, 'rank')}. "
         "Values that differ from the defaults:"
     )
-    yield Code("\n".join(f"{path} = {value}" for path, value in _differences(run)) or "none")
+    try:
+        batch = {"train_micro_batch_size_per_gpu": micro}
+        default = load_config(batch, world_size=run.world_size).model_dump(mode="json")
+    except ConfigError:
+        default = {}
+    leaves = [leaf for leaf in _leaves("", run.config, default) if leaf[0] not in _BATCH]
+    yield Code("\n".join(f"{path} = {json.dumps(value)}" for path, value in leaves) or "none")
     idle = [
         [path, json.dumps(value, default=str), reason]
         for path, value, reason in find_unneeded(found.run.given or {}, found.run.ranks[0].config)
@@ -308,21 +318,8 @@ def _configuration(found: Measured) -> Iterator[Block]:
         yield Text("Every key that was given has an effect.")
 
 
-def _differences(run: RunRecord) -> list[tuple[str, str]]:
-    """Return path and value of each key whose value is not the default."""
-    try:
-        batch = {"train_micro_batch_size_per_gpu": run.config[_BATCH[1]]}
-        default = load_config(batch, world_size=run.world_size).model_dump(mode="json")
-    except ConfigError:
-        default = {}
-    return [
-        (path, json.dumps(value))
-        for path, value in _leaves("", run.config, default)
-        if path not in _BATCH
-    ]
-
-
 def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each key whose value is not the default."""
     if value == default:
         return
     if not isinstance(value, Mapping):
@@ -331,18 +328,6 @@ def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
     inner = default if isinstance(default, Mapping) else {}
     for name, below in value.items():
         yield from _leaves(f"{path}.{name}" if path else name, below, inner.get(name))
-
-
-def _moves(causes: Sequence[Cause]) -> Iterator[Block]:
-    if not causes:
-        yield Text("No move: the run's times predict no gain that is worth a change.")
-        return
-    yield Moves(
-        [
-            Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
-            for c in causes
-        ]
-    )
 
 
 def _environment(found: Measured) -> Iterator[Block]:

@@ -110,9 +110,21 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)
-    settings = RunSettings(**_with_size(given)).check()
+    if given.get("size") is not None:  # from which others follow
+        doubled = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
+        if doubled:
+            raise ConfigError(f"--size and {', '.join(doubled)} exclude each other")
+        given = {**DEFAULTS, **shape_of(parse_size(given["size"])), **given}
+    settings = RunSettings(**given).check()
     folder = RunFolder.of(given)
-    _check_can_be_made(folder.root)
+    try:
+        there = nearest_folder(folder.root)
+    except (OSError, ValueError) as error:  # a name too long, or a zero character in it
+        raise ConfigError(f"--output {str(folder.root)!r}: {error}") from None
+    if not there.is_dir():
+        raise ConfigError(f"--output {folder.root}: there is a file of the name {there}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output {folder.root}: {there} is not writable for this user")
     is_free = not folder.root.is_dir() or not any(
         path for path in folder.root.iterdir() if not path.name.startswith(".")
     )
@@ -136,18 +148,6 @@ def _check_saving(given: Mapping[str, Any]) -> None:
     for name in ("save_every", "keep_last", "checkpoints"):
         if given.get("save") is False and name in given:
             raise ConfigError(f"--no-save and {flag_of(name)} exclude each other")
-
-
-def _check_can_be_made(folder: Path) -> None:
-    """Refuse a folder that this user cannot make, or write to."""
-    try:
-        there = nearest_folder(folder)
-    except (OSError, ValueError) as error:  # a name too long, or a zero character in it
-        raise ConfigError(f"--output {str(folder)!r}: {error}") from None
-    if not there.is_dir():
-        raise ConfigError(f"--output {folder}: there is a file of the name {there}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {folder}: {there} is not writable for this user")
 
 
 def nearest_folder(folder: Path) -> Path:
@@ -200,16 +200,6 @@ def engine_config(settings: RunSettings) -> dict[str, Any]:
     else:
         text = default_config_text()
     return parse_json(text, f"--config {settings.config}")
-
-
-def _with_size(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that are given, and those that follow from a ``size`` among them."""
-    if given.get("size") is None:
-        return given
-    doubled = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
-    if doubled:
-        raise ConfigError(f"--size and {', '.join(doubled)} exclude each other")
-    return {**DEFAULTS, **shape_of(parse_size(given["size"])), **given}
 
 
 def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:

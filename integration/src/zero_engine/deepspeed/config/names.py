@@ -168,25 +168,16 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     for block in ("optimizer", "scheduler"):
         if block in core and "type" not in core[block]:
             tell(block, core.pop(block), "without a type there is none")
-    if "scheduler" in core:
-        core["scheduler"] = _scheduler(core["scheduler"], tell)
+    if isinstance(params := core.get("scheduler", {}).get("params"), Mapping):
+        kind = params.get("warmup_type", "log")
+        if isinstance(kind, str) and kind not in ("log", "linear"):  # else zero-core refuses it
+            text = "neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
+            tell("scheduler.params.warmup_type", kind, text, is_warning=True)
+            core["scheduler"] = {**core["scheduler"], "params": {**params, "warmup_type": "log"}}
     if "optimizer" in core:
         core["optimizer"] = _optimizer(core["optimizer"], tell)
         _apply_state_dtype(core, tell)
     return core
-
-
-def _scheduler(block: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
-    """Return the scheduler's block. An unknown ``warmup_type`` is "log", as in DeepSpeed."""
-    params = block.get("params")
-    if not isinstance(params, Mapping):
-        return block
-    found = params.get("warmup_type", "log")
-    if found in ("log", "linear") or not isinstance(found, str):
-        return block  # zero-core refuses what is no string
-    text = "neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
-    tell("scheduler.params.warmup_type", found, text, is_warning=True)
-    return {**block, "params": {**params, "warmup_type": "log"}}
 
 
 def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:

@@ -21,7 +21,6 @@ from zero_core.config.schema import as_typed, explain, shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config.names import (
-    Tell,
     as_bool,
     core_config,
     keep_updates_to_steps,
@@ -73,7 +72,14 @@ def read(config: Source) -> Settings:
     zero = core.get("zero_optimization", {})
     flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
     comms = _parse(CommsLoggerSettings, own, "comms_logger")
-    _tell_operations(comms, sorter.tell)
+    if comms.enabled and comms.prof_ops:  # of which some may choose nothing
+        unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
+        if comms.prof_all:
+            text = "prof_all is true, which is the default: all collectives are logged"
+            sorter.tell("comms_logger.prof_ops", list(comms.prof_ops), text)
+        elif unknown:
+            text = f"no collective of the engine's, which are {', '.join(COLLECTIVES)}"
+            sorter.tell("comms_logger.prof_ops", unknown, text)
     flags = {path.rpartition(".")[2]: own[path] for path in _FLAGS if path in own}
     if not flags.get("managed_gradient_accumulation", True):
         keep_updates_to_steps(core)
@@ -147,7 +153,12 @@ class _Sorter:
 
     def _dispose(self, path: str, value: Any) -> bool:
         if path in HONOURED:
-            self.own[path] = _checked(path, value)
+            if path in _BOOLEANS:
+                value = as_bool(path, value)
+            elif path in _CHOICES and str(value).upper() not in _CHOICES[path]:
+                expected = ", ".join(_CHOICES[path])
+                raise ConfigError(f"{path}: expected one of {expected}, found {shown(value)}")
+            self.own[path] = value
             for key, inner in value.items() if isinstance(value, Mapping) else ():
                 if f"{path}.{key}" in UNNEEDED:
                     self._dispose(f"{path}.{key}", inner)
@@ -178,30 +189,6 @@ _FLAGS = frozenset(
     }
 )
 _BOOLEANS = _FLAGS | {"zero_allow_untested_optimizer"}
-
-
-def _checked(path: str, value: Any) -> Any:
-    """Return the value of an honoured key if it is of the right kind."""
-    if path in _BOOLEANS:
-        return as_bool(path, value)
-    if path in _CHOICES and str(value).upper() not in _CHOICES[path]:
-        raise ConfigError(
-            f"{path}: expected one of {', '.join(_CHOICES[path])}, found {shown(value)}"
-        )
-    return value
-
-
-def _tell_operations(comms: CommsLoggerSettings, tell: Tell) -> None:
-    """Take note of names that choose nothing of what is logged."""
-    if not comms.enabled or not comms.prof_ops:
-        return
-    unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
-    if comms.prof_all:
-        text = "prof_all is true, which is the default: all collectives are logged"
-        tell("comms_logger.prof_ops", list(comms.prof_ops), text)
-    elif unknown:
-        text = f"no collective of the engine's, which are {', '.join(COLLECTIVES)}"
-        tell("comms_logger.prof_ops", unknown, text)
 
 
 def _mapping(path: str, value: Any) -> Mapping[str, Any]:
