@@ -283,7 +283,7 @@ def report(
     as_json: _Json = False,
 ) -> None:
     """Write an HTML page about a recorded run: what limits it, and what to change."""
-    from zero_engine.report.command import run_report
+    from zero_engine.report import run_report
 
     sys.exit(run_report(run, output, memory, as_json=as_json))
 

@@ -51,7 +51,11 @@ def init_distributed(
     end_with_launcher()
     if is_started:
         return
-    backend = dist_backend or default_backend()
+    backend = dist_backend or "gloo"
+    if not dist_backend and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
+        backend = dist.get_default_backend_for_device(device)
     if "gloo" in backend:
         # The first torch optimizer imports it. Imported while a group exists, it keeps the group
         # alive past destroy_process_group (torch 2.13): see _leave.
@@ -95,12 +99,3 @@ def _leave() -> None:
     if dist.is_initialized() and dist.get_backend() == "gloo":
         gc.collect()  # an engine in a cycle still holds the group
         dist.destroy_process_group()
-
-
-def default_backend() -> str:
-    """Return the backend of the accelerator that is there, gloo on the CPU."""
-    if not torch.accelerator.is_available():
-        return "gloo"
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    return dist.get_default_backend_for_device(device)

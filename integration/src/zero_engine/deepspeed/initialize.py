@@ -125,7 +125,17 @@ def initialize(
     info = f"DeepSpeed info: version={VERSION}, git-hash=zero-engine, git-branch=zero-engine"
     log_dist(info, ranks=[0])
     choose_device(_option(args, "device_rank"))
-    settings = read(_find_config(args, config if config is not None else config_params))
+    source = config if config is not None else config_params
+    from_args = _option(args, "deepspeed_config") or _option(args, "deepscale_config")
+    if from_args is not None and source is not None:
+        raise ValueError(
+            "a configuration was given to initialize() and another one as args.deepspeed_config "
+            f"({from_args!r}): give one"
+        )
+    found = source if source is not None else from_args
+    if found is None:
+        raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
+    settings = read(found)
     apply(settings)
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -213,19 +223,6 @@ def _name_optimizer(engine: DeepSpeedEngine) -> None:
             is_torch=bool(named.params.get("torch_adam")),
             is_offloaded=zero.offload_optimizer.device != "none",
         )
-
-
-def _find_config(args: Any, given: Any) -> Any:
-    from_args = _option(args, "deepspeed_config") or _option(args, "deepscale_config")
-    if from_args is not None and given is not None:
-        raise ValueError(
-            "a configuration was given to initialize() and another one as args.deepspeed_config "
-            f"({from_args!r}): give one"
-        )
-    found = given if given is not None else from_args
-    if found is None:
-        raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
-    return found
 
 
 def _option(args: Any, name: str) -> Any:

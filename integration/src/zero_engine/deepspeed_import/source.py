@@ -134,6 +134,10 @@ def make_source(
         if not isinstance(given.get("type"), str) or not isinstance(arguments, Mapping):
             raise CheckpointCorruptError("the saved configuration's optimizer has no type")
         named = given["type"], arguments
+    buffers: dict[str, Tensor] = {}
+    for name in model["buffer_names"]:
+        value = model["module"][name]
+        buffers[name] = flat(value, f"buffer {name}").view(value.shape)
     counts = {}
     for key in ("global_steps", "skipped_steps", "global_samples"):
         counts[key] = int(model.get(key, 0))
@@ -141,7 +145,7 @@ def make_source(
             raise CheckpointCorruptError(f"the checkpoint has {key} = {counts[key]}")
     return Source(
         params=params,
-        buffers=buffers_of(model),
+        buffers=buffers,
         groups=hyperparameters(groups),
         loss_scale=loss_scale,
         schedule=model.get("lr_scheduler"),
@@ -168,15 +172,6 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     """Return the groups' hyperparameters, without parameters and choices of a kernel."""
     kept = [{k: v for k, v in g.items() if k not in _NOT_HYPERPARAMETERS} for g in groups]
     return [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in kept]
-
-
-def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the persistent buffers of a file of model states."""
-    found: dict[str, Tensor] = {}
-    for name in model["buffer_names"]:
-        value = model["module"][name]
-        found[name] = flat(value, f"buffer {name}").view(value.shape)
-    return found
 
 
 def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -119,6 +119,7 @@ def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Caus
     failures = found.run.failures
     if failures:
         sentence, state = f"{_upper(failures[0])}. {sentence}", "poor"
+    samples = sum(rank.samples for rank in found.ranks)
     skipped = f", {found.num_skipped} skipped" if found.num_skipped else ""
     run, num_recorded = found.run.run, len(found.ranks)
     recorded = f" ({num_recorded} recorded)" if num_recorded < run.world_size else ""
@@ -126,7 +127,7 @@ def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Caus
     ranks = f"{run.world_size}{recorded}" + (f" on {nodes} nodes" if nodes > 1 else "")
     facts = [
         Fact("a step", show_s(found.seconds)),
-        Fact("samples a second", f"{found.samples_per_s:.4g}"),
+        Fact("samples a second", f"{samples / max(found.seconds, 1e-9):.4g}"),
         Fact("peak memory of a rank", format_bytes(peak)),
         Fact("of the bound", "not measured" if share is None else f"{share:.0%}"),
         Fact("steps", f"{found.num_all}{skipped}"),

@@ -357,7 +357,7 @@ def _link(found: Measured) -> Iterator[Cause]:
 
 
 def _small_batch(found: Measured) -> Iterator[Cause]:
-    rank, run = found.first, found.run.run
+    rank, run = found.ranks[0], found.run.run
     micro = int(run.config["train_micro_batch_size_per_gpu"])
     factor = rank.micro_steps
     if factor < 2 or micro > _SMALL:

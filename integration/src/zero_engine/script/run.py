@@ -81,7 +81,11 @@ def run_program(arguments: Sequence[str]) -> int:
             ranks = variables["WORLD_SIZE"]
             print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
     if is_under_launcher() or is_launcher:
-        _refuse_options(parsed, given)
+        if given:  # nothing is started that they could be passed on to
+            raise ConfigError(
+                f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process "
+                f"is a rank already, or {parsed.training_script} starts them; give the option there"
+            )
         if is_launcher and _name(parsed) == SERVED:
             return run_program(with_host_file(parsed.training_script_args))
         if not is_launcher:
@@ -201,15 +205,6 @@ def _refuse_sharded_ddp(parsed: Namespace) -> None:
         raise ConfigError(f"{SHARDED_DDP} {INSTEAD}")
 
 
-def _refuse_options(parsed: Namespace, given: list[str]) -> None:
-    """Options would have no effect: nothing is started that they could be passed on to."""
-    if given:
-        raise ConfigError(
-            f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process is a "
-            f"rank already, or {parsed.training_script} starts them; give the option there"
-        )
-
-
 def _become(parsed: Namespace) -> None:
     program = parsed.training_script
     if parsed.module:
@@ -219,22 +214,18 @@ def _become(parsed: Namespace) -> None:
     elif program.endswith(".sh"):
         command = ["bash", program]
     elif Path(program).name in LAUNCHERS and not Path(program).is_file():
-        own = [] if program in SHELLS else [sys.executable]
-        command = [*own, _executable(program)]
+        beside = Path(sys.executable).parent / program
+        found = str(beside) if beside.is_file() else shutil.which(program)
+        if found is None:
+            raise ConfigError(
+                f"there is no program {program!r} in this environment; is it installed?"
+            )
+        command = [found] if program in SHELLS else [sys.executable, found]
     else:
         command = [sys.executable, program]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command[0], [*command, *parsed.training_script_args])
-
-
-def _executable(program: str) -> str:
-    """Return the path of the launcher, beside this interpreter or on PATH."""
-    beside = Path(sys.executable).parent / program
-    found = str(beside) if beside.is_file() else shutil.which(program)
-    if found is None:
-        raise ConfigError(f"there is no program {program!r} in this environment; is it installed?")
-    return found
 
 
 def _set_defaults(variables: dict[str, str]) -> None:

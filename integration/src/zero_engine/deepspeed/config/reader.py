@@ -19,7 +19,7 @@ from zero_core.config import Config
 from zero_core.config.blocks import block_of
 from zero_core.config.schema import as_typed, explain, shown
 from zero_core.errors import ConfigError
-from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused
+from zero_engine.deepspeed.config.keys import FLAGS, HONOURED, REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config.names import (
     as_bool,
     core_config,
@@ -80,7 +80,7 @@ def read(config: Source) -> Settings:
         elif unknown:
             text = f"no collective of the engine's, which are {', '.join(COLLECTIVES)}"
             sorter.tell("comms_logger.prof_ops", unknown, text)
-    flags = {path.rpartition(".")[2]: own[path] for path in _FLAGS if path in own}
+    flags = {path.rpartition(".")[2]: own[path] for path in FLAGS if path in own}
     if not flags.get("managed_gradient_accumulation", True):
         keep_updates_to_steps(core)
     flags["wall_clock_breakdown"] = flags.get("wall_clock_breakdown", False) or flops.enabled
@@ -153,7 +153,7 @@ class _Sorter:
 
     def _dispose(self, path: str, value: Any) -> bool:
         if path in HONOURED:
-            if path in _BOOLEANS:
+            if path in FLAGS or path == "zero_allow_untested_optimizer":
                 value = as_bool(path, value)
             elif path in _CHOICES and str(value).upper() not in _CHOICES[path]:
                 expected = ", ".join(_CHOICES[path])
@@ -175,20 +175,6 @@ class _Sorter:
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
         hint = f": did you mean {close[0]!r}?" if close else ""
         self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
-
-
-_FLAGS = frozenset(
-    {
-        "activation_checkpointing.cpu_checkpointing",
-        "dataloader_drop_last",
-        "disable_python_gc",
-        "dump_state",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "wall_clock_breakdown",
-    }
-)
-_BOOLEANS = _FLAGS | {"zero_allow_untested_optimizer"}
 
 
 def _mapping(path: str, value: Any) -> Mapping[str, Any]:
