@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +162,8 @@ def time_copies(watch: Stopwatch) -> None:
     for nbytes in (2**12, 2**20, 2**26):
         there = torch.zeros(nbytes, dtype=torch.uint8, device=watch.device)
         here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-
-        def down(here: Tensor = here, there: Tensor = there) -> None:
-            here.copy_(there, non_blocking=True)
-
-        def up(here: Tensor = here, there: Tensor = there) -> None:
-            there.copy_(here, non_blocking=True)
-
-        to_host.append((nbytes, down))
-        to_device.append((nbytes, up))
+        to_host.append((nbytes, partial(here.copy_, there, non_blocking=True)))
+        to_device.append((nbytes, partial(there.copy_, here, non_blocking=True)))
     watch.curve("copy.to_host", to_host)
     watch.curve("copy.to_device", to_device)
 

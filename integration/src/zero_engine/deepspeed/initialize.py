@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ from zero_core.core import access
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import check_served, make_optimizer
 from zero_core.optim.muon import tag_matrices
-from zero_engine.deepspeed.config.announce import announce, apply
+from zero_engine.deepspeed.config.announce import apply, describe
 from zero_engine.deepspeed.config.names import keep_bf16_moments
 from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.settings import Settings
@@ -173,7 +174,8 @@ def initialize(
             serve_saved(core)
             # as DeepSpeed's: OpenRLHF reads the names on rank 0
             core.allow_empty_entries(EMPTY_ENTRIES)
-        announce(settings, core.config, rank=core.rank, world_size=core.world_size)
+        if core.rank == 0:
+            print(describe(settings, core.config, core.world_size), file=sys.stderr, flush=True)
         engine = DeepSpeedEngine(
             core,
             settings,

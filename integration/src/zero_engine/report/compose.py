@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_core.config import load_config
 from zero_core.config.rules import find_unneeded
 from zero_core.errors import ConfigError
-from zero_core.plan.result import format_bytes
+from zero_core.plan.result import Plan, format_bytes
 from zero_engine.report import charts
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure
@@ -28,7 +28,7 @@ from zero_engine.report.page import (
     Text,
     Verdict,
 )
-from zero_engine.report.planned import Planned, plan_of, planned_memory, sent_and_planned
+from zero_engine.report.planned import plan_of, planned_memory, sent_and_planned
 from zero_engine.report.run import Run
 
 _MAX_ROWS = 50
@@ -40,13 +40,29 @@ def compose(run: Run, memory_limit: int | None) -> Page:
     """Return the page about a run."""
     found = measure(run)
     verdict, causes = judge(found, memory_limit)
-    planned = plan_of(run, memory_limit or memory_of(found))
+    plan, note = plan_of(run, memory_limit or memory_of(found))
+    moves = [
+        Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
+        for c in causes[:_NUM_MOVES]
+    ]
+    none = Text("No move: the run's times predict no gain that is worth a change.")
+    sections = [
+        Section("Memory", list(_memory(found, plan, note))),
+        Section("One step", list(_step(found))),
+        Section("Bytes sent", list(sent_and_planned(found, plan))),
+        Section("Training", list(_training(found))),
+        Section("Ranks side by side", list(_side_by_side(found))),
+        Section("Checkpoints, failures, resumes", list(_events(found))),
+        Section("Configuration", list(_configuration(found))),
+        Section("Next moves", [Moves(moves) if moves else none]),
+        Section("Environment", list(_environment(found))),
+    ]
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     records = f"{_count(found.num_all, 'step')} on {_count(len(found.ranks), 'rank')}"
     return Page(
         f"{run.folder}: report",
         verdict,
-        list(_sections(found, planned, causes)),
+        sections,
         f"Made {made} by zero-engine report from the records of {records}.",
     )
 
@@ -147,24 +163,7 @@ def _upper(text: str) -> str:
 # -------------------------------------------------------------------- sections
 
 
-def _sections(found: Measured, planned: Planned, causes: Sequence[Cause]) -> Iterator[Section]:
-    yield Section("Memory", list(_memory(found, planned)))
-    yield Section("One step", list(_step(found)))
-    yield Section("Bytes sent", list(sent_and_planned(found, planned.plan)))
-    yield Section("Training", list(_training(found)))
-    yield Section("Ranks side by side", list(_side_by_side(found)))
-    yield Section("Checkpoints, failures, resumes", list(_events(found)))
-    yield Section("Configuration", list(_configuration(found)))
-    moves = [
-        Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
-        for c in causes[:_NUM_MOVES]
-    ]
-    none = Text("No move: the run's times predict no gain that is worth a change.")
-    yield Section("Next moves", [Moves(moves) if moves else none])
-    yield Section("Environment", list(_environment(found)))
-
-
-def _memory(found: Measured, planned: Planned) -> Iterator[Block]:
+def _memory(found: Measured, plan: Plan | None, note: str) -> Iterator[Block]:
     transient, moment = transient_bytes(found)
     if transient:
         yield Text(
@@ -173,7 +172,7 @@ def _memory(found: Measured, planned: Planned) -> Iterator[Block]:
         )
     for spec in charts.memory_over_step(found.run.ranks):
         yield Chart(spec)
-    yield from planned_memory(kept_bytes(found.run.ranks[0]), planned)
+    yield from planned_memory(kept_bytes(found.run.ranks[0]), plan, note)
     yield Table(
         ["rank", "after a step", "most"],
         [
