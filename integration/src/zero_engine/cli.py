@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 import zero_engine
-from zero_engine.presets import EXAMPLES, example_text
+from zero_engine.presets import EXAMPLES
 from zero_engine.train.options import RunSettings, Start, flag_of
 
 app = typer.Typer(
@@ -430,7 +430,7 @@ def config(
     if example is not None:
         if example not in EXAMPLES:
             raise typer.BadParameter(f"--example {example}: choose {', '.join(EXAMPLES)}")
-        text = example_text(example)
+        text = json.dumps(EXAMPLES[example], indent=2) + "\n"
     elif schema:
         from zero_core.config.json_schema import SCHEMA_FILE
 

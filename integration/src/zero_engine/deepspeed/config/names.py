@@ -85,26 +85,23 @@ def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         tell(_ZERO, zero, f"an old form: {_ZERO}.stage = {int(zero)}")
         new[_ZERO] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
-        new[_ZERO] = _modern_zero(dict(zero), tell)
+        zero = new[_ZERO] = dict(zero)
+        for old, name in _RENAMED.items():
+            if old in zero:
+                _rename(zero, old, name, tell, f"{_ZERO}.")
+        pins = zero.pop("cpu_offload_use_pin_memory", None)
+        for old, name in _OFFLOAD.items():
+            if old in zero:
+                _offload(zero, old, name, pins, tell)
+        if pins is not None:
+            text = "an old key: pin_memory of the offload"
+            tell(f"{_ZERO}.cpu_offload_use_pin_memory", pins, text)
+        if zero.get("zero_hpz_partition_size") == 0:
+            zero["zero_hpz_partition_size"] = 1  # DeepSpeed's other way to say that there are none
     for key in ("communication_data_type", "gradient_allreduce_op"):
         if isinstance(new.get(key), str):
             new[key] = new[key].lower()
     return new
-
-
-def _modern_zero(zero: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    for old, name in _RENAMED.items():
-        if old in zero:
-            _rename(zero, old, name, tell, f"{_ZERO}.")
-    pins = zero.pop("cpu_offload_use_pin_memory", None)
-    for old, name in _OFFLOAD.items():
-        if old in zero:
-            _offload(zero, old, name, pins, tell)
-    if pins is not None:
-        tell(f"{_ZERO}.cpu_offload_use_pin_memory", pins, "an old key: pin_memory of the offload")
-    if zero.get("zero_hpz_partition_size") == 0:
-        zero["zero_hpz_partition_size"] = 1  # DeepSpeed's other way to say that there are none
-    return zero
 
 
 def as_bool(path: str, value: Any) -> bool:

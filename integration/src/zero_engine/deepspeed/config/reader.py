@@ -136,20 +136,18 @@ class _Sorter:
             elif self._dispose(key, value):
                 continue
             elif key in _BLOCKS:
-                self._sort_block(key, _mapping(key, value))
+                items = _mapping(key, value).items()
+                left = {k: v for k, v in items if not self._dispose(f"{key}.{k}", v)}
+                if key in _SHARED:
+                    self.core[key] = left
+                    continue
+                for name, inner in left.items():
+                    self._unknown(f"{key}.{name}", inner)
             elif key in Config.model_fields:
                 is_block = block_of(Config.model_fields[key]) is not None
                 self.core[key] = _mapping(key, value) if is_block else value
             else:
                 self._unknown(key, value)
-
-    def _sort_block(self, block: str, keys: Mapping[str, Any]) -> None:
-        left = {k: v for k, v in keys.items() if not self._dispose(f"{block}.{k}", v)}
-        if block in _SHARED:
-            self.core[block] = left
-            return
-        for key, value in left.items():
-            self._unknown(f"{block}.{key}", value)
 
     def _dispose(self, path: str, value: Any) -> bool:
         if path in HONOURED:
