@@ -187,9 +187,9 @@ def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
 
 
 def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
-    """Return the first name of each weight by ``id``, which tied ones are stored under.
+    """Return first names of weights by ``id``, and ids of those that adapted modules change.
 
-    And the ids of those whose values an adapted module changes.
+    A tied weight is stored under its first name.
     """
     first: dict[int, str] = {}
     adapted: dict[int, _Part] = {}
