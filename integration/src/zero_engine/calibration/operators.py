@@ -45,7 +45,13 @@ def time_operators(watch: Stopwatch) -> None:
                     tables.setdefault(str(func), []).append((func, args))
             for calls in tables.values():
                 _time_calls(watch, calls)
-            _time_attention(watch, make)
+            for name in (ATTENTION, ATTENTION_BACKWARD):
+                points: Points = []
+                for length in LENGTHS:
+                    is_backward = name == ATTENTION_BACKWARD
+                    call, amount, kind = _attention(make, length, is_backward=is_backward)
+                    points.append((amount, watch.seconds(call)))
+                watch.curves[f"{name}.{kind}"] = rising(points)
 
 
 def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
@@ -89,15 +95,6 @@ def _fit(rows: Tensor) -> Tensor:
             break
         used.pop(int(solved.mul(size).argmin()))
     return found
-
-
-def _time_attention(watch: Stopwatch, make: _Make) -> None:
-    for name in (ATTENTION, ATTENTION_BACKWARD):
-        points: Points = []
-        for length in LENGTHS:
-            call, amount, dtype = _attention(make, length, is_backward=name == ATTENTION_BACKWARD)
-            points.append((amount, watch.seconds(call)))
-        watch.curves[f"{name}.{dtype}"] = rising(points)
 
 
 def _attention(

@@ -89,8 +89,17 @@ def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str,
     if zero.get("zero_hpz_partition_size") == _AUTO:
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
         zero["zero_hpz_partition_size"] = of_node if of_node < args.world_size else 1
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    decided = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": micro * steps * args.world_size,
+        "gradient_clipping": float(args.max_grad_norm or 0.0),
+        "bf16.enabled": bool(args.bf16),
+        "fp16.enabled": bool(args.fp16),
+    }
     differences: list[str] = []
-    for path, value in _decided(args).items():
+    for path, value in decided.items():
         _fill(filled, path, value, differences)
     if "optimizer" in filled:
         params = dict(filled["optimizer"].get("params", {}))
@@ -123,18 +132,6 @@ def fill_schedule(
         "total_num_steps": num_steps,
     }
     return {k: known.get(k, v) if v == _AUTO else v for k, v in params.items()}
-
-
-def _decided(args: TrainingArguments) -> dict[str, Any]:
-    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    return {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-        "train_batch_size": micro * steps * args.world_size,
-        "gradient_clipping": float(args.max_grad_norm or 0.0),
-        "bf16.enabled": bool(args.bf16),
-        "fp16.enabled": bool(args.fp16),
-    }
 
 
 def _fill(
