@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 import zero_engine
-from zero_engine.presets import EXAMPLES, example_text
+from zero_engine.presets import EXAMPLES
 from zero_engine.train.options import RunSettings, Start, flag_of
 
 app = typer.Typer(
@@ -283,7 +283,7 @@ def report(
     as_json: _Json = False,
 ) -> None:
     """Write an HTML page about a recorded run: what limits it, and what to change."""
-    from zero_engine.report.command import run_report
+    from zero_engine.report import run_report
 
     sys.exit(run_report(run, output, memory, as_json=as_json))
 
@@ -430,7 +430,7 @@ def config(
     if example is not None:
         if example not in EXAMPLES:
             raise typer.BadParameter(f"--example {example}: choose {', '.join(EXAMPLES)}")
-        text = example_text(example)
+        text = json.dumps(EXAMPLES[example], indent=2) + "\n"
     elif schema:
         from zero_core.config.json_schema import SCHEMA_FILE
 

@@ -19,11 +19,7 @@ from zero_core.record.environment import read_text
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Return the bytes of "24GB" (decimal), "24GiB" (binary) or a plain number.
-
-    Raises:
-        ConfigError: ``text``, the value of ``name``, is no size, or not positive.
-    """
+    """Return the bytes of "24GB" (decimal), "24GiB" (binary) or a plain number."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if match is not None:
         number, unit, binary = match.groups()

@@ -35,41 +35,6 @@ _LARGEST = {"layers": 10_000, "width": 2**20, "heads": 2**20, "vocab": 2**31, "t
 """Options of the GPT-2, all at least 1, and the largest number that each may be."""
 
 
-def read_model(path: str | None, tokens: int | None, sizes: Mapping[str, int]) -> Any:
-    """Return the Hugging Face configuration of MODEL, or a GPT-2's of the given sizes.
-
-    Args:
-        path: a ``config.json``, or the folder that holds it.
-        tokens: ``--seq-length``, per sample.
-        sizes: ``--layers``, ``--width``, ``--heads`` and ``--vocab``, where there is no path.
-
-    Raises:
-        ConfigError: a size is out of range, or the file cannot be read or holds no configuration.
-    """
-    given = sizes if path is None else {}
-    for name, value in (given if tokens is None else {**given, "tokens": tokens}).items():
-        if not 1 <= value <= _LARGEST[name]:
-            option = "seq-length" if name == "tokens" else name
-            raise ConfigError(f"--{option} {value}: must be from 1 to {_LARGEST[name]}")
-    if path is None:
-        if sizes["width"] % sizes["heads"]:
-            raise ConfigError(
-                f"--width {sizes['width']} must be a multiple of --heads {sizes['heads']}"
-            )
-        return GPT2Config(
-            n_layer=sizes["layers"],
-            n_embd=sizes["width"],
-            n_head=sizes["heads"],
-            vocab_size=sizes["vocab"],
-            n_positions=max(1024, tokens or 0),
-        )
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    content = parse_json(read_config_text(file, "MODEL"), f"MODEL {path}")
-    if not isinstance(content.get("model_type"), str):
-        raise ConfigError(f"MODEL {path}: expected a Hugging Face config.json with 'model_type'")
-    return content
-
-
 @dataclass(frozen=True)
 class PlanRequest:
     """Options of ``zero-engine plan``.
@@ -77,8 +42,10 @@ class PlanRequest:
     The command's help says what each of them is.
 
     Attributes:
-        sizes, tokens: see `read_model`. With tokens, a micro-batch is traced. None with kept rates
-            is `USUAL_TOKENS`.
+        model: a ``config.json``, or the folder that holds it.
+        sizes: ``--layers``, ``--width``, ``--heads`` and ``--vocab``, where there is no model.
+        tokens: ``--seq-length``, for which a micro-batch is traced. None with kept rates is
+            `USUAL_TOKENS`.
         device_memory, host_memory: as `parse_bytes` reads them.
         rates: file of a calibration; None: the kept one, if it fits this machine.
         fit: where the best choice's configuration goes.
@@ -170,11 +137,7 @@ class PlanRequest:
         return found | {key: number for key, (_, number) in given.items() if number is not None}
 
     def write_fit(self, plan: TimedPlan) -> None:
-        """Write the best choice's configuration, if it is asked for and anything fits.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write the best choice's configuration, if it is asked for and anything fits."""
         if self.fit is None or plan.best is None:
             return
         settings = engine_config(RunSettings(config=self.config))
@@ -221,7 +184,32 @@ class PlanRequest:
 
     @cached_property
     def _model(self) -> Any:
-        return read_model(self.model, self.tokens, self.sizes)
+        """The Hugging Face configuration of MODEL, or a GPT-2's of the given sizes."""
+        path, tokens, sizes = self.model, self.tokens, self.sizes
+        given = sizes if path is None else {}
+        for name, value in (given if tokens is None else {**given, "tokens": tokens}).items():
+            if not 1 <= value <= _LARGEST[name]:
+                option = "seq-length" if name == "tokens" else name
+                raise ConfigError(f"--{option} {value}: must be from 1 to {_LARGEST[name]}")
+        if path is None:
+            if sizes["width"] % sizes["heads"]:
+                raise ConfigError(
+                    f"--width {sizes['width']} must be a multiple of --heads {sizes['heads']}"
+                )
+            return GPT2Config(
+                n_layer=sizes["layers"],
+                n_embd=sizes["width"],
+                n_head=sizes["heads"],
+                vocab_size=sizes["vocab"],
+                n_positions=max(1024, tokens or 0),
+            )
+        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        content = parse_json(read_config_text(file, "MODEL"), f"MODEL {path}")
+        if not isinstance(content.get("model_type"), str):
+            raise ConfigError(
+                f"MODEL {path}: expected a Hugging Face config.json with 'model_type'"
+            )
+        return content
 
     @cached_property
     def _traced_tokens(self) -> int | None:
@@ -249,11 +237,7 @@ def show_plan(plan: TimedPlan, console: Console) -> None:
 
 
 def write_plan(plan: TimedPlan, json_path: str | None, png_path: str | None) -> None:
-    """Write the plan to the files that were named.
-
-    Raises:
-        ConfigError: one of them cannot be written.
-    """
+    """Write the plan to the files that were named."""
     try:
         if json_path is not None:
             Path(json_path).write_text(plan.to_json() + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,8 +45,3 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     }.items()
 }
 """Whole configurations by name, to save and change: a preset, in bf16 with AdamW."""
-
-
-def example_text(name: str) -> str:
-    """Return the JSON of the example of this ``name``."""
-    return json.dumps(EXAMPLES[name], indent=2) + "\n"

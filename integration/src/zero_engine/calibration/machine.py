@@ -123,11 +123,7 @@ def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
 
 
 def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
-    """Wait until all processes have ended well, or one has failed, and return its place.
-
-    Raises:
-        TimeoutError: after ``limit_s`` seconds neither is so.
-    """
+    """Wait until all processes have ended well, or one has failed, and return its place."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         codes = [process.poll() for process in started]

@@ -39,9 +39,19 @@ def time_operators(watch: Stopwatch) -> None:
 
         with torch.no_grad():
             _time_products(watch, make, str(dtype).removeprefix("torch."))
-            for calls in _by_kind(make):
+            tables: dict[str, list[_Call]] = {}  # of each operator, by rising size
+            for rows, width in ROWS:
+                for func, args in _calls(make, rows, width):
+                    tables.setdefault(str(func), []).append((func, args))
+            for calls in tables.values():
                 _time_calls(watch, calls)
-            _time_attention(watch, make)
+            for name in (ATTENTION, ATTENTION_BACKWARD):
+                points: Points = []
+                for length in LENGTHS:
+                    is_backward = name == ATTENTION_BACKWARD
+                    call, amount, kind = _attention(make, length, is_backward=is_backward)
+                    points.append((amount, watch.seconds(call)))
+                watch.curves[f"{name}.{kind}"] = rising(points)
 
 
 def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
@@ -85,15 +95,6 @@ def _fit(rows: Tensor) -> Tensor:
             break
         used.pop(int(solved.mul(size).argmin()))
     return found
-
-
-def _time_attention(watch: Stopwatch, make: _Make) -> None:
-    for name in (ATTENTION, ATTENTION_BACKWARD):
-        points: Points = []
-        for length in LENGTHS:
-            call, amount, dtype = _attention(make, length, is_backward=name == ATTENTION_BACKWARD)
-            points.append((amount, watch.seconds(call)))
-        watch.curves[f"{name}.{dtype}"] = rising(points)
 
 
 def _attention(
@@ -140,15 +141,6 @@ def _time_calls(watch: Stopwatch, calls: Sequence[_Call]) -> None:
     if operator.kind == "add":
         name = f"memory.{operator.dtype}"
         watch.curves[name] = watch.curves[f"add.{operator.dtype}"]
-
-
-def _by_kind(make: _Make) -> Iterator[list[_Call]]:
-    """Yield the calls of each operator, by rising size."""
-    tables: dict[str, list[_Call]] = {}
-    for rows, width in ROWS:
-        for func, args in _calls(make, rows, width):
-            tables.setdefault(str(func), []).append((func, args))
-    yield from tables.values()
 
 
 def _calls(make: _Make, rows: int, width: int) -> Iterator[_Call]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +106,7 @@ def time_exchanges(watch: Stopwatch) -> None:
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, per_node, shared, Meter())
     way = "within" if per_node == ranks.size else "between"
-    gathered: Points = []
-    reduced: Points = []
-    busy: dict[str, Points] = {"gather": [], "reduce": []}
+    found: defaultdict[str, Points] = defaultdict(list)
     for nbytes in exchanged(ranks.size, is_host=watch.device.type == "cpu"):
         numel = nbytes // 4
         zeros = transport.zeros
@@ -129,17 +129,15 @@ def time_exchanges(watch: Stopwatch) -> None:
                 work.acknowledge().wait()
 
         sent = nbytes * (ranks.size - 1)
-        for name, call, points in (("gather", gather, gathered), ("reduce", reduce, reduced)):
+        for name, call in (("gather", gather), ("reduce", reduce)):
             cpu_at, started_at = time.process_time(), time.perf_counter()
-            points.append((sent, watch.seconds(call, is_together=True)))
+            seconds = watch.seconds(call, is_together=True)
             passed = time.perf_counter() - started_at
             share = (time.process_time() - cpu_at) / passed
-            busy[name].append((sent, points[-1][1] * share))
-    watch.curves[f"gather.{way}"] = rising(gathered)
-    watch.curves[f"reduce.{way}"] = rising(reduced)
-    if way == "between":
-        for name, points in busy.items():
-            watch.curves[f"{name}.between.cpu"] = rising(points)
+            found[f"{name}.{way}"].append((sent, seconds))
+            if way == "between":
+                found[f"{name}.between.cpu"].append((sent, seconds * share))
+    watch.curves |= {name: rising(points) for name, points in found.items()}
     small = torch.zeros(512, dtype=torch.float64, device=watch.device)
     seconds = watch.seconds(lambda: control.sum(small), is_together=True)
     watch.curves[f"agree.{way}"] = [(1.0, seconds), (1e9, seconds)]
@@ -164,15 +162,8 @@ def time_copies(watch: Stopwatch) -> None:
     for nbytes in (2**12, 2**20, 2**26):
         there = torch.zeros(nbytes, dtype=torch.uint8, device=watch.device)
         here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-
-        def down(here: Tensor = here, there: Tensor = there) -> None:
-            here.copy_(there, non_blocking=True)
-
-        def up(here: Tensor = here, there: Tensor = there) -> None:
-            there.copy_(here, non_blocking=True)
-
-        to_host.append((nbytes, down))
-        to_device.append((nbytes, up))
+        to_host.append((nbytes, partial(here.copy_, there, non_blocking=True)))
+        to_device.append((nbytes, partial(there.copy_, here, non_blocking=True)))
     watch.curve("copy.to_host", to_host)
     watch.curve("copy.to_device", to_device)
 

@@ -68,11 +68,7 @@ def write_stand_ins(place: Path, *, rank: int, stage: int, is_bf16: bool) -> Non
 
 
 def refuse_foreign(directory: str | Path, tag: object = None) -> None:
-    """Raise if ``directory`` holds a checkpoint that DeepSpeed wrote, under ``tag`` or the newest.
-
-    Raises:
-        CheckpointError: it does, or is a URL.
-    """
+    """Refuse a checkpoint in ``directory``, ``tag`` or the newest, that DeepSpeed wrote."""
     folder = local_path(directory, "a checkpoint of DeepSpeed's names")
     if tag is None:
         tag = read_latest(folder)

@@ -51,13 +51,21 @@ def init_distributed(
     end_with_launcher()
     if is_started:
         return
-    backend = dist_backend or default_backend()
+    backend = dist_backend or "gloo"
+    if not dist_backend and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
+        backend = dist.get_default_backend_for_device(device)
     if "gloo" in backend:
         # The first torch optimizer imports it. Imported while a group exists, it keeps the group
         # alive past destroy_process_group (torch 2.13): see _leave.
         importlib.import_module("torch._dynamo")
-    limit = timeout or _environments_timeout()
-    options: dict[str, Any] = {} if limit is None else {"timeout": limit}
+    options: dict[str, Any] = {"timeout": timeout} if timeout else {}
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if not timeout and minutes is not None:
+        if not minutes.isdecimal() or int(minutes) < 1:
+            raise ConfigError(f"DEEPSPEED_TIMEOUT = {minutes!r}: expected minutes, 1 or more")
+        options = {"timeout": timedelta(minutes=int(minutes))}
     atexit.register(_leave)
     if "RANK" not in os.environ and rank < 0:
         store = torch._C._distributed_c10d.HashStore()
@@ -82,15 +90,6 @@ def choose_device(index: int | None = None) -> None:
         torch.accelerator.set_device_index(index)
 
 
-def _environments_timeout() -> timedelta | None:
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    if minutes is None:
-        return None
-    if not minutes.isdecimal() or int(minutes) < 1:
-        raise ConfigError(f"DEEPSPEED_TIMEOUT = {minutes!r}: expected minutes, 1 or more")
-    return timedelta(minutes=int(minutes))
-
-
 def _leave() -> None:
     """Leave the process group at the process's end if the script hasn't.
 
@@ -100,12 +99,3 @@ def _leave() -> None:
     if dist.is_initialized() and dist.get_backend() == "gloo":
         gc.collect()  # an engine in a cycle still holds the group
         dist.destroy_process_group()
-
-
-def default_backend() -> str:
-    """Return the backend of the accelerator that is there, gloo on the CPU."""
-    if not torch.accelerator.is_available():
-        return "gloo"
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    return dist.get_default_backend_for_device(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ from zero_core.core import access
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import check_served, make_optimizer
 from zero_core.optim.muon import tag_matrices
-from zero_engine.deepspeed.config.announce import announce, apply
+from zero_engine.deepspeed.config.announce import apply, describe
 from zero_engine.deepspeed.config.names import keep_bf16_moments
 from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.settings import Settings
@@ -125,13 +126,28 @@ def initialize(
     info = f"DeepSpeed info: version={VERSION}, git-hash=zero-engine, git-branch=zero-engine"
     log_dist(info, ranks=[0])
     choose_device(_option(args, "device_rank"))
-    settings = read(_find_config(args, config if config is not None else config_params))
+    source = config if config is not None else config_params
+    from_args = _option(args, "deepspeed_config") or _option(args, "deepscale_config")
+    if from_args is not None and source is not None:
+        raise ValueError(
+            "a configuration was given to initialize() and another one as args.deepspeed_config "
+            f"({from_args!r}): give one"
+        )
+    found = source if source is not None else from_args
+    if found is None:
+        raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
+    settings = read(found)
     apply(settings)
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
-    if given is not None:
-        _check_tested(settings, given)
+    # Where the key is missing, which means the same to DeepSpeed, the optimizer is served.
+    is_checked = settings.allows_untested_optimizer is False and settings.zero_stage > 0
+    if is_checked and given is not None and type(given).__name__ not in TESTED:
+        raise UntestedOptimizerError(
+            f"zero_allow_untested_optimizer is false, and {type(given).__name__} is none of those "
+            f"that DeepSpeed has tested ({', '.join(TESTED)}): set it to true, or leave it out"
+        )
     if isinstance(given, DeepSpeedCPUAdam) and not given.fp32_optimizer_states:
         keep_bf16_moments(settings.core)
     is_training = given is not None or "optimizer" in settings.core
@@ -158,7 +174,8 @@ def initialize(
             serve_saved(core)
             # as DeepSpeed's: OpenRLHF reads the names on rank 0
             core.allow_empty_entries(EMPTY_ENTRIES)
-        announce(settings, core.config, rank=core.rank, world_size=core.world_size)
+        if core.rank == 0:
+            print(describe(settings, core.config, core.world_size), file=sys.stderr, flush=True)
         engine = DeepSpeedEngine(
             core,
             settings,
@@ -210,19 +227,6 @@ def _name_optimizer(engine: DeepSpeedEngine) -> None:
         )
 
 
-def _find_config(args: Any, given: Any) -> Any:
-    from_args = _option(args, "deepspeed_config") or _option(args, "deepscale_config")
-    if from_args is not None and given is not None:
-        raise ValueError(
-            "a configuration was given to initialize() and another one as args.deepspeed_config "
-            f"({from_args!r}): give one"
-        )
-    found = given if given is not None else from_args
-    if found is None:
-        raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
-    return found
-
-
 def _option(args: Any, name: str) -> Any:
     # foreign: the script's parsed command line, which may be of any class.
     return getattr(args, name, None)
@@ -237,19 +241,6 @@ def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world
         tried = nn.Parameter(torch.empty(1, 1))  # Adagrad makes its state here: a small one
         tag_matrices([("weight", tried)])
         make_optimizer(resolved.optimizer, [tried])
-
-
-def _check_tested(settings: Settings, given: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that DeepSpeed calls untested, where the configuration forbids it.
-
-    Where the key is missing, which means the same to DeepSpeed, it is served.
-    """
-    is_allowed = settings.allows_untested_optimizer in (None, True)
-    if not is_allowed and settings.zero_stage > 0 and type(given).__name__ not in TESTED:
-        raise UntestedOptimizerError(
-            f"zero_allow_untested_optimizer is false, and {type(given).__name__} is none of those "
-            f"that DeepSpeed has tested ({', '.join(TESTED)}): set it to true, or leave it out"
-        )
 
 
 def _make_optimizer(

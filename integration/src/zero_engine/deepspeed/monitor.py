@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_engine.deepspeed.config.reader import read_monitors
-from zero_engine.monitoring.monitors import Monitor, sinks_of
+from zero_engine.monitoring.monitors import Monitor
 from zero_engine.monitoring.settings import (
     CometSettings,
     CsvSettings,
@@ -38,4 +38,4 @@ class MonitorMaster(Monitor):
 
     def __init__(self, monitor_config: MonitorSettings) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        super().__init__(sinks_of(monitor_config, rank=rank), enabled=monitor_config.enabled)
+        super().__init__(monitor_config, rank=rank)

@@ -74,11 +74,7 @@ def import_checkpoint(
 
 
 def _check_target(place: Path, target: Path) -> None:
-    """Refuse to write into the checkpoint that is read, or over anything.
-
-    Raises:
-        CheckpointError: the folders overlap, or ``target`` exists.
-    """
+    """Refuse to write into the checkpoint that is read, or over anything."""
     source, new = place.resolve(), target.resolve()
     if source.is_relative_to(new) or new.is_relative_to(source):
         raise CheckpointError(
@@ -103,11 +99,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _ask(request: dict[str, Any], directory: str | Path) -> dict[str, Any]:
-    """Start the process that reads, and return its answer.
-
-    Raises:
-        CheckpointError: it was ended, or gave no answer.
-    """
+    """Start the process that reads, and return its answer."""
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "zero_engine.deepspeed_import.child"],
         stdin=subprocess.PIPE,

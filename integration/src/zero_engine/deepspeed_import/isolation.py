@@ -50,10 +50,7 @@ def limit_memory(mapped_bytes: int) -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = min(pages * os.sysconf("SC_PAGE_SIZE") + mapped_bytes + _SPARE_BYTES, _MAX_LIMIT)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    _lower(resource.RLIMIT_AS, limit)
 
 
 def limit_processor_time(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None:
@@ -65,10 +62,13 @@ def limit_processor_time(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + 1 + spare_s
     seconds += read_bytes * _SECONDS_PER_GB // 10**9
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    if hard != resource.RLIM_INFINITY:
-        seconds = min(seconds, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+    _lower(resource.RLIMIT_CPU, seconds)
+
+
+def _lower(kind: int, limit: int) -> None:
+    """Set a soft limit, within the hard one."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def printable(text: str) -> str:

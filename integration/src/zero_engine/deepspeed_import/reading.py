@@ -31,11 +31,7 @@ _MALFORMED = (
 
 
 def find_place(directory: Path, tag: str | None) -> Path:
-    """Return the folder of checkpoint ``tag``, or of the newest one, or ``directory`` itself.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the folder of checkpoint ``tag``, or of the newest one, or ``directory`` itself."""
     if tag is None:
         if (directory / FOLDER / "optimizer_state.pt").is_file():
             return directory
@@ -58,12 +54,7 @@ def find_place(directory: Path, tag: str | None) -> Path:
 
 
 def read_source(place: Path, frozen: Sequence[str]) -> Source:
-    """Read the checkpoint in folder ``place``, whatever its form.
-
-    Raises:
-        CheckpointError: it is none, or has what is not imported.
-        CheckpointCorruptError: a file is not as DeepSpeed writes it.
-    """
+    """Read the checkpoint in folder ``place``, whatever its form."""
     for pattern, what in (
         ("layer_*expert*_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
         ("expp_rank_*_optim_states.pt", "mixtures of experts (DeepSpeed-MoE)"),

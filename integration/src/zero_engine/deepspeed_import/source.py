@@ -99,11 +99,7 @@ class Source:
     client_state: Mapping[str, Any]
 
     def check_extent(self, limit_bytes: int) -> None:
-        """Refuse a checkpoint that lists the same elements several times, to fill a disk.
-
-        Raises:
-            CheckpointCorruptError: parameters overlap, or all take more than ``limit_bytes``.
-        """
+        """Refuse a checkpoint that lists the same elements several times, to fill a disk."""
         params = [
             fragment
             for param in self.params
@@ -138,6 +134,10 @@ def make_source(
         if not isinstance(given.get("type"), str) or not isinstance(arguments, Mapping):
             raise CheckpointCorruptError("the saved configuration's optimizer has no type")
         named = given["type"], arguments
+    buffers: dict[str, Tensor] = {}
+    for name in model["buffer_names"]:
+        value = model["module"][name]
+        buffers[name] = flat(value, f"buffer {name}").view(value.shape)
     counts = {}
     for key in ("global_steps", "skipped_steps", "global_samples"):
         counts[key] = int(model.get(key, 0))
@@ -145,7 +145,7 @@ def make_source(
             raise CheckpointCorruptError(f"the checkpoint has {key} = {counts[key]}")
     return Source(
         params=params,
-        buffers=buffers_of(model),
+        buffers=buffers,
         groups=hyperparameters(groups),
         loss_scale=loss_scale,
         schedule=model.get("lr_scheduler"),
@@ -156,11 +156,7 @@ def make_source(
 
 
 def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], int]:
-    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps.
-
-    Raises:
-        CheckpointError: it is not of an Adam.
-    """
+    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps."""
     found = {k: v for k, v in state.items() if k != "step" and v is not None}
     strange = sorted(found.keys() - set(MOMENTS))
     if strange or (found and not set(MOMENTS[:2]) <= found.keys()):
@@ -176,15 +172,6 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     """Return the groups' hyperparameters, without parameters and choices of a kernel."""
     kept = [{k: v for k, v in g.items() if k not in _NOT_HYPERPARAMETERS} for g in groups]
     return [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in kept]
-
-
-def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the persistent buffers of a file of model states."""
-    found: dict[str, Tensor] = {}
-    for name in model["buffer_names"]:
-        value = model["module"][name]
-        found[name] = flat(value, f"buffer {name}").view(value.shape)
-    return found
 
 
 def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

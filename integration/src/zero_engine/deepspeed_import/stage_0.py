@@ -36,11 +36,7 @@ _States = dict[str, tuple[dict[str, Tensor], int]]
 
 
 def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:
-    """Read a checkpoint without ZeRO. ``frozen`` names parameters that were not trained.
-
-    Raises:
-        CheckpointError: the optimizer's states cannot be told apart: see [Note: names at stage 0].
-    """
+    """Read a checkpoint without ZeRO. ``frozen`` names parameters that were not trained."""
     model = load_file(place / "mp_rank_00_model_states.pt")
     saved = model["optimizer"]
     if saved is None:
@@ -167,11 +163,7 @@ def _by_flat_masters(
 
 
 def _only(where: str, names: Sequence[str]) -> str:
-    """Return the one parameter whose weights a master weight rounds to.
-
-    Raises:
-        CheckpointError: there is none, or several.
-    """
+    """Return the one parameter whose weights a master weight rounds to."""
     if not names:
         raise CheckpointError(f"{where} is of no parameter: {_MEANING}")
     if len(names) > 1:

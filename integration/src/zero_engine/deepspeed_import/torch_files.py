@@ -42,12 +42,7 @@ class Record:
 
 
 def load_file(path: Path) -> Any:
-    """Return the content of a file of ``torch.save``: see [Note: what a file may hold].
-
-    Raises:
-        CheckpointError: there is no such file, or it names something else.
-        CheckpointCorruptError: it is no regular file, of torch's old format, or damaged.
-    """
+    """Return the content of a file of ``torch.save``: see [Note: what a file may hold]."""
     if not os.path.lexists(path):
         raise CheckpointError(f"there is no file {path}: the checkpoint is not whole")
     if not stat.S_ISREG(path.lstat().st_mode):
@@ -69,7 +64,12 @@ def load_file(path: Path) -> Any:
                 "client_state, save the checkpoint again without it"
             )
         records = [(type(name, (Record,), {}), name) for name in named]
-        _check_records(path)
+        # Compare the records with their CRC-32: a mapped read does not.
+        with zipfile.ZipFile(path) as archive:
+            packed = [i for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED]
+            name = packed[0].filename if packed else archive.testzip()
+        if name is not None:
+            raise CheckpointCorruptError(f"{path} is damaged: {name} in it is not what was written")
         with safe_globals(records):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except CheckpointError:
@@ -79,19 +79,6 @@ def load_file(path: Path) -> Any:
     except Exception as error:  # whatever bytes of an attacker's make the unpickler raise
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise CheckpointCorruptError(f"{path} cannot be read: {reason}") from error
-
-
-def _check_records(path: Path) -> None:
-    """Compare the records with their CRC-32: a mapped read does not.
-
-    Raises:
-        CheckpointCorruptError: they differ, or a record is compressed, which torch.save's are not.
-    """
-    with zipfile.ZipFile(path) as archive:
-        packed = [i for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED]
-        name = packed[0].filename if packed else archive.testzip()
-    if name is not None:
-        raise CheckpointCorruptError(f"{path} is damaged: {name} in it is not what was written")
 
 
 def flat(value: Any, where: str) -> Tensor:

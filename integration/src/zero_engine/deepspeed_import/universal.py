@@ -33,12 +33,7 @@ _FILES = {MASTER: "fp32.pt", **{name: f"{name}.pt" for name in MOMENTS}}
 
 
 def read_universal(place: Path) -> Source:
-    """Read a universal checkpoint.
-
-    Raises:
-        CheckpointError: it has what is not imported.
-        CheckpointCorruptError: a file is missing or is not as DeepSpeed writes it.
-    """
+    """Read a universal checkpoint."""
     files = sorted(place.glob("zero_pp_rank_*_model_states.pt"))
     is_stage_3 = bool(files)
     files = in_rank_order(files) if is_stage_3 else [place / "mp_rank_00_model_states.pt"]

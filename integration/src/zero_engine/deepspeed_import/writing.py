@@ -39,9 +39,6 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
     The file ``latest`` names it, unless there is one that names another. One fragment of a
     parameter at a time is in memory. ``optimizer`` is the optimizer's class; None is the one that
     the saved configuration names.
-
-    Raises:
-        CheckpointError: a value cannot be kept, or there is no room.
     """
     check_tag(tag)
     # First, since it refuses what cannot be kept, and tensors take long to write.
@@ -56,7 +53,13 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
         files: dict[str, dict[str, Any]] = {}
         for name in states:
             _note(f"writing {name}")
-            files |= write_file(aside.folder, file_name(name, 0), _fragments(source, name))
+            found: dict[str, Sequence[Tensor]] = {}
+            for index, param in enumerate(source.params):
+                if param.states is not None:
+                    given = param.states.get(name)
+                    # Some were never updated.
+                    found[str(index)] = given or (torch.zeros(param.numel),)
+            files |= write_file(aside.folder, file_name(name, 0), found)
         _note("writing frozen parameters and buffers")
         frozen = {str(i): p.value for i, p in enumerate(source.params) if p.states is None}
         files |= write_file(aside.folder, file_name(VALUE, 0), frozen)
@@ -75,23 +78,10 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
     return directory / tag
 
 
-def _fragments(source: Source, name: str) -> dict[str, Sequence[Tensor]]:
-    """Return one state of the trained parameters by their segment. Some were never updated."""
-    found: dict[str, Sequence[Tensor]] = {}
-    for index, param in enumerate(source.params):
-        if param.states is not None:
-            given = param.states.get(name)
-            found[str(index)] = given or (torch.zeros(param.numel),)
-    return found
-
-
 def _optimizer_of(source: Source) -> str:
     """Return the class that the saved configuration names, as `zero_core` names it.
 
     A script that made the optimizer itself has left no name: AdamW is the most usual one.
-
-    Raises:
-        CheckpointError: it is no Adam.
     """
     if source.optimizer is None:
         _note(
@@ -111,18 +101,6 @@ def _optimizer_of(source: Source) -> str:
     return "Adam" if is_adam else "AdamW"
 
 
-def _client_state(source: Source) -> dict[str, Any]:
-    """Return the user's entries that JSON can keep, encoded."""
-    own = {"global_samples": source.global_samples}
-    kept: dict[str, Any] = {}
-    for name, value in {**source.client_state, OWN_STATE: own}.items():
-        try:
-            kept |= encode({name: value}, "client_state")
-        except CheckpointError as error:
-            _note(f"left out: {error}")
-    return kept
-
-
 def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str, Any]:
     """Return the manifest without the files."""
     progress = {
@@ -133,6 +111,14 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
         "param_groups": list(source.groups),
         "lr_scheduler": source.schedule,
     }
+    # Keep the user's entries that JSON can hold.
+    own = {"global_samples": source.global_samples}
+    kept: dict[str, Any] = {}
+    for name, value in {**source.client_state, OWN_STATE: own}.items():
+        try:
+            kept |= encode({name: value}, "client_state")
+        except CheckpointError as error:
+            _note(f"left out: {error}")
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -169,7 +155,7 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
         "whole_states": {},
         "python_rng": [random.Random(_SEED).getstate()],
         "progress": encode(progress, "progress"),
-        "client_state": _client_state(source),
+        "client_state": kept,
         "has_frozen": True,
     }
 

@@ -56,12 +56,7 @@ def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
 
 
 def in_rank_order(files: Sequence[Path]) -> list[Path]:
-    """Return one file per data-parallel rank, in their order.
-
-    Raises:
-        CheckpointError: a name is not DeepSpeed's, a rank is missing, or there are several
-            model-parallel ranks.
-    """
+    """Return one file per data-parallel rank, in their order."""
     by_rank: dict[int, Path] = {}
     for file in files:
         found = _RANK.search(file.name)
@@ -112,7 +107,16 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
             whole, step = split_states(kept, where)
             whole[MASTER] = flat(master, f"{where}: master weights")
             for name, address in state["param_slice_mappings"][group].items():
-                start, stop = _span(address, where)
+                if not isinstance(address, Record):
+                    raise CheckpointCorruptError(
+                        f"{where}: {type(address).__name__} is no address of a fragment"
+                    )
+                span = {
+                    **dict(zip(("numel", "start"), address.args, strict=False)),
+                    **vars(address),
+                }
+                start = int(span["start"])
+                stop = start + int(span["numel"])
                 steps[name] = step
                 for kind, values in whole.items():
                     if not 0 <= start <= stop <= values.numel():
@@ -135,16 +139,6 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
             parts = (flat(value, f"{place}: {first}"),)
             params.append(SourceParam(names, tuple(value.shape), value.dtype, value=parts))
     return make_source(model, params, base["param_groups"], loss_scale_of(states[0]))
-
-
-def _span(address: Any, where: str) -> tuple[int, int]:
-    """Return the range of a ``fragment_address``."""
-    if not isinstance(address, Record):
-        raise CheckpointCorruptError(
-            f"{where}: {type(address).__name__} is no address of a fragment"
-        )
-    found = {**dict(zip(("numel", "start"), address.args, strict=False)), **vars(address)}
-    return int(found["start"]), int(found["start"]) + int(found["numel"])
 
 
 # ------------------------------------------------------------------------- stage 3
@@ -192,11 +186,7 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
 def frozen_of_stage_3(
     place: Path, names: tuple[str, ...], dtype: Any, models: Sequence[Mapping[str, Any]]
 ) -> SourceParam:
-    """Join the parts of a frozen parameter in the model states of stage 3's ranks.
-
-    Raises:
-        CheckpointError: they are not there.
-    """
+    """Join the parts of a frozen parameter in the model states of stage 3's ranks."""
     first = names[0]
     if first not in (models[0].get("frozen_param_shapes") or {}):
         raise CheckpointError(

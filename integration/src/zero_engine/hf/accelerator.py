@@ -46,7 +46,7 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class ZeroAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator of one model that an engine trains. Made by `take_over`."""
+    """An Accelerator of one model that an engine trains. The Trainer's own becomes one."""
 
     engine: ShardedModel | None = None
 
@@ -92,10 +92,3 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if not isinstance(self.engine, Engine):
             raise RuntimeError("the engine only evaluates: call ZeroTrainer.train() to train")
         return self.engine
-
-
-def take_over(accelerator: Accelerator) -> ZeroAccelerator:
-    """Make a ZeroAccelerator of ``accelerator``, the same object, which others refer to."""
-    accelerator.__class__ = ZeroAccelerator
-    assert isinstance(accelerator, ZeroAccelerator)
-    return accelerator

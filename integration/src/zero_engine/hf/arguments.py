@@ -37,9 +37,6 @@ def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of ``zero``: a preset's name, a JSON file's path, or itself.
 
     "auto" values are still in it.
-
-    Raises:
-        ConfigError: no such preset or file, or the file is not a JSON object.
     """
     if isinstance(zero, Mapping):
         return copy.deepcopy(dict(zero))
@@ -56,11 +53,7 @@ def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse what asks for another engine, or would change the model behind this one's back.
-
-    Raises:
-        ConfigError: naming the argument.
-    """
+    """Refuse what asks for another engine, or would change the model behind this one's back."""
     refused = {
         "deepspeed": "leave it out: zero=... takes the same configuration",
         "fsdp": "leave it out: the engine shards the model",
@@ -78,17 +71,17 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """Return ``config`` with the keys that ``args`` decide filled in, without ``scheduler``.
-
-    Raises:
-        ConfigError: it says otherwise than ``args`` somewhere, all such keys being named; or its
-            ``scheduler`` is not one.
-    """
+    """Return ``config`` with the keys that ``args`` decide filled in, without ``scheduler``."""
     filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
         if not isinstance(filled.get(key, {}), Mapping):
             raise ConfigError(f"{key}: expected a block of keys, found {shown(filled[key])}")
-    _check_scheduler(filled.pop("scheduler", None))
+    scheduler = filled.pop("scheduler", None)
+    if scheduler is not None:
+        try:
+            SchedulerConfig.model_validate(scheduler)
+        except pydantic.ValidationError as error:
+            raise ConfigError(explain(error, SchedulerConfig, scheduler, "scheduler")) from None
     zero = filled.setdefault("zero_optimization", {})
     for key in _LEFT_TO_ENGINE:
         if zero.get(key) == _AUTO:
@@ -96,8 +89,17 @@ def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str,
     if zero.get("zero_hpz_partition_size") == _AUTO:
         of_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
         zero["zero_hpz_partition_size"] = of_node if of_node < args.world_size else 1
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    decided = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": micro * steps * args.world_size,
+        "gradient_clipping": float(args.max_grad_norm or 0.0),
+        "bf16.enabled": bool(args.bf16),
+        "fp16.enabled": bool(args.fp16),
+    }
     differences: list[str] = []
-    for path, value in _decided(args).items():
+    for path, value in decided.items():
         _fill(filled, path, value, differences)
     if "optimizer" in filled:
         params = dict(filled["optimizer"].get("params", {}))
@@ -130,27 +132,6 @@ def fill_schedule(
         "total_num_steps": num_steps,
     }
     return {k: known.get(k, v) if v == _AUTO else v for k, v in params.items()}
-
-
-def _check_scheduler(block: Any) -> None:
-    if block is None:
-        return
-    try:
-        SchedulerConfig.model_validate(block)
-    except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, SchedulerConfig, block, "scheduler")) from None
-
-
-def _decided(args: TrainingArguments) -> dict[str, Any]:
-    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    return {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-        "train_batch_size": micro * steps * args.world_size,
-        "gradient_clipping": float(args.max_grad_norm or 0.0),
-        "bf16.enabled": bool(args.bf16),
-        "fp16.enabled": bool(args.fp16),
-    }
 
 
 def _fill(

@@ -82,10 +82,15 @@ def export_merged(
     """
     directory = local_path(directory, "an export")
     base = _base_of(model)
-    engine = _engine_of(base)
+    engine = zero_core.engine_of(next(base.parameters()))
+    if engine is None:
+        raise ConfigError(
+            "export_merged(): no engine has this model's parameters. Call it after the engine is "
+            "made and before unwrap(), or use model.merge_and_unload().save_pretrained()"
+        )
     parts = list(_parts(base))
     _check(parts, engine)
-    names = _names(parts)
+    names, adapted = _names(parts)
     state = engine.sharded_state
     is_writer = state.control.rank == 0
     files = ModelFiles(directory)
@@ -102,7 +107,7 @@ def export_merged(
                 continue  # a collective: every rank goes on to the end
             try:
                 for part in members:
-                    for name, value in _values(part, names, adapter_names):
+                    for name, value in _values(part, names, adapted, adapter_names):
                         if name not in written:  # else it is tied: stored once
                             is_cast = dtype is not None and value.is_floating_point()
                             files.add(name, value.to(dtype) if is_cast else value)
@@ -136,16 +141,6 @@ def _base_of(model: nn.Module) -> PreTrainedModel:
             "adapters that can be merged (no prompts)"
         )
     return base
-
-
-def _engine_of(base: nn.Module) -> ShardedModel:
-    engine = zero_core.engine_of(next(base.parameters()))
-    if engine is None:
-        raise ConfigError(
-            "export_merged(): no engine has this model's parameters. Call it after the engine is "
-            "made and before unwrap(), or use model.merge_and_unload().save_pretrained()"
-        )
-    return engine
 
 
 def _parts(base: nn.Module) -> Iterator[_Part]:
@@ -191,23 +186,10 @@ def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
                 )
 
 
-class _Names(NamedTuple):
-    """Names under which the base model's weights are stored, by the parameter's ``id``.
+def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
+    """Return first names of weights by ``id``, and ids of those that adapted modules change.
 
-    Attributes:
-        first: the first name of each, which a tied weight is stored under.
-        adapted: the parameters whose values an adapted module changes.
-    """
-
-    first: dict[int, str]
-    adapted: frozenset[int]
-
-
-def _names(parts: Sequence[_Part]) -> _Names:
-    """Name the weights.
-
-    Raises:
-        ConfigError: both modules of a tied weight are adapted.
+    A tied weight is stored under its first name.
     """
     first: dict[int, str] = {}
     adapted: dict[int, _Part] = {}
@@ -223,7 +205,7 @@ def _names(parts: Sequence[_Part]) -> _Names:
                 )
             if part.is_adapted:
                 adapted[id(param)] = part
-    return _Names(first, frozenset(adapted))
+    return first, frozenset(adapted)
 
 
 def _own(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -244,7 +226,10 @@ def _base_layer(adapted: nn.Module) -> nn.Module | None:
 
 
 def _values(
-    part: _Part, names: _Names, adapter_names: Sequence[str] | None
+    part: _Part,
+    names: dict[int, str],
+    adapted: frozenset[int],
+    adapter_names: Sequence[str] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of ``part`` as the merged model has them.
 
@@ -255,13 +240,13 @@ def _values(
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module
         values = dict(_own(module, part.path))
         for name, param in _own(part.module, part.path):
-            if id(param) not in names.adapted:
-                yield names.first[id(param)], values[name]
+            if id(param) not in adapted:
+                yield names[id(param)], values[name]
         for name, buffer in _buffers(module):
             yield _joined(part.path, name), buffer
         return
     layer = _base_layer(part.module)
-    tied = {} if layer is None else {n: names.first[id(p)] for n, p in _own(layer, part.path)}
+    tied = {} if layer is None else {n: names[id(p)] for n, p in _own(layer, part.path)}
     merged = _merged(copy.deepcopy(part.module), adapter_names)
     for name, param in merged.named_parameters(part.path):
         yield tied.get(name, name), param

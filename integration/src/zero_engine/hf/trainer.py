@@ -26,7 +26,7 @@ from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
 from zero_core.checkpoint.load import read_client_state
 from zero_core.config import SchedulerConfig
 from zero_core.schedules import Schedule, check_state, make_scheduler
-from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
+from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
 from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule, read_zero
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ZeroTrainer(Trainer):
                 "accelerate's environment asks for DeepSpeed or FSDP, and zero=... for this "
                 "engine: start with torchrun, or take Trainer instead of ZeroTrainer"
             )
-        self.accelerator = take_over(self.accelerator)
+        self.accelerator.__class__ = ZeroAccelerator  # the same object, which others refer to
         if self.args.n_gpu > 1:
             _log.warning("one process uses one of %d devices: use torchrun", self.args.n_gpu)
             self.args._n_gpu = 1

@@ -65,27 +65,16 @@ def join_ranks() -> torch.device:
     if is_under_launcher():
         # Not device_id=: the group is made on first use, so that a rank that fails before that
         # does not leave the others waiting in here.
-        backend, store = "nccl" if has_gpu else "gloo", _fresh_store()
-        if store is None:
+        backend = "nccl" if has_gpu else "gloo"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             dist.init_process_group(backend)
-        else:
+        else:  # see [Note: a fresh store]
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            kept = TCPStore(address, port, is_master=False)
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = PrefixStore(agree_on_prefix(kept, rank, world_size), kept)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return device or torch.device("cpu")
-
-
-def _fresh_store() -> Store | None:
-    """Return a store without entries for the ranks of this start. None: torch makes such a store.
-
-    Every rank must call it, before ``init_process_group``, which takes the store, RANK and
-    WORLD_SIZE.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return PrefixStore(agree_on_prefix(store, rank, world_size), store)
 
 
 def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:

@@ -62,9 +62,6 @@ def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[
     Returns:
         The variables; none, if neither srun nor mpirun started several processes here, or if
         RANK is there.
-
-    Raises:
-        ConfigError: MASTER_ADDR is needed, or the rank within the machine is unknown.
     """
     starter = _starter(environment)
     if starter is None or "RANK" in environment:

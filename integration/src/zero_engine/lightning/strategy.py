@@ -184,7 +184,15 @@ class ZeroStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else _as_engines(plugin)
+        if plugin is not None and type(plugin) in (Precision, MixedPrecision, HalfPrecision):
+            plugin = ZeroPrecision(plugin.precision)
+        if not isinstance(plugin, ZeroPrecision | None):
+            raise ConfigError(
+                f"{type(plugin).__name__} does not go with the ZeRO strategies, which have the "
+                "model in fp32, bf16 or fp16: choose precision '32-true', 'bf16-mixed' or "
+                "'16-mixed'"
+            )
+        self._precision_plugin = plugin
 
     # ------------------------------------------------------------------ setup
 
@@ -338,7 +346,9 @@ class ZeroStrategy(DDPStrategy):
             return
         if storage_options is not None:
             raise TypeError("storage_options: a folder of shards is written by the engine, locally")
-        if self._is_accumulating():
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.training and trainer.fit_loop._should_accumulate():
             rank_zero_warn(
                 "saving in the middle of accumulate_grad_batches: what was accumulated so far is "
                 "not kept, as with Lightning's other strategies"
@@ -379,11 +389,6 @@ class ZeroStrategy(DDPStrategy):
         if values:
             with self.engine.gathered(modifier_rank=0) as module:
                 module.load_state_dict(renamed_for(module, values), strict=strict)
-
-    def _is_accumulating(self) -> bool:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        return trainer.training and trainer.fit_loop._should_accumulate()
 
     # ------------------------------------------------------------------ names
 
@@ -429,18 +434,6 @@ def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("train_micro_batch_size_per_gpu") == "auto":
         del config["train_micro_batch_size_per_gpu"]
     return config
-
-
-def _as_engines(plugin: Precision) -> ZeroPrecision:
-    """Return the engine's precision for the plugin that the Trainer made of its ``precision``."""
-    if isinstance(plugin, ZeroPrecision):
-        return plugin
-    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
-        return ZeroPrecision(plugin.precision)
-    raise ConfigError(
-        f"{type(plugin).__name__} does not go with the ZeRO strategies, which have the model in "
-        "fp32, bf16 or fp16: choose precision '32-true', 'bf16-mixed' or '16-mixed'"
-    )
 
 
 def _check_trainer(trainer: pl.Trainer) -> None:

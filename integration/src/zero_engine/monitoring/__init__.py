@@ -15,7 +15,7 @@ from zero_engine.monitoring.breakdowns import (
 )
 from zero_engine.monitoring.communication import CommunicationLog, log_summary
 from zero_engine.monitoring.flops import FlopsProfiler
-from zero_engine.monitoring.monitors import Event, Monitor, Scalars, make_monitor
+from zero_engine.monitoring.monitors import Event, Monitor, Scalars
 from zero_engine.monitoring.observer import StepFacts, StepObserver
 
 __all__ = [
@@ -31,5 +31,4 @@ __all__ = [
     "ThroughputTimer",
     "WallClock",
     "log_summary",
-    "make_monitor",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -41,9 +41,21 @@ class Monitor:
         enabled: whether the configuration asks for any, on this rank or another.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, enabled: bool) -> None:
-        self.enabled = enabled
-        self._sinks = tuple(sinks)
+    def __init__(self, settings: MonitorSettings, *, rank: int) -> None:
+        """Make the sinks that ``settings`` asks for. Rank 0 alone writes.
+
+        Raises:
+            ConfigError: a block asks for a library that is not installed.
+        """
+        self.enabled = settings.enabled
+        kinds: Mapping[str, Callable[[Any], Sink]] = {
+            "tensorboard": _TensorBoard,
+            "wandb": _Wandb,
+            "csv_monitor": _Csv,
+            "comet": _Comet,
+        }
+        asked = {name: getattr(settings, name) for name in kinds if rank == 0}
+        self._sinks = [kinds[name](block) for name, block in asked.items() if block.enabled]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write (name, value, samples) to every sink. Ranks without sinks write nothing."""
@@ -62,29 +74,6 @@ class Scalars(StepObserver):
         if facts.loss_scale is not None:
             events.append(("Train/Samples/loss_scale", facts.loss_scale, facts.global_samples))
         self._monitor.write_events(events)
-
-
-def make_monitor(settings: MonitorSettings, *, rank: int) -> Monitor:
-    """Make the monitor that ``settings`` asks for. Rank 0 alone writes.
-
-    Raises:
-        ConfigError: a block asks for a library that is not installed.
-    """
-    return Monitor(sinks_of(settings, rank=rank), enabled=settings.enabled)
-
-
-def sinks_of(settings: MonitorSettings, *, rank: int) -> list[Sink]:
-    sinks: list[Sink] = []
-    if rank == 0:
-        if settings.tensorboard.enabled:
-            sinks.append(_TensorBoard(settings.tensorboard))
-        if settings.wandb.enabled:
-            sinks.append(_Wandb(settings.wandb))
-        if settings.csv_monitor.enabled:
-            sinks.append(_Csv(settings.csv_monitor))
-        if settings.comet.enabled:
-            sinks.append(_Comet(settings.comet))
-    return sinks
 
 
 def _library(name: str, block: str, package: str) -> ModuleType:

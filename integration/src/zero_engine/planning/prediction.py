@@ -172,26 +172,6 @@ class Prediction:
             return Transfer(near + far)
         return Transfer(far, near, busy / far if far else 0.0)
 
-    def _unit_times(self, ratio: float) -> list[UnitTime]:
-        forward = {u: self._rates.pass_s(p) for u, p in self._trace.forward.items()}
-        total = sum(forward.values())
-        backward = self._trace.backward
-        backward_s = 2 * total if backward is None else self._rates.pass_s(backward)
-        per_pass = self._rates.seconds(["pass"], 1)
-        # An update reads and writes each element's states in a file.
-        file_bytes = 0.0
-        if in_file := self._forecast.bytes_in_file(ratio):
-            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self._forecast.spans)
-        found = []
-        for unit in self._layout.units:
-            own = forward.get(unit.index, 0.0)
-            is_block = 0 < unit.index <= self._layout.last_block
-            again = own if self._is_recomputed and is_block else 0.0
-            share = own / total if total else 0.0
-            back = backward_s * share + again + per_pass
-            found.append(self._unit_time(unit, own + per_pass, back, ratio, file_bytes))
-        return found
-
     def _host_numel(self, segment: Segment, ratio: float) -> int:
         """Return the elements of a trainable segment that this rank's host updates."""
         tier = self._forecast.tier
@@ -311,7 +291,24 @@ class Prediction:
 
     def at(self, ratio: float) -> StepTime:
         """Return the time of a step with this share of the optimizer state on the host."""
-        shape, units = self._shape(ratio), self._unit_times(ratio)
+        forward = {u: self._rates.pass_s(p) for u, p in self._trace.forward.items()}
+        total = sum(forward.values())
+        backward = self._trace.backward
+        backward_s = 2 * total if backward is None else self._rates.pass_s(backward)
+        per_pass = self._rates.seconds(["pass"], 1)
+        # An update reads and writes each element's states in a file.
+        file_bytes = 0.0
+        if in_file := self._forecast.bytes_in_file(ratio):
+            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self._forecast.spans)
+        units = []
+        for unit in self._layout.units:
+            own = forward.get(unit.index, 0.0)
+            is_block = 0 < unit.index <= self._layout.last_block
+            again = own if self._is_recomputed and is_block else 0.0
+            share = own / total if total else 0.0
+            back = backward_s * share + again + per_pass
+            units.append(self._unit_time(unit, own + per_pass, back, ratio, file_bytes))
+        shape = self._shape(ratio)
         cores = None if self._rates.cores is None else self._rates.cores / self._rates.ranks
         program = run_steps(shape, units, cores)
         start, stop = program.ends[-2].stop, program.ends[-1].stop
@@ -364,6 +361,7 @@ class StepProgram:
     def __init__(self, shape: StepShape, units: Sequence[UnitTime], schedule: Schedule) -> None:
         self._shape = shape
         self._units = units
+        self._cores = 0.0 if shape.is_accelerated else float(shape.threads)
         self.schedule = schedule
         self.ends: list[Work] = []
         self.last: list[Work] = []
@@ -401,9 +399,8 @@ class StepProgram:
     def _compute(
         self, what: str, seconds: float, after: Sequence[Work | None] = (), lane: str = "compute"
     ) -> Work:
-        cores = 0.0 if self._shape.is_accelerated else float(self._shape.threads)
         awaited = [self._now, *after]
-        self._now = self.schedule.add("main", lane, what, seconds, awaited, cores=cores)
+        self._now = self.schedule.add("main", lane, what, seconds, awaited, cores=self._cores)
         return self._now
 
     def _exchange(
@@ -536,8 +533,7 @@ class StepProgram:
         ready = [self._reduced.get(unit), agreed]
         if time.read_s:
             ready.append(add("file", "file", what, time.read_s, ready, need=unit))
-        cores = 0.0 if self._shape.is_accelerated else float(self._shape.threads)
-        updated = add("host", "host", what, time.host_s, ready, cores=cores, need=unit)
+        updated = add("host", "host", what, time.host_s, ready, cores=self._cores, need=unit)
         if time.write_s:
             add("file", "file", what, time.write_s, [updated], need=unit)
         self._publish(unit, [updated])
@@ -549,10 +545,9 @@ class StepProgram:
         begun = sum(self._units[other].host_s for other in self._begun)
         if not time.host_s or unit in shape.waiting or begun + time.host_s > room * (1 + 1e-9):
             return
-        cores = 0.0 if shape.is_accelerated else float(shape.threads)
         what, seconds, ready = f"unit {unit}", time.host_s + time.undo_s, [self._reduced.get(unit)]
         self._begun[unit] = self.schedule.add(
-            "host", "host", what, seconds, ready, cores=cores, need=unit
+            "host", "host", what, seconds, ready, cores=self._cores, need=unit
         )
 
     def _publish(self, unit: int, ready: list[Work | None]) -> None:

@@ -122,17 +122,15 @@ class TimedPlan(Plan):
         shown = (times[choice.key] for choice in ordered.shown_choices())
         cells = [("-", "-") if t is None else (_seconds(t.total_s), t.bound) for t in shown]
         rows = tuple((*row, *cell) for row, cell in zip(choices.rows, cells, strict=True))
-        steps = () if self.step_time is None else (_step_table(self.step_time),)
-        return (*others, *steps, Table("Choices", (*choices.headings, "step", "bound"), rows))
-
-
-def _step_table(time: StepTime) -> Table:
-    rows = [
-        (lane, _seconds(time.lanes[lane]), f"{time.lanes[lane] / time.total_s:.0%}")
-        for lane in LANES
-    ]
-    rows.append(("step", _seconds(time.total_s), "100%"))
-    return Table("Predicted step", ("lane", "busy", "of the step"), tuple(rows))
+        if (time := self.step_time) is not None:
+            busy = [
+                (lane, _seconds(time.lanes[lane]), f"{time.lanes[lane] / time.total_s:.0%}")
+                for lane in LANES
+            ]
+            busy.append(("step", _seconds(time.total_s), "100%"))
+            heads = ("lane", "busy", "of the step")
+            others.append(Table("Predicted step", heads, tuple(busy)))
+        return (*others, Table("Choices", (*choices.headings, "step", "bound"), rows))
 
 
 def _seconds(seconds: float) -> str:

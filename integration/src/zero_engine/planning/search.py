@@ -113,20 +113,18 @@ class Search:
         return TimedPlan(**vars(found) | {"configured": configured, "reasons": reasons})
 
     def _timed(self, choice: Choice) -> TimedChoice:
-        if choice.key not in self._found:
-            self._found[choice.key] = TimedChoice(**vars(choice), step_time=self._time(choice))
-        return self._found[choice.key]
-
-    def _time(self, choice: Choice) -> StepTime | None:
-        planner, forecast = self._planner, self._planner.forecast_of(choice)
+        if choice.key in self._found:
+            return self._found[choice.key]
+        planner, forecast, time = self._planner, self._planner.forecast_of(choice), None
         trace = planner.trace(choice.micro_batch)
         # Other variants that do not fit are not simulated: a plan stays a matter of seconds.
         is_timed = choice.is_fitting or (forecast.is_complete and not choice.is_varied)
-        if trace is None or not is_timed:
-            return None
-        layout, config = planner.layout, planner.config_of(choice)
-        prediction = Prediction(layout, config, forecast, planner.links, self._rates, trace)
-        return prediction.at(choice.ratio)
+        if trace is not None and is_timed:
+            layout, config = planner.layout, planner.config_of(choice)
+            prediction = Prediction(layout, config, forecast, planner.links, self._rates, trace)
+            time = prediction.at(choice.ratio)
+        self._found[choice.key] = TimedChoice(**vars(choice), step_time=time)
+        return self._found[choice.key]
 
     def _choices(self, variant: Variant) -> list[TimedChoice]:
         ratios = RATIOS if variant.placement == AS_CONFIGURED else ()

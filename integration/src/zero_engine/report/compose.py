@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_core.config import load_config
 from zero_core.config.rules import find_unneeded
 from zero_core.errors import ConfigError
-from zero_core.plan.result import format_bytes
-from zero_core.record.records import RunRecord
+from zero_core.plan.result import Plan, format_bytes
 from zero_engine.report import charts
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure
@@ -29,7 +28,7 @@ from zero_engine.report.page import (
     Text,
     Verdict,
 )
-from zero_engine.report.planned import Planned, plan_of, planned_memory, sent_and_planned
+from zero_engine.report.planned import plan_of, planned_memory, sent_and_planned
 from zero_engine.report.run import Run
 
 _MAX_ROWS = 50
@@ -41,22 +40,31 @@ def compose(run: Run, memory_limit: int | None) -> Page:
     """Return the page about a run."""
     found = measure(run)
     verdict, causes = judge(found, memory_limit)
-    planned = plan_of(run, memory_limit or memory_of(found))
+    plan, note = plan_of(run, memory_limit or memory_of(found))
+    moves = [
+        Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
+        for c in causes[:_NUM_MOVES]
+    ]
+    none = Text("No move: the run's times predict no gain that is worth a change.")
+    sections = [
+        Section("Memory", list(_memory(found, plan, note))),
+        Section("One step", list(_step(found))),
+        Section("Bytes sent", list(sent_and_planned(found, plan))),
+        Section("Training", list(_training(found))),
+        Section("Ranks side by side", list(_side_by_side(found))),
+        Section("Checkpoints, failures, resumes", list(_events(found))),
+        Section("Configuration", list(_configuration(found))),
+        Section("Next moves", [Moves(moves) if moves else none]),
+        Section("Environment", list(_environment(found))),
+    ]
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     records = f"{_count(found.num_all, 'step')} on {_count(len(found.ranks), 'rank')}"
     return Page(
         f"{run.folder}: report",
         verdict,
-        list(_sections(found, planned, causes)),
+        sections,
         f"Made {made} by zero-engine report from the records of {records}.",
     )
-
-
-def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Cause]]:
-    """Return the verdict on a run and the causes that it is made of."""
-    limit = memory_limit or memory_of(found)
-    causes = diagnose(found, limit)
-    return verdict(found, limit, causes), causes
 
 
 def first_sentence(run: Run, memory_limit: int | None = None) -> str:
@@ -90,8 +98,10 @@ def bounds(found: Measured) -> dict[str, float]:
     return {name: seconds for name, seconds in lanes.items() if seconds > 0.0}
 
 
-def verdict(found: Measured, limit: int | None, causes: Sequence[Cause]) -> Verdict:
-    """Return the sentence that the report begins with."""
+def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Cause]]:
+    """Return the verdict on a run, with the report's first sentence, and its causes."""
+    limit = memory_limit or memory_of(found)
+    causes = diagnose(found, limit)
     peak = max((rank.peak_bytes for rank in found.ranks), default=0)
     parts = []
     if limit:
@@ -125,24 +135,21 @@ def verdict(found: Measured, limit: int | None, causes: Sequence[Cause]) -> Verd
     failures = found.run.failures
     if failures:
         sentence, state = f"{_upper(failures[0])}. {sentence}", "poor"
+    samples = sum(rank.samples for rank in found.ranks)
     skipped = f", {found.num_skipped} skipped" if found.num_skipped else ""
+    run, num_recorded = found.run.run, len(found.ranks)
+    recorded = f" ({num_recorded} recorded)" if num_recorded < run.world_size else ""
+    nodes = run.world_size // max(run.ranks_per_node, 1)
+    ranks = f"{run.world_size}{recorded}" + (f" on {nodes} nodes" if nodes > 1 else "")
     facts = [
         Fact("a step", show_s(found.seconds)),
-        Fact("samples a second", f"{found.samples_per_s:.4g}"),
+        Fact("samples a second", f"{samples / max(found.seconds, 1e-9):.4g}"),
         Fact("peak memory of a rank", format_bytes(peak)),
         Fact("of the bound", "not measured" if share is None else f"{share:.0%}"),
         Fact("steps", f"{found.num_all}{skipped}"),
-        Fact("ranks", _ranks(found.run)),
+        Fact("ranks", ranks),
     ]
-    return Verdict(sentence, facts, state)
-
-
-def _ranks(run: Run) -> str:
-    nodes = run.run.world_size // max(run.run.ranks_per_node, 1)
-    text = f"{run.run.world_size}"
-    if len(run.ranks) < run.run.world_size:
-        text += f" ({len(run.ranks)} recorded)"
-    return f"{text} on {nodes} nodes" if nodes > 1 else text
+    return Verdict(sentence, facts, state), causes
 
 
 def _count(number: int, noun: str) -> str:
@@ -156,19 +163,7 @@ def _upper(text: str) -> str:
 # -------------------------------------------------------------------- sections
 
 
-def _sections(found: Measured, planned: Planned, causes: Sequence[Cause]) -> Iterator[Section]:
-    yield Section("Memory", list(_memory(found, planned)))
-    yield Section("One step", list(_step(found)))
-    yield Section("Bytes sent", list(sent_and_planned(found, planned.plan)))
-    yield Section("Training", list(_training(found)))
-    yield Section("Ranks side by side", list(_side_by_side(found)))
-    yield Section("Checkpoints, failures, resumes", list(_events(found)))
-    yield Section("Configuration", list(_configuration(found)))
-    yield Section("Next moves", list(_moves(causes[:_NUM_MOVES])))
-    yield Section("Environment", list(_environment(found)))
-
-
-def _memory(found: Measured, planned: Planned) -> Iterator[Block]:
+def _memory(found: Measured, plan: Plan | None, note: str) -> Iterator[Block]:
     transient, moment = transient_bytes(found)
     if transient:
         yield Text(
@@ -177,7 +172,7 @@ def _memory(found: Measured, planned: Planned) -> Iterator[Block]:
         )
     for spec in charts.memory_over_step(found.run.ranks):
         yield Chart(spec)
-    yield from planned_memory(kept_bytes(found.run.ranks[0]), planned)
+    yield from planned_memory(kept_bytes(found.run.ranks[0]), plan, note)
     yield Table(
         ["rank", "after a step", "most"],
         [
@@ -206,19 +201,16 @@ def _step(found: Measured) -> Iterator[Block]:
         ],
     )
     if not found.lane("copies"):
-        yield Text(f"There is no lane of copies: {_why_no_copies(found)}.")
+        why = "the state tier has timed none"
+        if found.run.run.environment.get("device") == "cpu":
+            why = "ranks compute on the host, where nothing is copied to a device and back"
+        elif not found.run.run.shares.get("host"):
+            why = "the host updates nothing, so that gradients and states stay on the device"
+        yield Text(f"There is no lane of copies: {why}.")
     yield Text(
         "A step is never shorter than its longest lane needs. Red is time in which the program "
         "waits."
     )
-
-
-def _why_no_copies(found: Measured) -> str:
-    if found.run.run.environment.get("device") == "cpu":
-        return "ranks compute on the host, where nothing is copied to a device and back"
-    if not found.run.run.shares.get("host"):
-        return "the host updates nothing, so that gradients and states stay on the device"
-    return "the state tier has timed none"
 
 
 def _training(found: Measured) -> Iterator[Block]:
@@ -308,7 +300,13 @@ def _configuration(found: Measured) -> Iterator[Block]:
         f"{_count(steps, 'micro-step')} * {_count(run.world_size, 'rank')}. "
         "Values that differ from the defaults:"
     )
-    yield Code("\n".join(f"{path} = {value}" for path, value in _differences(run)) or "none")
+    try:
+        batch = {"train_micro_batch_size_per_gpu": micro}
+        default = load_config(batch, world_size=run.world_size).model_dump(mode="json")
+    except ConfigError:
+        default = {}
+    leaves = [leaf for leaf in _leaves("", run.config, default) if leaf[0] not in _BATCH]
+    yield Code("\n".join(f"{path} = {json.dumps(value)}" for path, value in leaves) or "none")
     idle = [
         [path, json.dumps(value, default=str), reason]
         for path, value, reason in find_unneeded(found.run.given or {}, found.run.ranks[0].config)
@@ -320,21 +318,8 @@ def _configuration(found: Measured) -> Iterator[Block]:
         yield Text("Every key that was given has an effect.")
 
 
-def _differences(run: RunRecord) -> list[tuple[str, str]]:
-    """Return path and value of each key whose value is not the default."""
-    try:
-        batch = {"train_micro_batch_size_per_gpu": run.config[_BATCH[1]]}
-        default = load_config(batch, world_size=run.world_size).model_dump(mode="json")
-    except ConfigError:
-        default = {}
-    return [
-        (path, json.dumps(value))
-        for path, value in _leaves("", run.config, default)
-        if path not in _BATCH
-    ]
-
-
 def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each key whose value is not the default."""
     if value == default:
         return
     if not isinstance(value, Mapping):
@@ -343,18 +328,6 @@ def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
     inner = default if isinstance(default, Mapping) else {}
     for name, below in value.items():
         yield from _leaves(f"{path}.{name}" if path else name, below, inner.get(name))
-
-
-def _moves(causes: Sequence[Cause]) -> Iterator[Block]:
-    if not causes:
-        yield Text("No move: the run's times predict no gain that is worth a change.")
-        return
-    yield Moves(
-        [
-            Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
-            for c in causes
-        ]
-    )
 
 
 def _environment(found: Measured) -> Iterator[Block]:

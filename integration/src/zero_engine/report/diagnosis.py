@@ -204,15 +204,19 @@ def _straggler(found: Measured) -> Iterator[Cause]:
         return
     own = [rank.own_s for rank in found.ranks]
     slow = max(range(len(own)), key=own.__getitem__)
-    others = [s for number, s in enumerate(own) if number != slow]
-    excess = own[slow] - median(others)
-    waits = median(rank.wait_s for n, rank in enumerate(found.ranks) if n != slow)
+    peers = [rank for number, rank in enumerate(found.ranks) if number != slow]
+    usual = median(rank.own_s for rank in peers)
+    excess = own[slow] - usual
+    waits = median(rank.wait_s for rank in peers)
     if excess < _LEAST * found.seconds or waits < excess / 2:
         return
-    place = _excess_place(found, slow)
+    places = found.ranks[slow].places
+    place = max(
+        places, key=lambda name: places[name] - median(p.places.get(name, 0.0) for p in peers)
+    )
     yield Cause(
         "straggler",
-        f"a straggler: rank {slow} needs {own[slow] / median(others):.2g} times as long as the "
+        f"a straggler: rank {slow} needs {own[slow] / usual:.2g} times as long as the "
         f"others for its own work, most of it in {place}, and they wait for it",
         f"give rank {slow} as much work and as fast a device as the others, or find what else runs "
         "there",
@@ -222,16 +226,6 @@ def _straggler(found: Measured) -> Iterator[Cause]:
         found.seconds - excess,
         f"rank {slow}'s own work as long as the others' median",
     )
-
-
-def _excess_place(found: Measured, slow: int) -> str:
-    others = [rank for number, rank in enumerate(found.ranks) if number != slow]
-
-    def excess(name: str) -> float:
-        usual = median(rank.places.get(name, 0.0) for rank in others)
-        return found.ranks[slow].places[name] - usual
-
-    return max(found.ranks[slow].places, key=excess)
 
 
 def _threads(found: Measured) -> Iterator[Cause]:
@@ -363,7 +357,7 @@ def _link(found: Measured) -> Iterator[Cause]:
 
 
 def _small_batch(found: Measured) -> Iterator[Cause]:
-    rank, run = found.first, found.run.run
+    rank, run = found.ranks[0], found.run.run
     micro = int(run.config["train_micro_batch_size_per_gpu"])
     factor = rank.micro_steps
     if factor < 2 or micro > _SMALL:

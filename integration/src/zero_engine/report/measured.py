@@ -94,16 +94,8 @@ class Measured:
         return max(rank.seconds for rank in self.ranks)
 
     @property
-    def samples_per_s(self) -> float:
-        return sum(rank.samples for rank in self.ranks) / max(self.seconds, 1e-9)
-
-    @property
     def has_times(self) -> bool:
         return any(rank.places for rank in self.ranks)
-
-    @property
-    def first(self) -> RankStep:
-        return self.ranks[0]
 
     def lane(self, name: str) -> float:
         """Return the longest time of a lane over ranks."""

@@ -123,7 +123,16 @@ def render(page: Page) -> str:
     Raises:
         MissingPartError: the package vl-convert-python, which has the charts' library, is missing.
     """
-    numbered, charts = _number_charts(page.sections)
+    charts: list[Spec] = []
+    numbered = []
+    for section in page.sections:
+        blocks: list[Block] = []
+        for block in section.blocks:
+            if isinstance(block, Chart):
+                block = Chart(block.spec, len(charts))
+                charts.append(block.spec)
+            blocks.append(block)
+        numbered.append(Section(section.title, blocks))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
@@ -138,21 +147,6 @@ def render(page: Page) -> str:
         script=Markup(_asset("page.js")),
         library=Markup(_library()),
     )
-
-
-def _number_charts(sections: Sequence[Section]) -> tuple[list[Section], list[Spec]]:
-    charts: list[Spec] = []
-    found = []
-    for section in sections:
-        blocks: list[Block] = []
-        for block in section.blocks:
-            if isinstance(block, Chart):
-                blocks.append(Chart(block.spec, len(charts)))
-                charts.append(block.spec)
-            else:
-                blocks.append(block)
-        found.append(Section(section.title, blocks))
-    return found, charts
 
 
 def _rounded(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,28 +19,15 @@ from zero_engine.report.page import Block, Chart, Table, Text
 from zero_engine.report.run import Run
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The plan of a run.
-
-    Attributes:
-        plan: its bytes.
-        note: why there is no plan, or what it leaves out; empty if it is whole.
-    """
-
-    plan: Plan | None
-    note: str = ""
-
-
-def plan_of(run: Run, limit: int | None) -> Planned:
-    """Return the plan of a run's configuration.
+def plan_of(run: Run, limit: int | None) -> tuple[Plan | None, str]:
+    """Return the plan of a run's configuration, and why there is none or what it leaves out.
 
     Args:
         run: whose model has a Hugging Face configuration.
         limit: bytes that one rank may take, None if unknown.
     """
     if not run.run.model:
-        return Planned(None, "no plan: the model has no Hugging Face configuration to make it from")
+        return None, "no plan: the model has no Hugging Face configuration to make it from"
     is_host = run.run.environment.get("device") == "cpu"
 
     def make(inputs: Mapping[str, Any] | None) -> Plan:
@@ -59,13 +45,13 @@ def plan_of(run: Run, limit: int | None) -> Planned:
     try:
         inputs = _inputs(run)
         if inputs is None:
-            return Planned(make(None), "Activations are not planned: no tokens are recorded.")
+            return make(None), "Activations are not planned: no tokens are recorded."
         try:
-            return Planned(make(inputs))
+            return make(inputs), ""
         except ConfigError as error:
-            return Planned(make(None), f"Activations are not planned: {error}.")
+            return make(None), f"Activations are not planned: {error}."
     except ZeroError as error:
-        return Planned(None, f"no plan: {error}")
+        return None, f"no plan: {error}"
 
 
 def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
@@ -84,9 +70,8 @@ def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
 # ----------------------------------------------------------------------- bytes
 
 
-def planned_memory(measured: Mapping[str, int], planned: Planned) -> Iterator[Block]:
+def planned_memory(measured: Mapping[str, int], found: Plan | None, note: str) -> Iterator[Block]:
     """Yield long-lived bytes of a rank by kind, and what the plan leaves out."""
-    found = planned.plan
     in_plan = Counter[str]()
     if found is not None:
         in_plan = Counter(found.memory.device) + Counter(found.memory.host)
@@ -101,8 +86,8 @@ def planned_memory(measured: Mapping[str, int], planned: Planned) -> Iterator[Bl
     ]
     if rows:
         yield Table(["bytes of rank 0 by kind", "planned", "measured"], rows)
-    if planned.note:
-        yield Text(planned.note)
+    if note:
+        yield Text(note)
 
 
 def sent_and_planned(found: Measured, plan: Plan | None) -> Iterator[Block]:

@@ -111,11 +111,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run from its folder, or from the folder of its records.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Read a run from its folder, or from the folder of its records."""
     places = [place for place in (folder / RECORDS, folder) if place.is_dir()]
     files = [file for place in places for file in sorted(place.glob(FILE.format(rank="*")))]
     ranks = {rank.run.rank: rank for file in files if (rank := _read_rank(file)) is not None}
@@ -143,7 +139,12 @@ def _read_rank(file: Path) -> Rank | None:
     starts: list[RunRecord] = of(RunRecord)
     if not starts:
         return None
-    by_number = {step.step: step for step in _last_course(records)}
+    by_number: dict[int, StepRecord] = {}
+    for record in records:
+        if isinstance(record, RunRecord):  # a restart takes back the steps after its first one
+            by_number = {n: step for n, step in by_number.items() if n <= record.first_step}
+        elif isinstance(record, StepRecord):
+            by_number[record.step] = record
     steps = [by_number[number] for number in sorted(by_number)]
     last = steps[-1].step if steps else 0
     took = (start for start in reversed(starts) if start.first_step < last)
@@ -172,17 +173,6 @@ def _resumed(records: Sequence[Record]) -> list[Record]:
             start = None
         elif isinstance(record, EventRecord) and record.what == "loaded" and start is not None:
             found[place] = replace(start, first_step=record.step)
-    return found
-
-
-def _last_course(records: Sequence[Record]) -> list[StepRecord]:
-    """Return the steps without those that a restart took back."""
-    found: list[StepRecord] = []
-    for record in records:
-        if isinstance(record, RunRecord):
-            found = [step for step in found if step.step <= record.first_step]
-        elif isinstance(record, StepRecord):
-            found.append(record)
     return found
 
 

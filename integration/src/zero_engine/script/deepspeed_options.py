@@ -110,7 +110,15 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
     if len(hosts) > 1 and not parsed.no_ssh:
         raise ConfigError(_commands_of_nodes(parsed, hosts, arguments))
     if len(hosts) > 1:
-        _join_nodes(parsed, hosts)
+        # Make this machine the node `--node_rank` of `hosts`.
+        names = ", ".join(hosts)
+        if parsed.node_rank is None or not 0 <= parsed.node_rank < len(hosts):
+            raise ConfigError(
+                f"--no_ssh with {len(hosts)} hosts needs --node_rank, this machine's position in "
+                f"{names}: expected 0 to {len(hosts) - 1}, found {parsed.node_rank}"
+            )
+        parsed.nnodes = str(len(hosts))
+        parsed.master_addr = parsed.master_addr or next(iter(hosts))
     for name, value in TOLD_APART.items():
         if getattr(parsed, name) is None:
             setattr(parsed, name, value)
@@ -128,11 +136,7 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
 
 @contextmanager
 def process_number_saved(*, is_asked: bool) -> Iterator[None]:
-    """Keep this process's number in ``/tmp/NUMBER.deepspeed``, as DeepSpeed's ``--save_pid``.
-
-    Raises:
-        ConfigError: the file cannot be made.
-    """
+    """Keep this process's number in ``/tmp/NUMBER.deepspeed``, as DeepSpeed's ``--save_pid``."""
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     if is_asked:
         try:
@@ -253,18 +257,6 @@ def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]
             *lines,
         ]
     )
-
-
-def _join_nodes(parsed: Namespace, hosts: Hosts) -> None:
-    """Make this machine the node ``--node_rank`` of ``hosts``."""
-    names = ", ".join(hosts)
-    if parsed.node_rank is None or not 0 <= parsed.node_rank < len(hosts):
-        raise ConfigError(
-            f"--no_ssh with {len(hosts)} hosts needs --node_rank, this machine's position in "
-            f"{names}: expected 0 to {len(hosts) - 1}, found {parsed.node_rank}"
-        )
-    parsed.nnodes = str(len(hosts))
-    parsed.master_addr = parsed.master_addr or next(iter(hosts))
 
 
 def _show_devices(slots: Sequence[int]) -> None:

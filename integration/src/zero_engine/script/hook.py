@@ -13,18 +13,22 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 from zero_engine.script.mends import HOME, MENDS
 from zero_engine.script.sharded_ddp import tell_after
-from zero_engine.script.uncaught import record_uncaught
 
 ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+WRITER = "ZERO_ENGINE_ERROR_FILE_WRITER"
+"""The process that may write the file, and its path. Programs that it starts inherit both."""
 
 
 def hooked(environment: Mapping[str, str]) -> dict[str, str]:
@@ -49,6 +53,32 @@ def install() -> None:
     sys.meta_path.insert(0, _Served())
     sys.excepthook = tell_after(sys.excepthook)
     record_uncaught()
+
+
+def record_uncaught() -> None:
+    """Have an exception that ends this process written to the error file, if that is this one's.
+
+    torchrun leaves the file to the script (``@record``).
+    """
+    path = os.environ.get(ERROR_FILE, "")
+    own = f"{os.getpid()} {path}"
+    known = os.environ.get(WRITER, "")
+    is_taken = known.endswith(f" {path}") and known != own
+    if not path or is_taken:
+        return
+    os.environ[WRITER] = own
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        shown(kind, error, trace)
+        if issubclass(kind, Exception) and own == f"{os.getpid()} {path}":  # not of a fork
+            with suppress(ImportError):  # it may be the very error, and has been shown
+                from zero_core.watch.error_file import write_error_file
+
+                lines = traceback.format_exception(kind, error, trace)
+                write_error_file(kind.__name__, str(error), "".join(lines))
+
+    sys.excepthook = show
 
 
 class _Served(MetaPathFinder):

@@ -19,11 +19,7 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 def read_host_file(path: Path) -> Hosts:
-    """Return the hosts of ``path`` with all of their slots.
-
-    Raises:
-        ConfigError: it cannot be read, names no host, or has a line of another form.
-    """
+    """Return the hosts of ``path`` with all of their slots."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -49,11 +45,7 @@ def read_host_file(path: Path) -> Hosts:
 
 
 def parse_filter(text: str, option: str) -> dict[str, list[int]]:
-    """Return the slots that ``text`` names by host. An empty list stands for all of a host's.
-
-    Raises:
-        ConfigError: it has another form than ``HOST[:SLOT,...][@HOST...]``.
-    """
+    """Return the slots that ``text`` names by host. An empty list stands for all of a host's."""
     found: dict[str, list[int]] = {}
     for part in text.split("@"):
         host, colon, slots = part.partition(":")
@@ -68,11 +60,7 @@ def parse_filter(text: str, option: str) -> dict[str, list[int]]:
 
 
 def filtered(hosts: Hosts, *, include: str, exclude: str) -> Hosts:
-    """Return what the filters leave of ``hosts``, in their order. Of the two one may be given.
-
-    Raises:
-        ConfigError: both are given, one names what is not there, or nothing is left.
-    """
+    """Return what the filters leave of ``hosts``, in their order. Of the two one may be given."""
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other: give one of them")
     option = "--include" if include else "--exclude"

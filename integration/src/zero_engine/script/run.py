@@ -65,12 +65,27 @@ def run_program(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(list(arguments))
     os.environ.update(hooked(os.environ))
     _refuse_sharded_ddp(parsed)
-    given = _options_given(parser, parsed)
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(parsed).items()
+        if name not in PROGRAM and value != parser.get_default(name)
+    ]
     is_launcher = _is_launcher(parsed)
     if not given and not is_launcher:  # with options, a task of SLURM's starts a node's
-        _become_started_rank()
+        # Adopt the rank that srun or mpirun gave this process, if they started several.
+        variables = rank_variables(os.environ)
+        os.environ.update(variables)
+        if variables.get("MASTER_ADDR") == LOOPBACK:
+            _set_defaults(local_address_only())
+        if variables.get("RANK") == "0":
+            ranks = variables["WORLD_SIZE"]
+            print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
     if is_under_launcher() or is_launcher:
-        _refuse_options(parsed, given)
+        if given:  # nothing is started that they could be passed on to
+            raise ConfigError(
+                f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process "
+                f"is a rank already, or {parsed.training_script} starts them; give the option there"
+            )
         if is_launcher and _name(parsed) == SERVED:
             return run_program(with_host_file(parsed.training_script_args))
         if not is_launcher:
@@ -176,26 +191,6 @@ def _is_launcher(parsed: Namespace) -> bool:
     return program.suffix == ".sh" or (program.name in LAUNCHERS and not program.is_dir())
 
 
-def _options_given(parser: ArgumentParser, parsed: Namespace) -> list[str]:
-    """Options for starting ranks that aren't at their defaults."""
-    return [
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(parsed).items()
-        if name not in PROGRAM and value != parser.get_default(name)
-    ]
-
-
-def _become_started_rank() -> None:
-    """Adopt the rank that srun or mpirun gave this process, if they started several."""
-    variables = rank_variables(os.environ)
-    os.environ.update(variables)
-    if variables.get("MASTER_ADDR") == LOOPBACK:
-        _set_defaults(local_address_only())
-    if variables.get("RANK") == "0":
-        ranks = variables["WORLD_SIZE"]
-        print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
-
-
 def _refuse_sharded_ddp(parsed: Namespace) -> None:
     """Raise for the Trainer's ``--sharded_ddp``, unless the script has an option of that name."""
     words = [w for w in parsed.training_script_args if w.partition("=")[0] == SHARDED_DDP]
@@ -210,15 +205,6 @@ def _refuse_sharded_ddp(parsed: Namespace) -> None:
         raise ConfigError(f"{SHARDED_DDP} {INSTEAD}")
 
 
-def _refuse_options(parsed: Namespace, given: list[str]) -> None:
-    """Options would have no effect: nothing is started that they could be passed on to."""
-    if given:
-        raise ConfigError(
-            f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process is a "
-            f"rank already, or {parsed.training_script} starts them; give the option there"
-        )
-
-
 def _become(parsed: Namespace) -> None:
     program = parsed.training_script
     if parsed.module:
@@ -228,22 +214,18 @@ def _become(parsed: Namespace) -> None:
     elif program.endswith(".sh"):
         command = ["bash", program]
     elif Path(program).name in LAUNCHERS and not Path(program).is_file():
-        own = [] if program in SHELLS else [sys.executable]
-        command = [*own, _executable(program)]
+        beside = Path(sys.executable).parent / program
+        found = str(beside) if beside.is_file() else shutil.which(program)
+        if found is None:
+            raise ConfigError(
+                f"there is no program {program!r} in this environment; is it installed?"
+            )
+        command = [found] if program in SHELLS else [sys.executable, found]
     else:
         command = [sys.executable, program]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvp(command[0], [*command, *parsed.training_script_args])
-
-
-def _executable(program: str) -> str:
-    """Return the path of the launcher, beside this interpreter or on PATH."""
-    beside = Path(sys.executable).parent / program
-    found = str(beside) if beside.is_file() else shutil.which(program)
-    if found is None:
-        raise ConfigError(f"there is no program {program!r} in this environment; is it installed?")
-    return found
 
 
 def _set_defaults(variables: dict[str, str]) -> None:

@@ -41,24 +41,23 @@ def read_text(path: str | None) -> str:
     Raises:
         ConfigError: the file is missing, a folder, empty, or not UTF-8.
     """
-    return _read_stdlib() if path is None else _read_file(Path(path))
-
-
-def _read_file(path: Path) -> str:
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "nothing"
-        raise ConfigError(f"--data {path}: expected a text file, found {found} there")
+    if path is None:
+        return _read_stdlib()
+    file = Path(path)
+    if not file.is_file():
+        found = "a folder" if file.is_dir() else "nothing"
+        raise ConfigError(f"--data {file}: expected a text file, found {found} there")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--data {path}: not UTF-8 text (byte {error.start}: {error.reason}); "
+            f"--data {file}: not UTF-8 text (byte {error.start}: {error.reason}); "
             "convert it first, e.g. with iconv -t UTF-8"
         ) from None
     except OSError as error:
-        raise ConfigError(f"--data {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"--data {file}: cannot be read: {error.strerror}") from None
     if not text.strip():
-        raise ConfigError(f"--data {path}: the file is empty; give one with text in it")
+        raise ConfigError(f"--data {file}: the file is empty; give one with text in it")
     return text
 
 
@@ -100,11 +99,7 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
 
 
 def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) -> None:
-    """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it.
-
-    Raises:
-        ConfigError: the text gives fewer than two windows of ``context`` tokens.
-    """
+    """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it."""
     tokenizer = train_tokenizer(text, vocab_size)
     tokens = _encode(tokenizer, text)
     num_windows = tokens.numel() // context

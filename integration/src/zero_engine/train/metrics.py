@@ -123,7 +123,11 @@ class Reporter:
                 self._board.add_scalar(f"train/{name}", value, record.step)
         for rank, num_bytes in enumerate(record.memory_bytes):
             self._board.add_scalar(f"memory_mib/rank{rank}", num_bytes / MIB, record.step)
-        line = _describe(record)
+        memory = "/".join(f"{num_bytes / MIB:.0f}" for num_bytes in record.memory_bytes)
+        line = (
+            f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  "
+            f"{memory} MiB per rank  lr {record.learning_rate:.2e}  scale {record.loss_scale:g}"
+        )
         self._progress.update(self._task, completed=record.step, description=line)
         is_due = record.step % self._settings.log_every == 0
         if not self._console.is_terminal and is_due:
@@ -178,11 +182,3 @@ def _cut_log(path: Path, last_step: int) -> None:
         # What was evaluated before the first step is evaluated again.
         kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step and last_step]
         path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-
-
-def _describe(record: StepRecord) -> str:
-    memory = "/".join(f"{num_bytes / MIB:.0f}" for num_bytes in record.memory_bytes)
-    return (
-        f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  "
-        f"{memory} MiB per rank  lr {record.learning_rate:.2e}  scale {record.loss_scale:g}"
-    )

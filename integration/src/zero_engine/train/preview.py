@@ -75,11 +75,7 @@ class Preview:
 
 
 def preview(settings: RunSettings, num_ranks: int) -> Preview:
-    """Plan a run with a size. Its states go to memory, or to files where they do not fit there.
-
-    Raises:
-        ConfigError: it fits in neither, or its files do not fit on the disk.
-    """
+    """Plan a run with a size. Its states go to memory, or to files where they do not fit there."""
     is_open = settings.states is None and settings.config is None
     last = _preview(replace(settings, states="memory") if is_open else settings, num_ranks)
     if is_open and not last.is_fitting:

@@ -49,16 +49,24 @@ class RunLock:
         self._lock: BaseFileLock | None = None
 
     def acquire(self, *, wait_s: float) -> None:
-        """Take the lock, and if it is held say so and wait for at most ``wait_s`` seconds.
-
-        Raises:
-            ConfigError: another process holds it, or the folder cannot be written to.
-        """
+        """Take the lock, and if it is held say so and wait for at most ``wait_s`` seconds."""
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self._path) if _has_flock(folder) else SoftFileLock(self._path)
-            self._acquire(self._lock, wait_s)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of a soft lock: it is named below
+                try:
+                    self._lock.acquire(timeout=0)
+                except Timeout:
+                    print(
+                        f"another program trains in {folder} ({self._holder()}): waiting "
+                        f"for its end, for at most {wait_s:.0f} s{self._advice('; ')}",
+                        file=sys.stderr,
+                    )
+                    self._lock.acquire(timeout=wait_s)
+            if advice := self._advice(": "):
+                print(f"{self._path.parent}{advice}", file=sys.stderr)
         except Timeout:
             raise ConfigError(
                 f"--output {folder}: another program trains in this folder ({self._holder()}). "
@@ -67,21 +75,6 @@ class RunLock:
         except OSError as error:
             raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
         self._who.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
-
-    def _acquire(self, lock: BaseFileLock, wait_s: float) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of a soft lock: it is named below
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                print(
-                    f"another program trains in {self._path.parent} ({self._holder()}): waiting "
-                    f"for its end, for at most {wait_s:.0f} s{self._advice('; ')}",
-                    file=sys.stderr,
-                )
-                lock.acquire(timeout=wait_s)
-        if advice := self._advice(": "):
-            print(f"{self._path.parent}{advice}", file=sys.stderr)
 
     def _advice(self, separator: str) -> str:
         """Return what to do where a lock outlives its program, after ``separator``."""

@@ -107,15 +107,24 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
 
     With `Start.AUTO` they may also be those of a run whose checkpoints alone are there: a machine
     was replaced.
-
-    Raises:
-        ConfigError: a value makes no sense, or the folder holds a run already.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)
-    settings = RunSettings(**_with_size(given)).check()
+    if given.get("size") is not None:  # from which others follow
+        doubled = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
+        if doubled:
+            raise ConfigError(f"--size and {', '.join(doubled)} exclude each other")
+        given = {**DEFAULTS, **shape_of(parse_size(given["size"])), **given}
+    settings = RunSettings(**given).check()
     folder = RunFolder.of(given)
-    _check_can_be_made(folder.root)
+    try:
+        there = nearest_folder(folder.root)
+    except (OSError, ValueError) as error:  # a name too long, or a zero character in it
+        raise ConfigError(f"--output {str(folder.root)!r}: {error}") from None
+    if not there.is_dir():
+        raise ConfigError(f"--output {folder.root}: there is a file of the name {there}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output {folder.root}: {there} is not writable for this user")
     is_free = not folder.root.is_dir() or not any(
         path for path in folder.root.iterdir() if not path.name.startswith(".")
     )
@@ -141,18 +150,6 @@ def _check_saving(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"--no-save and {flag_of(name)} exclude each other")
 
 
-def _check_can_be_made(folder: Path) -> None:
-    """Refuse a folder that this user cannot make, or write to."""
-    try:
-        there = nearest_folder(folder)
-    except (OSError, ValueError) as error:  # a name too long, or a zero character in it
-        raise ConfigError(f"--output {str(folder)!r}: {error}") from None
-    if not there.is_dir():
-        raise ConfigError(f"--output {folder}: there is a file of the name {there}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {folder}: {there} is not writable for this user")
-
-
 def nearest_folder(folder: Path) -> Path:
     """Return ``folder``, or the nearest of its parents that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -162,9 +159,6 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
     """Return the settings that the run in ``options["output"]`` was started with.
 
     Only `CHANGEABLE` settings may be changed; ``data`` and ``config`` are not read again.
-
-    Raises:
-        ConfigError: there is nothing to continue, or an option contradicts the run.
     """
     given = {k: v for k, v in options.items() if v is not None}
     _check_saving(given)
@@ -208,20 +202,6 @@ def engine_config(settings: RunSettings) -> dict[str, Any]:
     return parse_json(text, f"--config {settings.config}")
 
 
-def _with_size(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that are given, and those that follow from a ``size`` among them.
-
-    Raises:
-        ConfigError: the size is no number, or its model is described in another way besides.
-    """
-    if given.get("size") is None:
-        return given
-    doubled = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
-    if doubled:
-        raise ConfigError(f"--size and {', '.join(doubled)} exclude each other")
-    return {**DEFAULTS, **shape_of(parse_size(given["size"])), **given}
-
-
 def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return ``config`` with the schedule's "auto" values taken from the number of steps."""
     scheduler = config.get("scheduler")
@@ -243,11 +223,7 @@ def _text_of(name: str) -> str:
 
 
 def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> None:
-    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins.
-
-    Raises:
-        ConfigError: the folder cannot be made or written to.
-    """
+    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins."""
     text = json.dumps({"run": asdict(settings), **parts}, indent=2) + "\n"
     aside = folder.resolved_config.with_name(".config.resolved.tmp")
     try:
@@ -259,11 +235,7 @@ def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> No
 
 
 def read_resolved(folder: RunFolder) -> dict[str, Any]:
-    """Return the content that `write_resolved` wrote.
-
-    Raises:
-        ConfigError: the file is missing or is not one of ours.
-    """
+    """Return the content that `write_resolved` wrote."""
     try:
         content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
         known = {field.name for field in fields(RunSettings)}

@@ -34,11 +34,7 @@ Each pass over a large model takes long, so it is evaluated at the start and at 
 
 
 def parse_size(text: str) -> int:
-    """Return the parameters that ``text`` asks for: "350m", "2.2b" or a plain number.
-
-    Raises:
-        ConfigError: it is no number of parameters, or out of range.
-    """
+    """Return the parameters that ``text`` asks for: "350m", "2.2b" or a plain number."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kmb]?)", text.strip().lower())
     number = float(match[1]) * _SCALES.get(match[2], 1) if match else math.nan
     if not _SMALLEST <= number <= _LARGEST:

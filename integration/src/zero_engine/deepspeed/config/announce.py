@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -40,12 +39,6 @@ def apply(settings: Settings) -> None:
         is_file = isinstance(block, Mapping) and block.get("device") == "nvme"
         if is_file and isinstance(block.get("nvme_path"), str):
             Path(block["nvme_path"]).mkdir(parents=True, exist_ok=True)  # as DeepSpeed does
-
-
-def announce(settings: Settings, config: Config, *, rank: int, world_size: int) -> None:
-    """Print the configuration in effect on rank 0, to stderr."""
-    if rank == 0:
-        print(describe(settings, config, world_size), file=sys.stderr, flush=True)
 
 
 def describe(settings: Settings, config: Config, world_size: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.config.source import Source
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.monitoring.settings import CommsLoggerSettings
 
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAM_OPTIMIZER = "adam"
@@ -69,14 +67,6 @@ _AIO = {
 }
 
 
-@dataclass(frozen=True)
-class CommsConfig:
-    """``comms_config``: the block ``comms_logger``."""
-
-    comms_logger_enabled: bool
-    comms_logger: CommsLoggerSettings
-
-
 _BLOCKS: Mapping[str, Callable[[Settings], Any]] = {
     "activation_checkpointing_config": lambda s: SimpleNamespace(
         **{**_CHECKPOINTING, **(s.raw.get("activation_checkpointing") or {})}
@@ -84,7 +74,9 @@ _BLOCKS: Mapping[str, Callable[[Settings], Any]] = {
     "aio_config": lambda s: {**_AIO, **(s.raw.get("aio") or {})},
     "checkpoint_tag_validation_enabled": lambda s: s.tag_validation != "IGNORE",
     "checkpoint_tag_validation_fail": lambda s: s.tag_validation == "FAIL",
-    "comms_config": lambda s: CommsConfig(s.comms_logger.enabled, s.comms_logger),
+    "comms_config": lambda s: SimpleNamespace(
+        comms_logger_enabled=s.comms_logger.enabled, comms_logger=s.comms_logger
+    ),
     "flops_profiler_config": lambda s: s.flops_profiler,
     "monitor_config": lambda s: s.monitors,
     "timers_config": lambda s: s.throughput,

@@ -76,7 +76,25 @@ class _Reader:
             return self._quoted()
         if first in "},]:":  # or the end
             self._fail(f"expected a value, found {self._rest()}")
-        return self._word()
+        # A number, a constant, or a string without quotes.
+        found = _WORD.match(self._text, self._at)
+        end = _WORD_END.match(self._text, found.end()) if found else None
+        if found is None or end is None:
+            line = _LINE.match(self._text, self._at)
+            assert line is not None
+            self._at = line.end()
+            return line[0].strip()
+        self._at = end.end()
+        if found["constant"]:
+            return float(found["constant"].lower().replace("infinity", "inf"))
+        if found["number"] is None:
+            return _WORDS[found[0]]
+        if len(found[0]) > _MAX_DIGITS:
+            self._fail(f"a number of {len(found[0])} characters")
+        if not found["fraction"]:
+            return int(found[0])
+        number = float(found[0])
+        return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
 
     def _object(self, *, is_braced: bool = True) -> dict[str, Any]:
         begin = self._at
@@ -146,27 +164,6 @@ class _Reader:
         if not first and lines:
             return "\n".join(lines).removesuffix("\n")
         return "\n".join([first, *lines]).removesuffix("\n")
-
-    def _word(self) -> Any:
-        """Read a number, a constant, or a string without quotes."""
-        found = _WORD.match(self._text, self._at)
-        end = _WORD_END.match(self._text, found.end()) if found else None
-        if found is None or end is None:
-            line = _LINE.match(self._text, self._at)
-            assert line is not None
-            self._at = line.end()
-            return line[0].strip()
-        self._at = end.end()
-        if found["constant"]:
-            return float(found["constant"].lower().replace("infinity", "inf"))
-        if found["number"] is None:
-            return _WORDS[found[0]]
-        if len(found[0]) > _MAX_DIGITS:
-            self._fail(f"a number of {len(found[0])} characters")
-        if not found["fraction"]:
-            return int(found[0])
-        number = float(found[0])
-        return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
 
     def _next(self) -> str:
         """Go to the next character that is neither space nor comment: "" at the end."""

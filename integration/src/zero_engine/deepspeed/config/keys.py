@@ -21,17 +21,22 @@ class Refusal(NamedTuple):
     reason: str
 
 
-HONOURED = frozenset(
+FLAGS = frozenset(
     {
         "activation_checkpointing.cpu_checkpointing",
-        "checkpoint.tag_validation",
         "dataloader_drop_last",
         "disable_python_gc",
         "dump_state",
-        "log_level",
         "managed_gradient_accumulation",
         "memory_breakdown",
         "wall_clock_breakdown",
+    }
+)
+"""Booleans that are fields of `Settings`."""
+HONOURED = FLAGS | frozenset(
+    {
+        "checkpoint.tag_validation",
+        "log_level",
         "comet",
         "comms_logger",
         "csv_monitor",
@@ -131,11 +136,7 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def check_refused(path: str, value: Any) -> None:
-    """Refuse ``path``, one of `REFUSED`, unless the value says what holds anyway.
-
-    Raises:
-        ConfigError: it asks for something.
-    """
+    """Refuse ``path``, one of `REFUSED`, unless the value says what holds anyway."""
     harmless, reason = REFUSED[path]
     if isinstance(value, Mapping):
         is_block = "enabled" in value

@@ -85,34 +85,27 @@ def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         tell(_ZERO, zero, f"an old form: {_ZERO}.stage = {int(zero)}")
         new[_ZERO] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
-        new[_ZERO] = _modern_zero(dict(zero), tell)
+        zero = new[_ZERO] = dict(zero)
+        for old, name in _RENAMED.items():
+            if old in zero:
+                _rename(zero, old, name, tell, f"{_ZERO}.")
+        pins = zero.pop("cpu_offload_use_pin_memory", None)
+        for old, name in _OFFLOAD.items():
+            if old in zero:
+                _offload(zero, old, name, pins, tell)
+        if pins is not None:
+            text = "an old key: pin_memory of the offload"
+            tell(f"{_ZERO}.cpu_offload_use_pin_memory", pins, text)
+        if zero.get("zero_hpz_partition_size") == 0:
+            zero["zero_hpz_partition_size"] = 1  # DeepSpeed's other way to say that there are none
     for key in ("communication_data_type", "gradient_allreduce_op"):
         if isinstance(new.get(key), str):
             new[key] = new[key].lower()
     return new
 
 
-def _modern_zero(zero: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    for old, name in _RENAMED.items():
-        if old in zero:
-            _rename(zero, old, name, tell, f"{_ZERO}.")
-    pins = zero.pop("cpu_offload_use_pin_memory", None)
-    for old, name in _OFFLOAD.items():
-        if old in zero:
-            _offload(zero, old, name, pins, tell)
-    if pins is not None:
-        tell(f"{_ZERO}.cpu_offload_use_pin_memory", pins, "an old key: pin_memory of the offload")
-    if zero.get("zero_hpz_partition_size") == 0:
-        zero["zero_hpz_partition_size"] = 1  # DeepSpeed's other way to say that there are none
-    return zero
-
-
 def as_bool(path: str, value: Any) -> bool:
-    """Return ``value`` as the boolean that DeepSpeed takes it for.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return ``value`` as the boolean that DeepSpeed takes it for."""
     found = as_kind(value, bool)
     if not isinstance(found, bool):
         raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
@@ -152,7 +145,12 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         tell("steps_per_print", steps, "never")
         del core["steps_per_print"]
     if _ZERO in core:
-        core[_ZERO] = _without_idle_offload(core[_ZERO], tell)
+        zero = core[_ZERO] = dict(core[_ZERO])
+        block = zero.get("offload_param")
+        has_offload = isinstance(block, Mapping) and block.get("device", "none") != "none"
+        if has_offload and zero.get("stage", 0) != 3:  # where DeepSpeed ignores it
+            text = "used at stage 3 only: at lower stages every rank holds all parameters"
+            tell(f"{_ZERO}.offload_param", dict(zero.pop("offload_param")), text)
     core["data_types"] = _data_types(core)
     if "fp16" in core:  # the engine casts inputs itself, or doesn't
         as_bool("fp16.auto_cast", core["fp16"].get("auto_cast", False))
@@ -167,43 +165,20 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     for block in ("optimizer", "scheduler"):
         if block in core and "type" not in core[block]:
             tell(block, core.pop(block), "without a type there is none")
-    if "scheduler" in core:
-        core["scheduler"] = _scheduler(core["scheduler"], tell)
+    if isinstance(params := core.get("scheduler", {}).get("params"), Mapping):
+        kind = params.get("warmup_type", "log")
+        if isinstance(kind, str) and kind not in ("log", "linear"):  # else zero-core refuses it
+            text = "neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
+            tell("scheduler.params.warmup_type", kind, text, is_warning=True)
+            core["scheduler"] = {**core["scheduler"], "params": {**params, "warmup_type": "log"}}
     if "optimizer" in core:
         core["optimizer"] = _optimizer(core["optimizer"], tell)
         _apply_state_dtype(core, tell)
     return core
 
 
-def _scheduler(block: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
-    """Return the scheduler's block. An unknown ``warmup_type`` is "log", as in DeepSpeed."""
-    params = block.get("params")
-    if not isinstance(params, Mapping):
-        return block
-    found = params.get("warmup_type", "log")
-    if found in ("log", "linear") or not isinstance(found, str):
-        return block  # zero-core refuses what is no string
-    text = "neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
-    tell("scheduler.params.warmup_type", found, text, is_warning=True)
-    return {**block, "params": {**params, "warmup_type": "log"}}
-
-
-def _without_idle_offload(zero: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return ``zero`` without ``offload_param`` below stage 3, where DeepSpeed ignores it."""
-    block, stage = zero.get("offload_param"), zero.get("stage", 0)
-    if stage == 3 or not isinstance(block, Mapping) or block.get("device", "none") == "none":
-        return dict(zero)
-    text = "used at stage 3 only: at lower stages every rank holds all parameters"
-    tell(f"{_ZERO}.offload_param", dict(block), text)
-    return {key: value for key, value in zero.items() if key != "offload_param"}
-
-
 def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
-    """Turn ``fp32_optimizer_states`` of the optimizer into ``state_dtype`` of its offload.
-
-    Raises:
-        ConfigError: it is false, and the states are on the device, or not Adam's.
-    """
+    """Turn ``fp32_optimizer_states`` of the optimizer into ``state_dtype`` of its offload."""
     path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
     if params.pop("fp32_optimizer_states", True):
         return
@@ -218,11 +193,7 @@ def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
 
 
 def keep_bf16_moments(core: dict[str, Any]) -> None:
-    """Keep Adam's moments of 16-bit training in bf16 on the host, unless ``state_dtype`` is given.
-
-    Raises:
-        ConfigError: the states are on the device.
-    """
+    """Keep Adam's moments of 16-bit training in bf16 on the host by default."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -235,11 +206,7 @@ def keep_bf16_moments(core: dict[str, Any]) -> None:
 
 
 def keep_updates_to_steps(core: dict[str, Any]) -> None:
-    """Have offloaded units updated in ``step()``: any backward may be followed by another one.
-
-    Raises:
-        ConfigError: ``update_in_backward`` asks for the contrary.
-    """
+    """Have offloaded units updated in ``step()``: any backward may be followed by another one."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":

@@ -19,9 +19,8 @@ from zero_core.config import Config
 from zero_core.config.blocks import block_of
 from zero_core.config.schema import as_typed, explain, shown
 from zero_core.errors import ConfigError
-from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused
+from zero_engine.deepspeed.config.keys import FLAGS, HONOURED, REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config.names import (
-    Tell,
     as_bool,
     core_config,
     keep_updates_to_steps,
@@ -73,8 +72,15 @@ def read(config: Source) -> Settings:
     zero = core.get("zero_optimization", {})
     flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
     comms = _parse(CommsLoggerSettings, own, "comms_logger")
-    _tell_operations(comms, sorter.tell)
-    flags = {path.rpartition(".")[2]: own[path] for path in _FLAGS if path in own}
+    if comms.enabled and comms.prof_ops:  # of which some may choose nothing
+        unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
+        if comms.prof_all:
+            text = "prof_all is true, which is the default: all collectives are logged"
+            sorter.tell("comms_logger.prof_ops", list(comms.prof_ops), text)
+        elif unknown:
+            text = f"no collective of the engine's, which are {', '.join(COLLECTIVES)}"
+            sorter.tell("comms_logger.prof_ops", unknown, text)
+    flags = {path.rpartition(".")[2]: own[path] for path in FLAGS if path in own}
     if not flags.get("managed_gradient_accumulation", True):
         keep_updates_to_steps(core)
     flags["wall_clock_breakdown"] = flags.get("wall_clock_breakdown", False) or flops.enabled
@@ -130,24 +136,27 @@ class _Sorter:
             elif self._dispose(key, value):
                 continue
             elif key in _BLOCKS:
-                self._sort_block(key, _mapping(key, value))
+                items = _mapping(key, value).items()
+                left = {k: v for k, v in items if not self._dispose(f"{key}.{k}", v)}
+                if key in _SHARED:
+                    self.core[key] = left
+                    continue
+                for name, inner in left.items():
+                    self._unknown(f"{key}.{name}", inner)
             elif key in Config.model_fields:
                 is_block = block_of(Config.model_fields[key]) is not None
                 self.core[key] = _mapping(key, value) if is_block else value
             else:
                 self._unknown(key, value)
 
-    def _sort_block(self, block: str, keys: Mapping[str, Any]) -> None:
-        left = {k: v for k, v in keys.items() if not self._dispose(f"{block}.{k}", v)}
-        if block in _SHARED:
-            self.core[block] = left
-            return
-        for key, value in left.items():
-            self._unknown(f"{block}.{key}", value)
-
     def _dispose(self, path: str, value: Any) -> bool:
         if path in HONOURED:
-            self.own[path] = _checked(path, value)
+            if path in FLAGS or path == "zero_allow_untested_optimizer":
+                value = as_bool(path, value)
+            elif path in _CHOICES and str(value).upper() not in _CHOICES[path]:
+                expected = ", ".join(_CHOICES[path])
+                raise ConfigError(f"{path}: expected one of {expected}, found {shown(value)}")
+            self.own[path] = value
             for key, inner in value.items() if isinstance(value, Mapping) else ():
                 if f"{path}.{key}" in UNNEEDED:
                     self._dispose(f"{path}.{key}", inner)
@@ -164,44 +173,6 @@ class _Sorter:
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
         hint = f": did you mean {close[0]!r}?" if close else ""
         self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
-
-
-_FLAGS = frozenset(
-    {
-        "activation_checkpointing.cpu_checkpointing",
-        "dataloader_drop_last",
-        "disable_python_gc",
-        "dump_state",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "wall_clock_breakdown",
-    }
-)
-_BOOLEANS = _FLAGS | {"zero_allow_untested_optimizer"}
-
-
-def _checked(path: str, value: Any) -> Any:
-    """Return the value of an honoured key if it is of the right kind."""
-    if path in _BOOLEANS:
-        return as_bool(path, value)
-    if path in _CHOICES and str(value).upper() not in _CHOICES[path]:
-        raise ConfigError(
-            f"{path}: expected one of {', '.join(_CHOICES[path])}, found {shown(value)}"
-        )
-    return value
-
-
-def _tell_operations(comms: CommsLoggerSettings, tell: Tell) -> None:
-    """Take note of names that choose nothing of what is logged."""
-    if not comms.enabled or not comms.prof_ops:
-        return
-    unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
-    if comms.prof_all:
-        text = "prof_all is true, which is the default: all collectives are logged"
-        tell("comms_logger.prof_ops", list(comms.prof_ops), text)
-    elif unknown:
-        text = f"no collective of the engine's, which are {', '.join(COLLECTIVES)}"
-        tell("comms_logger.prof_ops", unknown, text)
 
 
 def _mapping(path: str, value: Any) -> Mapping[str, Any]:

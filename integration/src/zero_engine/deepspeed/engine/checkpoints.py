@@ -71,7 +71,14 @@ class Checkpoints(Facts):
             raise ValueError(f"save_checkpoint() needs a directory, found {save_dir!r}")
         place = local_path(save_dir, "a checkpoint of DeepSpeed's names")
         name = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
-        self._warn_partial()
+        if self.core.states.holds_gradient and not self._has_warned_of_partial:
+            self._has_warned_of_partial = True
+            _log.warning(
+                "checkpoint after step %d and in the middle of the next one, of which there is a "
+                "gradient already: that is not kept, and after a load the step begins anew; save "
+                "after a whole step to lose nothing",
+                self.global_steps,
+            )
         self.core.save_checkpoint(
             save_dir,
             name,
@@ -87,17 +94,6 @@ class Checkpoints(Facts):
             Path(save_dir, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
         self.core.sharded_state.control.barrier()
         return True
-
-    def _warn_partial(self) -> None:
-        """Warn once that the gradient of the step in progress is not saved."""
-        if self.core.states.holds_gradient and not self._has_warned_of_partial:
-            self._has_warned_of_partial = True
-            _log.warning(
-                "checkpoint after step %d and in the middle of the next one, of which there is a "
-                "gradient already: that is not kept, and after a load the step begins anew; save "
-                "after a whole step to lose nothing",
-                self.global_steps,
-            )
 
     def load_checkpoint(
         self,

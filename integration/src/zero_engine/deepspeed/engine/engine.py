@@ -21,7 +21,6 @@ from zero_core.object_methods import ObjectMethods
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
-from zero_engine.deepspeed.engine.averaging import Averaging
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
 from zero_engine.deepspeed.engine.facts import UNSERVED, value_of
 from zero_engine.deepspeed.engine.observing import Watch
@@ -193,7 +192,22 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self._is_stepping = False
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
-            self._end_step()
+            assert self.optimizer is not None
+            self._was_quiet = False
+            self.optimizer.stepped()
+            num_backwards, self._num_backwards = self._num_backwards, 0
+            if self.settings.managed_gradient_accumulation:
+                self.global_samples += self.train_batch_size()
+            else:
+                micro_batch = self.core.train_micro_batch_size_per_gpu
+                self.global_samples += micro_batch * self.core.world_size * num_backwards
+            facts = StepFacts(
+                global_steps=self.global_steps,
+                global_samples=self.global_samples,
+                lr=[float(lr) for lr in self.get_lr()],
+                loss_scale=self.core.loss_scale if self.fp16_enabled() else None,
+            )
+            self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
         """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it.
@@ -214,24 +228,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
                 "stepped the optimizer, so leave optimizer.step() out"
             )
         self.step()
-
-    def _end_step(self) -> None:
-        assert self.optimizer is not None
-        self._was_quiet = False
-        self.optimizer.stepped()
-        num_backwards, self._num_backwards = self._num_backwards, 0
-        if self.settings.managed_gradient_accumulation:
-            self.global_samples += self.train_batch_size()
-        else:
-            micro_batch = self.core.train_micro_batch_size_per_gpu
-            self.global_samples += micro_batch * self.core.world_size * num_backwards
-        facts = StepFacts(
-            global_steps=self.global_steps,
-            global_samples=self.global_samples,
-            lr=[float(lr) for lr in self.get_lr()],
-            loss_scale=self.core.loss_scale if self.fp16_enabled() else None,
-        )
-        self.watch.step_done(facts)
 
     def idle_step(self) -> None:
         """Take part in one micro-step of the other ranks, without data.
@@ -491,6 +487,49 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
                     "set the precision in the configuration, and leave the device to it"
                 )
         return self
+
+
+class Averaging:
+    """Division of the gradients of a plain ``loss.backward()`` by a step's micro-steps.
+
+    [Note: divided once]
+    `DeepSpeedEngine.backward` divides the loss. Any other backward that reaches a parameter has its
+    gradient divided there, by a hook on the parameter, before it is accumulated: however many
+    losses and outputs there are, and wherever a block is computed again, each gradient passes there
+    once. DeepSpeed divides at the outputs of forward. A loss that goes through several engines is
+    divided by the one whose ``backward`` is called, and by no other.
+
+    Attributes:
+        handles: of its hooks, for whoever takes them off.
+    """
+
+    _running = 0  # backwards of engines, which divide their loss; in all threads, as autograd's
+
+    def __init__(self, params: Iterable[nn.Parameter], steps: Callable[[], int]) -> None:
+        """Hook ``params``, some of which may be frozen for now. ``steps`` is called each time."""
+        self._steps = steps
+        self.handles = [self._hook(param) for param in params]
+
+    @classmethod
+    @contextmanager
+    def done(cls) -> Iterator[None]:
+        """Mark a backward whose loss has been divided, or is not to be."""
+        Averaging._running += 1
+        try:
+            yield
+        finally:
+            Averaging._running -= 1
+
+    def _hook(self, param: nn.Parameter) -> Any:
+        is_required = param.requires_grad
+        param.requires_grad_(True)  # torch hooks no other; the hook stays when it is switched off
+        handle = param.register_hook(self._divide)  # type: ignore[no-untyped-call]
+        param.requires_grad_(is_required)
+        return handle
+
+    def _divide(self, grad: Tensor) -> Tensor | None:
+        steps = self._steps()
+        return None if self._running or steps == 1 else grad / steps
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:

@@ -23,7 +23,6 @@ from zero_engine.monitoring import (
     Throughput,
     ThroughputTimer,
     WallClock,
-    make_monitor,
 )
 
 _Outputs = TypeVar("_Outputs")
@@ -34,7 +33,7 @@ class Watch:
 
     Attributes:
         monitor: where scalars go; ``engine.monitor``.
-        observers: called in this order.
+        observers: called in this order, that of DeepSpeed's output.
         tput_timer: counts steps and epochs; ``engine.tput_timer``.
     """
 
@@ -44,8 +43,22 @@ class Watch:
         Raises:
             ConfigError: a monitor needs a library that is not installed.
         """
-        self.monitor = make_monitor(settings.monitors, rank=engine.rank)
-        self.observers = make_observers(settings, engine, self.monitor)
+        self.monitor = Monitor(settings.monitors, rank=engine.rank)
+        # Rank 0 prints. Times and bytes are taken on every rank, so that ranks stay alike.
+        say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
+        self.observers: list[StepObserver] = []
+        if self.monitor.enabled:
+            self.observers.append(Scalars(self.monitor))
+        if settings.flops_profiler.enabled and engine.rank == 0:
+            self.observers.append(FlopsProfiler(settings.flops_profiler, say=say))
+        if settings.wall_clock_breakdown:
+            self.observers.append(WallClock(engine.device, self.monitor, say=say))
+        if settings.memory_breakdown:
+            self.observers.append(MemoryBreakdown(engine.device, say=say))
+        if settings.comms_logger.enabled:
+            self.observers.append(CommunicationLog(engine, settings.comms_logger, say=say))
+        if settings.throughput.enabled and settings.steps_per_print is not None:
+            self.observers.append(Throughput(engine.device, settings.steps_per_print, say=say))
         self.tput_timer = ThroughputTimer(batch_size)
         self._is_in_backward = False
 
@@ -94,27 +107,3 @@ class Watch:
         """Times of the last step in milliseconds, empty where they are not taken."""
         clocks = [one for one in self.observers if isinstance(one, WallClock)]
         return dict(clocks[0].last_ms) if clocks else {}
-
-
-def make_observers(
-    settings: Settings, engine: ShardedModel, monitor: Monitor
-) -> list[StepObserver]:
-    """Make the observers of ``engine`` in DeepSpeed's order of output.
-
-    Rank 0 prints. Times and bytes are taken on every rank, so that ranks stay alike.
-    """
-    say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
-    found: list[StepObserver] = []
-    if monitor.enabled:
-        found.append(Scalars(monitor))
-    if settings.flops_profiler.enabled and engine.rank == 0:
-        found.append(FlopsProfiler(settings.flops_profiler, say=say))
-    if settings.wall_clock_breakdown:
-        found.append(WallClock(engine.device, monitor, say=say))
-    if settings.memory_breakdown:
-        found.append(MemoryBreakdown(engine.device, say=say))
-    if settings.comms_logger.enabled:
-        found.append(CommunicationLog(engine, settings.comms_logger, say=say))
-    if settings.throughput.enabled and settings.steps_per_print is not None:
-        found.append(Throughput(engine.device, settings.steps_per_print, say=say))
-    return found

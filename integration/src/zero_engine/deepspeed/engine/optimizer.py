@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
 from zero_engine.deepspeed.engine.facts import value_of
-from zero_engine.deepspeed.engine.loss_scaler import LossScaler
+
+if TYPE_CHECKING:
+    from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 
 _EXTERNAL = "ds_external_parameters"
 
@@ -53,6 +55,43 @@ class ParameterOffload:
     _register_deepspeed_module = register
 
 
+class LossScaler:
+    """View of an engine's loss scale. The engine changes it, when DeepSpeed would.
+
+    It has the names of DeepSpeed's ``loss_scaler``, at stages 1 to 3, and of its
+    ``loss_scale_config``, at stage 0.
+
+    Attributes:
+        scale_factor: what the scale is multiplied or divided by.
+    """
+
+    scale_factor = 2.0
+
+    def __init__(self, core: Engine) -> None:
+        self._core = core
+
+    cur_scale = loss_scale = property(value_of("_core.loss_scaler.scale"))  # 1 without one
+    dynamic = dynamic_loss_scale = property(value_of("_core.loss_scaler.is_dynamic"))
+    use_grad_scaling = property(value_of("_core.config.fp16.enabled"))
+    scale_window = property(value_of("_core.loss_scaler.config.loss_scale_window"))
+    min_scale = min_loss_scale = property(value_of("_core.loss_scaler.config.min_loss_scale"))
+    # Overflows of which the last one halves the scale: at first, and from now on.
+    delayed_shift = property(value_of("_core.loss_scaler.config.hysteresis"))
+    cur_hysteresis = property(value_of("_core.loss_scaler.hysteresis_left"))
+    # Whether a step without overflow restores it.
+    consecutive_hysteresis = property(value_of("_core.loss_scaler.config.consecutive_hysteresis"))
+    cur_iter = property(value_of("_core.global_steps"))
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """Steps before the last one that overflowed, -1 if none did."""
+        return self._core.global_steps - self._core.loss_scaler.steps_since_overflow - 1
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the scale, for a plain ``backward()``."""
+        return self._core.scale(loss, over=1)
+
+
 class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     """This rank's optimizer state, by parameter, copied to the CPU when it is read.
 
@@ -84,20 +123,13 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     def __contains__(self, param: object) -> bool:
         return any(param is found for found in self)
 
-    def __setitem__(self, param: nn.Parameter, value: Any) -> NoReturn:
-        self._refuse()
-
-    def __delitem__(self, param: nn.Parameter) -> NoReturn:
-        self._refuse()
-
-    def clear(self) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
             "optimizer.state is a copy of this rank's part, which is read only: set a parameter's "
             "state by safe_set_full_optimizer_state or safe_set_local_optimizer_state"
         )
+
+    __setitem__ = __delitem__ = clear = _refuse
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for group in self._groups:
@@ -127,16 +159,6 @@ class ShownState:
         self._given.state = self._own
 
 
-class Stepping(Protocol):
-    """Protocol of the engine that `DeepSpeedOptimizer` steps, which imports this file."""
-
-    def optimizer_step(self) -> None:
-        """End a step, at an accumulation boundary."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step."""
-
-
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
@@ -153,7 +175,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     _is_bare = False  # whether DeepSpeed would return the driven optimizer itself
 
-    def __init__(self, core: Engine, engine: Stepping) -> None:
+    def __init__(self, core: Engine, engine: DeepSpeedEngine) -> None:
         """``engine`` is the one whose optimizer this is. It is held weakly."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
@@ -240,7 +262,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
         self._live_engine("zero_grad").zero_grad(set_to_none)
 
-    def _live_engine(self, what: str) -> Stepping:
+    def _live_engine(self, what: str) -> DeepSpeedEngine:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(

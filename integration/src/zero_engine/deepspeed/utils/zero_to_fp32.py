@@ -65,7 +65,17 @@ def load_state_dict_from_zero_checkpoint(
         CheckpointError: there is no such checkpoint, or it has none of the model's parameters.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    _check_fits(model, state, checkpoint_dir)
+    names = [name for name, _ in model.named_parameters()]
+    missing = [name for name in names if name not in state]
+    if missing:
+        few = f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+        num = f"{len(missing)} of the model's {len(names)} parameters"
+        text = f"{checkpoint_dir} has no values of {num} ({few})"
+        if len(missing) == len(names):
+            raise CheckpointError(
+                f"{text}: give the model whose engine saved it, found {list(state)[:5]}"
+            )
+        _log.warning("%s: they are left without", text)
     params = list(model.parameters())
     engines = {id(one): one for one in map(engine_of, params) if one is not None}
     for engine in engines.values():
@@ -81,20 +91,6 @@ def load_state_dict_from_zero_checkpoint(
     model.cpu()
     model.load_state_dict(state, strict=False)
     return model
-
-
-def _check_fits(model: nn.Module, state: Mapping[str, Tensor], place: str | Path) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    missing = [name for name in names if name not in state]
-    if not missing:
-        return
-    few = f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
-    text = f"{place} has no values of {len(missing)} of the model's {len(names)} parameters ({few})"
-    if len(missing) == len(names):
-        raise CheckpointError(
-            f"{text}: give the model whose engine saved it, found {list(state)[:5]}"
-        )
-    _log.warning("%s: they are left without", text)
 
 
 def convert_zero_checkpoint_to_state_dict(

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
-from zero_core.comm.control import ControlGroup
 from zero_core.init.deferred import is_recorded_innermost
 from zero_core.init.slices import gathered_slices
 from zero_core.layout.discovery import note_reader
@@ -287,17 +286,16 @@ class GatheredParameters:
 
 @contextmanager
 def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Refuse edits within that would be lost. Every rank must leave it.
-
-    Raises:
-        RuntimeError: a rank has made one.
-    """
+    """Refuse edits within that would be lost. Every rank must leave it."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
     if not params:
         return
     is_edited = before != [(p.data_ptr(), p._version) for p in params]
-    found = _control_of(params[0]).gather(torch.tensor([int(is_edited)])).tolist()
+    engine, value = engine_of(params[0]), value_of(params[0])
+    owner = value if engine is None else engine.sharded_state
+    assert owner is not None, "only sharded parameters are checked"
+    found = owner.control.gather(torch.tensor([int(is_edited)])).tolist()
     if any(found):
         ranks = [rank for rank, is_own in enumerate(found) if is_own]
         raise RuntimeError(
@@ -305,14 +303,6 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
             "zero.GatheredParameters(modifier_rank=None), which only reads: give modifier_rank the "
             "rank whose changes count"
         )
-
-
-def _control_of(param: nn.Parameter) -> ControlGroup:
-    engine, value = engine_of(param), value_of(param)
-    if engine is not None:
-        return engine.sharded_state.control
-    assert value is not None, "only sharded parameters are checked"
-    return value.control
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:

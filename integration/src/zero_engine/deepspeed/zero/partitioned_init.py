@@ -82,9 +82,6 @@ def partition_module(
 
     They get rank 0's values, cast to ``dtype`` if they are floating; their own memory is freed.
     Every rank must call it.
-
-    Raises:
-        ConfigError: a parameter is on the meta device.
     """
     ranks = find_ranks(process_group, None)
     control = ranks.connect()

@@ -64,11 +64,7 @@ def sharded_loading() -> Iterator[None]:
 
 
 def _check_whole(module: nn.Module, args: Any) -> None:
-    """Refuse a forward with values in slices. A hook, which ends when an engine has the module.
-
-    Raises:
-        RuntimeError: a parameter is in slices.
-    """
+    """Refuse a forward with values in slices. A hook, which ends when an engine has the module."""
     if torch.compiler.is_compiling():
         return
     params = {name: p for name, p in module._parameters.items() if p is not None}
