@@ -14,7 +14,6 @@ EXPERIMENTS = {
     "engine": "step time and memory beside DDP, FSDP2 and DeepSpeed",
     "offload": "optimizer state in host memory and in files, beside DeepSpeed's ZeRO-Offload",
     "memory": "memory and start-up against formula and plan",
-    "checkpoint": "saves at once and beside training, beside torch.distributed.checkpoint",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "cpu_adam": "one optimizer step on host memory, beside other libraries' kernels",
     "gpu": "one accelerator, part by part: correct, and how fast",
