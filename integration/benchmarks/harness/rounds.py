@@ -155,11 +155,6 @@ def quotient(value: float | None, other: float | None) -> float | None:
     return value / other if value is not None and other is not None and other > 0 else None
 
 
-def percent_over(value: float, reference: float) -> float:
-    """Return how much higher ``value`` is, in percent."""
-    return 100.0 * (value / reference - 1.0)
-
-
 def version(package: str) -> str | None:
     """Return the version of an installed package."""
     try:
