@@ -6,8 +6,6 @@ import gc
 import os
 import runpy
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from faults.harness import Program
 from zero_core.testing import Case, batch, make_model, seeded, spawn
 
 WIDTH = 16
@@ -137,60 +136,43 @@ while True:
 """
 
 
-def _run_by_torchrun(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def _program(folder: Path) -> str:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, "--nproc-per-node=2", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return str(program)
+
+
+def _torchrun(folder: Path, **variables: str) -> tuple[str, str]:
+    """Return what a launch that fails says, and its summary."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    with Program(*launcher, _program(folder), **variables) as run:
+        assert run.end() == 1
+        said = run.output
+    return said, said[said.index("Root Cause") :]
 
 
 def test_torchrun_says_who_stopped(tmp_path: Path) -> None:
-    done = _run_by_torchrun(tmp_path, STOPPED="1")
-    assert done.returncode == 1
-    assert "no sign of life of rank 1" in done.stderr
-    assert "(its process is stopped), last seen in" in done.stderr
-    summary = done.stderr[done.stderr.index("Root Cause") :]
+    said, summary = _torchrun(tmp_path, STOPPED="1")
+    assert "no sign of life of rank 1" in said
+    assert "(its process is stopped), last seen in" in said
     assert "CollectiveError: rank 0: " in summary, summary
     assert "no sign of life of rank 1" in summary
 
 
 def test_torchrun_names_a_rank_that_stops_and_hosts_the_store(tmp_path: Path) -> None:
-    done = _run_by_torchrun(tmp_path, STOPPED="0", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    assert done.returncode == 1
-    summary = done.stderr[done.stderr.index("Root Cause") :]
+    _, summary = _torchrun(tmp_path, STOPPED="0", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert "CollectiveError: rank 1: " in summary, summary
     assert "rank 0 of the job (it hosts the store of the process group at " in summary
 
 
 def test_a_rank_that_stops_and_hosts_the_store_is_named_without_a_launcher(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program = _program(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **variables, "RANK": rank, "STOPPED": "0"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        _, said = ranks[1].communicate(timeout=200)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    assert ranks[1].returncode == 1
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "STOPPED": "0"}
+    with Program(program, RANK="0", **job), Program(program, RANK="1", **job) as last:
+        assert last.end() == 1
+        said = last.output
     found = "rank 0 of the job (it hosts the store of the process group at 127.0.0.1:"
     logged, raised = said.index(found), said.rindex(found)
     assert logged < said.index("Traceback") < raised
