@@ -57,12 +57,8 @@ CONTENDERS: Contenders = {
 def main(
     rounds: options.Rounds = 2,
     steps: options.Steps = 6,
-    warmup: options.Warmup = 2,
     ranks: options.Ranks = None,
-    threads: options.Threads = 1,
     size: options.Sizes = None,
-    context: options.Context = 128,
-    micro_batch: options.MicroBatch = 2,
     only: Annotated[list[str] | None, of(CONTENDERS)] = None,
     nvme_path: Annotated[
         Path | None, typer.Option(help="Folder for states in files; the output's by default.")
@@ -74,7 +70,6 @@ def main(
     States in files are put into ``nvme_path``, which should lie on the disk that is meant. The
     files have no name: nothing of them stays.
     """
-    common = {"steps": steps, "warmup": warmup, "threads": threads, "micro_batch": micro_batch}
     runner = Runner()
     nvme = (nvme_path or output).resolve()
     nvme.mkdir(parents=True, exist_ok=True)
@@ -84,7 +79,7 @@ def main(
         if name.endswith("nvme"):
             chosen[name] = side, stage, in_files
     found = []
-    for jobs in races(chosen, size or ("6x512",), ranks or (2,), context, common):
+    for jobs in races(chosen, size or ("6x512",), ranks or (2,), steps):
         rows = _raced(jobs, rounds, runner)
         found.append((jobs[0], compared(rows, jobs[0])))
     report = report_of(found, rounds=rounds, nvme_path=str(nvme), bars=BARS)

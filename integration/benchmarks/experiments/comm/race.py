@@ -91,7 +91,6 @@ BARS: Mapping[str, Any] = {
 def main(
     rounds: options.Rounds = 2,
     steps: options.Steps = 3,
-    warmup: options.Warmup = 1,
     rate: Annotated[
         list[int] | None, typer.Option(min=1, help="Mbit/s of the link; 200 and 1000.")
     ] = None,
@@ -99,20 +98,18 @@ def main(
         list[int] | None, typer.Option(min=1, help="Ranks of each of the two nodes; 1 and 2.")
     ] = None,
     size: Annotated[str, typer.Option(help="LAYERSxWIDTH of the GPT.")] = "8x384",
-    context: options.Context = 64,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate; 1e-5: fine-tuning.")] = 3e-4,
     only: Annotated[list[str] | None, of(CONTENDERS, "--only", "--contenders")] = None,
     output: Output = RESULTS,
 ) -> None:
     """Measure, write ``comm.json`` and ``comm.png``, and print the tables."""
-    shape = parse_size(size, vocab=VOCAB, context=context)
+    shape = parse_size(size, vocab=VOCAB, context=64)
     counts = ranks_per_node or (1, 2)
     reason = missing_for_link()
     try:
         if not reason:
             jobs = {
-                count: jobs_of(only or CONTENDERS, shape, count, steps, warmup, lr=lr)
-                for count in counts
+                count: jobs_of(only or CONTENDERS, shape, count, steps, lr=lr) for count in counts
             }
             compare(jobs, rate or (200, 1000), rounds=rounds, output=output)
     except LinkError as error:
@@ -126,7 +123,6 @@ def jobs_of(
     shape: GptShape,
     ranks_per_node: int,
     steps: int,
-    warmup: int,
     *,
     lr: float,
 ) -> list[Job]:
@@ -138,7 +134,7 @@ def jobs_of(
             continue
         zero = {**flags, **({"zero_hpz_partition_size": ranks_per_node} if has_hpz else {})}
         job = Job(
-            *(name, side, shape, 1, steps, warmup),
+            *(name, side, shape, 1, steps, 1),
             dtype="bf16",
             lr=lr,
             stage=3,
