@@ -295,10 +295,10 @@ def run_compat(session: nox.Session, program: str, *arguments: str) -> None:
 @parts("tests", "soak")
 def faults(session: nox.Session, part: str) -> None:
     """Break checkpoints, processes and configurations; ``soak -- --minutes 20`` kills at random."""
-    install_everything(session, extras="[bench]", tests_of=("integration",))
+    install_everything(session, tests_of=("integration",))
     with session.chdir("integration"):
         command = (*PYTEST, "faults") if part == "tests" else ("python", "-m", "faults.soak")
-        session.run(*command, *session.posargs, env={"DS_ACCELERATOR": "cpu"})
+        session.run(*command, *session.posargs)
 
 
 @nox.session

@@ -14,20 +14,11 @@ EXPERIMENTS = {
     "engine": "step time and memory beside DDP, FSDP2 and DeepSpeed",
     "offload": "optimizer state in host memory and in files, beside DeepSpeed's ZeRO-Offload",
     "memory": "memory and start-up against formula and plan",
-    "checkpoint": "saves at once and beside training, beside torch.distributed.checkpoint",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "cpu_adam": "one optimizer step on host memory, beside other libraries' kernels",
     "gpu": "one accelerator, part by part: correct, and how fast",
-    "offload_cuda": "optimizer state off one accelerator: speed, bounds of a step, capacity",
-    "comm_cuda": "the quantizer's Triton kernels against the bandwidth of a copy",
-    "document": "the results of `gpu` as Markdown",
 }
-MODULES = {
-    "comm": "comm.race",
-    "gpu": "gpu.program",
-    "document": "gpu.program",
-    "offload_cuda": "gpu.offload",
-}
+MODULES = {"comm": "comm.race", "gpu": "gpu.program"}
 """Of `benchmarks.experiments`, where an experiment is in a folder."""
 
 
@@ -50,10 +41,7 @@ class Experiments(NamedTuple):
         """Return the program of an experiment, which alone is imported."""
         module = importlib.import_module(f"{self.package}.{self.modules.get(name, name)}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        if name == "document":
-            app.command()(module.print_document)
-        else:
-            app.command(help=module.__doc__)(module.main)
+        app.command(help=module.__doc__)(module.main)
         return app
 
     def run(self) -> None:

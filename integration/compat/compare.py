@@ -1,11 +1,9 @@
 """Public scripts and configurations with DeepSpeed itself and with ``zero-engine run``.
 
 ``nox -s compat`` runs it. Ranks are processes on the CPU, two of one thread each. Where DeepSpeed
-does not run a script on the CPU, DDP stands in its place. Sides take turns, round by round; step
-times and peaks are medians over rounds.
+does not run a script on the CPU, DDP stands in its place.
 
-Each case is written to the file of results when it is over. A run begins anew, or goes on where the
-one before was interrupted (`rows`), unless with ``--again``. Ends with code 1 if a case fails or a
+Each case is written to the file of results when it is over. Ends with code 1 if a case fails or a
 loss differs by more than the case's tolerance at any step.
 """
 
@@ -29,9 +27,8 @@ from cases import Case, Planned
 from families import PACK, PLANNED
 from material import save_data, save_models
 from ranks import MEASURED, Ranks, environment, first_error
-from rows import Rows
 
-from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together
+from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together, write_json
 
 HERE = Path(__file__).parent
 EVIDENCE = HERE.parent / "lab" / "evidence"
@@ -45,8 +42,6 @@ LEAST_LOSS = 1e-3
 this one."""
 OURS = "zero-engine"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-CHOICES = {"only", "again", "failed", "results", "page"}
-"""Options that say which cases are run, not how."""
 LAUNCHERS = {"deepspeed": TORCHRUN, "ddp": TORCHRUN, OURS: ("-m", "zero_engine", "run")}
 """What starts the ranks of a side."""
 MODULES = {"deepspeed": "deepspeed", "ddp": "deepspeed", OURS: "zero_engine.deepspeed"}
@@ -160,54 +155,44 @@ def difference(theirs: Run, ours: Run) -> float:
     return worst if all(map(math.isfinite, (x for pair in pairs for x in pair))) else math.inf
 
 
-def summary(runs: list[Run]) -> dict[str, Any]:
-    """Medians over rounds."""
-    times = [statistics.median(run.step_seconds[WARMUP_STEPS:]) for run in runs]
-    return {
-        "losses": runs[0].losses[0],
-        "step_seconds": statistics.median(times),
-        "peak_bytes": statistics.median(run.peak_bytes for run in runs),
-    }
-
-
-def compare(case: Case, rounds: int, sides: Sides) -> dict[str, Any]:
-    """Run a case on both sides, in turn. The row has ``failure`` and ``log`` if one failed."""
+def compare(case: Case, sides: Sides) -> dict[str, Any]:
+    """Run a case on both sides. The row has ``failure`` and ``log`` if one failed."""
     missing = [name for name in case.needs if find_spec(name) is None]
     row: dict[str, Any] = {"family": case.family, "name": case.name, "reference": case.reference}
     if missing:
         return {**row, "failure": f"{missing[0]} is not installed here"}
-    turns = [case.reference, OURS]
-    runs: dict[str, list[Run]] = {side: [] for side in turns}
-    for number in range(rounds):
-        # Neither side is always the first one after a pause.
-        for side in turns if number % 2 == 0 else turns[::-1]:
-            try:
-                runs[side].append(sides.run(side, case))
-            except RankError as error:
-                log = error.log[-LOG_LENGTH:]
-                return {**row, "failed": side, "failure": str(error), "log": log}
-    theirs, ours = runs.values()
-    counts = {side: {len(x) for run in done for x in run.losses} for side, done in runs.items()}
+    runs: dict[str, Run] = {}
+    for side in (case.reference, OURS):
+        try:
+            runs[side] = sides.run(side, case)
+        except RankError as error:
+            log = error.log[-LOG_LENGTH:]
+            return {**row, "failed": side, "failure": str(error), "log": log}
+    counts = {side: {len(losses) for losses in run.losses} for side, run in runs.items()}
     if len(set().union(*counts.values())) > 1:
         found = ", ".join(f"{side} has {sorted(number)}" for side, number in counts.items())
         return {**row, "failed": OURS, "failure": f"numbers of losses differ: {found}", "log": ""}
     return {
         **row,
         "why_ddp": case.why_ddp,
-        **{side: summary(done) for side, done in runs.items()},
-        "difference": max(difference(a, b) for a, b in zip(theirs, ours, strict=True)),
+        **{
+            side: {
+                "losses": run.losses[0],
+                "step_seconds": statistics.median(run.step_seconds[WARMUP_STEPS:]),
+                "peak_bytes": run.peak_bytes,
+            }
+            for side, run in runs.items()
+        },
+        "difference": difference(*runs.values()),
         "tolerance": case.tolerance,
         "compared": case.compared,
-        "rounds": rounds,
     }
 
 
 def parser_of_tables(text: str | None, results: Path, page: Path) -> argparse.ArgumentParser:
     """The options of a program that makes a table."""
     parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--rounds", type=int, default=1, help="turns of each side")
     parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
-    parser.add_argument("--again", action="store_true", help="do not go on with an earlier run")
     parser.add_argument(
         "--failed", action="store_true", help="only what failed, or was not run, in the results"
     )
@@ -226,7 +211,7 @@ def run_table(
     options: argparse.Namespace,
     sides: Sides,
 ) -> None:
-    """Run the cases that are asked for and not done, and write the page.
+    """Run the cases that are asked for, and write the page.
 
     Raises:
         SystemExit: no case is asked for, or one failed.
@@ -234,36 +219,33 @@ def run_table(
     chosen = [c for c in pack if not options.only or any(part in c.key for part in options.only)]
     if not chosen:
         sys.exit(f"no case has {options.only} in its name")
-    settings = {name: value for name, value in vars(options).items() if name not in CHOICES}
-    rows = Rows(options.results, pack, settings)
-    if options.again:
-        rows.forget(chosen)
+    known = json.loads(options.results.read_text()) if options.results.exists() else {}
+    found = {case.key: known[case.key] for case in pack if case.key in known}
+
+    def is_good(case: Case) -> bool:
+        return case.key in found and report.is_good(found[case.key])
+
     if options.failed:
-        chosen = [case for case in chosen if not rows.is_good(case)]
+        chosen = [case for case in chosen if not is_good(case)]
     for case in chosen:
-        if rows.is_done(case):
-            continue
-        row = compare(case, options.rounds, sides)
-        rows.add(case, {**row, "is_busy": True} if options.busy else row)
+        row = compare(case, sides)
+        found[case.key] = {**row, "is_busy": True} if options.busy else row
+        write_json(options.results, found)
         print(f"{case.key}: {report.in_words(row)}", flush=True)
-    rows.forget(chosen)
-    text = report.page(head, pack, planned, rows.found)
+    text = report.page(head, pack, planned, found)
     options.page.write_text(text, encoding="utf-8")
-    print(report.counted(pack, rows.found))
-    bad = [case.key for case in chosen if not rows.is_good(case)]
+    print(report.counted(pack, found))
+    bad = [case.key for case in chosen if not is_good(case)]
     if bad:
         sys.exit(f"failed: {', '.join(bad)}")
 
 
 def main() -> None:
     """Run the pack."""
-    parser = parser_of_tables(__doc__, RESULTS, PAGE)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
-    options = parser.parse_args()
+    options = parser_of_tables(__doc__, RESULTS, PAGE).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder)
-        save_models(material, layers=options.layers, width=options.width)
+        save_models(material, layers=4, width=256)
         save_data(material / "data")
         sides = Sides(material)
         try:

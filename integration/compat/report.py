@@ -20,9 +20,8 @@ arguments, configuration keys and values. Each is also run with DeepSpeed 0.19.8
 DeepSpeed does not run it on a CPU, with DDP. "Loss" is the largest relative difference from that
 run at any step and on any rank; more than 1e-3 fails. Step times are medians of all steps but the
 first two. A peak is the growth of a rank's resident memory over its imports. The limits that
-accelerate, Lightning and the Trainer (bf16) set themselves on a CPU are lifted on both sides. An
-interrupted run continues where it ended, unless with `nox -s "compat(peers)" -- --again` or after
-a change of sources or packages. [Data](benchmarks/compat.json).
+accelerate, Lightning and the Trainer (bf16) set themselves on a CPU are lifted on both sides.
+`nox -s "compat(peers)" -- --failed` runs what failed or is missing. [Data](benchmarks/compat.json).
 """
 BUSY = """Rows marked `*` were measured on a busy machine: their losses and peaks are valid,
 their times are not.

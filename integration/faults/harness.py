@@ -20,6 +20,8 @@ from zero_engine.train.settings import RunFolder
 END_S = 300.0
 """Time after which a program is said to hang."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+LEAVE_WITHIN_S = 60.0
+"""How long ranks may take to save and leave when their launcher is gone."""
 MARK = "PROGRAM_OUTPUT"
 """Variable by which the processes of a program are found when their parent has ended."""
 
@@ -128,3 +130,11 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def ranks_leave(ranks: list[int]) -> bool:
+    """Whether these processes end in time."""
+    limit = time.monotonic() + LEAVE_WITHIN_S
+    while any(map(is_running, ranks)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return not any(map(is_running, ranks))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.harness import END_S, Program, is_running, last_step, weights
+from faults.harness import END_S, Program, is_running, last_step, ranks_leave, weights
 from zero_engine.train.settings import RunFolder
 
 STEPS = 60
@@ -37,8 +37,6 @@ OFFLOADS = (0.0, 0.5, 1.0)
 RANKS = (1, 2, 4)
 MOST_KILLS, MOST_STEPS = 6, 15
 LONGEST_START_S, LONGEST_PAUSE_S, LONGEST_DELAY_S = 8.0, 3.0, 0.2
-LEAVE_WITHIN_S = 60.0
-"""How long ranks may take to save and leave when their launcher is gone."""
 KILLED_RANK = "SIGKILL of a rank"
 LOST_RANK = "SIGKILL of a rank, without a restart"
 PAUSED = "SIGSTOP and SIGCONT of a rank"
@@ -180,7 +178,10 @@ class Soak:
                 self.counts["hangs"] += 1
                 print(f"{error}\n{program.output}", flush=True)
                 return 1
-            self._wait_for(ranks)
+            ranks_leave(ranks)
+            for pid in filter(is_running, ranks):
+                self.counts["processes left"] += 1
+                os.kill(pid, signal.SIGKILL)
             print(f"    code {code} after {time.monotonic() - began:.0f} s", flush=True)
             if code and last in ("nothing", *OUTLIVED):
                 self.counts["failed launches"] += 1
@@ -203,15 +204,6 @@ class Soak:
                 program.kill_all()
             else:
                 os.kill(program.pid, signal.SIGTERM)
-
-    def _wait_for(self, ranks: list[int]) -> None:
-        """Wait until no rank runs that was there when something happened."""
-        limit = time.monotonic() + LEAVE_WITHIN_S
-        while any(map(is_running, ranks)) and time.monotonic() < limit:
-            time.sleep(0.05)
-        for pid in filter(is_running, ranks):
-            self.counts["processes left"] += 1
-            os.kill(pid, signal.SIGKILL)
 
 
 def command(run: Run, folder: RunFolder, num_ranks: int, restarts: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ EXPERIMENTS = {
     "late": "random delays on an accelerator made of threads; results must be the CPU's",
     "plan": "predicted time and memory of 24 configurations, and the choice against a search",
     "seq2seq": "a T5 under a memory cap: largest batch, time to train and to evaluate with beams",
+    "checkpoint": "saves at once and beside training, beside torch.distributed.checkpoint",
     "copies": "steps with copies of all states in memory, beside steps without",
     "patches": "steps with a log of changed weights, beside steps without; size of a patch",
     "diagnose": "ten spoilt configurations: is the cause named, and its gain right?",

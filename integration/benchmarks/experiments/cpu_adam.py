@@ -38,6 +38,8 @@ TURN_S = 0.05
 """Small steps are repeated within a turn until they have taken this long..."""
 MAX_CALLS = 30
 """...or this often."""
+NUMELS = (64 * 2**20, 2**20)
+REST_S = 0.05
 NUM_SMALL, SMALL_NUMEL = 500, 10_000
 OURS = "cpu-adam"
 BANDWIDTH = "bandwidth, 28 B/element"
@@ -49,27 +51,22 @@ ours."""
 
 
 def main(
-    numel: Annotated[
-        list[int] | None, typer.Option(min=1, help="Elements of the large races; 64 Mi and 1 Mi.")
-    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every contender.")] = 9,
-    rest_ms: Annotated[float, typer.Option(min=0, help="Rest before each turn.")] = 50.0,
     threads: AllThreads = 0,
     output: Output = RESULTS,
 ) -> None:
     """Run every race, write ``cpu_adam.json`` and ``cpu_adam.png``, print tables."""
-    numels = tuple(numel or (64 * 2**20, 2**20))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     found: dict[str, tuple[int, dict[str, Row]]] = {}
     with threads_of_all(threads) as num_threads:
-        for name, num_elements, make in _races(numels):
+        for name, num_elements, make in _races():
             print(f"{name} ...", flush=True)
-            found[name] = num_elements, _run(make(), rounds, rest_ms / 1e3)
+            found[name] = num_elements, _run(make(), rounds)
             gc.collect()  # the race's memory, before the next one's is there
     settings = {
-        "numels": list(numels),
+        "numels": list(NUMELS),
         "rounds": rounds,
-        "rest_s": rest_ms / 1e3,
+        "rest_s": REST_S,
         "threads": num_threads,
     }
     races = {name: rows for name, (_, rows) in found.items()}
@@ -78,9 +75,9 @@ def main(
     publish(output, "cpu_adam", report, sections, columns=2)
 
 
-def _races(numels: Sequence[int]) -> Iterator[tuple[str, int, Callable[[], Contenders]]]:
-    for numel in numels:
-        size = f"{numel >> 20} Mi" if numel % 2**20 == 0 else f"{numel}"
+def _races() -> Iterator[tuple[str, int, Callable[[], Contenders]]]:
+    for numel in NUMELS:
+        size = f"{numel >> 20} Mi"
         for kind, make in (
             ("fp32 AdamW", fp32_race),
             ("offload path", offload_race),
@@ -91,7 +88,7 @@ def _races(numels: Sequence[int]) -> Iterator[tuple[str, int, Callable[[], Conte
     yield f"fp32 AdamW, {NUM_SMALL} x {SMALL_NUMEL}", NUM_SMALL * SMALL_NUMEL, small_race
 
 
-def _run(contenders: Contenders, rounds: int, rest_s: float) -> dict[str, Row]:
+def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
     """Return a row per contender: of all its timed calls, beside ours."""
     ours = next(iter(contenders))
     steps: dict[str, Step] = {}
@@ -109,7 +106,7 @@ def _run(contenders: Contenders, rounds: int, rest_s: float) -> dict[str, Row]:
     def take_turn(name: str, _: int) -> Row:
         if name in failures:
             return failures[name]
-        time.sleep(rest_s)
+        time.sleep(REST_S)
         steps[name]()
         begin = time.perf_counter()
         times: list[float] = []

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
-
 from benchmarks.experiments.python_time import SMALL
 from benchmarks.harness import options
 from benchmarks.harness.job import Job
@@ -48,46 +46,40 @@ CONTENDERS: Contenders = {
 def main(
     rounds: options.Rounds = 2,
     steps: options.Steps = 6,
-    warmup: options.Warmup = 2,
     ranks: options.Ranks = None,
-    threads: options.Threads = 1,
     size: options.Sizes = None,
-    context: options.Context = 128,
-    micro_batch: options.MicroBatch = 2,
     only: Annotated[list[str] | None, of(CONTENDERS)] = None,
-    stage: Annotated[
-        list[int] | None, typer.Option(help="Stages whose Python is profiled; 0 to 3.")
-    ] = None,
     output: Output = RESULTS,
 ) -> None:
     """Measure, write ``engine.json`` and ``engine.png``, print a table per workload."""
     chosen = {name: CONTENDERS[name] for name in only or CONTENDERS}
-    common = {"steps": steps, "warmup": warmup, "threads": threads, "micro_batch": micro_batch}
     runner = Runner()
     found = [
         (jobs[0], race_on_cpu(jobs, rounds, runner))
-        for jobs in races(chosen, size or ("6x512", "12x896"), ranks or (2, 4), context, common)
+        for jobs in races(chosen, size or ("6x512", "12x896"), ranks or (2, 4), steps)
     ]
-    stages = range(4) if stage is None else stage
-    python = {f"stage {number}": python_time(number, steps, runner) for number in stages}
+    python = {f"stage {number}": python_time(number, steps, runner) for number in range(4)}
     sections = [section(job.title, rows) for job, rows in found]
     report = {**report_of(found, rounds=rounds), "python": python}
     publish(output, "engine", report, [*sections, python_section(python)], columns=2)
 
 
 def races(
-    contenders: Contenders,
-    sizes: Sequence[str],
-    ranks: Sequence[int],
-    context: int,
-    common: Mapping[str, Any],
+    contenders: Contenders, sizes: Sequence[str], ranks: Sequence[int], steps: int
 ) -> list[list[Job]]:
     """Return the contenders' jobs in fp32, a list for each size and number of ranks."""
-    shapes = [parse_size(size, vocab=VOCAB, context=context) for size in sizes]
+    shapes = [parse_size(size, vocab=VOCAB, context=128) for size in sizes]
     return [
         [
-            Job(name, side, shape, model=MODEL, lr=3e-4, stage=s, zero=zero, ranks=count, **common)
-            for name, (side, s, zero) in contenders.items()
+            Job(
+                *(name, side, shape, 2, steps, 2),
+                model=MODEL,
+                lr=3e-4,
+                stage=stage,
+                zero=zero,
+                ranks=count,
+            )
+            for name, (side, stage, zero) in contenders.items()
         ]
         for shape in shapes
         for count in ranks

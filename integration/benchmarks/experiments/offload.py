@@ -10,8 +10,7 @@ overlap     share of the seconds of file access that the step computed through: 
 hidden      share of them that does not show in the step: 1 less what the step takes longer than
             with states in host memory, over the seconds of file access in a step
 
-DeepSpeed compiles its Adam and its file access in runs of their own before the rounds. Contenders
-with parameters off the device, too, are those of `benchmarks.experiments.offload_files`.
+DeepSpeed compiles its Adam in runs of their own before the rounds.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from benchmarks.experiments import offload_files
 from benchmarks.experiments.engine import HOST, Contenders, panels, races, report_of
 from benchmarks.harness import options
 from benchmarks.harness.job import Job
@@ -46,8 +43,6 @@ BARS = {"overhead_to_rival": 0.4, "memory_to_rival": 0.8, "overlap": 0.8, "loss"
 """At most, but for overlap. Loss: how far apart, relatively, contenders with fp32 states are."""
 ROUNDED = "int8"
 """In the name of a contender whose states are rounded, so that its loss is another."""
-FILES_CONTEXT = 32
-"""Tokens per sample with parameters off the device, where the disk's time is to show."""
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _INT8 = {"offload_optimizer": {"device": "cpu", "state_dtype": "int8"}}
 CONTENDERS: Contenders = {
@@ -62,27 +57,9 @@ CONTENDERS: Contenders = {
 def main(
     rounds: options.Rounds = 2,
     steps: options.Steps = 6,
-    warmup: options.Warmup = 2,
     ranks: options.Ranks = None,
-    threads: options.Threads = 1,
     size: options.Sizes = None,
-    context: options.Context = 128,
-    micro_batch: options.MicroBatch = 2,
-    accumulation: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Micro-batches of a step, parameters off the device."),
-    ] = None,
-    files_context: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help=f"Tokens per sample, parameters off the device: {FILES_CONTEXT} by default."
-        ),
-    ] = None,
-    files_micro_batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples per rank, parameters off the device: 1 by default."),
-    ] = None,
-    only: Annotated[list[str] | None, of({**CONTENDERS, **offload_files.CONTENDERS})] = None,
+    only: Annotated[list[str] | None, of(CONTENDERS)] = None,
     nvme_path: Annotated[
         Path | None, typer.Option(help="Folder for states in files; the output's by default.")
     ] = None,
@@ -93,51 +70,28 @@ def main(
     States in files are put into ``nvme_path``, which should lie on the disk that is meant. The
     files have no name: nothing of them stays.
     """
-    common = {"steps": steps, "warmup": warmup, "threads": threads, "micro_batch": micro_batch}
     runner = Runner()
     nvme = (nvme_path or output).resolve()
     nvme.mkdir(parents=True, exist_ok=True)
     in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(nvme)}}
-    names = only or [*CONTENDERS, *offload_files.CONTENDERS]
-    chosen = {name: CONTENDERS[name] for name in names if name in CONTENDERS}
+    chosen = {name: CONTENDERS[name] for name in only or CONTENDERS}
     for name, (side, stage, _) in chosen.items():
         if name.endswith("nvme"):
             chosen[name] = side, stage, in_files
-    sizes, counts = size or ("6x512",), ranks or (2,)
     found = []
-    for jobs in races(chosen, sizes, counts, context, common) if chosen else ():
-        rows = _raced(jobs, rounds, runner, set())
+    for jobs in races(chosen, size or ("6x512",), ranks or (2,), steps):
+        rows = _raced(jobs, rounds, runner)
         found.append((jobs[0], compared(rows, jobs[0])))
-    streamed = [name for name in names if name in offload_files.CONTENDERS]
-    if (accumulation or files_context or files_micro_batch) and not streamed:
-        raise typer.BadParameter("no contender has parameters off the device", param_hint="only")
-    few = {**common, "micro_batch": files_micro_batch or 1}
-    tokens = files_context or FILES_CONTEXT
-    ks = accumulation or (1, 4, 16)
-    off_device, warm = [], set[str]()
-    with TemporaryDirectory(dir=nvme) as folder:  # files of DeepSpeed have names
-        for jobs in offload_files.races(streamed, sizes, counts, ks, Path(folder), tokens, few):
-            rows = _raced(jobs, rounds, runner, warm)
-            off_device.append((jobs[0], offload_files.compared(rows, jobs[0])))
     report = report_of(found, rounds=rounds, nvme_path=str(nvme), bars=BARS)
-    report["off_device"] = {
-        "bars": offload_files.BARS,
-        "runs": [
-            {"workload": {**j.workload, "accumulation": j.accumulation}, "contenders": rows}
-            for j, rows in off_device
-        ],
-    }
-    sections = [section(j.title, rows) for j, rows in found]
-    sections += [offload_files.section(j, rows) for j, rows in off_device]
+    sections = [section(job.title, rows) for job, rows in found]
     publish(output, "offload", report, sections, columns=2)
 
 
-def _raced(jobs: Sequence[Job], rounds: int, runner: Runner, warm: set[str]) -> dict[str, Row]:
-    """Return the rows of a race. What a contender compiles is compiled before, if not ``warm``."""
+def _raced(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
+    """Return the rows of a race. What a contender compiles is compiled before."""
     failures: dict[str, Row] = {}
     for job in jobs:
-        if job.side in NEEDS and not missing(job.side) and job.name not in warm:
-            warm.add(job.name)
+        if job.side in NEEDS and not missing(job.side):
             print(f"{job.title}: warm-up: {job.name}", flush=True)
             row = start_on_cpu(replace(job.dry(), ranks=1), runner)
             failures |= {} if has_figures(row) else {job.name: row}

@@ -43,13 +43,11 @@ class Job:
     """Of `benchmarks.harness.sides.SIDES`."""
     shape: GptShape
     micro_batch: int
-    """Samples per rank and micro-step."""
+    """Samples per rank."""
     steps: int
     """Timed."""
     warmup: int = 0
     """Untimed, before them."""
-    accumulation: int = 1
-    """Micro-steps of a step."""
     model: str = "plain"
     """Of `benchmarks.harness.models.MODELS`."""
     is_deferred: bool = False
@@ -109,11 +107,6 @@ class Job:
         return "offload_optimizer" in self.zero
 
     @property
-    def is_streamed(self) -> bool:
-        """Whether parameters are read from files for each use."""
-        return bool(self.zero.get("offload_param", {}).get("device") == "nvme")
-
-    @property
     def adamw(self) -> dict[str, Any]:
         """Hyperparameters of everyone's AdamW."""
         return {"lr": self.lr, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
@@ -160,8 +153,6 @@ class Job:
             "optimizer": {"type": "AdamW", "params": {**self.adamw, "betas": list(BETAS)}},
             "gradient_clipping": 0.0,
         }
-        if self.accumulation > 1:
-            config["gradient_accumulation_steps"] = self.accumulation
         if self.dtype != "fp32":
             config[self.dtype] = {"enabled": True}
         if self.dtype == "fp16":  # 2^16, the default, would cost the first steps
@@ -171,7 +162,7 @@ class Job:
     def batches(self, rank: int, device: torch.device | None = None) -> Iterator[Tensor]:
         """Yield a rank's token ids for ever, on ``device``.
 
-        int64, ``[accumulation * micro_batch, length]``: those of a whole step.
+        int64, ``[micro_batch, length]``.
         """
         generator = torch.Generator().manual_seed(1 + rank)
         length = self.shape.context
@@ -179,7 +170,7 @@ class Job:
             if self.shortest:
                 bounds = (self.shortest, self.shape.context + 1)
                 length = int(torch.randint(*bounds, (), generator=generator))
-            size = (self.accumulation * self.micro_batch, length)
+            size = (self.micro_batch, length)
             ids = torch.randint(self.shape.vocab, size, generator=generator).to(device=device)
             yield ids
             while self.is_repeating:

@@ -76,12 +76,6 @@ class HostWatch:
         self._least = min(self._least, machine_available_bytes())
 
 
-def disk_bytes() -> dict[str, int]:
-    """Return the bytes that this process has read from disks and written to them."""
-    names = {"disk_read_bytes": "read_bytes", "disk_written_bytes": "write_bytes"}
-    return {name: _io_field(field) for name, field in names.items()}
-
-
 def device_peaks(device: torch.device) -> dict[str, int | None]:
     """Return the peaks of tensors' memory and of what torch's allocator reserved for them."""
     if device.type == "cpu":
@@ -111,11 +105,6 @@ def limit_device(limit_bytes: int | None, device: torch.device) -> int | None:
         raise RuntimeError(f"the device has {total} bytes, less than the limit of {limit_bytes}")
     module.set_per_process_memory_fraction(limit_bytes / total, device)
     return limit_bytes
-
-
-def _io_field(name: str) -> int:
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return int(dict(line.split(": ") for line in lines)[name])
 
 
 def _field(file: str, name: str) -> int:

@@ -121,15 +121,6 @@ def write_report(output: Path, name: str, report: Row) -> None:
     write_json(output / f"{name}.json", report)
 
 
-def markdown(table: Table) -> str:
-    """Return a table of text as Markdown's."""
-    columns = [
-        [str(c.header), "---:" if c.justify == "right" else "---", *map(str, c.cells)]
-        for c in table.columns
-    ]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in zip(*columns, strict=True))
-
-
 def machine() -> Row:
     return {"processor": processor_name(), "cores": os.cpu_count(), "torch": torch.__version__}
 

@@ -79,7 +79,7 @@ def race_on_cpu(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, R
 
     ``times_s`` are those of rank 0, ``added_bytes`` each rank's and round's peak over what it had
     before the model; ``last_loss`` is the mean over ranks, on which contenders that do the same
-    work agree; ``counted`` is summed; ``shard_bytes`` are those of rank 0.
+    work agree; ``counted`` is summed.
     """
     print(jobs[0].title)
     found = race(jobs, rounds, lambda job, _: start_on_cpu(job, runner))
@@ -117,7 +117,6 @@ def _added_up(rounds: Sequence[Row]) -> Row:
         "times_s": times,
         "added_bytes": added,
         "counted": _sums(rank["counted"] for rank in ranks),
-        "shard_bytes": ranks[0]["shard_bytes"],
     }
 
 
@@ -154,11 +153,6 @@ def missing(side: str) -> str:
 def quotient(value: float | None, other: float | None) -> float | None:
     """Return ``value / other``, or None where a figure is missing or the other not positive."""
     return value / other if value is not None and other is not None and other > 0 else None
-
-
-def percent_over(value: float, reference: float) -> float:
-    """Return how much higher ``value`` is, in percent."""
-    return 100.0 * (value / reference - 1.0)
 
 
 def version(package: str) -> str | None:

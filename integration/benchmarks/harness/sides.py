@@ -20,35 +20,14 @@ import zero_core
 import zero_offload
 from benchmarks.harness.job import Job
 from benchmarks.harness.ranks import Place
-from zero_offload.param_tier import OffloadedParams
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.twin import TwinTier
 
 Step = Callable[[Tensor], Tensor]
-"""Takes a rank's token ids of all micro-steps, updates the model, returns the mean loss.
+"""Takes a rank's token ids, updates the model, returns the loss.
 
 It does not wait for the loss.
 """
-
-
-class KeptParams:
-    """A `zero_core.protocols.ParamTierFactory` that keeps the tier in reach.
-
-    Attributes:
-        tier: the tier, or None before it was made.
-    """
-
-    def __init__(self) -> None:
-        self.tier: OffloadedParams | None = None
-
-    def __call__(self, **parts: Any) -> OffloadedParams:
-        self.tier = zero_offload.create_param_tier(**parts)
-        return self.tier
-
-    def sizes(self) -> list[int]:
-        """Return the bytes of each shard in the file, in the order of use."""
-        file = None if self.tier is None else self.tier.file
-        return [] if file is None else list(file.blocks.block_bytes)
 
 
 class KeptTier:
@@ -111,21 +90,6 @@ class Side:
     engine: zero_core.Engine | None = None
     """This project's. Others have none."""
     kept: KeptTier = field(default_factory=KeptTier)
-    params: KeptParams = field(default_factory=KeptParams)
-
-    def counters(self) -> dict[str, float]:
-        """Return what the tiers have counted so far, nothing where there is no file.
-
-        Seconds are those of `KeptTier.io_seconds`. ``read_bytes`` and ``written_bytes`` are of
-        parameters and states together, transfers under way included.
-        """
-        found: dict[str, float] = dict(self.kept.io_seconds())
-        if self.kept.tier is not None and self.params.tier is not None:
-            states = self.kept.tier.file_traffic()  # it writes parameters, too
-            params = self.params.tier.file_traffic()
-            found["read_bytes"] = states[0] + params[0]
-            found["written_bytes"] = states[1] + params[1]
-        return found
 
 
 def bare(job: Job, device: torch.device, place: Place) -> Side:
@@ -199,8 +163,6 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     """DeepSpeed from the package index. It compiles its Adam where it has not yet.
 
     On the CPU it is given its own Adam if the states are offloaded, torch's fused one else.
-    Parameters in files are partitioned before it starts: by itself it takes a model in fp32 for
-    one in bf16 there.
     """
     package: Any = importlib.import_module("deepspeed")
     place.join(device)
@@ -208,11 +170,6 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     if device.type == "cpu":
         del config["optimizer"]
         config["zero_allow_untested_optimizer"] = True
-        if job.is_streamed:
-            # It checks the sizes of batches, which it does not use, for a single rank.
-            own = {k: v for k, v in config.items() if k != "gradient_accumulation_steps"}
-            own["train_batch_size"] = job.micro_batch * job.ranks
-            package.zero.Init(module=model, config_dict_or_path=own)
         if job.is_offloaded:
             adam: Any = importlib.import_module("deepspeed.ops.adam")
             optimizer = adam.DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **job.adamw)
@@ -221,24 +178,17 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     engine, *_ = package.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
-    return Side(engine_loop(engine, job.accumulation), model)
+    return Side(engine_loop(engine), model)
 
 
 def zero(job: Job, device: torch.device, place: Place) -> Side:
     """This engine, in a single process without a group."""
-    kept, params = KeptTier(), KeptParams()
+    kept = KeptTier()
     engine = zero_core.build(
         *(job.make_model(), job.config()),
         state_tier=kept if job.is_offloaded else None,
-        param_tier=params if job.is_streamed else None,
     )
-    if job.accumulation == 1:
-        return Side(engine_loop(engine), engine.module, engine, kept, params)
-
-    def step(ids: Tensor) -> Tensor:
-        return engine.train_batch(iter(ids.chunk(job.accumulation)))
-
-    return Side(step, engine.module, engine, kept, params)
+    return Side(engine_loop(engine), engine.module, engine, kept)
 
 
 SIDES: Mapping[str, Callable[[Job, torch.device, Place], Side]] = {
@@ -282,14 +232,11 @@ def _step(model: nn.Module, update: Callable[[], object], autocast: str = "") ->
     return step
 
 
-def engine_loop(engine: Any, accumulation: int = 1) -> Step:
+def engine_loop(engine: Any) -> Step:
     def step(ids: Tensor) -> Tensor:
-        losses = []
-        for part in ids.chunk(accumulation):
-            loss: Tensor = engine(part)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean() if accumulation > 1 else losses[0]
+        loss: Tensor = engine(ids)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
 
     return step

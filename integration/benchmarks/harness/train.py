@@ -22,7 +22,6 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.memory import (
     HostWatch,
     device_peaks,
-    disk_bytes,
     limit_device,
     peak_bytes,
     resident_bytes,
@@ -30,7 +29,7 @@ from benchmarks.harness.memory import (
 )
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
-from benchmarks.harness.sides import SIDES, Side
+from benchmarks.harness.sides import SIDES
 from benchmarks.harness.tracing import synchronize, trace
 from zero_engine.machine import processor_name
 
@@ -40,8 +39,7 @@ NUM_LOSSES = 20
 def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
     """Measure one rank of a job: ``times_s``, ``losses``, memory in bytes, counters.
 
-    ``counted`` is of the timed steps: what the tiers count, and the process's bytes from and to
-    disks (``disk_read_bytes``, ``disk_written_bytes``). ``shard_bytes`` are those in the file.
+    ``counted`` are the seconds of file access in the timed steps.
     """
     what = Job.of(job)
     torch.set_num_threads(what.threads)
@@ -54,10 +52,10 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
     before = resident_bytes()
     side = SIDES[what.side](what, torch.device("cpu"), place)
     losses = [float(side.step(next(batches))) for _ in range(what.warmup)]
-    counted = _counters(side)
+    counted = side.kept.io_seconds()
     dist.barrier()
     times = timed_apart(lambda: losses.append(float(side.step(next(batches)))), what.steps)
-    after = _counters(side)
+    after = side.kept.io_seconds()
     peak = peak_bytes()
     dist.barrier()  # nobody ends while another still measures
     return {
@@ -65,12 +63,7 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
         "losses": losses,
         "added_bytes": peak - before,
         "counted": {name: value - counted[name] for name, value in after.items()},
-        "shard_bytes": side.params.sizes(),
     }
-
-
-def _counters(side: Side) -> dict[str, float]:
-    return {**side.counters(), **disk_bytes()}
 
 
 def on_device(place: Place, job: Mapping[str, Any]) -> Row:

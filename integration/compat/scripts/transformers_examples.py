@@ -49,7 +49,15 @@ def accuracy(prediction) -> dict[str, float]:
     }
 
 
-def finish(trainer: Trainer, training) -> None:
+def train(model, training, rows: list, num_eval: int, kind: type = Trainer, **more) -> None:
+    """Train, evaluate on the first rows, and save."""
+    trainer = kind(
+        model=model,
+        args=training,
+        train_dataset=texts.Rows(rows),
+        eval_dataset=texts.Rows(rows[:num_eval]),
+        **more,
+    )
     result = trainer.train(resume_from_checkpoint=None)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
@@ -76,15 +84,11 @@ def run_clm() -> None:
     embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > embeddings > 0:
         model.resize_token_embeddings(len(tokenizer))
-    trainer = Trainer(
-        model=model,
-        args=training,
-        train_dataset=texts.Rows(rows),
-        eval_dataset=texts.Rows(rows[:16]),
+    train(
+        *(model, training, rows, 16),
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
-    finish(trainer, training)
 
 
 def run_mlm() -> None:
@@ -94,15 +98,11 @@ def run_mlm() -> None:
         for row in blocks(tokenizer, texts.read(own.dataset_name), 64)
     ]
     model = AutoModelForMaskedLM.from_pretrained(own.model_name_or_path)
-    trainer = Trainer(
-        model=model,
-        args=training,
-        train_dataset=texts.Rows(rows),
-        eval_dataset=texts.Rows(rows[:16]),
+    train(
+        *(model, training, rows, 16),
         processing_class=tokenizer,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
     )
-    finish(trainer, training)
 
 
 def run_glue() -> None:
@@ -116,16 +116,12 @@ def run_glue() -> None:
         pair = (row["sentence1"], row["sentence2"])
         found = tokenizer(*pair, padding="max_length", max_length=96, truncation=True)
         rows.append({**found, "label": row["label"]})
-    trainer = Trainer(
-        model=model,
-        args=training,
-        train_dataset=texts.Rows(rows),
-        eval_dataset=texts.Rows(rows[:32]),
+    train(
+        *(model, training, rows, 32),
         compute_metrics=accuracy,
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
-    finish(trainer, training)
 
 
 def run_image_classification() -> None:
@@ -134,14 +130,7 @@ def run_image_classification() -> None:
         own.model_name_or_path, num_labels=10, ignore_mismatched_sizes=True
     )
     rows = [{"pixel_values": image, "labels": label} for image, label in texts.images(320)]
-    trainer = Trainer(
-        model=model,
-        args=training,
-        train_dataset=texts.Rows(rows),
-        eval_dataset=texts.Rows(rows[:32]),
-        compute_metrics=accuracy,
-    )
-    finish(trainer, training)
+    train(model, training, rows, 32, compute_metrics=accuracy)
 
 
 def run_summarization() -> None:
@@ -160,16 +149,13 @@ def run_summarization() -> None:
         said = tokenizer.batch_decode(torch.as_tensor(ids), skip_special_tokens=True)
         return {"gen_len": float(np.mean([len(text.split()) for text in said]))}
 
-    trainer = Seq2SeqTrainer(
-        model=model,
-        args=training,
-        train_dataset=texts.Rows(rows),
-        eval_dataset=texts.Rows(rows[:10]),
+    train(
+        *(model, training, rows, 10),
+        kind=Seq2SeqTrainer,
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model, label_pad_token_id=-100),
         compute_metrics=lengths,
     )
-    finish(trainer, training)
 
 
 if __name__ == "__main__":

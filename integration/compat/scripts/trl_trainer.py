@@ -85,13 +85,13 @@ def reward(completions: list[Any], **_columns: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class Case:
-    """One trainer: where it is, its data, and what its configuration and itself are given."""
+    """One trainer, its data, and what its configuration and itself are given."""
 
-    place: str
     trainer: str
-    config: str
     data: Callable[[random.Random], Row]
     settings: Row = field(default_factory=dict)
+    place: str = ""
+    """Its module, by default that of the case's name below ``trl.experimental``."""
     has_reward: bool = False
     has_teacher: bool = False
     has_reference: bool = False
@@ -101,78 +101,29 @@ GROUP: Row = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
 TWICE: Row = {**GROUP, "num_iterations": 2}
 """The loss of the first iteration is 0, but for rounding."""
 SAMPLED: Row = {"max_new_tokens": 8, "temperature": 1.0}
-EXPERIMENTAL = "trl.experimental."
+SHORT: Row = {"max_completion_length": 8}
+SDPO: Row = {"num_generations": 2, **SHORT, "success_reward_threshold": 0.1}
+ONLINE: Row = {**SAMPLED, "model_init_kwargs": {"device_map": None}}
 CASES = {
-    "sft": Case("trl", "SFTTrainer", "SFTConfig", completions),
-    "dpo": Case("trl", "DPOTrainer", "DPOConfig", preferences),
-    "kto": Case("trl", "KTOTrainer", "KTOConfig", labelled),
-    "reward": Case("trl", "RewardTrainer", "RewardConfig", preferences),
-    "grpo": Case("trl", "GRPOTrainer", "GRPOConfig", prompts, TWICE, has_reward=True),
-    "rloo": Case("trl", "RLOOTrainer", "RLOOConfig", prompts, TWICE, has_reward=True),
-    "distillation": Case(
-        "trl",
-        "DistillationTrainer",
-        "DistillationConfig",
-        asked,
-        {"max_completion_length": 8},
-        has_teacher=True,
-    ),
-    "cpo": Case(EXPERIMENTAL + "cpo", "CPOTrainer", "CPOConfig", preferences),
-    "orpo": Case(EXPERIMENTAL + "orpo", "ORPOTrainer", "ORPOConfig", preferences),
-    "tpo": Case(EXPERIMENTAL + "tpo", "TPOTrainer", "TPOConfig", triples),
-    "bema_dpo": Case(
-        EXPERIMENTAL + "bema_for_ref_model", "DPOTrainer", "trl:DPOConfig", preferences
-    ),
-    "online_dpo": Case(
-        EXPERIMENTAL + "online_dpo",
-        "OnlineDPOTrainer",
-        "OnlineDPOConfig",
-        prompts,
-        {**SAMPLED, "model_init_kwargs": {"device_map": None}},
-        has_reward=True,
-        has_reference=True,
-    ),
-    "gkd": Case(
-        EXPERIMENTAL + "gkd", "GKDTrainer", "GKDConfig", messages, SAMPLED, has_teacher=True
-    ),
-    "gold": Case(
-        EXPERIMENTAL + "gold",
-        "GOLDTrainer",
-        "GOLDConfig",
-        messages,
-        {"max_completion_length": 8},
-        has_teacher=True,
-    ),
-    "iw_opd": Case(
-        EXPERIMENTAL + "iw_opd",
-        "IWOPDTrainer",
-        "IWOPDConfig",
-        messages,
-        {"max_completion_length": 8},
-        has_teacher=True,
-    ),
-    "gmpo": Case(
-        EXPERIMENTAL + "gmpo", "GMPOTrainer", "GMPOConfig", prompts, GROUP, has_reward=True
-    ),
-    "a2po": Case(
-        EXPERIMENTAL + "a2po",
-        "A2POTrainer",
-        "A2POConfig",
-        prompts,
-        {"max_completion_length": 8},
-        has_reward=True,
-    ),
-    "sdft": Case(
-        EXPERIMENTAL + "sdft", "SDFTTrainer", "SDFTConfig", privileged, {"max_completion_length": 8}
-    ),
-    "sdpo": Case(
-        EXPERIMENTAL + "sdpo",
-        "SDPOTrainer",
-        "SDPOConfig",
-        privileged,
-        {"num_generations": 2, "max_completion_length": 8, "success_reward_threshold": 0.1},
-        has_reward=True,
-    ),
+    "sft": Case("SFTTrainer", completions, place="trl"),
+    "dpo": Case("DPOTrainer", preferences, place="trl"),
+    "kto": Case("KTOTrainer", labelled, place="trl"),
+    "reward": Case("RewardTrainer", preferences, place="trl"),
+    "grpo": Case("GRPOTrainer", prompts, TWICE, "trl", has_reward=True),
+    "rloo": Case("RLOOTrainer", prompts, TWICE, "trl", has_reward=True),
+    "distillation": Case("DistillationTrainer", asked, SHORT, "trl", has_teacher=True),
+    "cpo": Case("CPOTrainer", preferences),
+    "orpo": Case("ORPOTrainer", preferences),
+    "tpo": Case("TPOTrainer", triples),
+    "bema_dpo": Case("DPOTrainer", preferences, place="trl.experimental.bema_for_ref_model"),
+    "online_dpo": Case("OnlineDPOTrainer", prompts, ONLINE, has_reward=True, has_reference=True),
+    "gkd": Case("GKDTrainer", messages, SAMPLED, has_teacher=True),
+    "gold": Case("GOLDTrainer", messages, SHORT, has_teacher=True),
+    "iw_opd": Case("IWOPDTrainer", messages, SHORT, has_teacher=True),
+    "gmpo": Case("GMPOTrainer", prompts, GROUP, has_reward=True),
+    "a2po": Case("A2POTrainer", prompts, SHORT, has_reward=True),
+    "sdft": Case("SDFTTrainer", privileged, SHORT),
+    "sdpo": Case("SDPOTrainer", privileged, SDPO, has_reward=True),
 }
 
 
@@ -206,15 +157,17 @@ def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
         tokenizer.save_pretrained(folder / name)
 
 
-def make_trainer(case: Case, models: Path, arguments: Row) -> Any:
+def make_trainer(name: str, models: Path, arguments: Row) -> Any:
     """The trainer as a script makes it, with models by their folders."""
-    module = importlib.import_module(case.place)
-    place, _, name = case.config.rpartition(":")
-    config_class = getattr(importlib.import_module(place) if place else module, name)
+    case = CASES[name]
+    module = importlib.import_module(case.place or f"trl.experimental.{name}")
+    config = case.trainer.replace("Trainer", "Config")
+    # The variant with BEMA has the configuration of the trainer itself.
+    of_config = importlib.import_module("trl") if name == "bema_dpo" else module
     draw = random.Random(0)
     given: Row = {
         "model": str(models / "policy"),
-        "args": config_class(**arguments, **case.settings),
+        "args": getattr(of_config, config)(**arguments, **case.settings),
         "train_dataset": Dataset.from_list([case.data(draw) for _ in range(SAMPLES)]),
         "processing_class": AutoTokenizer.from_pretrained(models / "policy"),
     }
@@ -250,7 +203,7 @@ def main() -> None:
     arguments |= (
         {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
     )
-    trainer = make_trainer(CASES[options.name], options.model, arguments)
+    trainer = make_trainer(options.name, options.model, arguments)
     set_seed(7)  # loading draws other random numbers where parameters are sharded from the start
     trainer.train()
 

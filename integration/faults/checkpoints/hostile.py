@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import zlib
@@ -179,6 +180,8 @@ def folders() -> Iterator[tuple[str, str, Callable[[Path], object]]]:
     for name in (MANIFEST, _WEIGHTS, _BUFFERS, _RNG):
         for what, change in _ways(name):
             yield name, f"{name} {what}", change
+    for one, two in itertools.combinations((_WEIGHTS, _BUFFERS, _RNG), 2):
+        yield one, f"{one} and {two} have changed places", lambda p, n=(one, two): _swap(p, *n)
     for text in (b"[" * 10**5, b'{"a":' * 10**5, b"{", b"\xff" * 99, b"null", b"[]", b'"x"'):
         what = f"a manifest {text[:9]!r}..."
         yield MANIFEST, what, lambda p, t=text: (p / MANIFEST).write_bytes(t)
@@ -198,6 +201,12 @@ def _ways(name: str) -> Iterator[tuple[str, Callable[[Path], object]]]:
     yield "is a link", lambda p: _link_to_copy(p, name)
     yield "is empty", lambda p: (p / name).write_bytes(b"")
     yield "is 2^40 bytes long", lambda p: os.truncate(p / name, _HUGE)
+
+
+def _swap(place: Path, one: str, two: str) -> None:
+    first = (place / one).read_bytes()
+    (place / two).replace(place / one)
+    (place / two).write_bytes(first)
 
 
 def _link(place: Path, name: str, target: str) -> None:

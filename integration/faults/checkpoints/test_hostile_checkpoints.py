@@ -139,6 +139,23 @@ def test_a_tag_outside_the_folder_is_refused(saved, engine, tmp_path, tag):
         engine.save_checkpoint(folder, tag)
 
 
+def test_a_save_over_a_checkpoint_on_a_full_disk_leaves_it_as_it_was(saved, engine, tmp_path):
+    folder = tmp_path / "full"
+    shutil.copytree(saved, folder)
+    before = {file.name: file.read_bytes() for file in folder.joinpath("t").iterdir()}
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = max(map(len, before.values()))
+    for twelfths in range(12):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (twelfths * size // 12, most))
+        try:
+            with pytest.raises(zero_core.CheckpointError):
+                engine.save_checkpoint(folder, "t")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        zero_core.verify_checkpoint(folder)
+        assert {f.name: f.read_bytes() for f in folder.joinpath("t").iterdir()} == before
+
+
 def _loads(ranks: SimulatedRanks, folder: str, stage: int, is_offloaded: bool) -> None:
     """Refuse every hostile manifest on both ranks, with the same state before and after."""
     engine = build(stage, is_offloaded=is_offloaded, process_group=ranks)

@@ -1,33 +1,26 @@
-"""A rank stops, ends or diverges: all others name it in time. Healthy ones are not named."""
+"""A rank stops or ends: its launcher and every exchange name it. Healthy ones are not named."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import runpy
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_core
+from faults.harness import Program
 from zero_core.testing import Case, batch, make_model, seeded, spawn
 
 WIDTH = 16
 NAMED_WITHIN_S, ENDED_WITHIN_S = 2.0, 4.0
-LIMIT_S = 10.0
-"""Longest time from the fault to the error of every other rank."""
 
 
 class _Net(nn.Module):
@@ -42,7 +35,7 @@ class _Net(nn.Module):
         return x.square().mean()
 
 
-def _build(stage: int, **settings: Any) -> zero_core.Engine:
+def _build(stage: int) -> zero_core.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
@@ -50,7 +43,7 @@ def _build(stage: int, **settings: Any) -> zero_core.Engine:
         "name_waits_within_s": NAMED_WITHIN_S,
         "collective_timeout_s": ENDED_WITHIN_S,
     }
-    return zero_core.build(_Net(), config | settings)
+    return zero_core.build(_Net(), config)
 
 
 def _step(engine: zero_core.Engine) -> None:
@@ -65,85 +58,6 @@ def _round(engine: zero_core.Engine, folder: Path) -> None:
     engine.save_checkpoint(folder / "checkpoints", "newest")
     engine.full_state_dict()
     engine.sharded_state.control.barrier()
-
-
-def _stop_when(engine: zero_core.Engine, phase: str, moment: Path) -> None:
-    """Stop this process once its main thread is in ``phase``."""
-
-    def watch() -> None:
-        while phase not in engine.place.doing:
-            time.sleep(0)
-        moment.write_text(repr(time.time()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _hang(rank: int, world_size: int, folder: str, fault: str, stage: int) -> None:
-    root = Path(folder)
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(root / f"error-{rank}.json")
-    engine = _build(stage)
-    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(pids, torch.tensor([os.getpid()]))
-    _round(engine, root)
-    is_faulty = rank == world_size - 1
-    if is_faulty and fault == "exits":
-        (root / "moment").write_text(repr(time.time()))
-        os._exit(0)
-    if is_faulty and fault == "branches":
-        (root / "moment").write_text(repr(time.time()))
-        with pytest.raises(zero_core.CollectiveError):
-            engine.full_state_dict()
-        time.sleep(20.0)  # its connections stay
-    if is_faulty and fault not in ("exits", "branches"):
-        _stop_when(engine, fault, root / "moment")
-    found = ""
-    try:
-        while True:
-            _round(engine, root)
-    except zero_core.CollectiveError as error:
-        found = str(error)
-    (root / f"found-{rank}").write_text(json.dumps([time.time(), found]))
-    names = [root / f"found-{r}" for r in range(world_size - 1)]
-    while rank == 0 and not all(name.exists() for name in names):
-        time.sleep(0.05)
-    if rank == 0 and fault != "exits":
-        os.kill(int(pids[-1]), signal.SIGKILL)
-    time.sleep(1.0 if rank else 0.0)
-    os._exit(0)
-
-
-FAULTS = {
-    "forward of unit 2": "its process is stopped",
-    "backward of unit 2": "its process is stopped",
-    "step()": "its process is stopped",
-    "checkpoint: write": "its process is stopped",
-    "full_state_dict()": "its process is stopped",
-    "exits": "the process of rank {rank} has ended",
-    "branches": "took different branches",
-}
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (3, 3), (3, 1)])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_others_name_a_rank_that_hangs(fault, world_size, stage, tmp_path):
-    if fault == "branches" and stage != 3:
-        pytest.skip("a forward waits for no rank at stage 1")
-    ends = nullcontext() if fault == "exits" else pytest.raises(Exception, match="SIGKILL")
-    with ends:
-        spawn(_hang, world_size, str(tmp_path), fault, stage)
-    moment = float((tmp_path / "moment").read_text())
-    faulty = world_size - 1
-    for rank in range(faulty):
-        when, found = json.loads((tmp_path / f"found-{rank}").read_text())
-        assert when - moment < LIMIT_S
-        assert FAULTS[fault].format(rank=faulty) in found, found
-        assert f"rank {faulty}" in found
-        assert found.startswith(f"rank {rank}: ")
-        assert "unit" in found or "control exchange" in found
-        written = json.loads((tmp_path / f"error-{rank}.json").read_text())["message"]
-        assert written["message"] == f"CollectiveError: {found}"
-        assert int(written["extraInfo"]["timestamp"]) >= int(moment)
 
 
 EXCHANGES: dict[str, Any] = {
@@ -222,60 +136,43 @@ while True:
 """
 
 
-def _run_by_torchrun(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def _program(folder: Path) -> str:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, "--nproc-per-node=2", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return str(program)
+
+
+def _torchrun(folder: Path, **variables: str) -> tuple[str, str]:
+    """Return what a launch that fails says, and its summary."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    with Program(*launcher, _program(folder), **variables) as run:
+        assert run.end() == 1
+        said = run.output
+    return said, said[said.index("Root Cause") :]
 
 
 def test_torchrun_says_who_stopped(tmp_path: Path) -> None:
-    done = _run_by_torchrun(tmp_path, STOPPED="1")
-    assert done.returncode == 1
-    assert "no sign of life of rank 1" in done.stderr
-    assert "(its process is stopped), last seen in" in done.stderr
-    summary = done.stderr[done.stderr.index("Root Cause") :]
+    said, summary = _torchrun(tmp_path, STOPPED="1")
+    assert "no sign of life of rank 1" in said
+    assert "(its process is stopped), last seen in" in said
     assert "CollectiveError: rank 0: " in summary, summary
     assert "no sign of life of rank 1" in summary
 
 
 def test_torchrun_names_a_rank_that_stops_and_hosts_the_store(tmp_path: Path) -> None:
-    done = _run_by_torchrun(tmp_path, STOPPED="0", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    assert done.returncode == 1
-    summary = done.stderr[done.stderr.index("Root Cause") :]
+    _, summary = _torchrun(tmp_path, STOPPED="0", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert "CollectiveError: rank 1: " in summary, summary
     assert "rank 0 of the job (it hosts the store of the process group at " in summary
 
 
 def test_a_rank_that_stops_and_hosts_the_store_is_named_without_a_launcher(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program = _program(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **variables, "RANK": rank, "STOPPED": "0"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        _, said = ranks[1].communicate(timeout=200)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    assert ranks[1].returncode == 1
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "STOPPED": "0"}
+    with Program(program, RANK="0", **job), Program(program, RANK="1", **job) as last:
+        assert last.end() == 1
+        said = last.output
     found = "rank 0 of the job (it hosts the store of the process group at 127.0.0.1:"
     logged, raised = said.index(found), said.rindex(found)
     assert logged < said.index("Traceback") < raised

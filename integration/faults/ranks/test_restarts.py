@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.harness import Program, is_running, last_step, weights
+from faults.harness import Program, last_step, ranks_leave, weights
 from faults.ranks.slurm_stand_ins import slurm_job
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.run_lock import RunLock
@@ -156,14 +156,6 @@ def test_node_that_comes_later_takes_part(tmp_path: Path) -> None:
             assert first.end() == 0, first.output + second.output
     assert steps_of(folder) == list(range(1, 401))
     assert num_ranks(folder)[-1] == 2
-
-
-def ranks_leave(ranks: list[int]) -> bool:
-    """Whether these processes end within a minute."""
-    limit = time.monotonic() + 60
-    while any(map(is_running, ranks)) and time.monotonic() < limit:
-        time.sleep(0.1)
-    return not any(map(is_running, ranks))
 
 
 def test_ranks_of_a_launcher_that_is_killed_while_they_import_leave(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException
 
 import zero_core
+from faults.harness import Program
 from zero_core import Engine
 from zero_core.testing import spawn
 
@@ -217,9 +216,8 @@ def train(output: Path, config: Path, ranks: int, steps: int, *more: str) -> Non
     sizes = ["--layers=1", "--width=32", "--heads=2", "--context=16", "--vocab=300"]
     times = ["--eval-every=100", "--eval-windows=8", f"--steps={steps}", f"--ranks={ranks}"]
     given = [*sizes, f"--config={config}", *times, f"--data={__file__}"] if not more else times[2:]
-    command = [sys.executable, "-m", "zero_engine", "train", f"--output={output}", *given, *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, env=environment, timeout=300, capture_output=True)
+    with Program("-m", "zero_engine", "train", f"--output={output}", *given, *more) as run:
+        assert run.end() == 0, run.output
 
 
 def logged(output: Path) -> list[tuple[int, float, float]]:

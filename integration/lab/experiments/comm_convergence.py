@@ -30,8 +30,7 @@ from benchmarks.harness.models import Gpt, GptShape
 from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import HERE, Place, RankError, Row, run_ranks
 from benchmarks.harness.report import Column, Panel, Section, machine, publish, write_report
-from benchmarks.harness.rounds import percent_over
-from benchmarks.harness.text import curves, mean_curve, text_folder, training_config, training_loss
+from lab.text import curves, mean_curve, percent_over, text_folder, training_config, training_loss
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import sum_over_ranks
 from zero_engine.train.data import Corpus

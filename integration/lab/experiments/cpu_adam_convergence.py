@@ -27,11 +27,11 @@ import cpu_adam
 from benchmarks.harness.options import RESULTS, AllThreads, Output, threads_of_all
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import Column, Panel, Section, machine, publish
-from benchmarks.harness.rounds import percent_over
-from benchmarks.harness.text import (
+from lab.text import (
     LAST_STEPS,
     curves,
     mean_curve,
+    percent_over,
     text_folder,
     training_config,
     training_loss,

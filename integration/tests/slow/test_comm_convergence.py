@@ -19,7 +19,6 @@ import torch
 
 import zero_core
 from benchmarks.harness.models import Gpt
-from benchmarks.harness.text import training_config
 from lab.experiments.comm_convergence import (
     CONTENDERS,
     MICRO_BATCH,
@@ -28,6 +27,7 @@ from lab.experiments.comm_convergence import (
     RANKS_PER_NODE,
     SHAPE,
 )
+from lab.text import training_config
 from zero_core.testing import SimulatedRanks, simulate
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 

@@ -78,26 +78,19 @@ CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
 """Side, keys of ``zero_optimization`` besides stage 3, and whether hpZ is over a node."""
 BITS, MEGA = 8, 1e6
 BARE, PLAIN, PEERS = "bare", "zero-3", ("fsdp2", "deepspeed-3")
-FINE_TUNING = "comm_fine_tuning"
-"""Name of the report at the learning rate that lossless differences have bars for."""
 BARS: Mapping[str, Any] = {
     "rate_mbit": 200,
     "ranks_per_node": 2,
     "to_peer": {"zero-3-all": 3.3, "zero-3-4bit": 4.5},
     "deviation": 0.02,
     "loss": 0.01,
-    "fine_tuning_lr": 1e-5,
-    "fine_tuning_to_peer": {"zero-3-lossless": 3.0, "zero-3-lossless-4bit": 9.0},
-    "fine_tuning_to_plain": {"zero-3-lossless": 0.45},
 }
-"""The bars. `to_peer` at that rate and with so many ranks per node, those of fine-tuning at that
-learning rate, at any rate."""
+"""`to_peer` is for that rate and so many ranks per node."""
 
 
 def main(
     rounds: options.Rounds = 2,
     steps: options.Steps = 3,
-    warmup: options.Warmup = 1,
     rate: Annotated[
         list[int] | None, typer.Option(min=1, help="Mbit/s of the link; 200 and 1000.")
     ] = None,
@@ -105,23 +98,18 @@ def main(
         list[int] | None, typer.Option(min=1, help="Ranks of each of the two nodes; 1 and 2.")
     ] = None,
     size: Annotated[str, typer.Option(help="LAYERSxWIDTH of the GPT.")] = "8x384",
-    context: options.Context = 64,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate; 1e-5: fine-tuning.")] = 3e-4,
     only: Annotated[list[str] | None, of(CONTENDERS, "--only", "--contenders")] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, write ``comm.json`` and ``comm.png``, and print the tables.
-
-    At the learning rate of fine-tuning the files are ``comm_fine_tuning``.
-    """
-    shape = parse_size(size, vocab=VOCAB, context=context)
+    """Measure, write ``comm.json`` and ``comm.png``, and print the tables."""
+    shape = parse_size(size, vocab=VOCAB, context=64)
     counts = ranks_per_node or (1, 2)
     reason = missing_for_link()
     try:
         if not reason:
             jobs = {
-                count: jobs_of(only or CONTENDERS, shape, count, steps, warmup, lr=lr)
-                for count in counts
+                count: jobs_of(only or CONTENDERS, shape, count, steps, lr=lr) for count in counts
             }
             compare(jobs, rate or (200, 1000), rounds=rounds, output=output)
     except LinkError as error:
@@ -135,7 +123,6 @@ def jobs_of(
     shape: GptShape,
     ranks_per_node: int,
     steps: int,
-    warmup: int,
     *,
     lr: float,
 ) -> list[Job]:
@@ -147,7 +134,7 @@ def jobs_of(
             continue
         zero = {**flags, **({"zero_hpz_partition_size": ranks_per_node} if has_hpz else {})}
         job = Job(
-            *(name, side, shape, 1, steps, warmup),
+            *(name, side, shape, 1, steps, 1),
             dtype="bf16",
             lr=lr,
             stage=3,
@@ -193,9 +180,7 @@ def compare(
                 job = {**common, "ranks_per_node": count, "rates": list(rates)}
                 runs.append({**about, "job": job, "contenders": rows_of(rows, rate=rate)})
     report = {"rounds": rounds, "bars": BARS, "machine": machine(), "links": links, "runs": runs}
-    is_tuning = runs[0]["job"]["lr"] == BARS["fine_tuning_lr"]
-    name = FINE_TUNING if is_tuning else "comm"
-    publish(output, name, report, [section(run) for run in runs])
+    publish(output, "comm", report, [section(run) for run in runs])
 
 
 def _measure_link(link: Link, rate: int) -> Row:
@@ -221,11 +206,7 @@ def _planned_bytes(job: Job, ranks_per_node: int) -> int | None:
 
 
 def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
-    """Return ``rates``, a row each: seconds, losses, and bytes that this node sent.
-
-    ``counted_bytes`` are those that this rank sent to the other node in the last step, by the
-    engine's own count; null for others.
-    """
+    """Return ``rates``, a row each: seconds, losses, and bytes that this node sent."""
     what = Job.of(job)
     device = os.environ["GLOO_SOCKET_IFNAME"]
     torch.set_num_threads(1)
@@ -256,11 +237,7 @@ def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
             "sent_bytes": sent_bytes(device) - sent,
             "cpu_s": time.process_time() - cpu_s,
             "losses": list(losses),
-            "counted_bytes": None,
         }
-        if side.engine is not None:
-            report = side.engine.comm_report()
-            row["counted_bytes"] = sum(kind.between_nodes_bytes for kind in report)
         found.append(row)
         dist.barrier()  # nobody goes on while another still reads its counter
     return {"rates": found}
@@ -282,10 +259,6 @@ def summed_up(
     by_round = [[of_rank["rates"][place] for of_rank in row["ranks"]] for row in rounds]
     num_steps = sum(len(ranks[0]["times_s"]) for ranks in by_round)
     firsts = range(0, len(by_round[0]), ranks_per_node)
-    counted = [
-        [rank["counted_bytes"] for rank in by_round[-1][first : first + ranks_per_node]]
-        for first in firsts
-    ]
     return {
         "times_s": [seconds for ranks in by_round for seconds in ranks[0]["times_s"]],
         "cpu_s": sum(rank["cpu_s"] for ranks in by_round for rank in ranks) / num_steps,
@@ -293,7 +266,6 @@ def summed_up(
             sum(ranks[first]["sent_bytes"] for ranks in by_round) / num_steps for first in firsts
         ],
         "planned_bytes": planned_bytes,
-        "counted_bytes": [None if None in of_node else sum(of_node) for of_node in counted],
         "first_loss": statistics.fmean(rank["losses"][0] for rank in by_round[0]),
         "last_loss": statistics.fmean(rank["losses"][-1] for rank in by_round[-1]),
     }
@@ -341,6 +313,14 @@ def section(run: Mapping[str, Any]) -> Section:
             return None
         return bool(abs(deviation) <= BARS["deviation"])
 
+    has_bars = (rate, run["ranks_per_node"]) == (BARS["rate_mbit"], BARS["ranks_per_node"])
+
+    def bar(row: Row) -> str | None:
+        least = BARS["to_peer"].get(row["name"]) if has_bars else None
+        if least is None or row["to_peer"] is None:
+            return None
+        return judged(least, "g", row["to_peer"] >= least)
+
     def loss(row: Row) -> str:
         return f"{row['last_loss']:.4f}{' differs' if row['is_loss_close'] is False else ''}"
 
@@ -349,9 +329,8 @@ def section(run: Mapping[str, Any]) -> Section:
         Column("min", "min_s", ".0f", MS),
         Column("comm", "comm_s", ".0f", MS),
         Column("to peer", "to_peer", ".2f"),
-        Column("", lambda r: verdict(r["name"], r["to_peer"], run=run)),
+        Column("bar", bar),
         Column("to plain", "to_plain", ".2f"),
-        Column("", lambda r: verdict_to_plain(r["name"], r["to_plain"], run=run)),
         Column("sent", lambda row: max(row["sent_bytes"]), ".2f", MEGA),
         Column("planned", "planned_bytes", ".2f", MEGA),
         Column("off", "deviation", "+.1%"),
@@ -369,29 +348,3 @@ def section(run: Mapping[str, Any]) -> Section:
     bare_s = measured(rows).get(BARE, {}).get("median_s")
     panels = bars(title, rows, values, "seconds; line: bare forward and backward", bar=bare_s)
     return Section(title, rows, columns, caption, "contender", panels)
-
-
-def verdict(name: str, to_peer: float | None, *, run: Mapping[str, Any]) -> str:
-    """Return the bar of a contender and whether it is met. Empty where there is none."""
-    bar = BARS["to_peer"].get(name)
-    found = run["rate_mbit"], run["ranks_per_node"]
-    if found != (BARS["rate_mbit"], BARS["ranks_per_node"]):
-        bar = None
-    if _is_fine_tuning(run):
-        bar = BARS["fine_tuning_to_peer"].get(name)
-    if bar is None or to_peer is None:
-        return ""
-    return judged(bar, "g", to_peer >= bar) or ""
-
-
-def verdict_to_plain(name: str, to_plain: float | None, *, run: Mapping[str, Any]) -> str:
-    """Return the bar beside plain stage 3, as `verdict`."""
-    bar = BARS["fine_tuning_to_plain"].get(name) if _is_fine_tuning(run) else None
-    if bar is None or to_plain is None:
-        return ""
-    return judged(bar, "g", to_plain <= bar) or ""
-
-
-def _is_fine_tuning(run: Mapping[str, Any]) -> bool:
-    lr, per_node = run["job"]["lr"], run["ranks_per_node"]
-    return bool(lr == BARS["fine_tuning_lr"] and per_node == BARS["ranks_per_node"])

@@ -13,7 +13,7 @@ idle    time of a step in which no kernel ran
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.experiments.gpu.part import Context, Part
 from benchmarks.experiments.gpu.speed import SPEED, speed_jobs
-from benchmarks.harness.job import Job
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.report import MS, Column, Section, bars
@@ -40,16 +39,17 @@ RATIOS: tuple[float | str, ...] = (1.0, 0.6, "auto")
 DRY_RATIOS = (0.6,)
 
 
-def timeline(first: Job, ratios: Sequence[float | str], context: Context) -> Row:
+def _run(context: Context) -> Row:
     """Return a row per ratio of the optimizer's state on the host, and the bandwidths."""
-    print("timeline: bandwidth", flush=True)
+    print("bandwidth", flush=True)
     numel = DRY_TRIAD_NUMEL if context.is_dry_run else TRIAD_NUMEL
+    first = context.sized(replace(SPEED, micro_batch=8))
     (bandwidth,) = context.runner.start(f"{__name__}:bandwidth", {"numel": numel})
     rows = {}
     jobs = {job.name: job for job in speed_jobs(first)}
-    for ratio in ratios:
+    for ratio in DRY_RATIOS if context.is_dry_run else RATIOS:
         job = jobs[f"ratio {ratio}"]
-        print(f"timeline: {job.name}", flush=True)
+        print(job.name, flush=True)
         row = start_on_device(context.traced(job, NUM_TRACED), context.runner)
         rows[job.name] = with_idle({**row, **bounds(row, bandwidth)}) if "step_s" in row else row
     return {"bandwidth_bytes_per_s": bandwidth, "goal": BOUND_GOAL, "rows": rows}
@@ -137,7 +137,7 @@ def _best_s(run: Callable[[], object]) -> float:
     return min(times)
 
 
-def section(found: Row) -> Section:
+def _section(found: Row) -> Section:
     def to_bound(row: Row) -> str | None:
         ratio = row["step_to_bound"]
         return None if ratio is None else f"{ratio:.2f} of {row['bound']}"
@@ -158,11 +158,6 @@ def section(found: Row) -> Section:
     return Section("a step and its bounds", found["rows"], columns, caption, panels=panels)
 
 
-def _run(context: Context) -> Row:
-    first = context.sized(replace(SPEED, micro_batch=8))
-    return timeline(first, DRY_RATIOS if context.is_dry_run else RATIOS, context)
-
-
 PART = Part(
-    "roofline", "an offloaded step over the slowest of device, bus and host", 5.0, _run, section
+    "roofline", "an offloaded step over the slowest of device, bus and host", 5.0, _run, _section
 )

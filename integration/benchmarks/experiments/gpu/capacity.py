@@ -7,7 +7,6 @@ measured peak of device memory is compared with the plan, activations included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.experiments.gpu.part import Context, Part
@@ -39,22 +38,23 @@ COLUMNS = (
 )
 
 
-def capacity_jobs(
-    *, steps: int = 4, stage: int = 2, device_limit_bytes: int = DEVICE_LIMIT_BYTES
-) -> list[Job]:
-    """Return the tutorial's model in both 16-bit types and with 8-bit states, and a wider one."""
+def capacity_jobs() -> list[Job]:
+    """Return the tutorial's model in both 16-bit types and with 8-bit states, and a wider one.
+
+    The bars are memory and that the loss falls, not speed.
+    """
 
     def job(name: str, shape: GptShape = TUTORIAL, dtype: str = "bf16", **offload: Any) -> Job:
         made = Job(
-            *(name, "zero", shape, 10, steps, 1),
+            *(name, "zero", shape, 10, 2, 1),
             model="small_logits",
             is_deferred=True,
             dtype=dtype,
-            stage=stage,
+            stage=2,
             zero={"offload_optimizer": {**PINNED, **offload}},
             top={"activation_checkpointing": {}},
             is_repeating=True,
-            device_limit_bytes=None if shape is WIDE else device_limit_bytes,
+            device_limit_bytes=None if shape is WIDE else DEVICE_LIMIT_BYTES,
         )
         return made if dtype == "fp16" else made.unchecked()
 
@@ -65,12 +65,6 @@ def capacity_jobs(
         job("wide, bf16, int8 states", WIDE, state_dtype="int8"),
         job("tutorial, fp16", dtype="fp16"),
     ]
-
-
-def capacity(jobs: Sequence[Job], context: Context) -> Row:
-    """Return a row per job."""
-    rows = {job.name: with_plan(_row(job, context), job) for job in map(context.sized, jobs)}
-    return {"host_limit_bytes": HOST_LIMIT_BYTES, "rows": rows}
 
 
 def _row(job: Job, context: Context) -> Row:
@@ -130,7 +124,7 @@ def with_plan(row: Row, job: Job) -> Row:
     return {**row, **beside, "peak_to_plan": ratio, "is_plan_met": abs(ratio - 1) <= PLAN_BAR}
 
 
-def section(found: Row) -> Section:
+def _section(found: Row) -> Section:
     rows = found["rows"]
     caption = "GiB; met: the loss fell, within the limits; bar of the peak: within 5% of the plan"
     keys = ("device_peak_bytes", "planned_peak_bytes", "host_peak_bytes")
@@ -139,9 +133,9 @@ def section(found: Row) -> Section:
 
 
 def _run(context: Context) -> Row:
-    # Two timed steps: the bars are memory and that the loss falls, not speed.
-    jobs = capacity_jobs(steps=2)
-    return capacity(jobs[2:3] if context.is_dry_run else jobs, context)
+    jobs = map(context.sized, capacity_jobs()[2:3] if context.is_dry_run else capacity_jobs())
+    rows = {job.name: with_plan(_row(job, context), job) for job in jobs}
+    return {"host_limit_bytes": HOST_LIMIT_BYTES, "rows": rows}
 
 
 PART = Part(
@@ -149,5 +143,5 @@ PART = Part(
     "10 B parameters within 32 GiB of device memory, 13 B within 128 GiB of the host's",
     8.0,
     _run,
-    section,
+    _section,
 )

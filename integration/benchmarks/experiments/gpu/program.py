@@ -18,7 +18,6 @@ program with tiny models on the CPU: figures of an accelerator are null there.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +27,7 @@ import typer
 from benchmarks.experiments.gpu import bounds, capacity, in_memory, quantizers, speed
 from benchmarks.experiments.gpu.correct import groups
 from benchmarks.experiments.gpu.part import Context, Part
-from benchmarks.experiments.gpu.results import Results, document, provenance
+from benchmarks.experiments.gpu.results import Results, provenance
 from benchmarks.harness.options import RESULTS, DryRun, find_device_type, of
 from benchmarks.harness.ranks import Row, Runner
 from benchmarks.harness.report import save_panels
@@ -85,11 +84,3 @@ def _run(part: Part, context: Context) -> Row:
     except Exception as error:
         traceback.print_exc()
         return {"rows": {"all": {"failure": f"{type(error).__name__}: {error}"}}}
-
-
-def print_document(folder: Path) -> None:
-    """Print the results of `gpu` in a folder as Markdown, for the documentation."""
-    if not (folder / "gpu.json").exists():
-        command = f"python integration/benchmarks/run.py gpu --out {folder}"
-        sys.exit(f"{folder} has no gpu.json: run {command}")
-    print(document(Results(folder), PARTS.values()), end="")

@@ -1,4 +1,4 @@
-"""The file of a run, ``gpu.json``, and its tables as Markdown.
+"""The file of a run, ``gpu.json``.
 
 ``{"parts": {name: {"measured": ..., "rows": ...}}}``. Each part has its own date, machine and
 commit, as parts of one file may be of several runs: a run replaces the parts that it measures and
@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.experiments.gpu.part import Part
 from benchmarks.harness.ranks import Row
-from benchmarks.harness.report import markdown, write_report
+from benchmarks.harness.report import write_report
 from benchmarks.harness.rounds import measured, version
 from zero_engine.machine import memory_limit_bytes, processor_name
 
@@ -119,30 +118,3 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def document(results: Results, parts: Iterable[Part]) -> str:
-    """Return a section per measured part, with its provenance. Empty without results.
-
-    Parts of a dry run are left out: their figures say nothing of an accelerator.
-    """
-    texts = []
-    for part in parts:
-        found = results.parts.get(part.name)
-        if found is None or found["measured"]["is_dry_run"]:
-            continue
-        section = part.shown(found)
-        lines = [f"### {part.name}: {part.about}", "", _provenance(found["measured"]), ""]
-        if measured(found["rows"]):
-            lines += [markdown(section.table)]
-            lines += [section.caption, ""] if section.caption else []
-        texts.append("\n".join([*lines, *(f"- {line}" for line in section.reasons()), ""]))
-    return "\n".join(texts)
-
-
-def _provenance(about: Row) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items() if v)
-    return (
-        f"{about['date'][:10]}, commit {about['commit']}: {about['device']}, driver "
-        f"{about['driver']}; {about['cores']} cores of {about['processor']}; {versions}."
-    )

@@ -7,7 +7,7 @@ take no more than the limit, on every side, and a ratio that does not fit is a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from benchmarks.harness.memory import GIB
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import MS, Column, Rows, Section, bars, green
-from benchmarks.harness.rounds import measured, quotient, race_on_device
+from benchmarks.harness.rounds import quotient, race_on_device
 from zero_core.errors import ZeroError
 
 RATIOS: tuple[float | str, ...] = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0, "auto")
@@ -40,10 +40,9 @@ COLUMNS = (
 # At ratio 0 all states must fit on the device.
 GPT_1_3B = GptShape(layers=24, width=2048, heads=16, vocab=50257, context=1024)
 SPEED = Job("", "", GPT_1_3B, micro_batch=4, steps=10, warmup=3, dtype="bf16", stage=2)
-ROUNDS = 3
 
 
-def speed_jobs(first: Job = SPEED) -> list[Job]:
+def speed_jobs(first: Job) -> list[Job]:
     """Return every contender, this engine at the stage of ``first``."""
 
     def job(name: str, side: str, stage: int, **offload: Any) -> Job:
@@ -67,24 +66,6 @@ def speed_jobs(first: Job = SPEED) -> list[Job]:
     ]
 
 
-def speed(jobs: Sequence[Job], rounds: int, context: Context) -> Row:
-    """Return a row per contender: medians over the rounds, or why there are none."""
-    rows = race_on_device(jobs, rounds, context.runner)
-    return {"rows": rows, "loss_spread": loss_spread(rows)}
-
-
-def loss_spread(rows: Rows) -> float | None:
-    """Return the largest relative difference of losses at a step between this engine's ratios.
-
-    On the CPU it is 0: there host and device update with the same kernel.
-    """
-    sides: list[list[float]] = [
-        row["losses"] for name, row in measured(rows).items() if name.startswith("ratio ")
-    ]
-    spreads = [(max(step) - min(step)) / min(step) for step in zip(*sides, strict=False)]
-    return max(spreads, default=None)
-
-
 def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
     """Return a part with rounds by micro-batch, in order: the time may end before the last."""
 
@@ -106,7 +87,7 @@ def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
                 else:
                     able.append(job)
             print(f"micro-batch {micro_batch}", flush=True)
-            found = speed(able, num_rounds, context)["rows"] | found
+            found = race_on_device(able, num_rounds, context.runner) | found
             rows |= {f"batch {micro_batch}, {name}": row for name, row in found.items()}
             judged[f"batch {micro_batch}"] = verdicts(found, is_judged=not is_dry)
         return {"device_limit_bytes": first.device_limit_bytes, "rows": rows, "verdicts": judged}
@@ -154,13 +135,6 @@ def verdicts(rows: Rows, *, is_judged: bool = True) -> Row:
     }
 
 
-def section(found: Row, title: str = "speed", caption: str = "medians over rounds") -> Section:
-    color = green(lambda name: name.rpartition(", ")[2].startswith("ratio"))
-    values = {"": "tokens_per_s"}
-    panels = bars(title, found["rows"], values, "tokens per second", color=color)
-    return Section(title, found["rows"], COLUMNS, caption, panels=panels)
-
-
 def _section(found: Row) -> Section:
     def without(verdict: Row) -> str:
         return f", without {', '.join(verdict['untried'])}" if verdict["untried"] else ""
@@ -173,7 +147,10 @@ def _section(found: Row) -> Section:
     ]
     limit = found["device_limit_bytes"] / 1e9
     title = f"tokens per second, at most {limit:.0f} GB of device memory"
-    return section(found, title, "\n".join(lines))
+    color = green(lambda name: name.rpartition(", ")[2].startswith("ratio"))
+    values = {"": "tokens_per_s"}
+    panels = bars(title, found["rows"], values, "tokens per second", color=color)
+    return Section(title, found["rows"], COLUMNS, "\n".join(lines), panels=panels)
 
 
 _OPT = replace(SPEED, model="checkpointed")

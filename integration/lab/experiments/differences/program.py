@@ -18,8 +18,8 @@ import typer
 from benchmarks.harness.options import RESULTS, Output
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import Axes, Column, Panel, Section, judged, machine, publish
-from benchmarks.harness.text import text_folder
 from lab.experiments.differences import codecs, runs
+from lab.text import text_folder
 from zero_engine.train.data import Corpus
 
 GIGA = 1e9

@@ -19,8 +19,8 @@ import zero_core
 from benchmarks.harness.job import QWZ
 from benchmarks.harness.models import Gpt
 from benchmarks.harness.ranks import HERE, Place, Row, run_ranks
-from benchmarks.harness.text import training_config, training_loss
 from lab.experiments.differences.codecs import SHAPE
+from lab.text import training_config, training_loss
 from zero_engine.launch.ranks import sum_over_ranks
 from zero_engine.train.data import Corpus
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
 from zero_engine.deepspeed.engine.facts import value_of
-
-if TYPE_CHECKING:
-    from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 
 _EXTERNAL = "ds_external_parameters"
 
@@ -159,6 +156,16 @@ class ShownState:
         self._given.state = self._own
 
 
+class Stepping(Protocol):
+    """Protocol of the engine that `DeepSpeedOptimizer` steps, which imports this file."""
+
+    def optimizer_step(self) -> None:
+        """End a step, at an accumulation boundary."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step."""
+
+
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
@@ -175,7 +182,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     _is_bare = False  # whether DeepSpeed would return the driven optimizer itself
 
-    def __init__(self, core: Engine, engine: DeepSpeedEngine) -> None:
+    def __init__(self, core: Engine, engine: Stepping) -> None:
         """``engine`` is the one whose optimizer this is. It is held weakly."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
@@ -262,7 +269,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
         self._live_engine("zero_grad").zero_grad(set_to_none)
 
-    def _live_engine(self, what: str) -> DeepSpeedEngine:
+    def _live_engine(self, what: str) -> Stepping:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(

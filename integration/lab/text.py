@@ -36,6 +36,11 @@ def training_loss(losses: Sequence[float]) -> float:
     return statistics.fmean(losses[-LAST_STEPS:])
 
 
+def percent_over(value: float, reference: float) -> float:
+    """Return how much higher ``value`` is, in percent."""
+    return 100.0 * (value / reference - 1.0)
+
+
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
