@@ -245,24 +245,27 @@ class _Interrupted(Exception):
     """Raised by the handler of a signal, as KeyboardInterrupt is."""
 
 
-def _interrupt(signum, frame):
-    raise _Interrupted
-
-
 def _is_interrupted(rank, world_size):
+    is_waiting = False
+
+    def interrupt(signum, frame):
+        if is_waiting:  # the kernel may deliver it late, through another thread
+            raise _Interrupted
+
     mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox
-    signal.signal(signal.SIGALRM, _interrupt)
+    signal.signal(signal.SIGALRM, interrupt)
     draw, num_interrupts = random.Random(rank), 0
     for number in range(3_000):
         letter = mailbox.expect(1 - rank, 0)
         mailbox.post(1 - rank, 0, number, rank)
         try:
+            is_waiting = True
             signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 2e-4))
             found = mailbox.wait(letter)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            is_waiting = False
             assert found == (number, 1 - rank)
         except _Interrupted:
-            num_interrupts += 1
+            is_waiting, num_interrupts = False, num_interrupts + 1
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     assert num_interrupts
     letter = mailbox.expect(1 - rank, 1)

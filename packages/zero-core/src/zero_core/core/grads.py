@@ -321,7 +321,7 @@ class FlatGrads:
         if dtype is torch.float16 and rounded is not shard:
             # fp16 may overflow in this cast: take the norm after it.
             self._norm = self._arithmetic.measure(rounded)
-        norm = self.norm()
+        norm = self.norm() if self._norm is None else self._norm
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
             self._until_gathered = self._communicator.all_gather(

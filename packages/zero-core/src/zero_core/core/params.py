@@ -93,9 +93,12 @@ class ShardSource(ABC):
 
         ``is_beside``: in another thread than the training's, whose place is left alone.
         """
-        if self.span is None or self._tier.are_params_ready(*self.span):
+        if self.span is None:
             return
-        with nullcontext() if is_beside else self._communicator.place.during(UPDATE):
+        if is_beside or self._tier.are_params_ready(*self.span):
+            self._tier.wait_params(*self.span)  # it orders streams and threads behind the update
+            return
+        with self._communicator.place.during(UPDATE):
             self._tier.wait_params(*self.span)
 
     @abstractmethod

@@ -118,8 +118,9 @@ class FlatTier:
 
     def wait_params(self, start: int, stop: int) -> None:
         """Make the current stream wait for shards that are on their way to the host."""
-        for event in self._downloads.events(start, stop):
-            torch.accelerator.current_stream(self._device).wait_event(event)
+        if self._downloads.under_way:
+            for event in self._downloads.events(start, stop):
+                torch.accelerator.current_stream(self._device).wait_event(event)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
         if not self._downloads.under_way:
