@@ -153,15 +153,19 @@ def test_messages_that_nobody_waits_for_do_not_block_later_ones():
 
 
 def _drops_engines(rank, world_size):
-    left = []
+    first = None
     for _ in range(4):
         engine = zero_core.build(make_model(), Case(2).config())
         engine.backward(engine(**batch(0, 0, rank))["loss"])
         engine.step()
         del engine
         gc.collect()
-        left.append((sum(map(len, p2p._under_way.values())), len(os.listdir("/proc/self/fd"))))
-    assert len(set(left)) == 1
+        assert not any(p2p._under_way.values())
+        first = first or len(os.listdir("/proc/self/fd"))
+        deadline = time.monotonic() + 30  # a thread's connection may close later
+        while len(os.listdir("/proc/self/fd")) > first and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(os.listdir("/proc/self/fd")) <= first
 
 
 @ON_LINUX
