@@ -93,13 +93,10 @@ class ShardSource(ABC):
 
         ``is_beside``: in another thread than the training's, whose place is left alone.
         """
-        if self.span is None:
-            return
-        if is_beside or self._tier.are_params_ready(*self.span):
-            self._tier.wait_params(*self.span)  # it orders streams and threads behind the update
-            return
-        with self._communicator.place.during(UPDATE):
-            self._tier.wait_params(*self.span)
+        if self.span is not None:
+            is_at_once = is_beside or self._tier.are_params_ready(*self.span)
+            with nullcontext() if is_at_once else self._communicator.place.during(UPDATE):
+                self._tier.wait_params(*self.span)  # even then: it orders streams and threads
 
     @abstractmethod
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
