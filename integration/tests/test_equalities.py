@@ -41,7 +41,7 @@ SEVERAL = ((2, 1), (2, 2), (3, 1), *NODES)
 CODED = 98
 """Width of a model whose shards are long enough to be coded."""
 MOVES = (0.5, 0.25, 0.999, 0.0, 1.0, 0.3)
-BLOCK_NUMEL = 100
+BLOCK_NUMEL = 1000
 """Elements of a block of states in a file: shards have several."""
 
 

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import os
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +52,8 @@ _MOST_UNCOLLECTED = 50_000
 
 TIMEOUT_S = 120.0
 """Longest wait for another rank, unless `simulate` is given another."""
+
+_cores = itertools.cycle(sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [0])
 
 
 class _Network:
@@ -274,8 +279,14 @@ def simulate(
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
 
+    core = next(_cores)
+
     def run(rank: int) -> None:
         torch.set_num_threads(1)  # as `spawn`: a sum's rounding depends on the threads
+        if sys.platform == "linux":
+            # Each operation of torch hands the interpreter's lock to another rank, which costs
+            # several times as much across cores. Threads that a rank starts are on its core, too.
+            os.sched_setaffinity(0, {core})
         try:
             ranks = network.ranks(rank, per_node)
             results[rank] = program(ranks, *args)
