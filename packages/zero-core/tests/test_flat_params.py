@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from zero_core.core import access
-from zero_core.core.params import FlatParams, ParamState, SegmentViews, ShardSource
-from zero_core.core.pool import BufferPool, allocator
+from zero_core.core.params import FlatParams, ParamState, ShardSource
+from zero_core.core.pool import BufferPool, SegmentViews, allocator
 from zero_core.errors import CollectiveError
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.protocols import EXACT_PARAMETERS
@@ -61,15 +61,13 @@ def _make(*, is_kept=False, has_remote_updates=True):
     params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))]
     flat = FlatParams(
         SEGMENT,
-        params,
+        access.ShownParams(params, SegmentViews(SEGMENT, params, CPU), ["weight", "bias"], rank=0),
         rank=0,
         device=CPU,
         source=source,
         kept=torch.zeros(8) if is_kept else None,
         pool=BufferPool(allocator(CPU), 32),
         has_remote_updates=has_remote_updates,
-        views=SegmentViews(SEGMENT, params, CPU),
-        names=["weight", "bias"],
     )
     flat.adopt()
     return flat, source
@@ -104,17 +102,17 @@ def test_kept_values_wait_for_the_state_tier_when_no_rank_updates_a_part():
 
 def test_a_copy_goes_with_its_last_holder():
     flat, _ = _make()
-    copy = flat.hold(1, torch.ones(3))
-    assert flat.hold(1, None) is copy
+    copy = flat.shown.hold(1, torch.ones(3))
+    assert flat.shown.hold(1, None) is copy
     assert flat.params[1].tolist() == [1.0, 1.0, 1.0]
     assert flat.has_values_of(1)
-    flat.drop(1)
+    flat.shown.drop(1)
     flat.gather()
     flat.wait()
     assert flat.params[1].tolist() == [4.0, 5.0, 6.0]  # the gathered values come first
     flat.release()
     assert flat.params[1].tolist() == [1.0, 1.0, 1.0]
-    flat.drop(1)
+    flat.shown.drop(1)
     assert access.is_refused(flat.params[1])
 
 
@@ -122,11 +120,11 @@ def test_replaced_data_is_found_and_restored():
     flat, _ = _make()
     flat.gather()
     flat.wait()
-    assert flat.misplaced() is None
+    assert flat.shown.misplaced() is None
     flat.params[1].data = torch.zeros(3)
-    assert flat.misplaced() == 1
-    flat.restore(1)
-    assert flat.misplaced() is None
+    assert flat.shown.misplaced() == 1
+    flat.shown.restore(1)
+    assert flat.shown.misplaced() is None
     assert flat.params[1].tolist() == [4.0, 5.0, 6.0]
 
 

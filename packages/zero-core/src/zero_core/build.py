@@ -383,7 +383,7 @@ def _begin(joined: _Joined, held: _Held, made: _Made) -> None:
     made.units.publish()  # what a tier has rounded otherwise
     made.engine.publish()
     for flat in held.state.params:
-        flat.forget_marks()
+        flat.shown.forget_marks()
     joined.control.place.enter(OUTSIDE)
 
 

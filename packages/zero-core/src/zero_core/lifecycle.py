@@ -166,7 +166,7 @@ class Ownership:
         self._end()
         names = self.state.param_names
         for flat in self.state.params:
-            access.open_all(flat.read_params)
+            access.open_all(flat.shown.read_params)
             for param in flat.params:
                 param.data = full[names[id(param)]]
         for part in self.state.module.modules():
@@ -237,7 +237,7 @@ def _leave_whole(values: FlatParams, state: ShardedState) -> None:
     shard = values.read_shard().detach()
     if shard.untyped_storage().nbytes() < shard.nbytes:
         raise RuntimeError("they are offloaded: call reload_states() before close()")
-    access.open_all(values.read_params)
+    access.open_all(values.shown.read_params)
     for position, param in enumerate(values.params):
         spec = state.layout.params[values.segment.slots[position].param]
         param.data = spec.to_values(values.part_of(position, shard))
@@ -246,7 +246,7 @@ def _leave_whole(values: FlatParams, state: ShardedState) -> None:
 @torch.no_grad()
 def _local_shards(values: FlatParams, state: ShardedState) -> Iterator[LeftShard]:
     segment, control = values.segment, state.control
-    access.open_all(values.read_params)  # for the caller, who gives them values
+    access.open_all(values.shown.read_params)  # for the caller, who gives them values
     shard = values.read_shard().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
     for position, param in enumerate(values.params):

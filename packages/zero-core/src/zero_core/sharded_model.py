@@ -360,7 +360,7 @@ class ShardedModel:
     def name_cures(self, cures: access.Cures) -> None:
         """Have errors about uses of sharded parameters name the calls of another interface."""
         for flat in self.sharded_state.params:
-            flat.cures = cures
+            flat.shown.cures = cures
 
     def full_state_dict(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None

@@ -111,7 +111,7 @@ def _saved_by(
         finally:
             for key in components:
                 flat, position = state.places[key]
-                flat.restore(position)
+                flat.shown.restore(position)
     whole = {id(q.param) for q in quantized}
     others = [n for n, p in module._parameters.items() if id(p) not in whole]
     for name in (*others, *module._buffers):

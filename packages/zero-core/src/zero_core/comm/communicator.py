@@ -129,7 +129,7 @@ class Communicator:
         self._names = dict(names)
         self._names_of: dict[tuple[str, int], str] = {}  # by verb and segment
         self._ranges: dict[str, str] = {}  # in profiles, by name
-        self._kinds: dict[type, _Kind] = {}
+        self._kinds: dict[type, _Kind] = {}  # of works, by class: the check takes long
         optional = {"forget_values", "forget_errors", "private_nbytes"}
         found = sorted(optional.intersection(dir(transport)))
         if found and self._stateful is None:
@@ -189,7 +189,11 @@ class Communicator:
                 work = start(out, full, unit=segment)
         except RuntimeError as error:
             self.fail(name, error)
-        return NamedReduction(self, work, name, self._kind_of(work))
+        kind = self._kinds.get(type(work))
+        if kind is None:
+            protocols = (Reduction, InPlaceReduction, StatisticsReduction)
+            kind = self._kinds[type(work)] = _Kind(*(isinstance(work, p) for p in protocols))
+        return NamedReduction(self, work, name, kind)
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
         """Raise ``error`` of the collective ``name`` as a `CollectiveError`.
@@ -232,14 +236,6 @@ class Communicator:
         """Take back what `note_failure` noted: this rank goes on."""
         if self.control.watch is not None:
             self.control.watch.note_cause("")
-
-    def _kind_of(self, work: Work) -> _Kind:
-        """Return which protocols ``work`` satisfies. Checked once per class."""
-        found = self._kinds.get(type(work))
-        if found is None:
-            protocols = (Reduction, InPlaceReduction, StatisticsReduction)
-            found = self._kinds[type(work)] = _Kind(*(isinstance(work, p) for p in protocols))
-        return found
 
     @property
     def reduces_in_place(self) -> bool:

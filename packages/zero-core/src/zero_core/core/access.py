@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple, Protocol
@@ -33,7 +33,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import allow_foreach, pytree
+from zero_core._torch import DisableTorchFunction, allow_foreach, pytree
+from zero_core.core.pool import SegmentViews
+from zero_core.layout.discovery import Quantized
 
 _READING_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _PROPERTIES = {
@@ -85,6 +87,25 @@ class Cures(NamedTuple):
     read: str = "engine.gathered()"
     write: str = "engine.gathered(modifier_rank=...)"
     declare: str = "make it or its module a part of that one before build()"
+
+
+# Why a parameter refuses to be read, and to be written. Fields are those of `Cures`.
+SHARDED = (
+    "where stage 3 holds only this rank's shard of it: read it within {read}, which all ranks "
+    "enter; or, for the forward of another module, {declare}",
+    "where stage 3 holds only this rank's shard of it, so the value would be lost: write it within "
+    "{write}, which all ranks enter",
+)
+EARLY = (
+    "between backward and step(), where it is half updated, as units are updated in backward: do "
+    "it before backward or after step(), or set "
+    "zero_optimization.offload_optimizer.update_in_backward to false",
+) * 2
+AWAY = ("while parameters are offloaded: call reload_states() first, on every rank",) * 2
+ENDED = (
+    "after its engine was closed, which left the values of other ranks behind: end an engine with "
+    "engine.unwrap() in place of engine.close()",
+) * 2
 
 
 class ValueHolder(Protocol):
@@ -354,3 +375,274 @@ def _holder_of(param: nn.Parameter) -> ValueHolder:
             "an engine over a new model"
         )
     return holder
+
+
+_get_version = _PROPERTIES["_version"].__get__
+
+
+class ShownParams:
+    """The parameters of one segment, as programs see them.
+
+    Attributes:
+        params: the model's parameters, or components of such, in the order of the slots.
+        read_params: parameters of the model that have values here: what its code reads.
+        has_masters_apart: whether what is written must reach other memory than the values, too.
+        cures: what errors name.
+        why_refused: why those that are refused are: a pair such as `SHARDED`.
+        is_shown: whether they are views of a buffer of values.
+        is_closed: whether reads wait or raise, but for those of copies.
+        written: position of one that was written in a buffer that was given up: see `take_written`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        views: SegmentViews,
+        names: Sequence[str],
+        quantized: Sequence[Quantized] = (),
+        *,
+        rank: int,
+        has_masters_apart: bool = False,
+    ) -> None:
+        """Take ``params``, one per slot, with their ``names``.
+
+        ``quantized``: the model's parameters that they are components of, if they are.
+        """
+        self.params = list(params)
+        parts = [(q.name, q.param, q.components) for q in quantized] or [
+            (name, param, (param,))
+            for name, param in zip(names, params, strict=True)
+            if isinstance(param, nn.Parameter)
+        ]
+        self._names = [name for name, _, _ in parts]
+        self.read_params = [param for _, param, _ in parts]
+        position_of = {id(param): position for position, param in enumerate(params)}
+        self._positions = [
+            [position_of[id(c)] for c in components if id(c) in position_of]
+            for _, _, components in parts
+        ]
+        self.has_masters_apart = has_masters_apart
+        self.cures = Cures()
+        self.why_refused = SHARDED
+        self.is_shown = False
+        self.is_closed = True
+        self.written: int | None = None
+        self._rank = rank
+        self._versions = list(map(_get_version, self.params))
+        self._moved: int | None = None  # position of one that was moved while shown
+        self._views = views
+        self._shown = views.placeholders  # what they are views of
+        # Copies that they are views of while hidden, and the copies' holders, by position.
+        self._copies: dict[int, Tensor] = {}
+        self._num_holders: dict[int, int] = {}
+
+    # ------------------------------------------------------- shown or hidden
+
+    def show(self, full: Tensor) -> None:
+        """Open them: views of ``full``, [padded_numel], unless they are views of it already."""
+        open_all(self.read_params)
+        self.is_closed = False
+        if not self.is_shown:
+            if self._copies:
+                self._note_written()
+            self._shown = self._views.of(full)
+            list(map(_SET_DATA, self.params, self._shown.slots))
+            self.is_shown = True
+
+    def withdraw(self) -> None:
+        """Hide them, and note what was moved or written in the buffer that is about to be reused.
+
+        Its other users would overwrite it.
+        """
+        if self.is_shown:
+            addresses = list(map(Tensor.data_ptr, self.params))
+            if addresses != self._shown.addresses and self._moved is None:
+                self._moved = self._find_moved()
+            if list(map(_get_version, self.params)) != self._versions:
+                self._note_written()
+        self.hide()
+
+    def hide(self) -> None:
+        """Make them placeholders that refuse to be read, but for those with copies."""
+        if self.is_closed:
+            open_all(self.read_params)
+        self._shown = self._views.placeholders
+        values = self._shown.slots
+        if self._copies:
+            values = [self._copies.get(position, hole) for position, hole in enumerate(values)]
+        list(map(_SET_DATA, self.params, values))
+        self.is_shown = False
+        self.is_closed = True
+        if self._copies:
+            self._refuse_absent()
+        else:
+            refuse(self.read_params)
+
+    def open(self) -> None:
+        """Let them be read as they are."""
+        if self.is_closed:
+            open_all(self.read_params)
+            self.is_closed = False
+
+    def defer(self) -> None:
+        """Have the first read of each wait."""
+        self.is_closed = True
+        defer(self.read_params)
+
+    def refuse(self, why: tuple[str, str]) -> None:
+        """Have reads raise."""
+        self.why_refused = why
+        self.is_closed = True
+        refuse(self.read_params)
+
+    def refusal(self, param: Tensor, *, is_write: bool) -> str:
+        """Return why ``param`` cannot be read or written: see `ValueHolder`."""
+        what = f"parameter {self.name_of(param)} was {'written' if is_write else 'read'}"
+        why = self.why_refused[is_write].format(**self.cures._asdict())
+        return f"rank {self._rank}: {what} {why}"
+
+    def name_of(self, param: Tensor) -> str:
+        return self._names[[p is param for p in self.read_params].index(True)]
+
+    def dtype_of(self, position: int) -> torch.dtype:
+        """Dtype of the parameter at ``position``."""
+        return self._views.placeholders.slots[position].dtype
+
+    # ------------------------------------------------- what programs changed
+
+    def forget_marks(self) -> None:
+        """Count what is in the parameters as this engine's."""
+        if self.has_masters_apart:
+            take_aliased(self.params)
+        with DisableTorchFunction():
+            self._versions = list(map(_get_version, self.params))
+
+    def take_marks(self) -> list[tuple[int, bool]]:
+        """Return positions of parameters that may have been written, and whether they were.
+
+        Since the last call, or since the engine's own last change.
+        """
+        with DisableTorchFunction():
+            before, self._versions = self._versions, list(map(_get_version, self.params))
+        found = dict.fromkeys(take_aliased(self.params), False)
+        if before != self._versions:
+            pairs = enumerate(zip(before, self._versions, strict=True))
+            found |= {position: True for position, (old, new) in pairs if old != new}
+        return sorted(found.items())
+
+    def _note_written(self) -> None:
+        """Note a parameter that was written in memory that is about to be given up."""
+        versions = list(map(_get_version, self.params))
+        if versions != self._versions:
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            self.written = next(position for position, (now, before) in pairs if now != before)
+            self._versions = versions
+
+    def take_written(self) -> str | None:
+        """Return why the write into a parameter is lost, once, or None: it is no parameter's."""
+        position, self.written = self.written, None
+        assert position is not None, "there was one"
+        param = self.params[position]
+        return self.refusal(param, is_write=True) if isinstance(param, nn.Parameter) else None
+
+    def misplaced(self) -> int | None:
+        """Return the position of a parameter whose ``data`` other code has replaced, or None.
+
+        One that was replaced while it was shown is returned once after that.
+        """
+        moved, self._moved = self._moved, None
+        return self._find_moved() if moved is None else moved
+
+    def _find_moved(self) -> int | None:
+        if not (self.is_shown or self._copies) and are_refused(self.read_params):
+            return None  # else the objects were swapped, with their classes
+        with DisableTorchFunction() if self.is_closed else nullcontext():  # it is no read
+            found = list(map(Tensor.data_ptr, self.params))
+        expected = self._shown.addresses
+        if self._copies and not self.is_shown:
+            slots = enumerate(self._shown.slots)
+            expected = [self._copies.get(position, hole).data_ptr() for position, hole in slots]
+        elif self._views.is_opaque:  # refilled, they have other addresses each time
+            expected = list(map(Tensor.data_ptr, self._shown.slots))
+        if found == expected:
+            return None
+        return next(i for i, address in enumerate(expected) if found[i] != address)
+
+    def restore(self, position: int) -> bool:
+        """Make the parameter at ``position`` a view again, if its ``data`` was replaced.
+
+        Returns:
+            Whether it was.
+        """
+        tensor = self._shown.slots[position]
+        if not self.is_shown:
+            tensor = self._copies.get(position, tensor)
+        found = self.params[position]
+        with DisableTorchFunction():  # an address is no read
+            is_replaced = (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape)
+            if is_replaced:
+                found.data = tensor
+        return is_replaced
+
+    # ----------------------------------------------------------------- copies
+
+    def copy_of(self, position: int) -> Tensor | None:
+        """Return the copy that the parameter at ``position`` is while hidden, if there is one."""
+        return self._copies.get(position)
+
+    def hold(self, position: int, copy: Tensor | None) -> Tensor:
+        """Make the parameter at ``position`` the ``copy`` of its values while hidden.
+
+        Holders are counted: where there is a copy already, that one stays, and ``copy`` may be
+        None.
+
+        Returns:
+            The copy that is in use.
+        """
+        self._num_holders[position] = self._num_holders.get(position, 0) + 1
+        if position not in self._copies:
+            assert copy is not None, "the first holder has the values"
+            self._copies[position] = copy
+            if not self.is_shown:
+                open_all(self._find_held())
+                self._set_memory(position, copy)
+        return self._copies[position]
+
+    def drop(self, position: int) -> None:
+        """End one `hold`. The copy goes with its last holder."""
+        self._num_holders[position] -= 1
+        if self._num_holders[position]:
+            return
+        del self._copies[position]
+        if not self.is_shown:
+            self._set_memory(position, self._views.placeholders.slots[position])
+            self._refuse_absent()
+
+    def write_copies(self, start: int, values: Tensor) -> None:
+        """Overwrite copies as `zero_core.core.params.FlatParams.write` does the values."""
+        for position, held in self._copies.items():
+            slot = self._views.slots[position]
+            first, last = max(start, slot.start), min(start + values.numel(), slot.stop)
+            if first < last:
+                elements = self._views.to_elements(position, held)
+                part = elements[first - slot.start : last - slot.start]
+                part.copy_(values[first - start : last - start])
+
+    def _set_memory(self, position: int, memory: Tensor) -> None:
+        with DisableTorchFunction():  # a component may belong to a parameter that is refused
+            _SET_DATA(self.params[position], memory)
+
+    def _refuse_absent(self) -> None:
+        refused = self.read_params
+        if self._copies:
+            held = set(map(id, self._find_held()))
+            refused = [param for param in refused if id(param) not in held]
+        refuse(refused)
+
+    def _find_held(self) -> list[nn.Parameter]:
+        """Return the parameters whose values are all in copies."""
+        return [
+            param
+            for param, positions in zip(self.read_params, self._positions, strict=True)
+            if all(position in self._copies for position in positions)
+        ]

@@ -144,7 +144,7 @@ def _hook_components(passes: Passes, modules: Sequence[nn.Module]) -> list[Remov
 
         def put_back(module: nn.Module, args: Any, output: Any) -> None:
             for (flat, position), metadata in before:
-                if flat.restore(position):
+                if flat.shown.restore(position):
                     metadata.put_back()
 
         handles.append(module.register_forward_hook(outside_graphs(put_back)))

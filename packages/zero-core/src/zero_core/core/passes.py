@@ -581,8 +581,8 @@ class ForwardPass:
         elif units.has_sharded_params and not self._running and torch.is_grad_enabled():
             raise RuntimeError(
                 f"rank {self._communicator.rank}: a part of {unit!r} was called by itself, with "
-                f"gradients: call the engine (or its module), or use {unit.params[0].cures.read} "
-                "without gradients"
+                "gradients: call the engine (or its module), or use "
+                f"{unit.params[0].shown.cures.read} without gradients"
             )
         elif unit.is_tail:
             units.open_tail()

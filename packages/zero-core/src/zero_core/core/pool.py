@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from zero_core._torch import storage_of
+from zero_core.layout.arithmetic import Segment
+from zero_core.layout.stored import dim_order, flatten, from_bytes, to_bytes, unflatten
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """Allocates a 1-D tensor of a number of elements, uninitialised."""
@@ -254,3 +258,85 @@ class RefilledBuffers:
 
     def free(self, *, keep: int = 0) -> None:
         """Do nothing: what is not lent has no memory."""
+
+
+class BufferViews(NamedTuple):
+    """Views of one buffer.
+
+    Attributes:
+        slots: one per parameter, in its shape and with its strides.
+        gaps: of what belongs to no parameter.
+        addresses: of ``slots``, as they were when the views were made.
+    """
+
+    slots: list[Tensor]
+    gaps: list[Tensor]
+    addresses: list[int]
+
+
+class SegmentViews:
+    """Views of buffers and placeholders, for all segments of equal slots, shapes and strides.
+
+    The units of a model are mostly alike, and use the same few buffers in turn. What they share is
+    in the processor's cache when the next one needs it.
+
+    Attributes:
+        is_opaque: whether the buffers hold bytes: components of quantized parameters.
+        slots: the places of the parameters in a buffer.
+        placeholders: what parameters are views of while no buffer holds them.
+    """
+
+    def __init__(self, segment: Segment, params: Sequence[Tensor], device: torch.device) -> None:
+        """Prepare for buffers of ``segment``'s length, and make the placeholders on ``device``."""
+        self.is_opaque = segment.is_opaque
+        self.slots = segment.slots
+        # What parameters and components look like, as the model knows them.
+        self._forms = [(p.dtype, p.shape, dim_order(p)) for p in params]
+        self._gaps = list(segment.gaps())
+        self._found: dict[tuple[int, torch.dtype], BufferViews] = {}
+        dtypes = [p.dtype if self.is_opaque else segment.dtype for p in params]
+        hole_of = {dtype: _hole(dtype, device) for dtype in dict.fromkeys(dtypes)}
+        holes = [hole_of[d].expand(p.shape) for d, p in zip(dtypes, params, strict=True)]
+        self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
+
+    def forget(self) -> None:
+        """Forget the views of all buffers, which are gone or have moved."""
+        self._found.clear()
+
+    def of(self, full: Tensor) -> BufferViews:
+        """Return the views of ``full``, [padded_numel] of a buffer that lives as long as this."""
+        # A storage that is refilled has other addresses; its views stay what they are.
+        key = (storage_of(full) if self.is_opaque else full.data_ptr(), full.dtype)
+        found = self._found.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # they serve training too
+                slots = self._slots_of(full)
+                gaps = [full[start:stop] for start, stop in self._gaps]
+            addresses = list(map(Tensor.data_ptr, slots))
+            found = self._found[key] = BufferViews(slots, gaps, addresses)
+        return found
+
+    def _slots_of(self, full: Tensor) -> list[Tensor]:
+        return [self.to_values(i, full[s.start : s.stop]) for i, s in enumerate(self.slots)]
+
+    def to_values(self, position: int, elements: Tensor) -> Tensor:
+        """Return the ``elements`` of a slot, 1-D, as a view like its parameter."""
+        dtype, shape, order = self._forms[position]
+        if self.is_opaque:
+            return from_bytes(elements, dtype, shape, order)
+        return unflatten(elements, shape, order)
+
+    def to_elements(self, position: int, values: Tensor) -> Tensor:
+        """Return ``values`` like a parameter, 1-D as its slot has them: a view where it can be."""
+        order = self._forms[position][-1]
+        return to_bytes(values, order) if self.is_opaque else flatten(values, order)
+
+
+def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return NaN, or 0 for integers, as a tensor without dimensions."""
+    if not dtype.is_floating_point:
+        return torch.zeros((), dtype=dtype, device=device)
+    if dtype.itemsize > 1:
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+    # All bits set are NaN in most 8-bit formats; not all of them can be filled.
+    return torch.full((1,), 255, dtype=torch.uint8, device=device).view(dtype)[0]

@@ -118,36 +118,6 @@ def refer(param: nn.Parameter) -> Reference | None:
     return None
 
 
-class _HeldReferences:
-    """The references that one backward has unpacked, whose parameters stay gathered."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._held: set[int] = set()
-
-    def read(self, reference: Reference) -> Tensor:
-        """Gather the values, unless they are held already. Every rank must call it.
-
-        Raises:
-            RuntimeError: they have changed since they were saved.
-        """
-        param, holder, version = reference
-        if holder.version_of(param) != version:
-            raise RuntimeError(
-                "backward of a forward that ran before the last step or load: a parameter of "
-                f"shape {tuple(param.shape)} has changed since; run the forward again"
-            )
-        if id(param) not in self._held:
-            self._stack.enter_context(holder.some_params([param], None))
-            self._held.add(id(param))
-        return param.data
-
-    def release(self) -> None:
-        """Release what is held."""
-        self._held.clear()
-        self._stack.pop_all().close()
-
-
 class Backward(Protocol):
     """Begins the backwards of units: `BackwardPass`, whose file imports this one."""
 
@@ -170,7 +140,9 @@ class SavedWeights:
         self.gathered: dict[int, tuple[Unit, FlatParams]] = {}
         # Addresses between which these buffers lie, of those seen so far.
         self._low, self._high = sys.maxsize, 0
-        self._references = _HeldReferences()
+        # What this backward has unpacked by reference: it stays gathered.
+        self._referenced: set[int] = set()
+        self._references = ExitStack()
         # The forward that is watched, and who begins its backward. What it saves holds both.
         self._forward: Forward | None = None
         self._backward: Backward | None = None
@@ -194,7 +166,8 @@ class SavedWeights:
 
     def release_references(self) -> None:
         """Release the parameters that backward has gathered by reference."""
-        self._references.release()
+        self._referenced.clear()
+        self._references.pop_all().close()
 
     def begin_forward(self, forward: Forward, backward: Backward) -> None:
         """Watch what autograd saves, until `end_forward`.
@@ -308,9 +281,22 @@ class SavedWeights:
         return saved.clone() if torch.is_grad_enabled() else saved
 
     def _unpack_reference(self, backward: Backward, reference: Reference) -> Tensor:
+        """Gather the values, unless they are held already. Every rank must call it.
+
+        Raises:
+            RuntimeError: they have changed since they were saved.
+        """
         backward.begin()
-        saved = self._references.read(reference)
-        return saved.clone() if torch.is_grad_enabled() else saved
+        param, holder, version = reference
+        if holder.version_of(param) != version:
+            raise RuntimeError(
+                "backward of a forward that ran before the last step or load: a parameter of "
+                f"shape {tuple(param.shape)} has changed since; run the forward again"
+            )
+        if id(param) not in self._referenced:
+            self._references.enter_context(holder.some_params([param], None))
+            self._referenced.add(id(param))
+        return param.data.clone() if torch.is_grad_enabled() else param.data
 
     def watch_outputs(self, unit: Unit, output: object) -> None:
         """Have ``unit`` gathered before the backward of what made ``output`` from its components.

@@ -40,9 +40,9 @@ class _TailReads:
 
     def __init__(self, units: UnitSet, tail: Unit) -> None:
         self._units = weakref.ref(units)
-        self._params = {id(p): flat for flat in tail.params for p in flat.read_params}
+        self._params = {id(p): flat for flat in tail.params for p in flat.shown.read_params}
         self._lock = threading.RLock()
-        access.register(self, [p for flat in tail.params for p in flat.read_params])
+        access.register(self, [p for flat in tail.params for p in flat.shown.read_params])
 
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the tail: see `zero_core.core.access.ValueHolder`."""

@@ -108,7 +108,7 @@ class GatheredParams:
                     yield self._state.module
             finally:
                 for copied in copies:
-                    copied.flat.drop(copied.position)
+                    copied.flat.shown.drop(copied.position)
 
     @contextmanager
     def _open(self, full: list[_FullParam], modifier_rank: int | None) -> Iterator[None]:
@@ -147,7 +147,7 @@ class GatheredParams:
             if edit is not None:
                 self._edited.difference_update(id(p.param) for p in full)
             for param in full:
-                param.flat.restore(param.position)
+                param.flat.shown.restore(param.position)
 
     def _watching(self, full: Sequence[_FullParam]) -> AbstractContextManager[None]:
         """Have a graph that is made within, outside of a forward, outlive the values."""
@@ -163,7 +163,7 @@ class GatheredParams:
             specs[p.slot.param].name
             for p in full
             if p.param._version != versions[id(p.param)]
-            or p.flat.restore(p.position)
+            or p.flat.shown.restore(p.position)
             or not _has_own_slice(p, specs[p.slot.param])
         ]
         if changed:
@@ -213,7 +213,7 @@ class GatheredParams:
         copied = [not (is_needed or flat.is_kept) for flat, _ in wanted]
         # A copy of another context is held once more: that one may end before this one.
         missing = [
-            is_copied and flat.copy_of(position) is None
+            is_copied and flat.shown.copy_of(position) is None
             for (flat, position), is_copied in zip(wanted, copied, strict=True)
         ]
         new: list[Tensor | None] = [None] * len(wanted)
@@ -231,7 +231,7 @@ class GatheredParams:
             if not is_copied:
                 yield _FullParam(flat, position, flat.params[position].data)
                 continue
-            found = _FullParam(flat, position, flat.hold(position, copy))
+            found = _FullParam(flat, position, flat.shown.hold(position, copy))
             copies.append(found)
             yield found
 

@@ -73,25 +73,26 @@ class ParamGuard:
 
     def check(self, *, has_substitutes: bool = False) -> None:
         """Raise if the model has other parameters than at first, or one was moved or unfrozen."""
-        self._check_places(has_substitutes=has_substitutes)
-        self._check_memory()
-        self._check_frozen()
-
-    def _check_memory(self) -> None:
+        # Called at each forward: passes over dictionaries in C that touch no entry.
+        if (
+            any(self._empty)
+            or sum(map(len, self._places)) != len(self._entries)
+            or not all(map(is_, chain.from_iterable(self._places), self._entries))
+        ):
+            self._check_names(has_substitutes=has_substitutes)
         for values in self._values:
-            if (position := values.misplaced()) is not None:
-                param = values.params[position]
-                expected = f"{values.dtype_of(position)} on {values.device}"
+            shown = values.shown
+            if (position := shown.misplaced()) is not None:
+                param = shown.params[position]
+                expected = f"{shown.dtype_of(position)} on {values.device}"
                 raise RuntimeError(
                     f"parameter {self._name_of_memory[id(param)]} was given other memory after "
                     f"build() ({param.dtype} on {param.device}, {expected} expected), as by "
                     "module.to(), module.double(), param.data = ... or param.set_(): the engine "
                     f"would not follow it. Cast and move a model before build(). {_ADVICE}"
                 )
-            if values.written is not None and (lost := values.take_written()) is not None:
+            if shown.written is not None and (lost := shown.take_written()) is not None:
                 raise RuntimeError(lost)
-
-    def _check_frozen(self) -> None:
         for param in self._frozen:
             if param.requires_grad:
                 raise RuntimeError(
@@ -100,16 +101,6 @@ class ParamGuard:
                     "again; or build the engine while it requires a gradient (or with an optimizer "
                     "over it), and freeze it after build() until it is to be trained"
                 )
-
-    def _check_places(self, *, has_substitutes: bool) -> None:
-        """Compare the model's entries with the first ones, or ``has_substitutes`` for them."""
-        # Called at each forward: passes over dictionaries in C that touch no entry.
-        if (
-            any(self._empty)
-            or sum(map(len, self._places)) != len(self._entries)
-            or not all(map(is_, chain.from_iterable(self._places), self._entries))
-        ):
-            self._check_names(has_substitutes=has_substitutes)
 
     def _remember_places(self) -> None:
         modules = list(self._model.modules())

@@ -39,7 +39,7 @@ class SmallParams:
             max_total -= numel
             spec = self._state.layout.params[flat.segment.slots[position].param]
             elements = torch.empty(numel, dtype=like.dtype, device=like.device)
-            copy = flat.hold(position, spec.to_values(elements))
+            copy = flat.shown.hold(position, spec.to_values(elements))
             held.append((flat, position))
             self._bytes.append(spec.to_elements(copy).view(torch.uint8))
         ranks = range(self._state.control.world_size)
@@ -76,5 +76,5 @@ class SmallParams:
     def remove(self) -> None:
         """Leave the parameters to their shards alone."""
         for flat, position in self._held or ():
-            flat.drop(position)
+            flat.shown.drop(position)
         self._held, self._bytes = [], []

@@ -41,7 +41,7 @@ class Edits(Extension):
     def __init__(self, state: ShardedState, facts: Facts) -> None:
         self._state = state
         self._facts = facts
-        self._kept = [flat for flat in state.params if flat.is_watched]
+        self._kept = [flat for flat in state.params if flat.is_kept and flat.segment.is_trainable]
         # By name of what was marked since the last step: a checksum if it was written, else None.
         self._marked: dict[str, int | None] = {}
         # By name of what master weights lack: this rank's piece, and the parameter's elements.
@@ -50,13 +50,13 @@ class Edits(Extension):
     def begin(self) -> None:
         """Mark what is written from now on, until `remove`."""
         for flat in self._kept:
-            if flat.has_masters_apart:
-                access.watch(flat.read_params)
-            flat.forget_marks()
+            if flat.shown.has_masters_apart:
+                access.watch(flat.shown.read_params)
+            flat.shown.forget_marks()
 
     def remove(self) -> None:
         for flat in self._kept:
-            access.stop_watching(flat.read_params)
+            access.stop_watching(flat.shown.read_params)
 
     def is_marked(self, name: str) -> bool:
         """Whether this rank may have written parameter ``name`` since the last step."""
@@ -85,7 +85,7 @@ class Edits(Extension):
     def find(self) -> None:
         """Find what was written into parameters since the last call, and change nothing."""
         for flat in self._kept:
-            marks = flat.take_marks()
+            marks = flat.shown.take_marks()
             if marks:
                 flat.wait_update()
             for position, is_written in marks:
@@ -93,7 +93,7 @@ class Edits(Extension):
                 name = self._state.layout.params[slot.param].name
                 assert flat.full is not None, "it is kept"
                 elements = flat.full[slot.start : slot.stop]
-                piece = self._state.piece_of(slot.param) if flat.has_masters_apart else None
+                piece = self._state.piece_of(slot.param) if flat.shown.has_masters_apart else None
                 if piece is not None and self._compare_piece(piece, elements)[0].any():
                     is_written = True
                     self._pending[name] = piece, elements

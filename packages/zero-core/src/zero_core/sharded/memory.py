@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
+from zero_core.core.access import ShownParams
 from zero_core.core.gradient_plan import GradientPlan, plan_segment_gradient
 from zero_core.core.grads import Arithmetic, GradientBuffers
-from zero_core.core.params import DeviceShard, FlatParams, SegmentViews, ShardSource
+from zero_core.core.params import DeviceShard, FlatParams, ShardSource
 from zero_core.core.pool import (
     Allocate,
     Arena,
     BufferPool,
     CopyStream,
     RefilledBuffers,
+    SegmentViews,
     allocator,
 )
 from zero_core.core.unit import Unit
@@ -266,9 +268,19 @@ class Memory:
                 tier=tier,
                 span=span,
             )
+        shown = ShownParams(
+            self._params_of(segment),
+            self._views_of(segment),
+            [self._layout.params[slot.param].name for slot in segment.slots],
+            self._quantized_in(segment),
+            rank=self._rank,
+            has_masters_apart=self._has_own_tier
+            or self._config.zero_optimization.offload_optimizer.device != "none"
+            or segment.dtype not in self._config.own_masters,
+        )
         return FlatParams(
             segment,
-            self._params_of(segment),
+            shown,
             rank=self._rank,
             device=self.device,
             source=source,
@@ -277,12 +289,6 @@ class Memory:
                 self._part_of(segment)
             ],
             has_remote_updates=self._has_peers and self.has_sharded_state and segment.is_trainable,
-            views=self._views_of(segment),
-            names=[self._layout.params[slot.param].name for slot in segment.slots],
-            quantized=self._quantized_in(segment),
-            has_masters_apart=self._has_own_tier
-            or self._config.zero_optimization.offload_optimizer.device != "none"
-            or segment.dtype not in self._config.own_masters,
         )
 
     def _quantized_in(self, segment: Segment) -> list[Quantized]:

@@ -165,7 +165,7 @@ class ShardedState:
     @property
     def cures(self) -> access.Cures:
         """Calls that errors about uses of sharded parameters name."""
-        return self.params[0].cures
+        return self.params[0].shown.cures
 
     @property
     def device(self) -> torch.device:

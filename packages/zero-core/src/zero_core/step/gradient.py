@@ -265,7 +265,7 @@ class StepGradient:
             param
             for flat in self._state.params
             if flat.segment.is_trainable
-            for param in flat.read_params
+            for param in flat.shown.read_params
             if get_grad(param) is not None and not self.param_grads.is_assigned(param)
         ]
         for param in left:
