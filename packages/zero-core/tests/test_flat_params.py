@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from zero_core.core import access
-from zero_core.core.params import FlatParams, ParamState, ShardSource
+from zero_core.core.params import FlatParams, ShardSource
 from zero_core.core.pool import BufferPool, SegmentViews, allocator
 from zero_core.errors import CollectiveError
 from zero_core.layout.arithmetic import Segment, Slot
@@ -151,7 +151,7 @@ def test_a_failed_gather_that_nobody_needed_raises_and_its_buffer_is_lent_no_mor
     lost = source.full
     with pytest.raises(CollectiveError, match="unit 0 failed"):
         flat.release()
-    assert flat.state is ParamState.SHARDED
+    assert flat.full is None
     source.failure = None
     flat.gather()
     assert lost is not None

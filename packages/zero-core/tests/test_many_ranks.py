@@ -52,7 +52,7 @@ def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
     for values in engine.sharded_state.params:
         segment = values.segment
         assert segment.padded_numel == WORLD_SIZE * segment.shard_numel
-        assert values.read_shard().shape == (segment.shard_numel,)
+        assert values.source.read().shape == (segment.shard_numel,)
     numel = sum(s.shard_numel for s in engine.layout.segments)
     assert held["gradient shards"] == 4 * numel
     assert planned["optimizer states"] == 8 * numel

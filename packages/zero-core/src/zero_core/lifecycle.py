@@ -233,27 +233,26 @@ def check_is_free(model: nn.Module) -> None:
 @torch.no_grad()
 def _leave_whole(values: FlatParams, state: ShardedState) -> None:
     """Make parameters views of the only rank's shard."""
-    values.wait_update()
-    shard = values.read_shard().detach()
+    values.source.wait_update()
+    shard = values.source.read().detach()
     if shard.untyped_storage().nbytes() < shard.nbytes:
         raise RuntimeError("they are offloaded: call reload_states() before close()")
     access.open_all(values.shown.read_params)
     for position, param in enumerate(values.params):
         spec = state.layout.params[values.segment.slots[position].param]
-        param.data = spec.to_values(values.part_of(position, shard))
+        param.data = spec.to_values(values.read_part(position).detach())
 
 
 @torch.no_grad()
 def _local_shards(values: FlatParams, state: ShardedState) -> Iterator[LeftShard]:
     segment, control = values.segment, state.control
     access.open_all(values.shown.read_params)  # for the caller, who gives them values
-    shard = values.read_shard().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
     for position, param in enumerate(values.params):
         slot = segment.slots[position]
         spans = [slot.common(*each) for each in ranges]
         spec = state.layout.params[slot.param]
-        yield LeftShard(param, spec, control, spans, values.part_of(position, shard))
+        yield LeftShard(param, spec, control, spans, values.read_part(position).detach())
 
 
 def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:

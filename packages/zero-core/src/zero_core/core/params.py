@@ -1,6 +1,18 @@
 """Flat parameters: the values of one segment, sharded or gathered.
 
 See [Note: the tensors of a segment] in `zero_core.core.unit`.
+
+[Note: states of flat parameters]
+sharded     Only the shard holds values, in the memory of its `ShardSource`. Parameters are
+            placeholders that refuse to be read, but for those with a copy (`ShownParams.hold`).
+gathering   A collective writes to ``full``, a buffer lent by the pool. Nobody else may read it.
+            A gather of newer values into a buffer that is held does not change the state: see
+            `FlatParams.is_current`.
+unsharded   ``full``, lent by the pool until `FlatParams.release`, holds the values, and the
+            parameters are views of it.
+kept        ``full`` is in the arena for good, and the shard is a view of it. The parameters are
+            views, too. A gather overwrites the other ranks' slices with their updates. Until it
+            has, parameters are deferred: see [Note: access] in `zero_core.core.access`.
 """
 
 from __future__ import annotations
@@ -8,7 +20,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +33,6 @@ from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
 from zero_core.watch.place import UPDATE
 
 _NO_VERSION = -1
-
-
-class ParamState(Enum):
-    """State of flat parameters: which memory holds the values, and who owns it."""
-
-    SHARDED = "sharded"
-    """Only the shard holds values, in the memory of its `ShardSource`. Parameters are
-    placeholders (NaN, or 0 for integer dtypes) that refuse to be read, but for those of which
-    somebody holds a copy (`zero_core.core.access.ShownParams.hold`)."""
-    GATHERING = "gathering"
-    """A collective writes to ``full``, a buffer lent by the pool. Nobody else may read it.
-    Set while the first gather into a borrowed buffer is under way. A gather of newer values into a
-    buffer that is held does not change the state: see `FlatParams.is_current`."""
-    UNSHARDED = "unsharded"
-    """``full``, a buffer lent by the pool until `FlatParams.release`, holds the values; the
-    parameters are views of it."""
-    KEPT = "kept"
-    """``full`` is in the arena for good, and the shard is a view of it. The parameters are views,
-    too; a gather overwrites the other ranks' slices with their updates. Until it has, parameters
-    are deferred: see [Note: access] in `zero_core.core.access`."""
 
 
 class ShardSource(ABC):
@@ -153,7 +144,7 @@ class _LateGather:
     launch: Work
 
     def __init__(self, source: DeviceShard, full: Tensor, version: int, stream: CopyStream) -> None:
-        self._source = source
+        self.source = source
         self._full = full
         self._version = version
         self._stream = stream
@@ -161,7 +152,7 @@ class _LateGather:
 
     def run(self) -> None:
         with self._stream:
-            self._work = self._source.gather(
+            self._work = self.source.gather(
                 self._full, version=self._version, backward=False, is_beside=True
             )
 
@@ -172,18 +163,17 @@ class _LateGather:
 
 
 class FlatParams:
-    """The values of one segment. See [Note: the tensors of a segment] in `unit`.
+    """The values of one segment, in one of the states above.
 
     Attributes:
         segment: the arithmetic.
         shown: the parameters as programs see them.
         params: those, in the order of the slots.
-        full: [padded_numel], or None while SHARDED.
-        address: of ``full``, in memory.
+        full: [padded_numel], or None while sharded.
         version: grows when values may have changed, as far as this rank knows.
         is_kept: whether ``full`` is in the arena for good.
         is_exchanged: whether a gather is an exchange with other ranks.
-        local_span: see `ShardSource.span`.
+        source: this rank's shard.
         rank: this rank.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
         publishing: held while values change and their exchange is launched; shared by an engine's.
@@ -214,14 +204,11 @@ class FlatParams:
         self.publishing = threading.RLock()
         self.device = device
         self.full = kept
-        self.address = 0 if kept is None else kept.data_ptr()
         self.is_kept = kept is not None
-        self._numel, self._dtype = segment.padded_numel, segment.dtype
         self.version = 0
-        self.local_span = source.span
         self.rank = rank
         self.edited: set[int] = set()
-        self._source = source
+        self.source = source
         self._pool = pool
         self._is_gathered = not self.is_kept or has_remote_updates
         self.is_exchanged = self._is_gathered and segment.world_size > 1
@@ -250,13 +237,12 @@ class FlatParams:
             if self.full is None:
                 index = self.segment.index
                 user = index if self.segment.is_opaque else (index, backward)
-                self.full = self._pool.acquire(self._numel, self._dtype, user)
-                self.address = self.full.data_ptr()
+                self.full = self._pool.acquire(self.segment.padded_numel, self.segment.dtype, user)
             # a negative version asks for exact values
             version = EXACT_PARAMETERS if exact else self.version
-            self._work = self._source.gather(self.full, version=version, backward=backward)
+            self._work = self.source.gather(self.full, version=version, backward=backward)
         else:
-            self._source.wait_update()
+            self.source.wait_update()
         self._full_version = self.version
 
     def publish(self, launcher: Launcher | None) -> None:
@@ -269,8 +255,8 @@ class FlatParams:
         elif self._full_version != self.version:
             self.finish_gather()
             assert self.full is not None, "it is kept"
-            assert isinstance(self._source, DeviceShard), "what is kept is on the device"
-            self._work = launcher.gather(self._source, self.full, version=self.version)
+            assert isinstance(self.source, DeviceShard), "what is kept is on the device"
+            self._work = launcher.gather(self.source, self.full, version=self.version)
             self._full_version = self.version
 
     def wait(self) -> None:
@@ -343,7 +329,7 @@ class FlatParams:
         self.shown.forget_marks()
         if not self.is_kept:
             return
-        if self._is_gathered or not self._source.is_updated():
+        if self._is_gathered or not self.source.is_updated():
             self.shown.defer()
         else:
             self.gather()  # this blocks nobody: the device alone waits
@@ -378,14 +364,6 @@ class FlatParams:
     # ---------------------------------------------------------------- queries
 
     @property
-    def state(self) -> ParamState:
-        if self.is_kept:
-            return ParamState.KEPT
-        if self.full is None:
-            return ParamState.SHARDED
-        return ParamState.UNSHARDED if self.shown.is_shown else ParamState.GATHERING
-
-    @property
     def is_current(self) -> bool:
         """Whether the parameters hold the current values."""
         is_here = self._full_version == self.version and self._work is None
@@ -395,9 +373,6 @@ class FlatParams:
     def is_gathered(self) -> bool:
         """Whether a gather of the current values has ended or is under way."""
         return self._full_version == self.version
-
-    def is_updated(self) -> bool:
-        return self._source.is_updated()
 
     def has_values_of(self, position: int) -> bool:
         """Whether the parameter at ``position`` holds its current values."""
@@ -420,21 +395,13 @@ class FlatParams:
 
     # ---------------------------------------------------------- from outside
 
-    def read_shard(self) -> Tensor:
-        """Return this rank's slice of the values, [shard_numel]. Not to be changed."""
-        return self._source.read()
-
-    def part_of(self, position: int, shard: Tensor) -> Tensor:
-        """Return the elements of ``shard``, what `read_shard` gave, of the parameter there."""
+    def read_part(self, position: int) -> Tensor:
+        """Return this rank's elements of the parameter at ``position``, 1-D. Not to be changed."""
         slot = self.segment.slots[position]
         low = self.segment.shard_range(self.rank)[0]
         first, last = slot.common(*self.segment.shard_range(self.rank))
         start = max(0, slot.start + first - low)
-        return shard[start : start + last - first]
-
-    def wait_update(self) -> None:
-        """Wait until the shard holds its updated values."""
-        self._source.wait_update()
+        return self.source.read()[start : start + last - first]
 
     def edit(self, start: int, values: Tensor) -> None:
         """Overwrite values as `write`, by others than the training, and note whose they are."""
@@ -460,11 +427,11 @@ class FlatParams:
         low, high = self.segment.shard_range(self.rank)
         first, last = max(low, start), min(high, stop)
         if first < last and not self.is_kept:  # what is kept holds the shard
-            self._source.write(first - low, values[first - start : last - start])
+            self.source.write(first - low, values[first - start : last - start])
 
     def synchronize(self) -> None:
         self.finish_gather()
-        self._source.synchronize()
+        self.source.synchronize()
 
     def adopt(self) -> None:
         """Replace the storage that the parameters were built with."""
@@ -498,7 +465,5 @@ class FlatParams:
         """Note that the memory of kept values is there again, at another address."""
         self.shown.why_refused = access.SHARDED
         if self.is_kept:
-            assert self.full is not None
-            self.address = self.full.data_ptr()
             self.wait()
             self.shown.forget_marks()  # `vacate` has moved the versions

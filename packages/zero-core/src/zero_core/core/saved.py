@@ -154,7 +154,7 @@ class SavedWeights:
     def add(self, unit: Unit, flat: FlatParams) -> None:
         """Pack from now on what is saved of ``flat``, which has been gathered."""
         assert flat.full is not None
-        address = flat.address
+        address = flat.full.data_ptr()
         self.gathered[address] = (unit, flat)
         if not self._low <= address < self._high:
             self._low = min(self._low, address)

@@ -103,7 +103,7 @@ class Unit:
 
     def is_updated(self) -> bool:
         """Whether the state tier has no update of its values under way."""
-        return all(flat.is_updated() for flat in self.params)
+        return all(flat.source.is_updated() for flat in self.params)
 
     @property
     def is_current(self) -> bool:

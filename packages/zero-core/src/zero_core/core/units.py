@@ -198,7 +198,7 @@ class UnitSet:
         self.ready.discard(unit.index)
         for flat in unit.params:
             if flat.full is not None and not flat.is_kept:
-                self.saved.gathered.pop(flat.address, None)
+                self.saved.gathered.pop(flat.full.data_ptr(), None)
             flat.release()
 
     def release_all(self) -> None:
@@ -287,7 +287,7 @@ class UnitSet:
         if not stale:
             return
         launcher = None
-        if not all(flat.is_updated() for flat in stale):
+        if not all(flat.source.is_updated() for flat in stale):
             if self._launcher is None:
                 self._launcher = Launcher(stale[0].device)
             launcher = self._launcher

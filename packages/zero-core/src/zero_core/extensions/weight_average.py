@@ -49,7 +49,7 @@ class WeightAverage(Extension):
         if self._state is not None:
             raise ConfigError("this WeightAverage is an engine's already: make another one")
         self._state = state
-        self._spans = [s for s in (flat.local_span for flat in state.params) if s is not None]
+        self._spans = [s for s in (flat.source.span for flat in state.params) if s is not None]
         is_wide = any(flat.segment.dtype == torch.float64 for flat in state.params)
         dtype = torch.float64 if is_wide else torch.float32
         self._average = torch.zeros(state.local_numel, dtype=dtype)

@@ -68,8 +68,8 @@ def fill(
                 if not all(in_parts):
                     (control.broadcast if is_deferred else control.equalize)(flat)
             of_segment.write(0, flat)
-            if of_segment.local_span is not None:
-                start, stop = of_segment.local_span
+            if of_segment.source.span is not None:
+                start, stop = of_segment.source.span
                 is_sharded = stop - start == segment.shard_numel
                 low, high = layout.state_range(segment, control.rank, is_sharded=is_sharded)
                 masters = flat[low:high]

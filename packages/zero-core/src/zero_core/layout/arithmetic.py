@@ -112,7 +112,7 @@ class Segment:
     world_size: int
     is_opaque: bool = False
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the gathered segment, padding included."""
         return self.shard_numel * self.world_size

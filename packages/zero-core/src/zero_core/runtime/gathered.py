@@ -314,6 +314,6 @@ def _has_own_slice(full: _FullParam, spec: ParamSpec) -> bool:
     start, stop = full.slot.common(*flat.segment.shard_range(flat.rank))
     if start == stop:
         return True
-    shard = flat.part_of(full.position, flat.read_shard())
+    shard = flat.read_part(full.position)
     own = spec.to_elements(full.tensor)[start:stop].to(shard.device)
     return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))

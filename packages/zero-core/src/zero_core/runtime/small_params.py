@@ -62,8 +62,8 @@ class SmallParams:
         own = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._state.device)
         start = 0
         for flat, position in held:
-            flat.wait_update()
-            part = flat.part_of(position, flat.read_shard()).view(torch.uint8)
+            flat.source.wait_update()
+            part = flat.read_part(position).view(torch.uint8)
             own[start : start + part.numel()].copy_(part)
             start += part.numel()
         rows = self._state.control.gather_on_device(own).view(-1, self._nbytes)

@@ -87,7 +87,7 @@ class Edits(Extension):
         for flat in self._kept:
             marks = flat.shown.take_marks()
             if marks:
-                flat.wait_update()
+                flat.source.wait_update()
             for position, is_written in marks:
                 slot = flat.segment.slots[position]
                 name = self._state.layout.params[slot.param].name

@@ -179,5 +179,5 @@ class PrefetchHints:
         returning = range(back_from - 1, 0, -1) if has_backward else range(0)
         ahead = (p for u in to_come for p in self._params_of[u] if not p.is_gathered)
         again = (p for u in returning for p in self._params_of[u])
-        found = takewhile(FlatParams.is_updated, chain(ahead, again))
+        found = takewhile(lambda p: p.source.is_updated(), chain(ahead, again))
         self._tier.expect([p.segment.index for p in islice(found, _MAX_EXPECTED)])

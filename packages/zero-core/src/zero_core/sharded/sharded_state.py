@@ -59,7 +59,7 @@ class ShardedState:
     @property
     def local_numel(self) -> int:
         """Elements of the local flat space, gaps included."""
-        spans = (flat.local_span for flat in self.params)
+        spans = (flat.source.span for flat in self.params)
         return max((span[1] for span in spans if span is not None), default=0)
 
     def state_names(self) -> list[str]:
@@ -99,8 +99,8 @@ class ShardedState:
         that rank's part of it.
         """
         values = self.params[segment]
-        if values.local_span is None:
-            return values.read_shard().detach().cpu()
+        if values.source.span is None:
+            return values.source.read().detach().cpu()
         return self.own_state(segment, MASTER)
 
     def own_state(self, segment: int, name: str) -> Tensor:
@@ -116,7 +116,7 @@ class ShardedState:
 
     def own_span(self, segment: int) -> tuple[int, int]:
         """Return the span of this rank's slice of a trainable segment in the local flat space."""
-        span = self.params[segment].local_span
+        span = self.params[segment].source.span
         assert span is not None
         layout = self.layout.segments[segment]
         if span[1] - span[0] == layout.shard_numel:
@@ -126,7 +126,7 @@ class ShardedState:
 
     def covered(self, segment: int) -> tuple[int, int]:
         """Return the part of a trainable segment that this rank's optimizer state covers."""
-        span = self.params[segment].local_span
+        span = self.params[segment].source.span
         assert span is not None
         layout = self.layout.segments[segment]
         is_sharded = span[1] - span[0] == layout.shard_numel
@@ -195,7 +195,7 @@ class ShardedState:
 
         Of a parameter of several components their bytes, a copy.
         """
-        parts = [f.part_of(position, f.read_shard()) for f, position in self.places_of[id(param)]]
+        parts = [f.read_part(position) for f, position in self.places_of[id(param)]]
         return parts[0].view(param.dtype) if len(parts) == 1 else torch.cat(parts)
 
     def quiesce(self) -> None:
@@ -250,8 +250,8 @@ class ShardedState:
         if dtype not in (None, segment.dtype):
             return self.own_slice(segment.index)
         params = self.params[segment.index]
-        params.wait_update()
-        return params.read_shard().detach().cpu()
+        params.source.wait_update()
+        return params.source.read().detach().cpu()
 
     def names(self) -> list[str]:
         """Return the keys of the unwrapped model's state dict, in order, tied names included."""

@@ -166,7 +166,7 @@ class StepGradient:
         self._is_agreed = False  # the statistics are those of the gradient as it was reduced
         self._changed_square_sum: Tensor | None = None  # with the changes made to param.grad
         self._why_skipped = _CHANGED
-        spans = {flat.segment.index: flat.local_span for flat in state.params}
+        spans = {flat.segment.index: flat.source.span for flat in state.params}
         self._starts = {index: span[0] for index, span in spans.items() if span is not None}
         # Trained parameters that are whole here, by number.
         self._whole_params = [

@@ -58,7 +58,7 @@ class PatchWriter(Extension):
         """Write what changed since a version to ``path``. See `zero_core.Engine.weight_patch`."""
         control, changes = self._state.control, self._state.changes
         for flat in self._state.params:
-            flat.wait_update()
+            flat.source.wait_update()
         has_changed = changes is not None and changes.collect(self._state.params)
         new_buffers = self._changed_buffers(self.version + 1)
         has_changed |= bool(new_buffers)
@@ -235,7 +235,7 @@ class PatchWriter(Extension):
             masks = [(near, changed.near), (Form.VALUES, changed.far)]
             if near is Form.VALUES:
                 masks = [(near, changed.near | changed.far)]
-        shard = flat.read_shard().detach()
+        shard = flat.source.read().detach()
         pieces: list[tuple[int, Piece]] = []
         parts: list[Tensor] = []
         for number, slot in enumerate(segment.slots):
