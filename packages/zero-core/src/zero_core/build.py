@@ -354,6 +354,7 @@ def _move_values(
     """Give the engine its first values: the model's, or those of ``pretrained`` files."""
     if pretrained is not None:
         load_pretrained(engine, pretrained)
+        former.has_pretrained = True
         for flat in held.state.params:
             adopt(flat, former)
         return

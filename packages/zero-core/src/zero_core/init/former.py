@@ -7,8 +7,9 @@ references alone are kept, and the model gets its own memory back. Values that m
 each rank has whole are kept until the build has ended. Those that move to shards are given up unit
 by unit, as a rank may have no room for them beside the engine. Where a later failure meets all
 ranks alike they are gathered again: trained ones from the master weights, frozen ones as the
-compute dtype has them. Else (a lost peer, Ctrl-C with several ranks) the error says that they are
-gone, and their parameters refuse to be read.
+compute dtype has them; with ``pretrained`` they are the files', and the error says so. Else (a lost
+peer, Ctrl-C with several ranks) the error says that they are gone, and their parameters refuse to
+be read.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class FormerModel:
     """A model and its optimizer before a build: see [Note: a build is a transaction]."""
 
     ownership: Ownership | None = None  # of the engine's hooks and shards, once there are any
+    has_pretrained = False  # whether the engine's values are those of files
 
     def __init__(
         self,
@@ -175,6 +177,11 @@ class FormerModel:
             for spec, value in state.full_params(dtype=torch.float64):  # of the master weights
                 if spec.name in key_of:
                     self._params[key_of[spec.name]].take(value)
+            if self.has_pretrained:
+                error.add_note(
+                    f"{len(lost)} parameters, {min(key_of)} among them, have the values of the "
+                    "pretrained files already"
+                )
         else:
             for flat in state.params:
                 flat.abandon()
