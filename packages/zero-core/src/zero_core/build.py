@@ -441,12 +441,7 @@ def _make_engine(
     gradient = StepGradient(
         state, communicator, train, config, facts, extensions, joined.arithmetic
     )
-    unit_set = UnitSet(
-        held.units,
-        communicator,
-        has_sharded_params=memory.has_sharded_params,
-        quantized=drawn.found.quantized,
-    )
+    unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
     passes = Passes(unit_set, communicator, gradient, facts)
     modules = [module for _, module, _ in drawn.found.units]
     is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"

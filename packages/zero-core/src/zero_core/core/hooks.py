@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,8 +29,6 @@ from zero_core._torch import (
 )
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
-from zero_core.layout.discovery import Quantized
-from zero_core.layout.stored import Metadata, is_same_memory
 
 
 def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
@@ -45,7 +43,6 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
         for number, grads in enumerate(unit.grads):
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(passes, unit.index, number, position, param))
-    handles += _hook_components(passes, modules)
     _hook_parts(passes, modules, handles)
     return [*handles, passes.units.part_hooks, _Interrupted(passes)]
 
@@ -103,86 +100,6 @@ def _hook_gradient(
     return handle
 
 
-_Entries = dict[str, nn.Parameter]
-"""Parameters of a module, by their names in it."""
-
-
-def _hook_components(passes: Passes, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
-    """Hook the modules of blocks whose components are gathered for each use.
-
-    These are the modules that hold them, and the blocks, whose own forward may read them. After a
-    forward that repacked a weight its memory and metadata are put back, at every stage. So is a
-    parameter that code of the block replaced by one over the same memory, as peft's DoRA does. One
-    with other memory stays: it has other values, as where peft merges an adapter.
-    """
-    units = {
-        index: unit
-        for unit in passes.units.blocks
-        for flat in unit.params
-        if flat.segment.is_opaque and not flat.is_kept
-        for index in map(id, flat.params)
-    }
-    whole = {id(q.param): q for q in passes.units.quantized}
-    places = {
-        id(p): (flat, position)
-        for unit in passes.units.units
-        for flat in unit.params
-        if flat.segment.is_opaque
-        for position, p in enumerate(flat.params)
-    }
-    handles = []
-    entries: dict[nn.Module, _Entries] = {}
-
-    def hook_attached(module: nn.Module, attached: list[Quantized]) -> None:
-        before = [(places[id(q.param)], Metadata(q.param)) for q in attached]
-        own = {id(q.param) for q in attached}
-        entries[module] = {
-            name: param
-            for name, param in module._parameters.items()
-            if param is not None and id(param) in own
-        }
-
-        def put_back(module: nn.Module, args: Any, output: Any) -> None:
-            for (flat, position), metadata in before:
-                if flat.shown.restore(position):
-                    metadata.put_back()
-
-        handles.append(module.register_forward_hook(outside_graphs(put_back)))
-
-    def hook_entries(block: nn.Module, own: Mapping[nn.Module, _Entries]) -> None:
-        def put_back(module: nn.Module, args: Any, output: Any) -> None:
-            for holder, params in own.items():
-                for name, param in params.items():
-                    found = holder._parameters.get(name)
-                    if found is not None and is_same_memory(found, param):
-                        holder._parameters[name] = param
-
-        handle = block.register_forward_hook(outside_graphs(put_back), always_call=True)
-        handles.append(handle)
-
-    def hook(module: nn.Module, unit: Unit) -> None:
-        def watch(module: nn.Module, args: Any, output: Any) -> None:
-            passes.units.saved.watch_outputs(unit, output)
-
-        handles.append(module.register_forward_hook(outside_graphs(watch)))
-
-    for module in modules[0].modules():
-        own = [whole[id(p)] for p in module.parameters(recurse=False) if id(p) in whole]
-        attached = [q for q in own if not q.is_plain and q.components[0] is q.param]
-        if attached:
-            hook_attached(module, attached)
-        for unit in {units[n] for q in own for n in map(id, q.components) if n in units}:
-            if module is not modules[unit.index]:
-                hook(module, unit)
-    for unit in set(units.values()):
-        hook(modules[unit.index], unit)
-    for block in dict.fromkeys(modules):
-        inside = {m: entries[m] for m in block.modules() if m in entries}
-        if inside:
-            hook_entries(block, inside)
-    return handles
-
-
 def _hook_parts(passes: Passes, modules: Sequence[nn.Module], handles: list[Any]) -> None:
     """Hook the modules that hold a unit's parameters, for when they are called by themselves.
 
@@ -226,15 +143,11 @@ class ModuleUnits:
     def __init__(self, passes: Passes) -> None:
         self._units = passes.units
         self._forward = passes.forward
-        self._units_of = {
-            id(p): {unit.index}
-            for unit in passes.units.units
-            for flat in unit.params
-            for p in flat.params
-        }
-        for whole in passes.units.quantized:
-            own = [self._units_of[id(component)] for component in whole.components]
-            self._units_of[id(whole.param)] = set().union(*own)
+        self._units_of: dict[int, set[int]] = {}
+        for unit in passes.units.units:
+            for flat in unit.params:
+                for param in (*flat.params, *flat.shown.read_params):
+                    self._units_of.setdefault(id(param), set()).add(unit.index)
 
     def of(self, module: nn.Module, *, recurse: bool = True) -> list[Unit]:
         """Return the units of the parameters of ``module``, with or without those of its parts.

@@ -31,7 +31,6 @@ from zero_core.core.order import Prefetch
 from zero_core.core.params import FlatParams, Launcher
 from zero_core.core.saved import SavedWeights
 from zero_core.core.unit import Unit
-from zero_core.layout.discovery import Quantized
 from zero_core.object_methods import SuspendableHooks
 
 
@@ -67,7 +66,6 @@ class UnitSet:
         units: the root first, then blocks in the order of the module tree, then the tail.
         blocks: the units but the root and the tail.
         tail: what is used after the blocks, or None.
-        quantized: the model's quantized parameters.
         has_sharded_params: whether gathered values are released after use (stage 3).
         ready: indices of the units whose parameters hold the current values. The tail is in it only
             once the forward under way has waited for it.
@@ -85,12 +83,10 @@ class UnitSet:
         communicator: Communicator,
         *,
         has_sharded_params: bool,
-        quantized: Sequence[Quantized],
     ) -> None:
         self.units = tuple(units)
         self.blocks = tuple(unit for unit in units if unit.is_block)
         self.tail = units[-1] if units[-1].is_tail else None
-        self.quantized = tuple(quantized)
         self.has_sharded_params = has_sharded_params
         self.ready: set[int] = set()
         self.current: Unit | None = None

@@ -15,6 +15,7 @@ from zero_core.core.facts import Facts
 from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
+from zero_core.extensions.components import hook_components
 from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.extensions.invariance import Invariance
 from zero_core.extensions.repeated_rounds import RepeatedRounds
@@ -138,9 +139,10 @@ def make_extensions(site: Site, given: Sequence[Extension]) -> list[Extension]:
 def wrap_forwards(
     site: Site, passes: Passes, modules: Sequence[nn.Module], host_inputs: HostInputs | None
 ) -> list[Removable]:
-    """Wrap forwards of the units' ``modules``, the model first: tiles, and recomputed blocks.
+    """Wrap or hook forwards of the units' ``modules``, the model first.
 
     ``host_inputs`` move the inputs of blocks on an accelerator to the host and back.
     """
     keys = site.config.extension_keys
-    return [WRAPPERS[k](site, passes, modules, host_inputs) for k in keys if k in WRAPPERS]
+    found = [WRAPPERS[k](site, passes, modules, host_inputs) for k in keys if k in WRAPPERS]
+    return found + hook_components(passes, modules, site.state.quantized)

@@ -1,0 +1,96 @@
+"""Quantized parameters, whose components are gathered for each use, during forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_core._torch import outside_graphs
+from zero_core.core.passes import Passes
+from zero_core.core.unit import Unit
+from zero_core.layout.discovery import Quantized
+from zero_core.layout.stored import Metadata, is_same_memory
+
+_Entries = dict[str, nn.Parameter]
+"""Parameters of a module, by their names in it."""
+
+
+def hook_components(
+    passes: Passes, modules: Sequence[nn.Module], quantized: Sequence[Quantized]
+) -> list[RemovableHandle]:
+    """Hook the units' ``modules`` that use ``quantized`` parameters of blocks.
+
+    These are the modules that hold them, and the blocks, whose own forward may read them. After a
+    forward that repacked a weight its memory and metadata are put back, at every stage. So is a
+    parameter that code of the block replaced by one over the same memory, as peft's DoRA does. One
+    with other memory stays: it has other values, as where peft merges an adapter.
+    """
+    units = {
+        index: unit
+        for unit in passes.units.blocks
+        for flat in unit.params
+        if flat.segment.is_opaque and not flat.is_kept
+        for index in map(id, flat.params)
+    }
+    whole = {id(q.param): q for q in quantized}
+    places = {
+        id(p): (flat, position)
+        for unit in passes.units.units
+        for flat in unit.params
+        if flat.segment.is_opaque
+        for position, p in enumerate(flat.params)
+    }
+    handles = []
+    entries: dict[nn.Module, _Entries] = {}
+
+    def hook_attached(module: nn.Module, attached: list[Quantized]) -> None:
+        before = [(places[id(q.param)], Metadata(q.param)) for q in attached]
+        own = {id(q.param) for q in attached}
+        entries[module] = {
+            name: param
+            for name, param in module._parameters.items()
+            if param is not None and id(param) in own
+        }
+
+        def put_back(module: nn.Module, args: Any, output: Any) -> None:
+            for (flat, position), metadata in before:
+                if flat.shown.restore(position):
+                    metadata.put_back()
+
+        handles.append(module.register_forward_hook(outside_graphs(put_back)))
+
+    def hook_entries(block: nn.Module, own: Mapping[nn.Module, _Entries]) -> None:
+        def put_back(module: nn.Module, args: Any, output: Any) -> None:
+            for holder, params in own.items():
+                for name, param in params.items():
+                    found = holder._parameters.get(name)
+                    if found is not None and is_same_memory(found, param):
+                        holder._parameters[name] = param
+
+        handle = block.register_forward_hook(outside_graphs(put_back), always_call=True)
+        handles.append(handle)
+
+    def hook(module: nn.Module, unit: Unit) -> None:
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            passes.units.saved.watch_outputs(unit, output)
+
+        handles.append(module.register_forward_hook(outside_graphs(watch)))
+
+    for module in modules[0].modules():
+        own = [whole[id(p)] for p in module.parameters(recurse=False) if id(p) in whole]
+        attached = [q for q in own if not q.is_plain and q.components[0] is q.param]
+        if attached:
+            hook_attached(module, attached)
+        for unit in {units[n] for q in own for n in map(id, q.components) if n in units}:
+            if module is not modules[unit.index]:
+                hook(module, unit)
+    for unit in set(units.values()):
+        hook(modules[unit.index], unit)
+    for block in dict.fromkeys(modules):
+        inside = {m: entries[m] for m in block.modules() if m in entries}
+        if inside:
+            hook_entries(block, inside)
+    return handles
