@@ -268,6 +268,19 @@ def test_threads_read_while_the_engine_steps(ranks):
     assert not errors
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_an_initialiser_of_torch_writes_or_is_told_what_would_be_lost(ranks, stage):
+    engine, model = _build(ranks, stage)
+    train(engine, [inputs(0, ranks.rank)])
+    weight = model.blocks[1].inner.weight
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="was written where stage 3 holds only"):
+            nn.init.constant_(weight, 0.5)
+    else:
+        assert nn.init.constant_(weight, 0.5).unique().tolist() == [0.5]
+
+
 @pytest.mark.parametrize("way", ["data", "in place"])
 @pytest.mark.parametrize("where", ["one", "all"])
 def test_a_write_that_stage_3_would_lose_is_told(where, way):

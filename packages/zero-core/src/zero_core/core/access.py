@@ -5,12 +5,13 @@ A parameter tells the truth to whoever looks: the current value, or an error at 
 
 open      The parameter holds its value. It has its own class, and reads cost nothing. Where a
           master weight is other memory, reads of ``data`` are noted: see `Edits`.
-deferred  The value is on its way, as after a step at stages 1 and 2. The first read waits for it.
+deferred  The value is on its way, as after a step at stages 1 and 2, or the tail's in a forward.
+          The first read waits for it.
 refused   The value is not here, as between two uses at stage 3. A read raises, and names the cure.
 
 1. A read starts no collective: a line in the log of one rank would wait for the others for ever.
-   What is to be waited for is launched by `UnitSet.publish`, on all ranks in one order, and never
-   within a backward.
+   What is to be waited for is launched by `UnitSet.publish` (of the tail by `launch_tail`), on all
+   ranks in one order, and never within a backward.
 2. A deferred or refused parameter is of a subclass of its class, whose ``__torch_function__`` torch
    calls before any operation on it. Objects, hooks and gradients do not change.
 3. Names, shapes, hooks and gradients need no value (`NEEDS_NO_VALUE`): they never wait or raise.
@@ -97,8 +98,8 @@ SHARDED = (
     "{write}, which all ranks enter",
 )
 EARLY = (
-    "between backward and step(), where it is half updated, as units are updated in backward: do "
-    "it before backward or after step(), or set "
+    "between backward and step(), where values are half updated, as units are updated in backward: "
+    "do it before backward or after step(), or set "
     "zero_optimization.offload_optimizer.update_in_backward to false",
 ) * 2
 AWAY = ("while parameters are offloaded: call reload_states() first, on every rank",) * 2
@@ -138,15 +139,19 @@ class _Closed:
         kwargs = kwargs or {}
         if func in NEEDS_NO_VALUE or (func == _SET_DATA and args[0] is args[1]):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
-        if func in _CONVERSIONS:
-            found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
-            if found is args[0] or not isinstance(found, Tensor):
-                return found
+        target: Any = args[0] if args else next(iter(kwargs.values()), None)
+        if func in _CONVERSIONS and "memory_format" not in kwargs:
+            # Converting a placeholder would take memory for all of its elements.
+            empty = torch.empty((0,) * target.dim(), dtype=target.dtype, device=target.device)
+            with DisableTorchFunction():
+                found = func(empty, *args[1:], **kwargs)
+            if found is empty or not isinstance(found, Tensor):
+                return target if found is empty else found
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, _Closed):
                 name = getattr(func, "__name__", "")  # foreign: torch's functions
                 writes = func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
-                leaf._open(func, is_write=writes and leaf is args[0])
+                leaf._open(func, is_write=writes and leaf is target)
         return func(*args, **kwargs)
 
     def _open(self, func: Any, *, is_write: bool) -> None:

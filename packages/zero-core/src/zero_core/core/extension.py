@@ -124,7 +124,10 @@ class Extension:
         """Gradients are about to add up on their rank, unreduced."""
 
     def before_update(self, number: int) -> None:
-        """Step ``number`` is about to be decided. An exception leaves values as they are."""
+        """``step()`` of step ``number`` has begun, the first event of it.
+
+        An exception leaves values as they are, but for units that were updated in backward.
+        """
 
     def fill(self, facts: Any) -> None:
         """Fill slots of the step's `zero_core.core.facts.Facts` with what this rank knows."""
@@ -133,11 +136,15 @@ class Extension:
         """The ranks have exchanged what they know of the step's gradient, and all of it is reduced.
 
         All ranks may raise the same `UnusedParameterError` here: the step can be repeated. After
-        any other exception the engine needs a load.
+        any other exception the engine needs a load. With a follower no update is enqueued ahead.
         """
 
     def before_decision(self, number: int) -> None:
-        """The ranks have agreed on step ``number``, and its update has not begun."""
+        """The ranks have agreed on step ``number``.
+
+        An update may have been enqueued ahead, or have begun in backward, and have scaled gradients
+        in place: read them in `agreed`.
+        """
 
     def stepped(self, ended: EndedStep) -> None:
         """A step has ended."""

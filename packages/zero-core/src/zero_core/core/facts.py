@@ -1,4 +1,4 @@
-"""Facts of a step that all ranks agree on, by one all-reduce and one reading by the host.
+"""Facts of a step that all ranks agree on, with one all-reduce and one read by the host.
 
 [Note: one synchronisation]
 The facts are one vector on the device: named slots of numbers, and the sums of the gradient's
@@ -9,7 +9,7 @@ on the device.
 
 [Note: slots]
 Whoever has something to agree on is a `Filler`. It fills its slots before the sum, and reads the
-sums of all ranks after it.
+sums of all ranks after it. There are those of `slots_of` alone.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from zero_core.layout.arithmetic import Segment
 
 
 class GradientCase(Enum):
-    """Way of a gradient from backward to the state tier."""
+    """Path of a gradient from backward to the state tier."""
 
     WHOLE_SUM = "whole sum"
     """Stage 0: ``full_grad`` is kept, reduced to ``grad_shard``, and all ranks' shards are gathered
@@ -94,7 +94,7 @@ def plan_gradient(
     """Plan the memory of a gradient.
 
     Args:
-        stage: the stage that makes a difference, 0 to 3.
+        stage: that of `zero_core.sharded.memory.Memory`, 0 to 3: 0 where there is nothing to shard.
         world_size: number of ranks.
         is_accumulated: whether a step may have several micro-steps.
         owns_grads: whether the state tier copies what it is offered.

@@ -301,9 +301,9 @@ class FlatGrads:
     # ---------------------------------------------------- the step's gradient
 
     def result(self) -> ReducedGrad:
-        """Return the step's gradient for the state tier, or what it is to add to that.
+        """Return the step's gradient for the state tier, or this micro-step's if the tier adds up.
 
-        At stage 0 that is a collective, and the same on every rank. It goes on beside backward:
+        At stage 0 that is a collective, and the same on every rank. It runs while backward goes on:
         what is returned may be read after `wait`, unless the tier owns gradients.
         """
         if self.is_passed_on_each:

@@ -178,8 +178,8 @@ class ModuleUnits:
     def set_resharded(self, modules: Iterable[nn.Module], *, is_resharded: bool) -> None:
         """Set whether a forward releases the units of ``modules`` when they have been used."""
         indices = {unit.index for module in modules for unit in self.of(module)}
-        before = self._units.unsharded
-        self._units.set_unsharded(before - indices if is_resharded else before | indices)
+        before = self._units.stay_gathered
+        self._units.set_stay_gathered(before - indices if is_resharded else before | indices)
 
     @contextmanager
     def keeping(self, max_numel: int) -> Iterator[None]:
@@ -193,12 +193,12 @@ class ModuleUnits:
             if numel > max_numel:
                 break
             kept.add(unit.index)
-        before = self._units.unsharded
-        self._units.set_unsharded(before | kept)
+        before = self._units.stay_gathered
+        self._units.set_stay_gathered(before | kept)
         try:
             yield
         finally:
-            self._units.set_unsharded(before)
+            self._units.set_stay_gathered(before)
 
     def set_prefetched(
         self, module: nn.Module, modules: Iterable[nn.Module], *, backward: bool

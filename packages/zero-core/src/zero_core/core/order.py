@@ -47,7 +47,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 _NUM_KEPT = 16
-"""Trails kept of forwards of which no saved weight is left; those of recomputed units are."""
+"""Newest trails kept though no saved weight of their forwards is left: blocks may be recomputed."""
 
 
 class Forward:

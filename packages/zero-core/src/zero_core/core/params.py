@@ -176,7 +176,7 @@ class FlatParams:
         source: this rank's shard.
         rank: this rank.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
-        publishing: held while values change and their exchange is launched; shared by an engine's.
+        publishing: a lock, held while values change and their exchange is launched; one per engine.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class FlatParams:
         self.edited: set[int] = set()
         self.source = source
         self._pool = pool
-        self._is_gathered = not self.is_kept or has_remote_updates
-        self.is_exchanged = self._is_gathered and segment.world_size > 1
+        self._needs_gather = not self.is_kept or has_remote_updates
+        self.is_exchanged = self._needs_gather and segment.world_size > 1
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
         self._is_deferred = False  # reads wait for a gather that others are about to start
@@ -221,6 +221,8 @@ class FlatParams:
 
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
         """Start to gather the current values into ``full``, unless it holds them.
+
+        Where a host updates them, this blocks until it has.
 
         Args:
             exact: unquantized, whatever the collectives do otherwise.
@@ -233,7 +235,7 @@ class FlatParams:
             return
         if self._work is not None:
             self.finish_gather()  # an older one, started ahead and never used, may still write
-        if self._is_gathered:
+        if self._needs_gather:
             if self.full is None:
                 index = self.segment.index
                 user = index if self.segment.is_opaque else (index, backward)
@@ -329,7 +331,7 @@ class FlatParams:
         self.shown.forget_marks()
         if not self.is_kept:
             return
-        if self._is_gathered or not self.source.is_updated():
+        if self._needs_gather or not self.source.is_updated():
             self.shown.defer()
         else:
             self.gather()  # this blocks nobody: the device alone waits
@@ -381,8 +383,8 @@ class FlatParams:
 
     def refresh(self) -> None:
         """Wait for kept values that are on their way. Starts no exchange with other ranks."""
-        is_here = self.shown.why_refused is not access.AWAY
-        if self.is_kept and is_here and (self.is_gathered or not self._is_gathered):
+        is_whole = self.shown.why_refused not in (access.AWAY, access.EARLY)
+        if self.is_kept and is_whole and (self.is_gathered or not self._needs_gather):
             self.gather()
             self.wait()
 

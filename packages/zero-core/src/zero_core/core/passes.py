@@ -11,7 +11,10 @@
    micro-step, if the tier adds them up. Steps 3 and 4 are called by `Reductions`.
 5. ``engine.step()``: `BackwardPass.complete_gradient`, then `StepGradient.decide` and ``apply``,
    which has the tier update the shards. `UnitSet.values_changed` makes gathered values stale. On a
-   device the update is enqueued earlier: see [Note: update ahead] in `zero_core.step.update`.
+   device the update is enqueued before the host reads what was agreed: see [Note: update ahead] in
+   `zero_core.step.update`.
+
+At stage 0 ``param.grad`` shows the reduced gradient from step 4 on: `zero_core.step.param_grads`.
 
 [Note: order]
 Units are gathered forward in the order of the module tree and backward in reverse; reductions run
@@ -130,20 +133,13 @@ class Reductions:
             rank has nothing to reduce before, unless its tier adds up each micro-step's gradient.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], sink: GradientSink, ready: set[int], *, has_peers: bool
-    ) -> None:
-        """``ready``: units whose parameters hold the current values.
-
-        A unit that the sink updates is taken out of it.
-        """
+    def __init__(self, units: UnitSet, sink: GradientSink, *, has_peers: bool) -> None:
         self.has_peers = has_peers
         self._units = units
-        self._grads = [grads for unit in units for grads in unit.grads]
+        self._grads = [grads for unit in units.units for grads in unit.grads]
         self._sequential = [grads for grads in self._grads if grads.plan.is_sequential]
         self.is_due_per_backward = has_peers or any(g.is_passed_on_each for g in self._grads)
         self._sink = sink
-        self._ready = ready
         # With whether they are those of the last micro-step of their step.
         self._in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
 
@@ -153,7 +149,7 @@ class Reductions:
 
     def begin_unit(self, index: int) -> None:
         """Begin the backward of one micro-batch through a unit."""
-        for grads in self._units[index].grads:
+        for grads in self._units.units[index].grads:
             grads.begin_backward()
 
     def finish_unit(self, index: int) -> None:
@@ -165,7 +161,7 @@ class Reductions:
         """Start to reduce a unit, when the one before it has been reduced."""
         if self._in_flight:
             self.finish()
-        for grads in self._units[index].grads:
+        for grads in self._units.units[index].grads:
             grads.reduce()
             self._in_flight += ((grads, self._sink.is_boundary),)
         if not self.has_peers:
@@ -180,13 +176,9 @@ class Reductions:
         self._in_flight = ()
 
     def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
-        """Offer a reduced gradient to the sink. If it updates the segment, its values are stale."""
+        """Offer a reduced gradient to the sink, which may update the segment with it."""
         if self._sink.add(grads, is_last=is_last):
-            unit = grads.segment.unit
-            for flat in self._units[unit].params:
-                if flat.segment is grads.segment:
-                    flat.updated_early()
-            self._ready.discard(unit)
+            self._units.updated_early(grads.segment)
 
     def accumulate_locally(self) -> None:
         """Have gradients added up over several backwards before they are reduced."""
@@ -246,7 +238,7 @@ class BackwardPass:
         self._facts = facts
         self.params_with_grad = sink.params_with_grad
         has_peers = communicator.world_size > 1
-        self.reductions = Reductions(units.units, sink, units.ready, has_peers=has_peers)
+        self.reductions = Reductions(units, sink, has_peers=has_peers)
         self.order = BackwardOrder(
             [u.index for u in units.units if u.grads],
             None if units.tail is None else units.tail.index,
@@ -255,7 +247,7 @@ class BackwardPass:
         self.is_open = False
         self.should_sync = True
         self.why_refused: str | None = None
-        # Whether the open backward reduces (not in no_sync; one rank: at the boundary only).
+        # Whether the open backward reduces: see `will_reduce`.
         self._is_reducing = False
         # Units recomputed in this backward: gradients to come since the last recomputation.
         self._recomputed: dict[int, int] = {}
@@ -280,7 +272,7 @@ class BackwardPass:
     def open(self, num_missing: dict[int, int], *, is_new: bool) -> None:
         """Open a backward that brings so many gradients of each unit.
 
-        ``is_new``: it is that of a forward which has begun since the backward before.
+        ``is_new``: whether a forward has begun since the previous backward.
         """
         if self.why_refused is not None:
             raise RuntimeError(self.why_refused)
@@ -326,7 +318,7 @@ class BackwardPass:
             self._gather_skipped(skipped)
         if self._is_reducing:
             self._reduce_ready()  # before the next gather: [Note: one order ...] in `order`
-        units.open(unit, backward=True)
+        units.go_to(unit, backward=True)
 
     def enter_place(self, unit: Unit) -> None:
         """Report this rank's place, the backward of ``unit``, to the other ranks."""
@@ -369,7 +361,7 @@ class BackwardPass:
         if unit.is_tail:
             self.enter(unit, None)
         else:
-            units.open(unit, backward=True)
+            units.go_to(unit, backward=True)
             if skipped in self._stay_idle:
                 units.current = None  # it is released at the end of backward
 
@@ -392,8 +384,8 @@ class BackwardPass:
     def end(self) -> None:
         """Reduce what is left, wait for everything, release every unit.
 
-        Autograd calls it when a backward ends; `complete_gradient` does when a backward touched no
-        parameter.
+        Autograd calls it when a backward ends; `start_agreement` and `complete_gradient` do where
+        something is left to reduce.
         """
         if self.is_open:
             for skipped in self.order.skipped_last():
@@ -530,7 +522,7 @@ class ForwardPass:
         self._running: list[_Running] = []
         self._forward: Forward | None = None  # the one that is running with gradients
         self._failure = 0  # id of the error that ended the last forward
-        # Blocks and tail in the order in which the model's last whole forward used them, by whether
+        # Blocks in the order in which the model's last whole forward used them, by whether
         # it had gradients, and so far in the one under way.
         self._last_paths: dict[bool, list[Unit]] = {}
         self._path: list[Unit] = []
@@ -553,6 +545,7 @@ class ForwardPass:
     def _begin(self, unit: Unit) -> None:
         self._place.check_finished("a forward")
         self._backward.drop_unended()
+        self._units.check_whole("a forward was run")
         if torch.is_grad_enabled():
             self._forward = self._order.begin_forward()
             if self._units.has_sharded_params:
@@ -578,13 +571,16 @@ class ForwardPass:
         units = self._units
         if is_in_backward():
             self._backward.enter_recompute(unit)
-        elif units.has_sharded_params and not self._running and torch.is_grad_enabled():
+            return
+        if not self._running:
+            units.check_whole(f"a part of {unit!r} was called")
+        if units.has_sharded_params and not self._running and torch.is_grad_enabled():
             raise RuntimeError(
                 f"rank {self._communicator.rank}: a part of {unit!r} was called by itself, with "
                 "gradients: call the engine (or its module), or use "
                 f"{unit.params[0].shown.cures.read} without gradients"
             )
-        elif unit.is_tail:
+        if unit.is_tail:
             units.open_tail()
         else:
             self._use(unit)
@@ -598,7 +594,7 @@ class ForwardPass:
                     self._note_passed(unit.index)
                 self._order.use(unit.index)
             self._path.append(unit)
-        units.launch(unit, backward=False)
+        units.go_to(unit, backward=False)
         if self._running and unit.is_root:
             units.launch_tail()
         if not unit.is_block:  # the root, after the launch of the first block's gather
@@ -619,15 +615,15 @@ class ForwardPass:
     def leave(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None:
         """Release ``unit`` after its forward, whose output ``needs_grad``, or which ``error`` left.
 
-        No error has, if ``error`` was being handled when the forward began: a retry with a smaller
-        batch.
+        An error that was already being handled when the forward began does not count: the forward
+        is a retry, with a smaller batch perhaps.
         """
         is_trained = self._forward is not None  # even where the model switches gradients off
         has_failed = error is not None and self.note_failure(unit, error)
         if self.go_out_of(unit, needs_grad=needs_grad) and not self._running:
             self._end(unit, is_saved=needs_grad and is_trained, has_failed=has_failed)
         # The last block stays gathered: backward begins with it.
-        stays = unit.index in self._units.unsharded or (is_trained and unit is self._last_block)
+        stays = unit.index in self._units.stay_gathered or (is_trained and unit is self._last_block)
         if unit.is_block and not stays:
             self._units.release(unit)
 

@@ -202,6 +202,7 @@ class BufferPool:
         address = view.data_ptr()
         assert address in self._all, "it was borrowed from another pool"
         if self._queue is not None:
+            assert readers is None, "the queue waits for what the current stream holds by now"
             readers = self._queue.after_readers()
         self._free[address] = readers
 

@@ -19,12 +19,15 @@ full_grad   [padded_numel], communication dtype: this rank's own gradients, befo
             Already multiplied by ``predivide`` (1 / world size; 1 for a sum, or where the loss is
             divided by all micro-batches). Accumulation dtype if they add up over several backwards.
 grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps so
-            far. Absent where the state tier copies gradients and a step has one micro-step.
+            far. Absent where the state tier takes each micro-step's gradient, or the only one. With
+            one rank it is ``full_grad``.
 grad_sum    [padded_numel], accumulation dtype: at stage 0, all ranks' ``grad_shard``, gathered.
 
 Which of the gradients' tensors exist, and in what memory, is a `GradientPlan`: see
-`zero_core.core.gradient_plan`. The state tier gets ``grad_shard`` or ``grad_sum``, in the
-accumulation dtype; a tier that owns gradients gets them in the communication dtype.
+`zero_core.core.gradient_plan`. The state tier gets ``grad_shard`` or ``grad_sum`` in the dtype
+`GradientPlan.offered`.
+
+One rank has nothing to shard: without offloaded shards every stage is as stage 0 there.
 
 The *arena* is memory allocated once and kept; a *pool* lends equal buffers for short use
 (`zero_core.core.pool`). The *state tier* holds master weights and optimizer states and runs the

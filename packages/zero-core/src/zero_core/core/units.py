@@ -1,7 +1,8 @@
 """All units of a model: which are gathered, which are gathered ahead, which are released.
 
 [Note: the tail]
-Parameters that the module tree holds behind the blocks are most likely used after them. The gather
+Parameters that the module tree holds behind the blocks are most likely used after them (a tail has
+`MIN_TAIL_NUMEL` of `zero_core.layout.discovery` or more of them). The gather
 of the tail is launched with the root's, behind that of the first block, and waited for when forward
 leaves the last block. It stays to the end of backward, as the root does. Whoever uses it earlier
 waits earlier: a module that holds one of its parameters by a hook, other code by a read
@@ -31,6 +32,7 @@ from zero_core.core.order import Prefetch
 from zero_core.core.params import FlatParams, Launcher
 from zero_core.core.saved import SavedWeights
 from zero_core.core.unit import Unit
+from zero_core.layout.arithmetic import Segment
 from zero_core.object_methods import SuspendableHooks
 
 
@@ -72,7 +74,7 @@ class UnitSet:
         current: the block in use.
         saved: what autograd saves of gathered units.
         prefetch: units that are gathered ahead of others.
-        unsharded: indices of units that stay gathered after a forward.
+        stay_gathered: indices of units that stay gathered after a forward.
         part_hooks: gather the block of a part that is called by itself. They are suspended while
             all blocks stay gathered: a forward for one token calls many small modules.
     """
@@ -92,11 +94,12 @@ class UnitSet:
         self.current: Unit | None = None
         self.saved = SavedWeights()
         self.prefetch = Prefetch(len(units))
-        self.unsharded: frozenset[int] = frozenset()
+        self.stay_gathered: frozenset[int] = frozenset()
         self.part_hooks = SuspendableHooks()
         self._communicator = communicator
         if self.tail is not None and has_sharded_params:
             self._tail_reads = _TailReads(self, self.tail)
+        self._is_half_updated = False  # in backward: `values_changed` follows the step's decision
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
@@ -109,7 +112,7 @@ class UnitSet:
 
     # ----------------------------------------------------------------- gather
 
-    def launch(self, unit: Unit, *, backward: bool) -> None:
+    def go_to(self, unit: Unit, *, backward: bool) -> None:
         """Gather ``unit`` and its successors, and release its predecessor.
 
         Wait for a block alone: the root's gather goes on, as the first block's and the tail's are
@@ -118,11 +121,11 @@ class UnitSet:
         index = unit.index
         if unit.is_block:
             previous, self.current = self.current or unit, unit
-            if previous is not unit and (backward or previous.index not in self.unsharded):
+            if previous is not unit and (backward or previous.index not in self.stay_gathered):
                 self.release(previous)
         window, strays = self.prefetch.enter(index, backward=backward)
         for stray in strays:
-            if backward or stray not in self.unsharded:
+            if backward or stray not in self.stay_gathered:
                 self.release(self.units[stray])
         if index not in self.ready:
             unit.gather(backward=backward)
@@ -139,12 +142,6 @@ class UnitSet:
             if ahead.is_block:  # else it stays
                 self.prefetch.add(ahead.index)
             ahead.gather(backward=backward)
-
-    def open(self, unit: Unit, *, backward: bool) -> None:
-        """Do as `launch`, and wait for ``unit``."""
-        self.launch(unit, backward=backward)
-        if not unit.is_block:  # `launch` waits for those
-            self.wait(unit)
 
     def launch_tail(self) -> None:
         """Launch the gather of the tail. Whoever reads it from now on waits."""
@@ -203,25 +200,27 @@ class UnitSet:
 
     def release_resharded(self) -> None:
         """Release every unit that does not stay after a forward without gradients."""
-        self._release_but(self.unsharded)
-        if self.unsharded and self.unsharded & self.ready >= {unit.index for unit in self.blocks}:
+        self._release_but(self.stay_gathered)
+        if self.stay_gathered and self.stay_gathered & self.ready >= {
+            unit.index for unit in self.blocks
+        }:
             self.part_hooks.suspend()
 
-    def _release_but(self, unsharded: frozenset[int]) -> None:
+    def _release_but(self, stays: frozenset[int]) -> None:
         self.saved.release_references()
         self.current = self.saved.entered = None
         self.prefetch.clear()
         for unit in self.units:
-            if unit.index not in unsharded:
+            if unit.index not in stays:
                 self.release(unit)
 
-    def set_unsharded(self, units: frozenset[int]) -> None:
+    def set_stay_gathered(self, units: frozenset[int]) -> None:
         """Keep ``units``, by index, gathered after a forward, until a backward or `release_all`.
 
         Every rank must set the same ones, between two forwards. Units that were among them and are
         not any more are released.
         """
-        left, self.unsharded = self.unsharded - units, units
+        left, self.stay_gathered = self.stay_gathered - units, units
         for index in sorted(left):
             self.release(self.units[index])
 
@@ -251,6 +250,19 @@ class UnitSet:
 
     # ----------------------------------------------------------------- values
 
+    def updated_early(self, segment: Segment) -> None:
+        """Note that the state tier has updated a segment in backward."""
+        for flat in self.units[segment.unit].params:
+            if flat.segment is segment:
+                flat.updated_early()
+        self.ready.discard(segment.unit)
+        self._is_half_updated = True
+
+    def check_whole(self, what: str) -> None:
+        """Raise if ``what`` happened while some units alone have been updated in backward."""
+        if self._is_half_updated:
+            raise RuntimeError(f"rank {self._communicator.rank}: {what} {access.EARLY[0]}")
+
     def values_changed(self, flats: Iterable[FlatParams] | None = None) -> None:
         """Note that shards hold new values, and publish them. Every rank must call it.
 
@@ -260,6 +272,7 @@ class UnitSet:
             if not self.part_hooks.handles:
                 self.part_hooks.resume()
             if flats is None:
+                self._is_half_updated = False
                 self.ready.clear()
                 flats = [flat for unit in self.units for flat in unit.params]
             for flat in flats:

@@ -286,7 +286,7 @@ class VerticalSchedule:
                 if is_used or unit.index not in self._backward.order.left_out:
                     self._units.saved.entered = unit
                     if self._units.has_sharded_params:
-                        self._units.open(unit, backward=True)
+                        self._units.go_to(unit, backward=True)
             other.segments.prefetch(following)
             self._go_backward(one, segment, unit)
         self._backward.reductions.finish()
