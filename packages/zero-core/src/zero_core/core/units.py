@@ -1,12 +1,12 @@
 """All units of a model: which are gathered, which are gathered ahead, which are released.
 
 [Note: the tail]
-Parameters that the module tree holds behind the blocks are most likely used after them (a tail has
-`MIN_TAIL_NUMEL` of `zero_core.layout.discovery` or more of them). The gather
-of the tail is launched with the root's, behind that of the first block, and waited for when forward
-leaves the last block. It stays to the end of backward, as the root does. Whoever uses it earlier
-waits earlier: a module that holds one of its parameters by a hook, other code by a read
-([Note: access] in `zero_core.core.access`).
+Parameters that the module tree holds behind the blocks are most likely used after them; a tail has
+at least `zero_core.layout.discovery.MIN_TAIL_NUMEL` of their elements. The gather of the tail is
+launched with the root's, behind that of the first block, and waited for when forward leaves the
+last block. It stays to the end of backward, as the root does. Whoever uses it earlier waits
+earlier: a module that holds one of its parameters by a hook, other code by a read ([Note: access]
+in `zero_core.core.access`).
 
 [Note: publication]
 At stages 1 and 2 every rank keeps all values, and a step leaves new ones in one slice on each. Once
