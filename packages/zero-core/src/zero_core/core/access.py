@@ -24,10 +24,10 @@ docs/after-build.md.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple, Protocol
 
@@ -115,12 +115,8 @@ class ValueHolder(Protocol):
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the value of ``param``, which is deferred, and open it."""
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether the engine has ended, so that parameters may be given other memory."""
-
-    def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
-        """Return why ``param``, which is refused, cannot be read or written, and the cure."""
+    def shown_of(self, param: nn.Parameter) -> ShownParams:
+        """Return what shows ``param``."""
 
 
 class _Closed:
@@ -181,7 +177,7 @@ class _Refused(_Closed):
         if func == _SET_DATA and _has_no_engine(self):
             open_all([self])
             return
-        raise RuntimeError(_holder_of(self).refusal(self, is_write=is_write))
+        raise RuntimeError(_holder_of(self).shown_of(self).refusal(self, is_write=is_write))
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
         """Describe the parameter without its values, for debuggers and logs."""
@@ -253,15 +249,12 @@ class _Watched:
             self.__class__ = watched
 
 
-_derived: dict[tuple[type, type], type] = {}
-
-
-def derive(base: type, own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class with bases ``base`` and ``own``. Torch's optimizers take it as ``own``."""
-    if (base, own) not in _derived:
-        _derived[base, own] = type(own.__name__, (base, own), {"__module__": __name__})
-        allow_foreach(_derived[base, own])
-    return _derived[base, own]
+@functools.cache
+def _watched(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the subclass of `_Watched` and ``own``. Torch's optimizers take it as ``own``."""
+    made = type(own.__name__, (_Watched, own), {"__module__": __name__})
+    allow_foreach(made)
+    return made
 
 
 def open_all(params: Sequence[nn.Parameter]) -> None:
@@ -324,7 +317,7 @@ def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
 def watch(params: Iterable[nn.Parameter]) -> None:
     """Note reads of ``data`` for `take_aliased`, until `stop_watching`."""
     for param in params:
-        use_class([param], derive(_Watched, own_class(param)))
+        use_class([param], _watched(own_class(param)))
 
 
 def stop_watching(params: Iterable[nn.Parameter]) -> None:
@@ -350,7 +343,7 @@ _holders: dict[int, weakref.ref[ValueHolder]] = {}  # by id of the parameter
 def register(holder: ValueHolder, params: Iterable[nn.Parameter]) -> None:
     """Have reads of ``params`` ask ``holder``, which is held weakly."""
     numbers = [id(param) for param in params]
-    reference = weakref.ref(holder, partial(_forget, numbers))
+    reference = weakref.ref(holder, functools.partial(_forget, numbers))
     _holders.update(dict.fromkeys(numbers, reference))
 
 
@@ -368,7 +361,7 @@ def _find_holder(param: nn.Parameter) -> ValueHolder | None:
 
 def _has_no_engine(param: nn.Parameter) -> bool:
     holder = _find_holder(param)
-    return holder is None or holder.is_ended
+    return holder is None or holder.shown_of(param).is_ended
 
 
 def _holder_of(param: nn.Parameter) -> ValueHolder:
@@ -460,6 +453,7 @@ class ShownParams:
         Its other users would overwrite it.
         """
         if self.is_shown:
+            # Found with two passes in C where nothing was changed.
             addresses = list(map(Tensor.data_ptr, self.params))
             if addresses != self._shown.addresses and self._moved is None:
                 self._moved = self._find_moved()
@@ -501,10 +495,15 @@ class ShownParams:
         refuse(self.read_params)
 
     def refusal(self, param: Tensor, *, is_write: bool) -> str:
-        """Return why ``param`` cannot be read or written: see `ValueHolder`."""
+        """Return why ``param``, which is refused, cannot be read or written, and the cure."""
         what = f"parameter {self.name_of(param)} was {'written' if is_write else 'read'}"
         why = self.why_refused[is_write].format(**self.cures._asdict())
         return f"rank {self._rank}: {what} {why}"
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the engine has ended, so that parameters may be given other memory."""
+        return self.why_refused is ENDED
 
     def name_of(self, param: Tensor) -> str:
         return self._names[[p is param for p in self.read_params].index(True)]

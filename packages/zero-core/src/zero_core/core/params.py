@@ -356,12 +356,8 @@ class FlatParams:
                 torch.accelerator.synchronize(self.device)
             self.wait()
 
-    @property
-    def is_ended(self) -> bool:
-        return self.shown.why_refused is access.ENDED
-
-    def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
-        return self.shown.refusal(param, is_write=is_write)
+    def shown_of(self, param: nn.Parameter) -> access.ShownParams:
+        return self.shown
 
     # ---------------------------------------------------------------- queries
 

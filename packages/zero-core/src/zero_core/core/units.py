@@ -41,7 +41,7 @@ class _TailReads:
 
     def __init__(self, units: UnitSet, tail: Unit) -> None:
         self._units = weakref.ref(units)
-        self._params = {id(p): flat for flat in tail.params for p in flat.shown.read_params}
+        self._shown = {id(p): flat.shown for flat in tail.params for p in flat.shown.read_params}
         self._lock = threading.RLock()
         access.register(self, [p for flat in tail.params for p in flat.shown.read_params])
 
@@ -52,13 +52,8 @@ class _TailReads:
         with self._lock:
             units.open_tail()
 
-    @property
-    def is_ended(self) -> bool:
-        return all(flat.is_ended for flat in self._params.values())
-
-    def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
-        """Return why ``param`` cannot be read: see `zero_core.core.access.ValueHolder`."""
-        return self._params[id(param)].refusal(param, is_write=is_write)
+    def shown_of(self, param: nn.Parameter) -> access.ShownParams:
+        return self._shown[id(param)]
 
 
 class UnitSet:
