@@ -250,9 +250,9 @@ class _Watched:
 
 
 @functools.cache
-def _watched(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the subclass of `_Watched` and ``own``. Torch's optimizers take it as ``own``."""
-    made = type(own.__name__, (_Watched, own), {"__module__": __name__})
+def derive(base: type, own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class with bases ``base`` and ``own``. Torch's optimizers take it as ``own``."""
+    made = type(own.__name__, (base, own), {"__module__": __name__})
     allow_foreach(made)
     return made
 
@@ -317,7 +317,7 @@ def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
 def watch(params: Iterable[nn.Parameter]) -> None:
     """Note reads of ``data`` for `take_aliased`, until `stop_watching`."""
     for param in params:
-        use_class([param], _watched(own_class(param)))
+        use_class([param], derive(_Watched, own_class(param)))
 
 
 def stop_watching(params: Iterable[nn.Parameter]) -> None:
