@@ -162,17 +162,6 @@ def test_what_needs_the_states_says_so(ranks, stage):
     engine.close()
 
 
-def test_an_engine_that_evaluates_alone_sleeps_too():
-    engine = Case(stage=3).build(is_training=False)
-    inputs = batch(0, 0, 0)
-    expected = engine(**inputs)["loss"].item()
-    engine.offload_states()
-    with pytest.raises(RuntimeError, match="reload_states"):
-        engine(**inputs)
-    engine.reload_states()
-    assert engine(**inputs)["loss"].item() == expected
-
-
 M_MMAP_THRESHOLD = -3
 """A parameter of glibc's ``mallopt``."""
 

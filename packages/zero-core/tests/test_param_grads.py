@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -310,25 +309,6 @@ def test_a_gradient_that_is_made_infinite_skips_the_step():
     engine.step()
     assert engine.skipped_steps == 1
     assert_same(engine.full_state_dict(), before)
-
-
-def test_an_optimizer_of_whole_parameters_gets_what_was_changed():
-    wanted, model = make_model(), make_model()
-    make = partial(torch.optim.Adafactor, lr=0.01)
-    optimizer = make([p for p in wanted.parameters() if p.requires_grad])
-    given = make([p for p in model.parameters() if p.requires_grad])
-    engine = Case().build(model=model, optimizer=given)
-    for step in range(2):
-        wanted(**batch(step, 0, 0))["loss"].backward()
-        engine.backward(engine(**batch(step, 0, 0))["loss"])
-        for one in (wanted, engine.module):
-            _clip_norm(one)
-            _freeze(one)
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step()
-    values = dict(wanted.state_dict())
-    torch.testing.assert_close(engine.full_state_dict(), values, rtol=1e-6, atol=1e-7)
 
 
 def test_states_by_name_and_clipping_of_the_engine_see_changes():

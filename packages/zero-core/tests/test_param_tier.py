@@ -6,7 +6,6 @@ the buffer too early gives NaN.
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,18 +13,13 @@ from safetensors.torch import load_file
 
 import zero_core
 from zero_core._torch import DisableTorchFunction
-from zero_core.comm.communicator import Communicator
-from zero_core.comm.control import ControlGroup
-from zero_core.core.pool import BufferPool, CopyStream, allocator
-from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import ParamTier
-from zero_core.sharded.param_offload import OffloadedShard
 from zero_core.testing.equal import Variant, check, cover
 from zero_core.testing.models import Hard, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, run_ddp, run_engine
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import assert_same, train, train_steps
+from zero_core.testing.training import assert_same, train
 
 EVERYTHING = {"stage3_param_persistence_threshold": 0}
 
@@ -206,23 +200,6 @@ def test_small_segments_stay_on_the_device(threshold, model_threshold, resting):
     assert held == sum(4 * s.padded_numel for s in kept)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_checkpoints_cross_between_with_and_without_offload(ranks, tmp_path):
-    def build(shelves):
-        return _case("bf16").build(ranks, param_tier=shelves)
-
-    for writer, reader in ((None, Shelves()), (Shelves(), None)):
-        engine = build(writer)
-        train_steps(engine, 0, 3)
-        engine.save_checkpoint(tmp_path)
-        expected = train_steps(engine, 3, 6)
-        other = build(reader)
-        train_steps(other, 7, 8)
-        other.load_checkpoint(tmp_path)
-        assert train_steps(other, 3, 6) == expected
-
-
 def _deferred():
     with zero_core.deferred_init():
         return make_model()
@@ -257,46 +234,6 @@ def test_a_shard_that_cannot_be_read_fails_the_forward_with_the_tiers_error():
     shelf.fetch = fail
     with pytest.raises(OSError, match="/some/file"):
         engine(torch.ones(2, 7))
-
-
-def test_a_gather_that_fails_is_named_and_its_staging_buffer_is_lent_no_more():
-    cpu = torch.device("cpu")
-    staging = BufferPool(allocator(cpu), 12)
-    segment = Segment(0, 4, torch.float32, is_trainable=True, slots=(), shard_numel=3, world_size=2)
-    shelf = Shelf([(0, 3, torch.float32)], has_homes=False)
-
-    def fail(*args, **keys):
-        raise RuntimeError("Connection closed by peer")
-
-    library = SimpleNamespace(rank=1, world_size=2)
-    control = ControlGroup(library, torch.device("cpu"))
-    transport = SimpleNamespace(all_gather=fail, reduce_scatter=fail)
-    names = {segment.index: "unit 4 (blocks.3)"}
-    communicator = Communicator(transport, control, names)
-    shard = OffloadedShard(
-        segment,
-        shelf,
-        CopyStream(cpu),
-        staging=staging,
-        communicator=communicator,
-        tier=SimpleNamespace(),
-        span=None,
-    )
-
-    def gather():
-        shard.gather(torch.empty(6), version=1, backward=False).wait()
-
-    with pytest.raises(
-        zero_core.CollectiveError,
-        match=r"rank 1: all_gather of unit 4 \(blocks.3\) failed.*Connection",
-    ):
-        gather()
-    shelf.fetch = fail
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as error:
-            gather()
-        assert error.type is RuntimeError, "the tier's own"
-    assert staging.allocated_bytes == 24, "peers may still read the first; the second is used again"
 
 
 def test_a_param_tier_below_stage_3_is_refused():

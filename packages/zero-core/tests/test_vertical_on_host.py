@@ -1,14 +1,11 @@
 """Memory of the vertical schedule, its inputs and gradients in host memory, and its plan."""
 
-import itertools
-
 import pytest
 import torch
 from support.late import on_late_rank
 from torch import nn
 
 import zero_core
-from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import Case, alone, assert_same, late_device, seeded, simulate
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
@@ -133,63 +130,6 @@ def test_device_has_two_gradients_however_many_micro_batches():
     late_device.load()
     for steps in (4, 8):  # two of them, and two that autograd makes and adds up
         assert simulate(_num_gradients_at_a_time, 1, steps, device="late") == [4]
-
-
-def _fail_and_go_on(ranks, config):
-    """Train a step, fail in the loss of the next one's third micro-batch, evaluate, and train."""
-    engine = zero_core.build(_Net(), config, process_group=ranks)
-    losses = [engine.train_batch(_batches(0, ranks))]
-    numbers = itertools.count(1)
-
-    def fails(ids):
-        number = next(numbers)
-        loss = engine(ids)  # it pauses, and others begin
-        if number == 3:
-            raise ArithmeticError
-        return loss
-
-    with pytest.raises(ArithmeticError):
-        engine.train_batch(_batches(1, ranks), fails)
-    with torch.no_grad():
-        losses.append(engine(_batches(1, ranks)[0]))
-    losses += [engine.train_batch(_batches(step, ranks)) for step in (1, 2)]
-    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
-    engine.close()
-    return values, [loss.item() for loss in losses]
-
-
-@alone
-def test_training_goes_on_after_a_loss_that_failed():
-    late_device.load()
-    config = _config(accumulation_schedule="vertical")
-    expected = simulate(_fail_and_go_on, 1, config)
-    late_device.set_delays(seed=7, kernel_s=5e-5, copy_s=2e-3)
-    assert_same(simulate(_fail_and_go_on, 1, config, device="late"), expected)
-
-
-@on_late_rank
-def test_inputs_come_up_one_turn_ahead(ranks):
-    host = HostInputs(ranks.device)
-    host.begin_turns(STEPS)
-    outputs = []
-    for number in range(DEPTH * STEPS):
-        x = torch.full((100,), float(number), device=ranks.device, requires_grad=True)
-        with host.context():
-            outputs.append((x, x.square()))
-        x.data = torch.empty(0, device=ranks.device)  # the graph alone has the values
-    late_device.start_trace()
-    order = [n * STEPS + turn for n in reversed(range(DEPTH)) for turn in range(STEPS)]
-    num_fetched = []
-    for number in order:
-        x, y = outputs[number]
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        assert grad.tolist() == [2.0 * number] * 100
-        launched = [r.name for r in late_device.stop_trace() if r.kind == "launch"]
-        num_fetched.append(launched.count("copy up"))
-        late_device.start_trace()
-    late_device.stop_trace()
-    # Two at first, then the one of the next turn, and none in the last turn.
-    assert num_fetched == [2, *[1] * (len(order) - 2), 0]
 
 
 def _plan(

@@ -303,14 +303,6 @@ def test_step_draws_the_same_numbers_after_auto_refused_the_vertical_schedule():
     run_on_processes(_same_bits, 2, kind, _config(), "auto")
 
 
-@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
-def test_random_numbers_of_the_program_are_left_alone(schedule):
-    engine = zero_core.build(_make("dropout"), _config(accumulation_schedule=schedule))
-    before = torch.get_rng_state()
-    engine.train_batch(_batches(0))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_bits_are_those_of_a_loop_of_forward_backward_and_step(ranks, stage):

@@ -8,7 +8,6 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
-from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.owners import assign_owners
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
@@ -277,15 +276,6 @@ def test_state_that_is_no_tensor_is_refused_by_what_it_is():
         engine.states.get_full("gain", "factors")
 
 
-def test_plan_has_their_master_weights_on_the_host():
-    config = {**config_of(2, **HOST), **ADAFACTOR, "bf16": {"enabled": True}}
-    found = zero_core.plan(make_model(), config, 1).memory
-    engine = zero_core.build(make_model(), config)
-    masters = engine.sharded_state.tier.device_tensors()["master_weights"]
-    assert found.host["master weights"] == sum(t.nbytes for t in masters)
-    assert "master weights" not in found.device
-
-
 class Deep(nn.Module):
     """Blocks with matrices of one size that cross the bounds of shards."""
 
@@ -324,19 +314,6 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones():
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
     owned = max(owned for *_, owned, _ in rows)
     assert 2 * owned < planned <= 2 * (owned + 2 * matrix)
-
-
-def test_owners_are_balanced_and_hold_a_part():
-    params = [ParamSpec(f"p{i}", (n,), torch.float32, True) for i, n in enumerate([900, 40, 700])]
-    params *= 4
-    layout = Layout.build(params, [("", range(12))], 5)
-    found = assign_owners(layout)
-    load = [sum(w.numel for w in found if w.owner == rank) for rank in range(5)]
-    assert sum(load) == 4 * 1640
-    assert max(load) <= 2 * 900
-    for whole in found:
-        assert whole.owner in {share.rank for share in whole.shares}
-        assert [s.start for s in whole.shares[1:]] == [s.stop for s in whole.shares[:-1]]
 
 
 @pytest.mark.parametrize(

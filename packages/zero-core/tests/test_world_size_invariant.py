@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core.extensions.invariance import NUM_BINS, bin_powers, chunk_norms, sum_bins
-from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
+from zero_core.layout.arithmetic import CHUNK_NUMEL
 from zero_core.testing import alone, late_device, make_model, on_ranks, simulate
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
@@ -156,19 +156,6 @@ def test_sums_of_powers_show_what_is_not_finite(value, expected):
     values[5] = value
     found = float(sum_bins(bin_powers(chunk_norms(values))))
     assert found == pytest.approx(expected, nan_ok=True)
-
-
-def test_chunks_are_on_one_rank_whatever_the_world_size():
-    params = [
-        ParamSpec("a", (700, 3), torch.float32, True),
-        ParamSpec("b", (5,), torch.bfloat16, True),
-    ]
-    for world_size in (1, 2, 3, 8):
-        layout = Layout.build(params, [("", [0, 1])], world_size, is_in_chunks=True)
-        assert all(s.shard_numel % CHUNK_NUMEL == 0 for s in layout.segments)
-        assert [s.slots for s in layout.segments] == [
-            s.slots for s in Layout.build(params, [("", [0, 1])], 1).segments
-        ]
 
 
 def test_backwards_that_would_be_added_in_another_order_are_refused():
