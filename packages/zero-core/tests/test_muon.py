@@ -78,22 +78,6 @@ def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(ranks, stage):
     assert bool(sent) == (stage > 0 and ranks.size > 1)
 
 
-@on_ranks(3)
-def test_each_rank_has_its_slice_of_what_adamw_updates(ranks):
-    engine = build(ranks, 3)
-    train_steps(engine, 0, 1)
-    layout = engine.layout
-    for segment in layout.segments if ranks.size > 1 else ():
-        low, high = segment.shard_range(ranks.rank)
-        for slot in segment.slots if segment.is_trainable else ():
-            spec = layout.params[slot.param]
-            found = engine.states.of(spec.name)
-            is_matrix = len(spec.shape) == 2 and "embed" not in spec.name
-            first, last = slot.common(low, high)
-            if not is_matrix and engine.states.scalars(spec.name)["num_steps"]:
-                assert {value.numel() for value in found.values()} == {last - first}, spec.name
-
-
 class WithoutSlices(Muon):
     def is_elementwise_group(self, group):
         return False

@@ -223,20 +223,6 @@ def _groups_with_other_kernels_are_updated_after_the_decision(folder):
     engine.close()
 
 
-def _gather_alone(ranks):
-    engine = Training().build(ranks, make())
-    values = torch.ones(WIDTH, device=ranks.device)
-    late_device.reset_counters()
-    assert engine.sharded_state.control.gather(values).sum() == WIDTH
-    num_copies = late_device.counters(ranks.device.index).by_op["copy down"]
-    engine.close()
-    return num_copies
-
-
-def _one_rank_downloads_what_it_gathers_once(folder):
-    assert simulate(_gather_alone, 1, device="late") == [1]
-
-
 @pytest.mark.parametrize(
     "what",
     [
@@ -244,7 +230,6 @@ def _one_rank_downloads_what_it_gathers_once(folder):
         _groups_with_other_kernels_are_updated_after_the_decision,
         _a_step_that_was_broken_off_after_its_update_needs_a_load,
         _states_of_a_step_that_is_not_taken_are_dropped,
-        _one_rank_downloads_what_it_gathers_once,
     ],
     ids=lambda what: what.__name__.strip("_"),
 )

@@ -122,15 +122,22 @@ def _tower(dtype="fp32", process_group=None, **zero):
 
 def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed():
     engine, (shelf,) = _tower()
-    shelf.log.clear()
+    seen = {}
     for index, block in enumerate(engine.module.blocks, 1):
-        block.register_forward_hook(
-            lambda module, args, output, index=index: shelf.log.append(("forward", index))
-        )
+
+        def note(module, args, output, index=index):
+            shelf.log.append(("forward", index))
+            seen[index] = shelf.expected
+
+        block.register_forward_hook(note)
         block.register_full_backward_hook(
             lambda module, grads, outputs, index=index: shelf.log.append(("backward", index))
         )
+    shelf.log.clear()
     engine.backward(engine(torch.ones(2, 7, requires_grad=True)))
+    forward, backward = [1, 2, 3, 4, 5], [4, 3, 2, 1]
+    assert seen == {index: forward[index:] + backward for index in forward}
+    assert shelf.expected == []
     order = {event: place for place, event in reversed(list(enumerate(shelf.log)))}
     for index in range(1, 5):
         assert order["fetch", index + 1] < order["forward", index]
@@ -138,20 +145,6 @@ def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed():
     assert ("fetch", 5) not in again  # backward begins with the last one, which is still there
     for index in range(1, 4):
         assert again.index(("fetch", index)) < again.index(("backward", index + 1))
-
-
-def test_what_is_expected_is_what_is_fetched_next():
-    engine, (shelf,) = _tower()
-    seen = {}
-    for index, block in enumerate(engine.module.blocks, 1):
-        block.register_forward_hook(
-            lambda module, args, output, index=index: seen.update({index: shelf.expected})
-        )
-    loss = engine(torch.ones(2, 7))
-    forward, backward = [1, 2, 3, 4, 5], [4, 3, 2, 1]
-    assert seen == {index: forward[index:] + backward for index in forward}
-    engine.backward(loss)
-    assert shelf.expected == []
     with torch.no_grad():
         engine(torch.ones(2, 7))
     assert seen == {index: forward[index:] for index in forward}

@@ -3,7 +3,7 @@
 import pytest
 
 from zero_core.protocols import EXACT_GRADIENTS
-from zero_core.testing import Case, batch, device_collectives, on_ranks, train
+from zero_core.testing import Case, batch, device_collectives, on_ranks
 
 
 class _Logged:
@@ -75,17 +75,3 @@ def test_no_gather_of_gradients_is_waited_for_in_backward(ranks, accumulation):
             engine.step()
         assert logged.num_started["gathers"] == (step + 1) * num_segments
         assert len(logged.awaited["gathers"]) == (step + 1) * num_segments
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (1, 1), (2, 3)])
-@on_ranks()
-def test_zero_grad_drops_a_step_with_its_gathers_and_sums(ranks, stage):
-    losses = []
-    for drops in (False, True):
-        engine = Case(stage).build(ranks)
-        if drops:
-            engine.backward(engine(**batch(9, 0, ranks.rank))["loss"])
-            engine.optimizer.zero_grad()
-        losses.append(train(engine, [batch(step, 0, ranks.rank) for step in range(3)]))
-        engine.close()
-    assert losses[0] == losses[1]

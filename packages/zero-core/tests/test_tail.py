@@ -18,7 +18,6 @@ from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, check_like_ddp, train
 
 WIDTH, VOCAB, DEPTH = 64, 1024, 3
-TAIL = DEPTH + 1  # its unit
 
 
 class _Block(nn.Module):
@@ -112,14 +111,6 @@ def test_a_small_tail_and_one_without_blocks_stay_in_the_root():
     assert "tail" in _units(_Net(), min_tail_numel=numel)
     assert "tail" not in _units(_Net(), min_tail_numel=numel + 1)
     assert list(_units(nn.Linear(WIDTH, VOCAB))) == [""]
-
-
-def test_the_flat_space_is_in_the_order_of_need():
-    engine = Case().build(model=_Net())
-    starts = engine.layout.local_starts(is_sharded=False)
-    units = [engine.layout.segments[index].unit for index in sorted(starts, key=starts.__getitem__)]
-    assert units == list(range(TAIL + 1))
-    assert engine.layout.describe_segments()[TAIL] == "unit 4 (tail)"
 
 
 class _Waited:

@@ -180,16 +180,3 @@ def test_16_bit_gradients_are_widened_a_turn_at_a_time(kernel):
         peaks.append(found.peak)
     buffer, scratch = 4 * TURN, 4 * 4 * TURN * (kernel == "foreach")
     assert peaks[-1] <= buffer + scratch + 64, peaks
-
-
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-def test_no_gradient_is_kept_after_its_step(grad_dtype):
-    tier, group, _ = _make(torch.optim.AdamW, {"lr": 1e-2, "fused": True}, InTurns, torch.bfloat16)
-    grads = [torch.ones(n, dtype=grad_dtype) for n in (SPLIT, NUMEL - SPLIT)]
-    offered = [grad.untyped_storage()._weak_ref() for grad in grads]
-    tier.offer_grad(0, grads[0])
-    tier.offer_grad(SPLIT, grads[1])
-    tier.step([group], EVERY, grad_scale=0.5)
-    tier.discard_grads()
-    grads.clear()
-    assert all(map(torch.UntypedStorage._expired, offered))

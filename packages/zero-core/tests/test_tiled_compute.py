@@ -131,7 +131,6 @@ USES = (
     lambda z: z,
     lambda z: z.float(),
     lambda z: z.to(torch.float64),
-    lambda z: z.view(-1, VOCAB),
     lambda z: z.view(2, -1, VOCAB),
     lambda z: z.reshape((22, -1)),
     lambda z: z.flatten(0, 1),
