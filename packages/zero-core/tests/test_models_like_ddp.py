@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -342,42 +340,6 @@ def test_losses_and_values_are_those_of_ddp(ranks, name, stage):
     # Two reentrant checkpoints bring a block's gradient in two parts, each with a sum over ranks.
     atol = 1e-7 if name == "in pairs" and ranks.size > 1 else 0.0
     check_like_ddp(ranks, make, draw, case, steps=steps, atol=atol)
-
-
-def _drawn(seed):
-    """Draw a tower, frozen and recomputed in parts, and the blocks that each rank leaves out."""
-    draw = random.Random(seed)
-    depth = draw.choice([3, 5, 6])
-    recompute = draw.choice(["none", "none", "blocks", "reentrant"])
-    some = [block for block in range(depth) if draw.random() < 0.3]
-    frozen = some if draw.random() < 0.5 else range(draw.randrange(depth))
-    is_first_frozen = draw.random() < 0.5 and recompute != "reentrant"
-    case = Case(draw.choice([1, 3, 3, 3]), accumulation=draw.choice([1, 2]))
-    used = {}
-    for key in itertools.product(range(10), range(3)):  # no two neighbours: README, "Limits"
-        used[key] = []
-        for block in range(depth):
-            if (block and block - 1 not in used[key]) or draw.random() < 0.75:
-                used[key].append(block)
-
-    def make():
-        model = make_tower(depth, recompute=recompute)
-        model.first.requires_grad_(not is_first_frozen)
-        for block in frozen:
-            model.blocks[block].requires_grad_(False)
-        return model
-
-    def inputs(number, rank):
-        return rows(number, rank).requires_grad_(recompute == "reentrant"), used[number, rank]
-
-    return make, inputs, case
-
-
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("seed", range(100))
-@on_ranks(3)
-def test_each_rank_may_leave_out_blocks_of_its_own(ranks, seed):
-    check_like_ddp(ranks, *_drawn(seed), steps=5)
 
 
 @on_ranks(3)

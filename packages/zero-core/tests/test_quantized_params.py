@@ -171,6 +171,10 @@ def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_me
     handle.remove()
     assert module.weight is weight
     assert engine(_x(0, 0)).item() == Adapted(WIDTH)(_x(0, 0)).item()
+    module.weight = merged = PackedParam.of(torch.ones(WIDTH, WIDTH))
+    with torch.no_grad():
+        engine(_x(0, 0))  # with other values: it stays
+    assert module.weight is merged
 
 
 @on_ranks(2)

@@ -9,11 +9,6 @@ from support.launches import LoggedCollectives
 from torch import nn
 
 import zero_core
-from zero_core.comm.communicator import Communicator
-from zero_core.comm.device import make_transport
-from zero_core.comm.meter import Meter
-from zero_core.core.facts import Facts
-from zero_core.core.grads import Arithmetic
 from zero_core.testing.models import rows, seeded
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
 from zero_core.testing.ranks import on_processes
@@ -160,25 +155,6 @@ def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it(rank
             engine.backward(loss)
         assert "MemoryError" not in str(caught.value)
     os._exit(0)
-
-
-@on_ranks(3)
-def test_all_ranks_know_of_one_that_left_out_other_units(ranks):
-    control, meter = ranks.connect(), Meter()
-    communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
-    facts = Facts(communicator, ranks.device, 1, 3, meter, Arithmetic())
-    left_out = set()
-
-    class Rank:
-        def fill(self, facts):
-            facts.mark("used", {0})
-            facts.mark("left out", left_out)
-
-    for sets, is_agreed in (([{1, 2}] * 3, True), ([{1}, {2}, {1}], False)):
-        left_out = sets[ranks.rank]
-        facts.start_sum([Rank()], torch.zeros(1, dtype=torch.float64))
-        assert facts.is_unanimous("left out") is is_agreed
-        assert facts.counts("used") == [3.0]
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])

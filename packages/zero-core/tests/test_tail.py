@@ -7,7 +7,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
-from zero_core.core import access
 from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
 from zero_core.protocols import EXACT_GRADIENTS
 from zero_core.testing import late_device
@@ -84,14 +83,6 @@ def _ids(step, rank):
 def _units(model, **options):
     found = discover(model, **options)
     return {name: {found.names[p][0] for p in members} for name, _, members in found.units}
-
-
-def test_modules_behind_the_last_block_are_the_last_unit():
-    units = _units(_Net())
-    assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2", "tail"]
-    assert units[""] == {"embed.weight"}
-    parts = ("norm", "head", "other")
-    assert units["tail"] == {f"{name}.{kind}" for name in parts for kind in ("weight", "bias")}
 
 
 def test_what_may_be_used_elsewhere_stays_in_the_root():
@@ -229,34 +220,6 @@ WAYS = [
 def test_a_tail_that_is_used_at_any_time_follows_ddp(ranks, way, stage):
     top = {"activation_checkpointing": {}} if way == "recomputed" else {}
     check_like_ddp(ranks, lambda: _Net(way, ranks.rank), _ids, Case(stage, top=top), steps=4)
-
-
-def _train_around(ranks, way, stage):
-    engine, model = _build(ranks, stage)
-    found = []
-    for step in range(3):
-        with torch.no_grad():
-            if way == "gathered":
-                with engine.gathered() as module:
-                    found.append(module(_ids(9, 0)).item())
-            elif way == "evaluation between":
-                found.append(engine.eval()(_ids(9, 0)).item())
-                engine.train()
-        loss = engine(_ids(step, ranks.rank))
-        if way == "two forwards":
-            loss = loss + engine(_ids(step + 5, ranks.rank))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    assert all(access.is_refused(p) is (stage == 3) for p in model.parameters())
-    return found, engine.full_state_dict()
-
-
-@pytest.mark.parametrize("way", ["two forwards", "evaluation between", "gathered"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_stage_changes_no_bit_of_a_tail_that_is_used_besides(stage, way):
-    found, expected = (simulate(_train_around, 2, way, number) for number in (stage, 0))
-    assert_same(found, expected)
 
 
 @on_ranks(2)

@@ -171,6 +171,9 @@ def _resumes(ranks, name, stages, folder, sizes):
     engine = engine_of(make, stages[1], ranks)
     engine.load_checkpoint(folder)
     assert engine.optimizer.param_groups[0].get("num_calls", 2) == 2
+    if name == "of two kinds":  # numbers beside slices stay numbers
+        counts = [repr(state["count"]) for state in engine.optimizer.state.values()]
+        assert max(counts) == "2"
     check_equal(trained(engine, ranks.rank, range(2, 4)), expected)
 
 
@@ -312,7 +315,8 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones():
     assert sent[1] == pytest.approx(2 * 2 * matrix, rel=0.03)
     settings = {**config_of(3), **ADAFACTOR}
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
-    owned = max(owned for *_, owned, _ in rows)
+    owned = 2 * matrix  # by each rank
+    assert {row[2] for row in rows} == {owned}
     assert 2 * owned < planned <= 2 * (owned + 2 * matrix)
 
 
@@ -373,17 +377,6 @@ class Keeping(LionLike):
 
 def of_two_kinds(kind):
     return lambda params: kind([{"params": params[:-1], "decay": 0}, {"params": params[-1:]}])
-
-
-@on_ranks(2)
-def test_numbers_beside_slices_stay_numbers(ranks, tmp_path):
-    engine = trained(engine_of(of_two_kinds(Sliced), 3, ranks), ranks.rank, range(2))
-    engine.save_checkpoint(tmp_path)
-    resumed = engine_of(of_two_kinds(Sliced), 1, ranks)
-    resumed.load_checkpoint(tmp_path)
-    counts = [state["count"] for state in resumed.optimizer.state.values()]
-    assert {type(count) for count in counts} == {int}
-    assert max(counts) == 2
 
 
 @pytest.mark.parametrize(
