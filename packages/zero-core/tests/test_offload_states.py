@@ -17,16 +17,13 @@ from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import alone, run_alone
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same
+from zero_core.testing.training import train as trained
 
 CASES = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=0.5)
     for stage, (dtype, accumulation) in itertools.product(range(4), [("fp32", 1), ("bf16", 2)])
 ]
 ALL = frozenset(zero_core.StatePart)
-
-
-def build(ranks, case):
-    return case.build(ranks)
 
 
 def micro_step(engine, ranks, step, micro=0):
@@ -39,7 +36,7 @@ def micro_step(engine, ranks, step, micro=0):
 
 def train(ranks, case, parts, non_blocking, done):
     """Train, with ``parts`` offloaded and reloaded after every micro-step."""
-    engine = build(ranks, case)
+    engine = case.build(ranks)
     losses = []
     for step, micro in itertools.product(range(3), range(case.accumulation)):
         losses.append(micro_step(engine, ranks, step, micro))
@@ -85,11 +82,8 @@ def _allocated(ranks):
 
 def _measure(ranks, stage, done):
     before = _allocated(ranks)
-    config = {**Case(stage=stage, dtype="bf16").config()}
-    engine = zero_core.build(RootAndBlocks(384, 3, 1.0), config, process_group=ranks)
-    x = torch.ones(1, 384, device=ranks.device)
-    engine.backward(engine(x))
-    engine.step()
+    engine = Case(stage=stage, dtype="bf16").build(ranks, RootAndBlocks(384, 3, 1.0))
+    trained(engine, [torch.ones(1, 384, device=ranks.device)])
     held = _allocated(ranks) - before
     engine.offload_states()
     done.wait()
@@ -113,7 +107,7 @@ def test_99_percent_of_the_device_is_free():
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_what_needs_the_states_says_so(ranks, stage):
-    engine = build(ranks, Case(stage=stage))
+    engine = Case(stage=stage).build(ranks)
     micro_step(engine, ranks, 0)
     inputs = batch(1, 0, ranks.rank)
     loss = engine(**inputs)["loss"]
@@ -192,8 +186,7 @@ def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated():
         torch.manual_seed(0)
         engine = Case(stage=stage).build(model=RootAndBlocks(width, 3, 1.0))
         x = torch.ones(1, width) / width
-        engine.backward(engine(x))
-        engine.step()
+        trained(engine, [x])
         expected = engine.full_state_dict()
         loss = engine(x).item()
         room = 24 * 2**20
@@ -211,6 +204,5 @@ def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated():
         engine.reload_states()
         assert engine(x).item() == loss
         assert_same(engine.full_state_dict(), expected)
-        engine.backward(engine(x))
-        engine.step()
+        trained(engine, [x])
         engine.close()

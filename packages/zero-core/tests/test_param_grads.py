@@ -1,7 +1,5 @@
 """``param.grad`` at stage 0 between the last backward of a step and ``step``: DDP is the oracle."""
 
-import copy
-import io
 import math
 
 import pytest
@@ -316,19 +314,3 @@ def test_states_by_name_and_clipping_of_the_engine_see_changes():
         param.grad = torch.ones(3, 3, 3)
     engine.optimizer.zero_grad()
     assert param.grad is None
-
-
-def test_copies_and_the_model_after_its_engine_have_torchs_own_parameters():
-    engine = _build()
-    param = next(p for p in engine.module.parameters() if p.requires_grad)
-    with engine.gathered():
-        other = next(p for p in copy.deepcopy(engine.module).parameters())
-    assert type(other) is type(copy.deepcopy(param)) is nn.Parameter
-    buffer = io.BytesIO()
-    torch.save(param, buffer)
-    buffer.seek(0)
-    assert type(torch.load(buffer)) is nn.Parameter
-    model = engine.unwrap()
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    model(**batch(0, 0, 0))["loss"].backward()
-    assert param.grad is not None

@@ -4,7 +4,6 @@ The tier here keeps them in a dict and fills a buffer only when it is waited for
 the buffer too early gives NaN.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 import zero_core
 from zero_core._torch import DisableTorchFunction
 from zero_core.protocols import ParamTier
-from zero_core.testing.equal import Variant, check, cover
 from zero_core.testing.models import Hard, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, run_ddp, run_engine
 from zero_core.testing.ranks import on_processes
@@ -77,31 +75,6 @@ class Shelves:
         return shelf
 
 
-VARIANTS = {
-    name: Variant(
-        {"stage3_param_persistence_threshold": threshold},
-        further={"param_tier": Shelves(has_homes=has_homes)},
-        stages=(3,),
-    )
-    for name, threshold, has_homes in (
-        ("shards elsewhere", 0, False),
-        ("shards in memory that is written from outside", 0, True),
-        ("small segments on the device", 3000, False),
-    )
-}
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("row", cover(VARIANTS), ids=str)
-def test_losses_and_weights_are_those_without_a_tier(row, tmp_path):
-    variant = VARIANTS[row.variant]
-    shelves = Shelves(has_homes=variant.further["param_tier"].has_homes)
-    check(row, replace(variant, further={"param_tier": shelves}), tmp_path)
-    for shelf in shelves.made:
-        assert {s for kind, s in shelf.log if kind == "fetch"} == set(shelf.shards)
-        assert (0 in shelf.shards) == (variant.zero == EVERYTHING)  # the root
-
-
 def _case(dtype="fp32", **zero):
     return Case(stage=3, dtype=dtype, zero={**EVERYTHING, **zero})
 
@@ -154,9 +127,7 @@ def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed():
 @on_ranks()
 def test_the_device_holds_two_blocks_and_the_root(ranks):
     engine, _ = _tower("bf16", ranks)
-    for _ in range(2):
-        engine.backward(engine(torch.ones(2, 7)))
-        engine.step()
+    train(engine, [torch.ones(2, 7)] * 2)
     report = engine.memory_report()
     segments = engine.layout.segments
     assert report["host parameters"] == sum(2 * s.shard_numel for s in segments)
@@ -266,8 +237,7 @@ def test_a_plan_counts_what_rests_and_what_travels(ranks):
             engine, (shelf,) = _tower(dtype, ranks, **zero)
             for _ in range(2):
                 shelf.log.clear()
-                engine.backward(engine(torch.ones(2, 7)))
-                engine.step()
+                train(engine, [torch.ones(2, 7)])
             held = {k: n for k, n in engine.memory_report().items() if n}
             del held["host parameters"]
             held.pop("exchange buffers", None)  # simulated ranks share no memory

@@ -9,7 +9,7 @@ import zero_core
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.sharded.memory import Memory
-from zero_core.testing import Case, RootAndBlocks, seeded, simulate
+from zero_core.testing import Case, RootAndBlocks, seeded, simulate, train
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -38,8 +38,7 @@ def addresses_by_step(ranks, num_blocks):
         )
     steps = []
     for _ in range(4):
-        engine.backward(engine(torch.ones(2, WIDTH)))
-        engine.step()
+        train(engine, [torch.ones(2, WIDTH)])
         steps.append(dict(found))
         found.clear()
     engine.close()

@@ -101,10 +101,6 @@ def _inputs(*, is_spoilt):
     return good, bad if is_spoilt else good
 
 
-def _values(engine):
-    return engine.full_state_dict(dtype=torch.float32)
-
-
 @pytest.mark.parametrize(
     ("world_size", "dtype", "bad_micro", "is_local", "stage"),
     [
@@ -125,7 +121,7 @@ def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
         case.config() | {"fp16": {"enabled": dtype == "fp16", "loss_scale": 2.0}},
         process_group=ranks,
     )
-    before = _values(engine)
+    before = engine.full_state_dict(dtype=torch.float32)
     for step in range(2):
         for micro in range(2):
             is_spoilt = ranks.rank == culprit and (step, micro) == (0, bad_micro)
@@ -133,7 +129,7 @@ def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
                 engine.backward(engine(*_inputs(is_spoilt=is_spoilt)))
             engine.step()
         assert engine.optimizer.overflow == (step == 0)
-        after = _values(engine)
+        after = engine.full_state_dict(dtype=torch.float32)
         assert all(torch.equal(after[name], value) == (step == 0) for name, value in before.items())
     assert engine.skipped_steps == 1
     (text,) = _told_here(caplog)

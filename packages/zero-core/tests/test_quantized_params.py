@@ -127,8 +127,7 @@ def test_shards_are_bytes_and_frozen_parameters_have_neither_gradients_nor_state
     config = Case(3).config()
     expected = zero_core.plan(Adapted(WIDTH), config, world_size=2).memory.device
     engine = _build(ranks)
-    engine.backward(engine(_x(0, ranks.rank)))
-    engine.step()
+    train(engine, [_x(0, ranks.rank)])
     report = engine.memory_report()
     segments = engine.layout.segments
     num_bytes = sum(s.shard_numel for s in segments if s.is_opaque)
@@ -200,8 +199,7 @@ def test_components_are_gathered_and_edited_with_their_parameter(ranks):
 @on_ranks(2)
 def test_a_checkpoint_holds_the_components(ranks, tmp_path):
     engine = _build(ranks)
-    engine.backward(engine(_x(0, ranks.rank)))
-    engine.step()
+    train(engine, [_x(0, ranks.rank)])
     engine.save_checkpoint(tmp_path)
     expected = engine(_x(1, 0)).item()
     other = Adapted(WIDTH)

@@ -10,10 +10,10 @@ from torch import nn
 
 import zero_core
 from zero_core.testing.models import rows, seeded
-from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
+from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import assert_same, check_like_ddp
+from zero_core.testing.training import adamw, assert_same, check_like_ddp, train
 
 WIDTH = 6
 
@@ -111,8 +111,7 @@ def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
     engine = Case(3).build(model=_Net())
     with pytest.raises(ArithmeticError):
         engine(torch.full((3, WIDTH), float("nan")))  # on every rank
-    engine.backward(engine(torch.ones(3, WIDTH)))
-    engine.step()
+    train(engine, [torch.ones(3, WIDTH)])
     if ranks.rank == 0:
         found = "failed or timed out: the process of rank 1 has ended, last seen in"
         with pytest.raises(zero_core.CollectiveError, match=found):
@@ -163,8 +162,7 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stag
     engine = Case(stage).build(ranks, _Net())
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0, factor=0.5)
     for own_loss in (1.0, 0.5 + ranks.rank):
-        engine.backward(engine(torch.ones(3, WIDTH)))
-        engine.step()
+        train(engine, [torch.ones(3, WIDTH)])
         schedule.step(own_loss)
     before = engine.full_state_dict()
     engine.backward(engine(torch.ones(3, WIDTH)))
@@ -176,7 +174,7 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stag
         group["lr"] = 0.005
     engine.step()
     model = _Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = adamw(model)
     for lr in (0.01, 0.01, 0.005):
         optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ import zero_core
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import adamw, assert_same
+from zero_core.testing.training import adamw, assert_same, train_steps
 
 STEPS = 5
 
@@ -110,8 +110,7 @@ def test_the_engine_of_a_parameter_is_found(ranks, stage):
         for name, param in built.module.named_parameters():
             assert zero_core.engine_of(param) is built
             assert built.owns(param) == name
-    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
-    engine.step()
+    train_steps(engine, 0, 1)
     assert zero_core.engine_of(engine.module.embed.weight) is engine
     assert engine.owns(other.module.embed.weight) is None
     assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name

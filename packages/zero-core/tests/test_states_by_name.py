@@ -11,7 +11,7 @@ from zero_core.testing.models import batch, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes, run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import adamw, assert_same, train
+from zero_core.testing.training import adamw, assert_same, train, train_steps
 
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -134,8 +134,7 @@ def test_what_is_not_there_is_refused_by_name():
     ):
         with pytest.raises(error, match=match):
             call()
-    engine.backward(engine(**batch(0, 0, 0))["loss"])
-    engine.step()
+    train_steps(engine, 0, 1)
     with pytest.raises(RuntimeError, match="before its first step"):
         states.set_full("never", torch.zeros(5), "exp_avg")
     with engine.no_sync(), pytest.raises(RuntimeError, match="not whole yet"):

@@ -111,6 +111,26 @@ def test_slices_follow_torch_bit_by_bit_and_inactive_pieces_rest(optimizer_class
     assert [tier.read_scalars(i)["num_steps"] for i in EVERY] == [5, 2, 5, 2, 5, 5, 2]
 
 
+def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
+    fused = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True})
+    tier, group, _ = _make(*fused)
+    params = [nn.Parameter(part.clone()) for part in _parts(_drawn(1))]
+    plain = fused[0](params, **fused[1])
+    for step in range(5):
+        if step == 3:  # as a load of a checkpoint does in which this one has no state
+            tier.write_scalars(4, {"num_steps": 0.0})
+            del plain.state[params[4]]
+        _step(tier, group, step, EVERY)
+        for param, grad in zip(params, _parts(_drawn(10 + step)), strict=True):
+            param.grad = grad
+        beside = [p for p in params if p is not params[4]]
+        for some in (beside, params[4:5]):  # torch makes states of all in a call, or of none
+            plain.param_groups[0]["params"] = some
+            plain.step()
+    for mine, theirs in zip(_parts(_read(tier)), params, strict=True):
+        assert torch.equal(mine, theirs.detach())
+
+
 def test_a_gradient_is_scaled_once_however_many_calls_a_step_takes():
     found = []
     for scale, calls in ((1.0, [EVERY]), (0.25, [EVERY]), (0.25, [[0, 2], [1, 3, 4, 5, 6]])):

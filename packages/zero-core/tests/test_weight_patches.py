@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
+from zero_core.sharded.changes.log import Marks
 from zero_core.sharded.changes.positions import (
     Form,
     Kind,
@@ -361,6 +362,22 @@ def test_values_that_changed_their_sign_are_far():
     ends = torch.tensor([0x7FFF, 0x7FFE, -0x7FFF, -0x8000], dtype=torch.int32).to(torch.int16)
     changed, far = compare(ends, ends.flip(0))
     assert changed.tolist() == far.tolist() == [True, True, True, True]
+
+
+@given(st.integers(1, 2000), st.lists(masks(), min_size=1, max_size=8), st.randoms())
+def test_marks_are_the_union_of_what_was_added(numel, added, random):
+    marks, expected = Marks(numel), torch.zeros(numel, dtype=torch.bool)
+    for mask in added:
+        start = random.randrange(numel)
+        part = mask[: numel - start]
+        marks.add(start, part)
+        expected[start : start + part.numel()] |= part
+    for _ in range(2):
+        found = torch.zeros_like(expected)
+        marks.mark(found)
+        assert torch.equal(found, expected)
+        assert marks.is_marked == bool(expected.any())
+        marks.compact()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
+from zero_core.extensions.invariance import bin_powers, chunk_norms, sum_bins
+from zero_core.layout.arithmetic import CHUNK_NUMEL
 from zero_core.testing import alone, late_device, make_model, on_ranks, simulate
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
@@ -124,6 +126,21 @@ def test_accelerators_on_nodes_have_the_bits_of_one_host():
     block = {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     with pytest.raises(zero_core.ConfigError, match="border elsewhere"):
         run(1, {"zero_optimization": block}, device="late")
+
+
+def test_sums_of_powers_are_exact_in_any_order_and_show_what_is_not_finite():
+    numel = 40 * CHUNK_NUMEL
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    values *= torch.logspace(-12, 3, numel)  # chunks of very different size
+    whole = bin_powers(chunk_norms(values))
+    for num_chunks in (20, 14, 1):  # of a rank
+        shards = values.split(num_chunks * CHUNK_NUMEL)
+        parts = [bin_powers(chunk_norms(shard.clone())) for shard in reversed(shards)]
+        assert torch.equal(sum(parts), whole)
+    assert float(sum_bins(whole)) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+    for value, expected in ((1e-30, 0.0), (1e25, torch.inf), (torch.nan, torch.nan)):
+        found = sum_bins(bin_powers(chunk_norms(torch.full((CHUNK_NUMEL,), value))))
+        assert float(found) == pytest.approx(expected, nan_ok=True)
 
 
 def test_backwards_that_would_be_added_in_another_order_are_refused():
