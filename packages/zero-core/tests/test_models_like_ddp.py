@@ -81,30 +81,28 @@ class _State:
     extra: Tensor | None
 
 
-class _Start(nn.Linear):
-    def forward(self, given, mask=None):
-        return _State(super().forward(given["x"]), mask)
+class _Part(nn.Linear):
+    """A block that takes and returns dicts, tuples, dataclasses and None, by its ``place``."""
 
+    def __init__(self, place):
+        super().__init__(7, 7)
+        self.place = place
 
-class _Middle(nn.Linear):
-    def forward(self, state):
-        hidden = torch.tanh(super().forward(state.hidden))
-        return hidden, {"unused": hidden * 2}, None
-
-
-class _End(nn.Linear):
-    def forward(self, parts, *, scale):
-        hidden, extras, nothing = parts
+    def forward(self, given, mask=None, *, scale=1.0):
+        if self.place == "start":
+            return _State(super().forward(given["x"]), mask)
+        if self.place == "middle":
+            hidden = torch.tanh(super().forward(given.hidden))
+            return hidden, {"unused": hidden * 2}, None
+        hidden, extras, nothing = given
         assert nothing is None
         return _State(super().forward(hidden) * scale, extras["unused"])
 
 
 class _Structured(nn.Module):
-    """Blocks that take and return dicts, tuples, dataclasses and None."""
-
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([_Start(7, 7), _Middle(7, 7), _End(7, 3)])
+        self.blocks = nn.ModuleList(_Part(place) for place in ("start", "middle", "end"))
 
     def forward(self, given):
         start, middle, end = self.blocks
@@ -366,8 +364,7 @@ def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks):
     assert list(losses_of(engine, engine.step)) == list(losses_of(ddp, end))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@on_processes()
+@on_processes(2)
 def test_processes_end_when_one_leaves_out_or_skips_blocks(ranks):
     for draw in (_branching, _without_blocks):
         check_like_ddp(ranks, _of(_Branches), draw, Case(3), steps=len(LEFT_OUT))

@@ -44,23 +44,21 @@ def _bytes(tensor):
 
 def _assert_same_base(model, expected):
     """Compare the bits, dtypes and strides that modules see."""
-    own, other = dict(model.named_modules()), dict(expected.named_modules())
-    for path, module in other.items():
+    own = dict(model.named_modules())
+    for path, module in expected.named_modules():
         weight = getattr(module, "weight", None)
         if weight is None or weight.requires_grad or isinstance(module, nn.LayerNorm):
             continue
-        found = own[path].weight
-        pairs = [(found, weight)]
+        reads = [lambda module: module.weight]
         if hasattr(weight, "state"):
-            pairs += [(found.state.absmax, weight.state.absmax)]
-            pairs += [(found.state.inner.values, weight.state.inner.values)]
+            reads += [lambda m: m.weight.state.absmax, lambda m: m.weight.state.inner.values]
         if hasattr(weight, "codes"):
-            pairs = [(found.codes, weight.codes), (found.absmax, weight.absmax)]
+            reads = [lambda m: m.weight.codes, lambda m: m.weight.absmax]
         if hasattr(module, "scale"):
-            pairs += [(own[path].scale, module.scale)]
-        for mine, theirs in pairs:
-            assert mine.dtype == theirs.dtype
-            assert mine.stride() == theirs.stride()
+            reads += [lambda module: module.scale]
+        for read in reads:
+            mine, theirs = read(own[path]), read(module)
+            assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
             assert torch.equal(_bytes(mine), _bytes(theirs)), path
 
 

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import zero_core
 from zero_core.testing.models import batch, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.ranks import on_processes, run_on_processes
+from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, train, train_steps
 
@@ -139,11 +139,6 @@ def test_what_is_not_there_is_refused_by_name():
         states.set_full("never", torch.zeros(5), "exp_avg")
     with engine.no_sync(), pytest.raises(RuntimeError, match="not whole yet"):
         states.get_full("gain", "grad")
-
-
-@pytest.mark.slow
-def test_states_are_set_where_ranks_share_memory():
-    run_on_processes(_sets, 3, True)
 
 
 def _net(*, is_wrapped=False):

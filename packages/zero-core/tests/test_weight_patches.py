@@ -52,7 +52,6 @@ def _assert_same(engine, receiver):
     [
         *((1, 0, "fp32", 11), (3, 1, "bf16", 11), (3, 2, "fp16", 11), (1, 3, "bf16", 11)),
         *((3, 3, "fp32", 11), (3, 3, "fp16", 11)),
-        pytest.param(2, 3, "bf16", 201, marks=pytest.mark.slow),
     ],
 )
 @on_ranks()
