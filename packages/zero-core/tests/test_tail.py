@@ -1,4 +1,4 @@
-"""What a step waits for, and when: the tail, used after the blocks, gradients and their sums."""
+"""A step waits for its tail, its gradients and their sums where it uses them."""
 
 import pytest
 import torch
