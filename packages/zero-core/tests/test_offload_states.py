@@ -1,16 +1,14 @@
 """States that are offloaded from the device and reloaded with the same bits."""
 
-import ctypes
 import itertools
-import resource
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Barrier
 
 import pytest
 import torch
 
 import zero_core
+from zero_core.runtime import device_states
 from zero_core.testing import late_device
 from zero_core.testing.models import RootAndBlocks, batch
 from zero_core.testing.oracle import Case
@@ -156,53 +154,39 @@ def test_what_needs_the_states_says_so(ranks, stage):
     engine.close()
 
 
-M_MMAP_THRESHOLD = -3
-"""A parameter of glibc's ``mallopt``."""
-
-
 @contextmanager
-def _leaving(nbytes):
-    """Limit the memory that this process can still allocate to ``nbytes``."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+def _without_memory(method, number):
+    """Have the call of a number, from 0, of a method of what is copied to the host fail."""
+    calls, plain = itertools.count(), getattr(device_states._HostCopy, method)
+
+    def fail(self, *args, **keys):
+        if next(calls) == number:
+            raise RuntimeError("can't allocate memory")
+        return plain(self, *args, **keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_states._HostCopy, method, fail)
+        with pytest.raises(RuntimeError, match="allocate"):
+            yield
 
 
-@alone
-def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated():
-    """Check that neither direction loses anything when memory runs out halfway.
-
-    Both can be repeated.
-    """
-    # Whatever is large is memory of its own, which returns to the system when it is freed: what
-    # malloc keeps would be allocated again in spite of the limit.
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16) == 1
-    width = 1536  # 9 MiB a matrix
-    for stage in (0, 3):
-        torch.manual_seed(0)
-        engine = Case(stage=stage).build(model=RootAndBlocks(width, 3, 1.0))
-        x = torch.ones(1, width) / width
-        trained(engine, [x])
-        expected = engine.full_state_dict()
-        loss = engine(x).item()
-        room = 24 * 2**20
-        with _leaving(room), pytest.raises(RuntimeError, match="allocate"):
-            engine.offload_states()
-        assert not engine.offloaded_states
-        assert engine(x).item() == loss
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated(stage):
+    engine, inputs = Case(stage=stage).build(), batch(0, 0, 0)
+    trained(engine, [inputs])
+    expected, loss = engine.full_state_dict(), engine(**inputs)["loss"].item()
+    with _without_memory("__init__", 3):
         engine.offload_states()
-        for _ in range(2):
-            with _leaving(room), pytest.raises(RuntimeError, match="allocate"):
-                engine.reload_states()
-            assert engine.offloaded_states == ALL
-            with pytest.raises(RuntimeError, match="reload_states"):
-                engine(x)
-        engine.reload_states()
-        assert engine(x).item() == loss
-        assert_same(engine.full_state_dict(), expected)
-        trained(engine, [x])
-        engine.close()
+    assert not engine.offloaded_states
+    assert engine(**inputs)["loss"].item() == loss
+    engine.offload_states()
+    for number in (0, 3):
+        with _without_memory("restore", number):
+            engine.reload_states()
+        assert engine.offloaded_states == ALL
+        with pytest.raises(RuntimeError, match="reload_states"):
+            engine(**inputs)
+    engine.reload_states()
+    assert engine(**inputs)["loss"].item() == loss
+    assert_same(engine.full_state_dict(), expected)
+    trained(engine, [inputs])

@@ -107,15 +107,6 @@ def test_plan_is_what_a_real_engine_holds_and_sends(world_size):
     run(_check_all, world_size, plans)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_long_lived_memory_is_exact_for_a_model_with_every_difficulty(stage):
-    config = make_config(stage, "bf16")
-    engine = zero_core.build(make_model(), config)
-    planned = zero_core.plan(make_model(), config, 1, device_type="cpu").memory.device
-    report = engine.memory_report()
-    assert {k: planned[k] for k in report if report[k]} == {k: n for k, n in report.items() if n}
-
-
 def saved_by_autograd(model, inputs):
     """Count the bytes that a real forward saves, each storage once and without parameters."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
