@@ -1,7 +1,6 @@
 """Parameters that keep their strides: channels-last convolutions and transposed matrices."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 
 import zero_core
 from zero_core.checkpoint.files import read_weights
-from zero_core.layout.stored import dim_order, flatten, unflatten
 from zero_core.testing.models import seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.simulated import on_ranks, simulate
@@ -97,16 +95,6 @@ def test_losses_weights_and_strides_are_those_of_ddp(ranks, stage, kind):
     assert _strides(left) == _strides(model)
     for found in (left, copied):
         assert_same(dict(found.state_dict()), dict(model.state_dict()))
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_views_of_memory_have_the_strides_that_torch_gives(memory_format):
-    for shape in itertools.product((1, 2, 3), repeat=4):
-        values = torch.randn(shape).contiguous(memory_format=memory_format)
-        order = dim_order(values)
-        found = unflatten(flatten(values, order), shape, order)
-        assert found.stride() == values.stride(), shape
-        assert found.data_ptr() == values.data_ptr()
 
 
 def _saves(ranks, folder, kind, is_channels_last):
