@@ -325,11 +325,9 @@ USES = {
 }
 
 
-ROWS = [(size, name) for size in (1, 2, 3) for name in USES]
-
-
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("world_size", "name"), ROWS)
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks()
 def test_losses_and_values_are_those_of_ddp(ranks, name, stage):

@@ -106,10 +106,9 @@ def test_a_bf16_configuration_casts_neither_codes_nor_scales(ranks):
 
 
 def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
-    module = nn.Module()
+    module = nn.Linear(4, 4).requires_grad_(False)
     module.head = nn.Linear(4, 4)
     for name, value in (
-        ("weight", torch.ones(4, 4)),
         ("count", torch.zeros((), dtype=torch.int64)),
         ("places", torch.arange(4).view(1, 4)),
     ):

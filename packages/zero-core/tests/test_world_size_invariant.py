@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core.extensions.invariance import bin_powers, chunk_norms, sum_bins
 from zero_core.layout.arithmetic import CHUNK_NUMEL
-from zero_core.testing import alone, late_device, make_model, on_ranks, simulate
+from zero_core.testing import alone, late_device, make_model, make_tower, on_ranks, simulate
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
 
@@ -211,23 +210,11 @@ def test_a_micro_batch_that_is_repeated_draws_the_same_numbers():
     engine.close()
 
 
-class _UsedTwice(nn.Module):
-    """Uses a layer twice under reentrant checkpointing, which gives it two gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
-
-    def forward(self, x):
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_two_gradients_of_a_parameter_in_one_backward_are_refused(ranks):
-    engine = zero_core.build(_UsedTwice(), config(ranks.size), process_group=ranks)
-    out = engine(torch.ones(1, 3, requires_grad=True))
+    model = make_tower(1, recompute="reentrant")
+    engine = zero_core.build(model, config(ranks.size), process_group=ranks)
+    out = engine(torch.ones(1, 7, requires_grad=True), (0, 0))  # its only block twice
     with pytest.raises(RuntimeError, match="two gradients in one backward"):
         engine.backward(out.sum())
