@@ -180,26 +180,24 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stag
 
 
 @pytest.mark.parametrize(
-    ("key", "values"),
-    [("lr", [torch.tensor(0.1), torch.tensor(0.10001)]), ("betas", [[0.9, 0.99], [0.9, 0.98]])],
+    ("key", "values", "differ"),
+    [
+        ("lr", torch.tensor([0.1, 0.10001, 0.1]), "optimizer group 0, 'lr': "),
+        ("betas", [[0.9, 0.99], [0.9, 0.98], [0.9, 0.99]], "optimizer group 0, 'betas': "),
+        ("", [], r"parameter head.bias: trainable on ranks 0, 2, frozen on rank 1\."),
+    ],
 )
-@on_ranks(2)
-def test_settings_in_tensors_and_lists_are_compared_exactly(ranks, key, values):
+@on_ranks(3)
+def test_settings_in_tensors_and_lists_and_frozen_parameters_are_compared(
+    ranks, key, values, differ
+):
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), foreach=False)
     engine = Case(1).build(ranks, net, optimizer=optimizer)
+    net.head.bias.requires_grad_(bool(key) or ranks.rank != 1)
     engine.backward(engine(torch.ones(3, WIDTH)))
-    engine.optimizer.param_groups[0][key] = values[ranks.rank]
-    with pytest.raises(zero_core.RankMismatchError, match=rf"optimizer group 0, '{key}': "):
-        engine.step()
-
-
-@on_ranks(3)
-def test_a_parameter_that_is_frozen_on_one_rank_is_named(ranks):
-    engine = Case(2).build(ranks, _Net())
-    engine.module.head.bias.requires_grad_(ranks.rank != 1)
-    engine.backward(engine(torch.ones(3, WIDTH)))
-    differ = r"parameter head.bias: trainable on ranks 0, 2, frozen on rank 1\."
+    if key:
+        engine.optimizer.param_groups[0][key] = values[ranks.rank]
     with pytest.raises(zero_core.RankMismatchError, match=differ):
         engine.step()
 
