@@ -16,15 +16,6 @@ from zero_core import ConfigError
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks, fold
 from zero_core.testing import Case, late_device, run_alone, spawn
 
-VARIABLES = (
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "RANK",
-    "SLURM_NODEID",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-)
-
 
 @pytest.mark.parametrize(
     ("nodes", "expected"),
@@ -52,8 +43,10 @@ def test_nodes_are_folded_into_equal_groups_of_consecutive_ranks(nodes, expected
 
 
 def _count(environment):
-    for name in VARIABLES:
-        os.environ.pop(name, None)
+    for name in [
+        n for n in os.environ if n.startswith(("LOCAL_", "GROUP_", "RANK", "SLURM_", "OMPI_"))
+    ]:
+        del os.environ[name]
     os.environ.update(environment)
     ranks = find_ranks(None, None)
     control = ranks.connect()
