@@ -228,10 +228,6 @@ def test_a_plan_counts_what_rests_and_what_travels(ranks):
             if not threshold:  # two blocks and the root
                 whole = [root.padded_numel, block.padded_numel, block.padded_numel]
                 assert held["gathered units"] == block.dtype.itemsize * sum(whole)
-            masters = [t for _, t in engine.sharded_state.tier._masters.chunks]
-            kept = {t.data_ptr() for _, t in engine.sharded_state.tier._published.chunks}
-            own = sum(t.nbytes for t in masters if t.data_ptr() not in kept)
-            assert plan.memory.device.get("master weights", 0) == own
 
             zero = {**zero, "offload_param": {"device": "cpu"}}
             config = Case(stage=3, dtype=dtype, zero=zero).config()
