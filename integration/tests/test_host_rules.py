@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import cpu_adam
 import zero_core
 from cpu_adam import reference
 from tests.support.host_optimizers import OPTIMIZERS
@@ -74,20 +73,6 @@ def test_each_rule_follows_its_definition(name: str, stage: int) -> None:
     for key, value in params.items():
         torch.testing.assert_close(weights[key], value.detach(), rtol=0, atol=atol)
         assert ((weights[key] - value).abs() > 2e-6).float().mean() < 0.01, key
-
-
-def test_lion_of_the_engine_is_the_kernels_bit_by_bit() -> None:
-    param = nn.Parameter(torch.randn(10_007))
-    weights, momentum = param.detach().clone(), torch.zeros(10_007)
-    optimizer = zero_core.Lion([param], lr=1e-3, weight_decay=0.1)
-    for _ in range(10):
-        param.grad = torch.randn(10_007)
-        optimizer.step()
-        cpu_adam.lion_step(
-            weights, param.grad, momentum, lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1
-        )
-    assert torch.equal(param, weights)
-    assert torch.equal(optimizer.state[param]["exp_avg"], momentum)
 
 
 def test_codes_are_those_of_the_kernels_definition() -> None:

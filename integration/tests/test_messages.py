@@ -384,8 +384,10 @@ def served_by(world_size: int) -> list[dict[str, Any]]:
     return [c for c in CONFIGS if world_size % c["zero_optimization"].get(key, 1) == 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node"),
+    [(4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((3, 1), (2, 2)))],
+)
 def test_an_engine_sends_and_keeps_what_was_planned(world_size: int, ranks_per_node: int) -> None:
     served = served_by(world_size)
     found = simulate(

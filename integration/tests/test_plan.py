@@ -69,7 +69,8 @@ def measure_offload(ranks: SimulatedRanks, configs: list[dict[str, Any]]) -> lis
         with seeded(0):
             model = GPT2LMHeadModel(GPT2)
         engine = zero_core.build(model, config, process_group=ranks)
-        train(engine, [{"input_ids": ids, "labels": ids}] * 2)
+        inputs = {"input_ids": ids, "labels": ids}
+        train(engine, [inputs] * (1 + engine.gradient_accumulation_steps))
         tier = engine.sharded_state.tier
         tier.wait_params(0, engine.layout.local_numel(is_sharded=ranks.size > 1))
         found.append(memory_of_tier(engine))
@@ -83,6 +84,8 @@ def test_offload_takes_what_was_planned(world_size: int) -> None:
         make_config(stage, dtype, **offload(ratio))
         for stage, dtype, ratio in product(range(4), ("fp32", "bf16"), (0.0, 0.37, 1.0))
     ]
+    # The host keeps gradients of several micro-steps.
+    whole += [{**whole[-1], "gradient_accumulation_steps": steps} for steps in (2, 4, 5)]
     compact = [
         make_config(stage, dtype, **offload(0.37, state_dtype))
         for state_dtype in ("int8", "bfloat16")
