@@ -233,27 +233,6 @@ def test_old_names_and_forms_become_todays():
         _zero(**both)
 
 
-def test_what_accelerate_adds_is_taken():
-    settings = read(
-        {
-            **BASE,
-            "steps_per_print": float("inf"),
-            "zero_allow_untested_optimizer": True,
-            "fp16": {"enabled": True, "auto_cast": True},
-            "bf16": {"enabled": False},
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "none", "nvme_path": None},
-                "offload_param": {"device": "none", "nvme_path": None},
-                "stage3_gather_16bit_weights_on_model_save": False,
-            },
-        }
-    )
-    assert settings.steps_per_print is None
-    assert settings.fp16_auto_cast
-    assert load_config(settings.core, world_size=1).compute_dtype == torch.float16
-
-
 def test_key_without_effect_beside_another_one_is_told():
     off = _told(bf16={"enabled": False, "check_grad_overflow": False})
     assert "  bf16.check_grad_overflow = false: used with bf16.enabled only" in off

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,9 @@ from zero_core import Engine, plugins
 from zero_core.testing import (
     LR,
     Case,
-    SimulatedRanks,
     batch,
     make_model,
     on_ranks,
-    simulate,
     train,
 )
 from zero_core.testing.training import assert_same
@@ -109,54 +106,6 @@ def test_codes_are_those_of_the_kernels_definition() -> None:
 def test_state_dtypes_that_are_not_served_are_refused_by_key(optimizer, offload, match):
     with pytest.raises(zero_core.ConfigError, match=match):
         zero_core.build(make_model(), make_config(optimizer, 1, "fp32", **offload))
-
-
-def unfreeze(ranks: SimulatedRanks, folder: str, stage: int, state_dtype: str) -> None:
-    """Save with one frozen block, and resume with another one frozen, on host and device."""
-    dtype = "fp32" if state_dtype == "float32" else "bf16"
-
-    def build(frozen: int, **offload: Any) -> zero_core.Engine:
-        model = make_model()
-        model.blocks[frozen].requires_grad_(False)
-        config = make_config("AdamW", stage, dtype, **offload)
-        return zero_core.build(model, config, process_group=ranks)
-
-    host: dict[str, Any] = {"ratio": 0.5, "state_dtype": state_dtype}
-    saved = build(0, **host)
-    train(saved, batches(ranks.rank, range(3)))
-    saved.save_checkpoint(folder)
-    found = []
-    for offload, others in (
-        (host, range(20, 22)),
-        (host, range(0)),
-        ({"device": "none"}, range(0)),
-    ):
-        engine = build(1, **offload)
-        train(engine, batches(ranks.rank, others))  # its states are not the checkpoint's
-        engine.load_checkpoint(folder)
-        assert engine.states.scalars("blocks.0.up.bias")["num_steps"] == 0
-        for number in range(3):  # new, frozen now, trained before and after
-            name = f"blocks.{number}.up.weight"
-            value = saved.states.get_full(name)
-            value = value.bfloat16().float() if (number, dtype) == (1, "bf16") else value
-            assert torch.equal(engine.states.get_full(name), value), name
-        train(engine, batches(ranks.rank, range(3, 6)))
-        found.append(engine.full_state_dict(dtype=torch.float32))
-        engine.close()
-    torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=0.0)
-    torch.testing.assert_close(found[0], found[2], rtol=0.0, atol=TOLERANCE[state_dtype])
-
-
-TOLERANCE = {"float32": 1e-5, "int8": 1e-2}
-"""Between host and device. In bf16 sums of gradients round otherwise, too."""
-
-
-@pytest.mark.parametrize("state_dtype", TOLERANCE)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_resumed_run_with_other_frozen_parameters_goes_on_as_on_the_device(
-    tmp_path: Path, stage: int, state_dtype: str
-) -> None:
-    simulate(unfreeze, 2, str(tmp_path), stage, state_dtype)
 
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -17,8 +17,7 @@ from transformers import GPT2LMHeadModel, GPT2Model
 
 import zero_core
 from tests.support.lm_models import CLASSES, lm_config, make_lm
-from zero_core.testing import Case, SimulatedRanks, check_like_ddp, seeded, simulate, spawn, train
-from zero_core.testing.models import MixtureModel, routed_batch
+from zero_core.testing import Case, check_like_ddp, seeded, simulate, spawn, train
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 CASES = [
@@ -210,24 +209,3 @@ def _few_tokens(step: int, rank: int) -> dict[str, torch.Tensor]:
 def test_mixtures_of_transformers_follow_ddp(world_size, name):
     check = partial(check_like_ddp, steps=2)
     simulate(check, world_size, partial(_model, name), _few_tokens, Case(3))
-
-
-def _offload(ranks: SimulatedRanks, name: str | None) -> None:
-    found = []
-    for stage, zero in ((1, {}), (2, HOST), (3, {**HOST, "offload_param": {"device": "cpu"}})):
-        model = MixtureModel() if name is None else _model(name)
-        engine = zero_core.build(model, Case(stage, zero=zero).config(), process_group=ranks)
-        inputs: Any = [
-            routed_batch(step, ranks.rank, 1) if name is None else _few_tokens(step, ranks.rank)
-            for step in range(3)
-        ]
-        found.append((train(engine, inputs), engine.full_state_dict()))
-        engine.close()
-    torch.testing.assert_close(found[2], found[1], rtol=0.0, atol=0.0)
-    # The host's Adam rounds in another order.
-    torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS)])
-def test_mixtures_that_are_offloaded_follow_those_that_are_not(name):
-    simulate(_offload, 2, name)

@@ -46,7 +46,7 @@ from zero_engine.deepspeed_import.isolation import (
 )
 from zero_engine.deepspeed_import.reading import find_place, read_source, size_of
 from zero_engine.deepspeed_import.source import MASTER
-from zero_engine.deepspeed_import.torch_files import Record, load_file
+from zero_engine.deepspeed_import.torch_files import load_file
 from zero_engine.deepspeed_import.universal import read_universal
 from zero_engine.deepspeed_import.writing import write_source
 
@@ -299,14 +299,6 @@ def test_file_that_names_anything_else_is_refused_with_its_name(hostile, match, 
     with pytest.raises(CheckpointError, match=match):
         load_file(tmp_path / "states.pt")
     assert not (tmp_path / "mark").exists()
-
-
-def test_objects_of_deepspeed_are_records_of_what_was_pickled(classes, tmp_path):
-    torch.save([instance(classes["fragment_address"], numel=3, start=1)], tmp_path / "a.pt")
-    (found,) = load_file(tmp_path / "a.pt")
-    assert isinstance(found, Record)
-    assert (vars(found)["numel"], vars(found)["start"]) == (3, 1)
-    assert "deepspeed.utils.tensor_fragment" not in type(found).__module__
 
 
 def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content: Any = ()) -> None:

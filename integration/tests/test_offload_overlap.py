@@ -258,19 +258,6 @@ def test_with_a_size_of_the_log_steps_begin_in_backward_else_after_the_decision(
     engine.close()
 
 
-@pytest.mark.parametrize("size", [None, 5_000])
-@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_plan_has_the_bytes_of_the_log(dtype: str, state_dtype: str, size: int | None) -> None:
-    config = config_of(dtype=dtype, undo_buffer_size=size, state_dtype=state_dtype)
-    engine = build(config)
-    # On a CPU a plan has the host's bytes among its own.
-    memory = zero_core.plan(make_model(), config, 1, device_type="cpu").memory
-    planned = {**memory.device, **memory.host}["undo log"]
-    assert planned == engine.memory_report()["undo log"]
-    engine.close()
-
-
 SHARES: dict[str, dict[str, Any]] = {
     "0.3": {"ratio": 0.3},
     "0.999": {"ratio": 0.999},

@@ -206,41 +206,6 @@ def _convert(rank: int, world_size: int) -> None:
         _check_values(model, _make().bfloat16())
 
 
-def _copy(rank: int, world_size: int) -> None:
-    model, expected = _make_sharded(), _make()
-    with gathered_params([model.blocks[0].weight]):  # one in parts, the others recorded
-        pass
-    copied = copy.deepcopy(model)
-    assert _is_all_partitioned(copied)
-    assert copied.head.weight is copied.embed.weight is not model.embed.weight
-    in_any_order = set(copied.parameters())
-    with gathered_params(in_any_order, modifier_rank=0):
-        for param in copied.parameters():
-            param.data.zero_()
-    with gathered_params(model.parameters()):
-        _check_values(model, expected)
-    with gathered_params(copied.parameters()):
-        assert not any(p.any() for p in copied.parameters())
-
-
-def _mix(rank: int, world_size: int) -> None:
-    """Build an engine of a model with sharded and ordinary parameters in one unit.
-
-    Some of them replace sharded ones.
-    """
-    model, expected = _make_sharded(), _make()
-    with gathered_params([model.blocks[1].weight]):
-        pass
-    for each in (model, expected):
-        torch.manual_seed(4)
-        each.blocks[1].bias = nn.Parameter(torch.randn(5))
-        each.blocks[1].low_rank = nn.Parameter(
-            torch.randn(2, 3) if rank == 0 or each is expected else torch.zeros(2, 3)
-        )
-        each.head.weight = nn.Parameter(torch.randn(11, 5))
-    _check_built(model, expected)
-
-
 def _train(rank: int, world_size: int) -> None:
     """Train with an optimizer that fills its state when it is made."""
     model, expected = _make_sharded().float(), _make().float()
@@ -265,23 +230,6 @@ def _train(rank: int, world_size: int) -> None:
         update(optimizers[1])
         torch.testing.assert_close(loss, wanted)
     engine.close()
-
-
-def _shard_existing(rank: int, world_size: int) -> None:
-    model = _make(seed=rank)
-    for _ in range(2):  # again: nothing left to do
-        partition_module(model)
-    assert _is_all_partitioned(model)
-    with gathered_params(model.parameters()):
-        _check_values(model, _make())
-    low = _make(seed=rank)
-    partition_module(low, dtype=torch.float16)
-    with gathered_params(low.parameters()):
-        _check_values(low, _make().half())
-    with torch.device("meta"):
-        bare = nn.Linear(2, 2)
-    with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
-        partition_module(bare)
 
 
 def _left_by_engines(rank: int, world_size: int) -> None:
@@ -417,6 +365,10 @@ def _refuse(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=f"expected a rank below {world_size}"):
         gathered_params([weight], modifier_rank=world_size).__enter__()
     assert is_partitioned(weight)
+    with torch.device("meta"):
+        bare = nn.Linear(2, 2)
+    with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
+        partition_module(bare)
     scale.data.fill_(1.0)  # torch lets it through: it is seen when the value is wanted
     with pytest.raises(RuntimeError, match="written to while it is sharded"):
         gathered_params([scale]).__enter__()
@@ -475,10 +427,7 @@ CHECKS = [
     _closes_as_it_was,
     _change,
     _convert,
-    _copy,
-    _mix,
     _train,
-    _shard_existing,
     _left_by_engines,
     _freed_by_builds,
     _initialize,

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from benchmarks.harness.forked_python import forked_python
 from faults.harness import Program
 from faults.ranks.slurm_stand_ins import slurm_job
 from zero_core.extensions.heartbeat import VARIABLE
-from zero_engine.launch.started_ranks import rank_variables
 from zero_engine.script.run import _give_local_rank, _parser
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -131,19 +129,6 @@ def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: P
         command = container["livenessProbe"]["exec"]["command"]
         words = [word.replace(variable["value"], str(beats)) for word in command]
         assert (subprocess.run(words, check=False).returncode == 0) is is_alive
-
-
-def test_mpirun_starts_as_many_ranks_as_there_are_slots() -> None:
-    spec = _document("mpijob.yaml")["spec"]
-    launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
-    (container,) = launcher["template"]["spec"]["containers"]
-    words = container["args"]
-    count = int(words[words.index("-np") + 1])
-    assert count == worker["replicas"] * spec["slotsPerWorker"]
-    given = dict(word.split("=") for flag, word in pairwise(words) if flag == "-x")
-    own = {"RANK": "9", "SIZE": str(count), "LOCAL_RANK": "1", "LOCAL_SIZE": "8"}
-    found = rank_variables(given | {f"OMPI_COMM_WORLD_{k}": v for k, v in own.items()})
-    assert found == {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", **given}
 
 
 def test_skypilot_describes_each_node_to_torchrun(tmp_path: Path) -> None:
