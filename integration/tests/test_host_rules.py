@@ -17,7 +17,6 @@ from cpu_adam import reference
 from tests.support.host_optimizers import OPTIMIZERS
 from zero_core import Engine, plugins
 from zero_core.testing import (
-    LR,
     Case,
     batch,
     make_model,
@@ -162,12 +161,8 @@ def _kernels(engine: Engine) -> set[bool]:
     return {part.tier.has_kernel for part in tier.report()}
 
 
-def _values(engine: Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> Any:
-    for step, count in enumerate(counts):
-        for micro in range(count):
-            engine.set_gradient_accumulation_boundary(micro == count - 1)
-            engine.backward(engine(**batch(step, micro, rank))["loss"], over=count)
-            engine.step()
+def _values(engine: Engine, rank: int) -> Any:
+    train(engine, batches(rank, range(3)))
     return engine.full_state_dict(dtype=torch.float32)
 
 
@@ -190,32 +185,6 @@ def test_an_object_has_the_bits_of_the_same_optimizer_by_name(ranks, name, stage
 )
 def test_what_no_kernel_is_known_to_compute_is_torchs(make):
     assert _kernels(_of_object(make, 1, "fp32")) == {False}
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@on_ranks(2)
-def test_declared_micro_steps_add_up_where_none_are_configured(ranks, dtype):
-    """The tier keeps gradients, and the loop declares boundaries."""
-    counts = (3, 1, 2)
-
-    def values(case: Case) -> Any:
-        return _values(
-            zero_core.build(make_model(), case.config(), process_group=ranks), ranks.rank, counts
-        )
-
-    expected = values(Case(2, dtype, accumulation=3, zero=HOST))
-    found = values(Case(2, dtype, zero=HOST))
-    if dtype == "fp32":
-        assert_same(found, expected)
-    else:
-        # Configured micro-steps are rounded one by one, declared ones once they are added.
-        gaps = [(found[name] - value).abs().mean() for name, value in expected.items()]
-        assert max(gaps) < LR / 50
-    engine = _build(3, dtype, process_group=ranks)
-    assert_same(_values(engine, ranks.rank, counts), found)
-    before = engine.memory_report()
-    _values(engine, ranks.rank, counts)
-    assert engine.memory_report() == before  # no buffer is lost
 
 
 def test_without_a_kernel_torch_computes_an_object_and_the_log_says_so(monkeypatch, caplog):

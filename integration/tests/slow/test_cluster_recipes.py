@@ -131,28 +131,6 @@ def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: P
         assert (subprocess.run(words, check=False).returncode == 0) is is_alive
 
 
-def test_skypilot_describes_each_node_to_torchrun(tmp_path: Path) -> None:
-    task = _document("skypilot.yaml")
-    assert task.keys() == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
-    program = tmp_path / "zero-engine"
-    program.write_text('#!/bin/bash\nprintf "%s\\n" "${@:2}"\n', encoding="utf-8")
-    program.chmod(0o755)
-    node = {"NUM_NODES": "2", "NODE_RANK": "1", "NUM_GPUS_PER_NODE": "8"}
-    own = {f"SKYPILOT_{name}": value for name, value in node.items()}
-    own |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    said = subprocess.run(
-        ["bash", "-eu", "-c", task["run"]],
-        env={**task["envs"], **own},
-        check=True,
-        stdout=-1,
-        text=True,
-    ).stdout.splitlines()
-    parsed = _parser().parse_args(said)
-    assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node) == ("2", 1, "8")
-    assert parsed.master_addr == "10.0.0.1"
-    assert parsed.training_script_args == [task["envs"]["CHECKPOINTS"]]
-
-
 @pytest.mark.parametrize("has_wheel", [True, False])
 def test_image_has_the_python_of_the_wheelhouse(has_wheel: bool, tmp_path: Path) -> None:
     """A command in its header finds the release, and the install refuses wheels of another one."""
