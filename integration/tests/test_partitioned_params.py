@@ -162,28 +162,11 @@ def _change(rank: int, world_size: int) -> None:
         weight.data[2] = 7.0 if rank == source else -1.0
         with torch.no_grad():
             model.scale.fill_(3.0 + rank)
-    with gathered_params([weight, model.scale]):  # read only
-        weight.data.zero_()
-        model.scale.data = torch.ones(())
     with gathered_params([weight]):
         with gathered_params([weight], modifier_rank=0):
             weight.data[1] = 5.0 + rank
         weight.data.fill_(10.0 + rank)  # after the inner one: read only
-    with suppress(ZeroDivisionError), gathered_params([weight], modifier_rank=0):
-        weight.data.zero_()
-        raise ZeroDivisionError
-    bias = model.blocks[0].bias
-    with suppress(ZeroDivisionError), gathered_params([bias]):
-        with gathered_params([bias], modifier_rank=0):
-            bias.data = torch.full((2, 3), 2.0)
-        bias.data = torch.zeros(5)
-        raise ZeroDivisionError
-    assert bias.shape == (2, 3)
-    with gathered_params([bias], modifier_rank=0):
-        assert torch.equal(bias, torch.full((2, 3), 2.0))
-        bias.data = torch.full((5,), 2.0)
     with torch.no_grad():
-        expected.blocks[0].bias.fill_(2.0)
         expected.blocks[0].weight[2] = 7.0
         expected.scale.fill_(3.0 + source)
         expected.blocks[0].weight[1] = 5.0
