@@ -503,5 +503,20 @@ def _offloads_states(rank: int, world_size: int) -> None:
             torch.testing.assert_close(other, trained[0], rtol=0, atol=0)
 
 
+def _communicates(rank: int, world_size: int) -> None:
+    comm, total = deepspeed.comm, torch.ones(2)
+    comm.all_reduce(total, log_name="total", prof=True)
+    assert total.tolist() == [2.0, 2.0]
+    parts = torch.empty(2)
+    comm.all_gather_into_tensor(parts, tensor=torch.full((1,), float(rank)))
+    assert parts.tolist() == [0.0, 1.0]
+    part = torch.empty(1)
+    comm.reduce_scatter_tensor(part, tensor=torch.tensor([1.0, 2.0]))
+    assert part.item() == 2.0 * (1 + rank)
+    comm.all_reduce_coalesced([total, parts], async_op=True).wait()
+    assert (total.tolist(), parts.tolist()) == ([4.0, 4.0], [0.0, 2.0])
+    assert comm.get_all_ranks_from_group() == [0, 1]
+
+
 def test_engine_evaluates_reads_and_offloads_states_on_two_ranks() -> None:
-    on_ranks(2, [_evaluates, _offloads_states])
+    on_ranks(2, [_communicates, _evaluates, _offloads_states])

@@ -87,15 +87,6 @@ def test_accelerates_loop_trains_saves_and_goes_on(stage: int, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_ranks_of_accelerate_launch_train_save_and_go_on(tmp_path: Path) -> None:
-    config = tmp_path / "deepspeed.yaml"
-    config.write_text(LAUNCH, encoding="utf-8")
-    script = (str(SCRIPTS / "accelerate_loop.py"), "launched", str(tmp_path))
-    run_program("run", "accelerate", "launch", f"--config_file={config}", *script)
-    _check_accelerate(tmp_path)
-
-
-@pytest.mark.slow
 def test_launcher_for_several_machines_says_what_to_do_instead(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "variables"))  # accelerate writes there
     config = tmp_path / "machines.yaml"

@@ -29,7 +29,6 @@ from zero_core import ConfigError
 from zero_core.config import load_config
 from zero_core.plan.result import Choice
 from zero_core.testing import Case, SimulatedRanks, seeded, simulate, train, wide_blocks
-from zero_engine.machine import parse_bytes
 from zero_engine.planning import Calibration, Curve, Rates
 
 GPT2 = GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=300, n_positions=32)
@@ -162,14 +161,6 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
 def test_program_ends_with_1_where_nothing_fits() -> None:
     said = run_here("plan", "--ranks=2", "--device-memory=1MB", expected_code=1)
     assert "nothing fits 1 MB of device memory" in " ".join(said.split())
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("80g", 80 * 10**9), ("1000", 1000)],
-)
-def test_sizes_are_read(text: str, nbytes: int) -> None:
-    assert parse_bytes(text, "device-memory") == nbytes
 
 
 def _hugging_face_models() -> dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]:

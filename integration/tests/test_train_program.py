@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sysconfig
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 import zero_core
-import zero_engine.train
 from zero_core.errors import ConfigError
 from zero_core.testing import Case, Tower, late_device, rows, run_alone, simulate, spawn
 from zero_core.watch.place import Place
@@ -145,16 +143,6 @@ def test_own_config_without_quantization_exports_the_computed_weights(tmp_path, 
     resolved = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
     assert resolved["engine"]["gradient_accumulation_steps"] == 2
     assert resolved["engine"]["gradient_clipping"] == 0.0
-
-
-def test_default_text_is_the_standard_library_and_train_the_programs_name() -> None:
-    from zero_engine.train.data import read_text
-
-    text, root = read_text(None), Path(sysconfig.get_path("stdlib"))
-    sources = [path.read_text(encoding="utf-8") for path in sorted(root.glob("[a-c]*.py"))]
-    assert sum(source in text for source in sources) > len(sources) / 4  # the rest is cut off
-    assert text == read_text(None)
-    assert zero_engine.train.train is program.train
 
 
 def test_long_computation_is_named_without_a_terminal(tmp_path, monkeypatch, capsys):

@@ -42,7 +42,6 @@ from zero_core.testing import (
 )
 from zero_core.testing.readers import AFTER, BEFORE, Watched, check_truth, read_everywhere
 from zero_core.testing.training import assert_same
-from zero_offload import create_param_tier
 
 STEPS = 4
 # The host kernel rounds in another order than torch's loop: an ulp per step in fp32. In bf16, DDP
@@ -407,30 +406,3 @@ THREE = [_config(2), _config(3), _config(3, dtype="bf16")]
 )
 def test_bits_are_those_of_the_horizontal_schedule(world_size, make, configs):
     run_on_processes(_same_bits, world_size, make, configs)
-
-
-@pytest.mark.parametrize(
-    "offload",
-    [
-        {"device": "cpu", "update_in_backward": True},
-        pytest.param({"device": "none"}, marks=pytest.mark.slow),
-        pytest.param({"device": "nvme"}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
-@on_ranks(2)
-def test_bits_are_the_same_with_offloaded_parameters_and_states(ranks, offload, tmp_path):
-    folder = str(tmp_path)
-    zero = {
-        "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0},
-        "offload_optimizer": {**offload, "nvme_path": folder},
-        "stage3_param_persistence_threshold": 0,
-    }
-    configs = [
-        _config(3, zero=zero),
-        # Gradients of so many micro-steps are folded while they come.
-        _config(3, 6, "bf16", zero=zero),
-        # Units are updated in backward.
-        _config(3, clipping=0.0, zero=zero, check_grad_overflow=False),
-    ]
-    _same_bits(ranks, partial(_model, "llama"), configs, param_tier=create_param_tier)
