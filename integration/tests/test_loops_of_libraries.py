@@ -17,23 +17,6 @@ from tests.support.script_server import run_script
 SCRIPTS = Path(__file__).parent / "scripts"
 RANKS = 2
 ACCUMULATION, MICRO, LR = 2, 2, 0.05
-LAUNCH = """
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config:
-  zero_stage: 3
-  gradient_accumulation_steps: 2
-  gradient_clipping: 1.0
-  offload_optimizer_device: cpu
-  offload_param_device: none
-  zero3_init_flag: true
-  zero3_save_16bit_model: true
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-main_process_port: 0
-use_cpu: false
-"""
 
 
 def _make_model() -> nn.Module:
@@ -90,8 +73,11 @@ def test_accelerates_loop_trains_saves_and_goes_on(stage: int, tmp_path: Path) -
 def test_launcher_for_several_machines_says_what_to_do_instead(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "variables"))  # accelerate writes there
     config = tmp_path / "machines.yaml"
-    text = LAUNCH.replace("num_machines: 1", "num_machines: 2\nmachine_rank: 0")
-    config.write_text(text.replace("main_process_port: 0", "main_process_port: 29777"))
+    text = (SCRIPTS.parents[1] / "examples" / "accelerate.yaml").read_text(encoding="utf-8")
+    config.write_text(
+        text.replace("num_machines: 1", "num_machines: 2\nmachine_rank: 0")
+        + "main_process_port: 29777\nuse_cpu: false\n"
+    )
     options = ("--main_process_ip=127.0.0.1", f"--config_file={config}")
     script = str(SCRIPTS / "accelerate_loop.py")
     done = run_program("run", "accelerate", "launch", *options, script, expected_code=1)

@@ -172,20 +172,6 @@ def _change(rank: int, world_size: int) -> None:
     _check_built(model, expected)
 
 
-def _convert(rank: int, world_size: int) -> None:
-    model, expected = _make_sharded(), _make().half().float()
-    with gathered_params([model.blocks[0].weight]):  # one in parts, the others recorded
-        pass
-    model.half().to("cpu").to(dtype=torch.float32, memory_format=torch.preserve_format)
-    assert _is_all_partitioned(model)
-    with gathered_params(model.parameters()):
-        _check_values(model, expected)
-    with partitioned_init(dtype=torch.bfloat16):
-        model = _make()
-    with gathered_params(model.parameters()):
-        _check_values(model, _make().bfloat16())
-
-
 def _train(rank: int, world_size: int) -> None:
     """Train with an optimizer that fills its state when it is made."""
     model, expected = _make_sharded().float(), _make().float()
@@ -382,7 +368,6 @@ CHECKS = [
     _read,
     _closes_as_it_was,
     _change,
-    _convert,
     _train,
     _left_by_engines,
     _whole_after_builds_that_fail,

@@ -14,12 +14,8 @@ import torch
 from conftest import run_here
 from torch import Tensor, nn
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -166,24 +162,18 @@ def test_program_ends_with_1_where_nothing_fits() -> None:
 def _hugging_face_models() -> dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]:
     ids = torch.arange(2 * 64).view(2, 64)
     both = {"input_ids": ids, "labels": ids}
-    size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512}
     # Without dropout: with it, torch's kernel for CPUs takes attention apart, and others do not.
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     gpt2 = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=512, use_cache=False, **none)
-    llama = LlamaConfig(**size, intermediate_size=128, use_cache=False)
-    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    bert = BertConfig(**size, intermediate_size=128, **none)
     t5 = T5Config(d_model=64, num_layers=2, num_heads=2, d_ff=128, vocab_size=512, dropout_rate=0.0)
     t5.decoder_start_token_id = 0
     return {
         "gpt2": lambda: (GPT2LMHeadModel(gpt2), both),
-        "llama": lambda: (LlamaForCausalLM(llama), both),
-        "bert": lambda: (BertForMaskedLM(bert), {**both, "attention_mask": torch.ones(2, 64)}),
         "t5": lambda: (T5ForConditionalGeneration(t5), both),
     }
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_activations_of_hugging_face_models_are_what_a_forward_saves(family: str) -> None:
     make = _hugging_face_models()[family]
     model, inputs = make()

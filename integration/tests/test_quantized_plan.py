@@ -90,26 +90,19 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
         "all of these",
         "4-bit mode",
     ]
+    kinds = (
+        *("secondary shards", "quantized weights", "published weights", "message buffers"),
+        "error feedback",
+    )
     for choice in found.traffic_choices:
         changed = planned(model, 8, 4, choice.settings)
         assert choice.between_nodes_bytes == between_nodes(changed)
         assert choice.traffic == changed.traffic
-        kinds = (
-            *("secondary shards", "quantized weights", "published weights", "message buffers"),
-            "error feedback",
-        )
         assert choice.kept_bytes == sum(changed.memory.device.get(kind, 0) for kind in kinds)
-    sent = [choice.between_nodes_bytes for choice in found.traffic_choices]
-    assert sent[0] > max(sent[1:])
-    assert sent[-1] == min(sent)
-    for choice in found.traffic_choices:
         depends = any(choice.settings.get(f"zero_lossless_{of}") for of in ("weights", "gradients"))
         assert (choice.most_between_nodes_bytes > choice.between_nodes_bytes) == depends
     (table,) = [t for t in found.tables() if t.title.startswith("Traffic choices")]
     assert [row[0] for row in table.rows] == names
-    each = [found.traffic, *(choice.traffic for choice in found.traffic_choices)]
-    said = found.to_json().count('"between_nodes_bytes')
-    assert said == sum(map(len, each)) + len(names)
 
 
 def test_choices_of_traffic_fit_the_stage_the_nodes_and_what_is_configured() -> None:
