@@ -365,20 +365,6 @@ def test_training_goes_on_and_models_become_whole_at_any_stage(world_size, furth
     on_ranks(world_size, [_go_on, *further], str(tmp_path))
 
 
-def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -> None:
-    expected = _saved(tmp_path / "saved")
-    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
-    assert state.keys() == expected.keys()
-    assert state["head.weight"] is state["embed.weight"]
-    assert_same(dict(state), expected)
-    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(_Model(5), tmp_path / "saved")
-    assert torch.equal(model.frozen.weight, expected["frozen.weight"])
-    small = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
-        tmp_path / "saved", tag="global_step3", exclude_frozen_parameters=True
-    )
-    assert set(expected) - set(small) == {"frozen.weight", "frozen.bias"}
-
-
 @pytest.mark.slow
 def test_fp32_program_writes_files_of_the_size_asked_for(tmp_path: Path) -> None:
     expected = _saved(tmp_path / "saved")

@@ -78,19 +78,6 @@ def test_recomputation_adds_a_forward_of_the_blocks_but_saves_bytes() -> None:
     assert again.memory.device["activations"] == (BLOCKS + 2) * saved
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_slow_link_takes_its_bytes_over_the_rate(stage: int) -> None:
-    rate = 1e6
-    link = Curve.of_rate(rate)
-    rates = calibration(gather__within=link, reduce__within=link)
-    found = planned(make_config(stage), calibration=rates)
-    sent = sum(t.sent_bytes for t in found.traffic if t.collective != "all_reduce")
-    lanes = found.step_time.lanes
-    assert lanes["gather"] + lanes["reduce"] == pytest.approx(sent / rate)
-    assert found.step_time.total_s == pytest.approx(sent / rate, rel=0.05)
-    assert (lanes["gather"] > 0) == (stage > 0)
-
-
 def test_communication_hides_behind_computation_where_it_is_shorter() -> None:
     fast_link = Curve.of_rate(1e9)
     found = planned(
@@ -100,6 +87,8 @@ def test_communication_hides_behind_computation_where_it_is_shorter() -> None:
         ),
     )
     lanes = found.step_time.lanes
+    sent = sum(t.sent_bytes for t in found.traffic if t.collective != "all_reduce")
+    assert lanes["gather"] + lanes["reduce"] == pytest.approx(sent / 1e9)
     assert lanes["gather"] > 0
     # The first gather and the last reduction have nothing beside them.
     first_and_last = (lanes["gather"] + lanes["reduce"]) / BLOCKS
