@@ -106,11 +106,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("micro_batches", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("world_size", "dtype"),
-    [(1, "fp32"), pytest.param(2, "fp32", marks=pytest.mark.slow), (2, "bf16")],
-)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "bf16")])
 @on_ranks()
 def test_a_step_moves_the_bytes_of_the_closed_form(ranks, dtype, micro_batches, tmp_path):
     """Nothing waits between two steps: forwards begin while states are updated."""

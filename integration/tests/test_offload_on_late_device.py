@@ -136,9 +136,8 @@ def _run(world_size: int, cases: list[Case]) -> None:
             assert case not in UPLOADS or 0 < sent < 0.75 * whole, (sent, whole)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_offload_waits_once_a_step_and_has_the_bits_of_the_cpu(world_size: int) -> None:
-    run_alone(_run, world_size, CASES)
+def test_offload_waits_once_a_step_and_has_the_bits_of_the_cpu() -> None:
+    run_alone(_run, 3, CASES)
 
 
 @pytest.mark.sampled(3)
