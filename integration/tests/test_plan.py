@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -358,10 +357,6 @@ def sizes_of(config: dict[str, Any], words: str) -> list[Choice]:
     return [choice for choice in found.choices if choice.placement.words == words]
 
 
-def same_as_configured(choice: Choice, again: Choice) -> bool:
-    return replace(again, is_varied=True, placement=choice.placement) == choice
-
-
 def test_parameters_go_to_the_host_where_nothing_else_fits() -> None:
     config = config_of(3, "bf16")
     limit = min(c.device_bytes for c in sizes_of(config, "")) - 1
@@ -372,8 +367,6 @@ def test_parameters_go_to_the_host_where_nothing_else_fits() -> None:
     assert "parameters in host memory fits" in planned.advice
     written = best.apply(config)
     assert written["zero_optimization"]["offload_param"] == {"device": "cpu"}
-    again = zero_core.plan(wide_blocks(8, 1024), written, 2, device_memory=limit)
-    assert same_as_configured(best, again.configured)
 
 
 def test_states_go_to_nvme_where_the_host_has_no_room() -> None:
@@ -395,8 +388,6 @@ def test_states_go_to_nvme_where_the_host_has_no_room() -> None:
     written = best.apply(config)
     load_config(written, world_size=2)
     assert written["zero_optimization"]["offload_optimizer"]["nvme_path"] == DISK
-    again = zero_core.plan(wide_blocks(8, 1024), written, 2, **limits)
-    assert same_as_configured(best, again.configured)
 
 
 def test_moments_of_fewer_bits_are_shown_and_chosen_only_on_request() -> None:
