@@ -1,4 +1,4 @@
-"""``zero-engine plan``, closed forms of offload, placements, and plans against real packages."""
+"""``zero-engine plan``, closed forms of the papers, placements, and plans against real packages."""
 
 from __future__ import annotations
 
@@ -404,3 +404,98 @@ def test_moments_of_fewer_bits_are_shown_and_chosen_only_on_request() -> None:
     assert allowed is not None
     assert allowed.placement.words == "8-bit moments"
     assert allowed.placement.is_rounding
+
+
+LOSSLESS = (
+    *("zero_lossless_gradients", "zero_lossless_weights", "lossless weights and gradients"),
+    "lossless weights, quantized gradients",
+)
+"""Choices of traffic."""
+ALL = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+FOUR_BIT = {
+    **ALL,
+    "zero_quantized_weights_format": "int4_difference",
+    "zero_quantized_gradients_within_node": "int8",
+    "zero_quantized_gradients_between_nodes": "int4",
+    "zero_quantized_gradients_hadamard": True,
+}
+
+
+def planned(model: nn.Module, ranks: int, per_node: int, stage: int = 3, **zero: Any) -> Any:
+    config = config_of(stage, "bf16", **zero)
+    return zero_core.plan(model, config, ranks, ranks_per_node=per_node, device_type="cpu")
+
+
+def between_nodes(plan: zero_core.Plan) -> int:
+    return sum(t.between_nodes_bytes for t in plan.traffic)
+
+
+def test_traffic_between_nodes_falls_as_the_papers_say() -> None:
+    """ZeRO-3 sends 3 M (two gathers, one reduction), ZeRO++ 0.75 M and SDP4Bit's formats 0.5 M."""
+    depth, width, ranks, per_node = 64, 1024, 64, 16
+    model, num_nodes = wide_blocks(depth, width), ranks // per_node
+    share = 2 * 12 * width * width * depth // ranks * (num_nodes - 1)  # M once to each other node
+    plain, together, four_bit = (
+        planned(model, ranks, per_node, **zero)
+        for hpz in [{"zero_hpz_partition_size": per_node}]
+        for zero in ({}, {**ALL, **hpz}, {**FOUR_BIT, **hpz})
+    )
+    # Both gathers go to each node once, but the last block's second one; gradients go to each rank.
+    gathered, reduced = (t for t in plain.traffic if t.collective != "all_reduce")
+    assert gathered.between_nodes_bytes == 2 * share - share // depth
+    assert reduced.between_nodes_bytes == per_node * share
+    for few, of_paper, of_plain, least in ((together, 3.9, 3.8, 0.75), (four_bit, 5.8, 5.8, 0.5)):
+        assert 3 * share >= of_paper * between_nodes(few)
+        assert between_nodes(plain) >= of_plain * between_nodes(few)
+        kinds = {t.collective for t in few.traffic if t.content != "facts of the step"}
+        assert kinds == {"all_gather", "all_to_all"}
+        assert between_nodes(few) > least * share  # scales and headers count
+
+
+def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
+    model = wide_blocks(3, 128)
+    found = planned(model, 8, 4)
+    names = [choice.name for choice in found.traffic_choices]
+    assert names == [
+        "as configured",
+        "zero_hpz_partition_size 4",
+        *ALL,
+        *LOSSLESS,
+        "all of these",
+        "4-bit mode",
+    ]
+    kinds = (
+        *("secondary shards", "quantized weights", "published weights", "message buffers"),
+        "error feedback",
+    )
+    for choice in found.traffic_choices:
+        changed = planned(model, 8, 4, **choice.settings)
+        assert choice.between_nodes_bytes == between_nodes(changed)
+        assert choice.traffic == changed.traffic
+        assert choice.kept_bytes == sum(changed.memory.device.get(kind, 0) for kind in kinds)
+        depends = any(choice.settings.get(f"zero_lossless_{of}") for of in ("weights", "gradients"))
+        assert (choice.most_between_nodes_bytes > choice.between_nodes_bytes) == depends
+    (table,) = [t for t in found.tables() if t.title.startswith("Traffic choices")]
+    assert [row[0] for row in table.rows] == names
+
+
+def test_choices_of_traffic_fit_the_stage_the_nodes_and_what_is_configured() -> None:
+    model = wide_blocks(2, 64)
+    assert planned(model, 1, 1).traffic_choices == ()
+    on_one_node = planned(model, 4, 4).traffic_choices
+    assert [c.name for c in on_one_node] == ["as configured", *ALL, "all of these"]
+    assert {c.between_nodes_bytes for c in on_one_node} == {0}
+    assert on_one_node[0].within_node_bytes > max(c.within_node_bytes for c in on_one_node[1:])
+    at_stage_2 = planned(model, 4, 2, 2).traffic_choices
+    names = ["as configured", "zero_quantized_gradients", *LOSSLESS]
+    assert [c.name for c in at_stage_2] == names
+    alone = planned(model, 4, 1).traffic_choices
+    assert not any("partition" in choice.name for choice in alone)
+    configured = {**FOUR_BIT, "zero_hpz_partition_size": 2, "zeropp_loco_param": {}}
+    given = planned(model, 4, 2, **configured).traffic_choices
+    keys = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    names = ["as configured", "plain", *(f"without {key}" for key in keys), *LOSSLESS]
+    assert [c.name for c in given] == names
+    for choice in given:
+        assert choice.traffic == planned(model, 4, 2, **{**configured, **choice.settings}).traffic
+    assert given[1].between_nodes_bytes == between_nodes(planned(model, 4, 2))
