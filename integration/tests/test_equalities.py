@@ -227,7 +227,10 @@ CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
         *cover(UNCHECKED, scenarios=PROGRAMS, dtypes=DTYPES, by_family=True),
         *cover(
             HOSTED,
-            scenarios=("accumulates", "repeats backward", "has edited gradients"),
+            scenarios=(
+                *("accumulates", "repeats backward", "has edited gradients"),
+                *("freezes and unfreezes", "loads"),
+            ),
             dtypes=("fp32",),
         ),
         *(

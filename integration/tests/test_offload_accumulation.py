@@ -142,7 +142,7 @@ def test_every_stage_and_ratio_has_the_bits_of_plain_torch(
     [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, on one
 )
 @on_ranks(2)
-def test_gradients_are_read_set_clipped_and_dropped(ranks, stage, ratio, name):
+def test_gradients_are_read_clipped_and_dropped(ranks, stage, ratio, name):
     config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
     engine, fresh, plain = _build(config, ranks), _build(config, ranks), make_tower(3, WIDTH)
     for micro_step, rank in itertools.product(range(4), range(ranks.size)):
@@ -150,14 +150,8 @@ def test_gradients_are_read_set_clipped_and_dropped(ranks, stage, ratio, name):
     _micro_steps(engine, 0, 4, ranks.rank, torch.float32)
     grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     torch.testing.assert_close(engine.states.get_full(name, "grad"), grads[name])
-    # Set, clipped by another norm, clipped by the 2-norm: each sees the one before.
-    grads[name] = torch.zeros_like(grads[name])
-    engine.states.set_full(name, grads[name], "grad")
-    assert not engine.states.get_full(name, "grad").any()
-    flat = torch.cat([g.flatten() for g in grads.values()])
-    for largest, p in ((math.inf, math.inf), (1e-3, 2.0)):
-        norm = torch.linalg.vector_norm(flat, p).item()
-        assert float(engine.clip_grad_norm_(largest, p)) == pytest.approx(norm, rel=1e-5)
+    largest = max(g.abs().max().item() for g in grads.values())
+    assert float(engine.clip_grad_norm_(1e-3, math.inf)) == pytest.approx(largest, rel=1e-5)
     # Dropped: the step starts again, and nothing of it is left.
     engine.optimizer.zero_grad()
     engine.step()

@@ -1,4 +1,4 @@
-"""Parameters that rest on the host or in files: restarts, gathers and ties of masters.
+"""Parameters that rest on the host or in files: restarts and ties of masters.
 
 That training and `gathered` change no bit is shown by rows of test_equalities.py.
 """

@@ -1,4 +1,4 @@
-"""The files for clusters: SLURM's script and Ray run here, others are checked for their form."""
+"""The files for clusters: SLURM's script, Ray and Kubernetes' probes run here."""
 
 from __future__ import annotations
 
