@@ -78,6 +78,26 @@ def test_training_follows_ddp_with_clipping_at_1_by_default(world_size: int) -> 
     spawn(_like_ddp, world_size)
 
 
+def _without_data(rank: int, world_size: int) -> None:
+    """`idle_step` stands for a batch whose loss is zero, as DeepSpeed's scripts have it."""
+    for stage in range(4):
+        values = []
+        for is_idle in (False, True):
+            engine = make(config=config(stage, gradient_accumulation_steps=2))
+            for micro in range(6):
+                has_data = rank < world_size - 1 or micro % 2 == 0
+                if is_idle and not has_data:
+                    engine.idle_step()
+                    continue
+                loss = square(engine, inputs(micro, rank))
+                engine.backward(loss if has_data else loss * 0.0)
+                engine.step()
+            assert engine.global_steps == 3
+            values.append(engine.core.full_state_dict())
+            engine.destroy()
+        torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
 def _unmanaged(rank: int, world_size: int) -> None:
     expected = by_torch(world_size, [1, 3, 2], over=2)
     for stage, device in [*((stage, "none") for stage in range(4)), (1, "cpu"), (3, "cpu")]:
@@ -165,7 +185,7 @@ def _adversaries(rank: int, world_size: int) -> None:
 
 
 def test_steps_end_where_the_script_ends_them_on_two_ranks() -> None:
-    checks = [_unmanaged, _coalesced, _adversaries]
+    checks = [_without_data, _unmanaged, _coalesced, _adversaries]
     on_ranks(2, checks)
 
 

@@ -163,13 +163,38 @@ def _change(rank: int, world_size: int) -> None:
         with gathered_params([weight], modifier_rank=0):
             weight.data[1] = 5.0 + rank
         weight.data.fill_(10.0 + rank)  # after the inner one: read only
+    bias = model.blocks[0].bias
+    with suppress(ZeroDivisionError), gathered_params([bias]):
+        with gathered_params([bias], modifier_rank=0):
+            bias.data = torch.full((2, 3), 2.0)
+        bias.data = torch.zeros(5)
+        raise ZeroDivisionError
+    with gathered_params([bias], modifier_rank=0):
+        assert torch.equal(bias, torch.full((2, 3), 2.0))
+        bias.data = torch.full((5,), 2.0)
     with torch.no_grad():
+        expected.blocks[0].bias.fill_(2.0)
         expected.blocks[0].weight[2] = 7.0
         expected.scale.fill_(3.0 + source)
         expected.blocks[0].weight[1] = 5.0
     with gathered_params(model.parameters()):
         _check_values(model, expected)
     _check_built(model, expected)
+
+
+def _copy_and_convert(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make().half().float()
+    with gathered_params([model.blocks[0].weight]):  # one in parts, the others recorded
+        pass
+    copied = copy.deepcopy(model)
+    assert copied.head.weight is copied.embed.weight is not model.embed.weight
+    with gathered_params(copied.parameters(), modifier_rank=0):
+        for param in copied.parameters():
+            param.data.zero_()
+    model.half().to("cpu").to(dtype=torch.float32, memory_format=torch.preserve_format)
+    assert _is_all_partitioned(model)
+    with gathered_params(model.parameters()):
+        _check_values(model, expected)
 
 
 def _train(rank: int, world_size: int) -> None:
@@ -368,6 +393,7 @@ CHECKS = [
     _read,
     _closes_as_it_was,
     _change,
+    _copy_and_convert,
     _train,
     _left_by_engines,
     _whole_after_builds_that_fail,
