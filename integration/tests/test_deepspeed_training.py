@@ -78,6 +78,24 @@ def test_training_follows_ddp_with_clipping_at_1_by_default(world_size: int) -> 
     spawn(_like_ddp, world_size)
 
 
+def _shorter_last_step(rank: int, world_size: int) -> None:
+    model, reference = net(), net()
+    optimizer = _sgd(reference)
+    engine = make(model, optimizer=_sgd(model), config=config(3, gradient_accumulation_steps=3))
+    numbers = itertools.count()
+    for length in (3, 1, 3):  # an epoch of four micro-steps ends early
+        for micro in range(length):
+            number = next(numbers)
+            engine.set_gradient_accumulation_boundary(micro == length - 1)
+            loss = square(engine, inputs(number, rank)) / length
+            engine.backward(loss, scale_wrt_gas=False)
+            add_gradients(reference, number, world_size, over=length)
+        engine.step()
+        update(optimizer)
+    check_values(engine, reference)
+    engine.destroy()
+
+
 def _without_data(rank: int, world_size: int) -> None:
     """`idle_step` stands for a batch whose loss is zero, as DeepSpeed's scripts have it."""
     for stage in range(4):
@@ -185,7 +203,7 @@ def _adversaries(rank: int, world_size: int) -> None:
 
 
 def test_steps_end_where_the_script_ends_them_on_two_ranks() -> None:
-    checks = [_without_data, _unmanaged, _coalesced, _adversaries]
+    checks = [_shorter_last_step, _without_data, _unmanaged, _coalesced, _adversaries]
     on_ranks(2, checks)
 
 

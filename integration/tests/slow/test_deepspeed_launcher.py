@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from tests.support.ports import free_port
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.served import reason_to_refuse
 from zero_engine.script.deepspeed_options import add_options, carry_out, process_number_saved
+from zero_engine.script.hook import install
 from zero_engine.script.hosts import filtered, read_host_file
 from zero_engine.script.mends import mend_loading
 from zero_engine.script.run import run_program
@@ -310,6 +312,23 @@ def test_script_and_its_children_find_deepspeed_as_one_module(seen: dict[str, An
         assert seen[use].startswith("NotServedError: ")
         assert name in seen[use]
         assert reason_to_refuse(name) in seen[use]
+
+
+def test_a_library_whose_release_is_not_known_is_imported_as_it_is(tmp_path, monkeypatch, caplog):
+    place = tmp_path / "pytorch_lightning" / "strategies"
+    place.mkdir(parents=True)
+    for folder in (place.parent, place):
+        (folder / "__init__.py").touch()
+    (place / "deepspeed.py").write_text("value = 7", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    name = "pytorch_lightning.strategies.deepspeed"
+    install()
+    assert importlib.import_module(name).value == 7
+    assert [record.getMessage().split(" ", 1)[0] for record in caplog.records] == [name]
+    for imported in [n for n in sys.modules if n.partition(".")[0] == "pytorch_lightning"]:
+        del sys.modules[imported]
 
 
 def test_a_release_whose_loading_takes_other_arguments_is_not_mended() -> None:
