@@ -99,18 +99,15 @@ def _updated(segment: Segment, rank: int) -> int:
     return sum(b - a for a, b in used)
 
 
-@pytest.fixture
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", BLOCK_NUMEL)
-
-
-@pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "bf16")])
 @on_ranks()
-def test_a_step_moves_the_bytes_of_the_closed_form(ranks, dtype, micro_batches, tmp_path):
+def test_a_step_moves_the_bytes_of_the_closed_form(
+    ranks, dtype, micro_batches, tmp_path, monkeypatch
+):
     """Nothing waits between two steps: forwards begin while states are updated."""
+    monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", BLOCK_NUMEL)
     found = {}
     for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):
         engine, tiers = _build(tmp_path, dtype, micro_batches, schedule, ranks)
