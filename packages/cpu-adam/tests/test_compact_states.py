@@ -123,12 +123,6 @@ class TestQuantization:
         for array in reference.quantize_moments(tiny, tiny):
             assert not array.any()
 
-    def test_a_state_takes_less_than_6_1_bytes_per_element(self):
-        numel = 64 * BLOCK
-        arrays = make_int8(numel, is_split=True)
-        kept = sum(array.nbytes for name, array in arrays.items() if name != "grad")
-        assert kept / numel == 6.0625
-
 
 class TestStochasticRounding:
     def test_it_rounds_to_a_neighbour_and_right_on_average(self):
@@ -167,11 +161,6 @@ class TestStochasticRounding:
         run(cpu_adam.adam_step_bf16, third, seed=6, **hyper)
         assert_same(first, second)
         assert (first["exp_avg_sq"] != third["exp_avg_sq"]).any()
-
-    @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
-    def test_every_seed_matches_the_reference(self, isa, seed, hyper):
-        arrays = make_bf16(300, is_split=True)
-        assert_rule_is_reference("adam_step_bf16", arrays, seed=seed, **hyper)
 
 
 @pytest.mark.parametrize(

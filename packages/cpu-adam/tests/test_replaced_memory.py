@@ -24,11 +24,12 @@ SETTINGS = [
 ]
 
 
-def mixed_params():
-    """Return fp32, bf16 and channels_last parameters."""
+def mixed_params(half):
+    """Return fp32, 16-bit and channels_last parameters."""
     params = make_params(SIZES)
-    for param in params[::3]:
-        param.data = param.data.to(torch.bfloat16)
+    for index, dtype in ((0, torch.bfloat16), (1, half)):
+        for param in params[index::3]:
+            param.data = param.data.to(dtype)
     params[-1].data = params[-1].data.to(memory_format=torch.channels_last)
     return params
 
@@ -51,8 +52,9 @@ class Pair:
 
     def __init__(self, **options):
         self.options = {"weight_decay": 0.1, **options}
-        self.params, self.twins = mixed_params(), mixed_params()
-        self.optimizer = CPUAdam(self.params, **self.options)
+        half = torch.bfloat16 if "master_dtype" in options else torch.float16
+        self.params, self.twins = mixed_params(half), mixed_params(half)
+        self.optimizer = CPUAdam(self.params, num_threads=2, **self.options)
         self.states = [{} for _ in self.twins]
         self.steps = 0
 
@@ -211,8 +213,9 @@ def test_a_parameter_without_a_gradient_is_not_looked_at():
     params[4].grad = params[5].grad = None
     before = [param.detach().clone() for param in params]
     optimizer.step()
-    is_changed = [not torch.equal(*two) for two in zip(params[:4], before[:4], strict=True)]
-    assert all(is_changed)
+    is_changed = [not torch.equal(*two) for two in zip(params[:6], before[:6], strict=True)]
+    assert is_changed == [True] * 4 + [False] * 2
+    assert [optimizer.state[params[i]]["step"].item() for i in (3, 4)] == [3.0, 2.0]
     set_grads(params[:6:5], 4)
     with pytest.raises(TypeError, match=r"^state 'exp_avg'"):
         optimizer.step()

@@ -57,14 +57,6 @@ def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, hyper):
         assert not out[start + numel :].any()
 
 
-@pytest.mark.parametrize("num_threads", [2, 3, 16, 64])
-def test_the_thread_count_does_not_change_the_bits(big, expected, hyper, num_threads):
-    for _ in range(3):
-        actual = copies(big)
-        run_kernel(actual, num_threads=num_threads, **hyper)
-        assert_all_same(actual, expected)
-
-
 def test_concurrent_calls_from_several_threads_are_correct(big, expected, hyper):
     problems = []
 
