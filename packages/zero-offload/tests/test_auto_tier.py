@@ -32,7 +32,7 @@ from zero_offload import OffloadedOptimizer
 from zero_offload.testing.virtual_time import VirtualStream, VirtualThread, VirtualTime
 from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
 from zero_offload.tiers.auto_tier import AutoTier, DeviceRoom, MemoryReading, read_memory
-from zero_offload.tiers.clock import DeviceClock, HostClock
+from zero_offload.tiers.clock import DeviceClock
 from zero_offload.tiers.twin import TwinTier
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
@@ -247,18 +247,6 @@ def test_a_device_clock_waits_for_nothing() -> None:
     assert time.caller == 1.5
     time.caller = 3.0
     assert clock.take() == 2.0
-
-
-def test_a_cpu_sets_no_bound_and_its_clock_counts_the_calls(clock: VirtualTime) -> None:
-    assert read_memory(CPU) is None
-    assert DeviceRoom(100, 12).bound(read_memory(CPU), 0) == 0.0
-    counted = HostClock()
-    for _ in range(2):
-        with counted.measure():
-            clock.caller += 0.5
-        clock.caller += 7.0
-    assert counted.take() == 1.0
-    assert counted.take() == 0.0
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,3 @@ def test_every_import_goes_down_or_stays_in_its_folder() -> None:
             assert package not in {"zero_core", "zero_comm", "cpu_adam"}, (path, module)
             if package == "zero_offload" and rest and rest.split(".")[0] != own:
                 assert _layer_of(rest.split(".")[0]) < _layer_of(own), (path, module)
-
-
-def test_a_folder_has_at_most_14_files() -> None:
-    folders = {path.parent for path in SOURCE.rglob("*.py")}
-    assert max(len(list(folder.glob("*.py"))) for folder in folders) <= 14

@@ -43,21 +43,6 @@ def test_operations_are_those_of_sets(a: list[tuple[int, int]], b: list[tuple[in
     assert (left == right) == (as_set(a) == as_set(b))
 
 
-@given(PAIRS, ENDS)
-def test_a_range_is_looked_up_as_in_a_set(
-    pairs: list[tuple[int, int]], ends: tuple[int, int]
-) -> None:
-    found, (start, stop) = Intervals(pairs), sorted(ends)
-    inside = sorted(as_set(pairs) & set(range(start, stop)))
-    assert [e for span in found.overlaps(start, stop) for e in range(*span)] == inside
-    assert all(a < b for a, b in found.overlaps(start, stop))
-
-
-@given(PAIRS, st.integers(0, NUMEL + 3))
-def test_local_counts_the_elements_below(pairs: list[tuple[int, int]], element: int) -> None:
-    assert Intervals(pairs).local(element) == sum(e < element for e in as_set(pairs))
-
-
 @pytest.mark.parametrize("pair", [(-1, 2), (3, 2)])
 def test_pairs_that_are_no_interval_are_refused(pair: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="no interval"):

@@ -117,17 +117,6 @@ def test_another_optimizers_state_dict_is_refused() -> None:
         target.load_state_dict(source.state_dict())
 
 
-def test_parameters_without_gradient_are_left_alone() -> None:
-    model = make_model()
-    optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-2, ratio=0.5)
-    first, *rest = model.parameters()
-    before = [p.detach().clone() for p in rest]
-    first.grad = torch.ones_like(first)
-    optimizer.step()
-    assert all(torch.equal(p, b) for p, b in zip(rest, before, strict=True))
-    assert [e["num_steps"] for e in optimizer.state_dict()["state"].values()] == [1] + 7 * [0]
-
-
 def test_memory_formats_scalars_and_empty_parameters_are_served() -> None:
     def params() -> list[nn.Parameter]:
         torch.manual_seed(0)

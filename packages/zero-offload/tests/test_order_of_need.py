@@ -218,24 +218,4 @@ def test_a_gradient_is_kept_until_it_was_copied_or_released() -> None:
     assert alive() == [False, False, False, True]
 
 
-def test_what_staging_takes_of_the_shards_is_found_once() -> None:
-    """A chunk among 100 shards costs no more than one among a few."""
-    looked_at: list[int] = []
-
-    class Watched(tuple[tuple[int, Tensor], ...]):
-        def __iter__(self) -> Any:
-            looked_at.append(len(self))
-            return super().__iter__()
-
-    shards = [(4 * i, torch.zeros(4)) for i in range(100)]
-    geometry = Geometry(400, [], shards, 1)
-    memory = HostMemory(should_pin=False)
-    mover = HostMover(geometry, CPU, memory, is_staged=True)
-    geometry.shards = Watched(geometry.shards)
-    for start, _ in shards:
-        mover.open_spans([(start, start + 4)])
-    assert not looked_at
-    assert memory.pageable_bytes == 2 * 4 * 4
-
-
 _: type[UpdateThread] = VirtualThread

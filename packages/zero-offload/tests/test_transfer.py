@@ -79,18 +79,6 @@ def test_each_offloaded_element_goes_down_and_up_once_a_step(
     assert tier.bytes_h2d - up == 3 * updated * dtype.itemsize
 
 
-def test_sixteen_bit_gradients_stay_sixteen_bit_on_the_host() -> None:
-    seen: list[torch.dtype] = []
-
-    class Watch(ReferenceAdam):
-        def adam_step(self, master: Any, grad: Any, *args: Any, **kwargs: Any) -> None:
-            seen.extend((grad.dtype, kwargs["out"].dtype))
-            super().adam_step(master, grad, *args, **kwargs)
-
-    trained(space=Space(BF16), kernel=Watch())
-    assert set(seen) == {BF16}
-
-
 def test_gradients_of_two_dtypes_share_a_step() -> None:
     class Rounded(Space):
         def grad(self, step: int) -> Tensor:
