@@ -14,7 +14,6 @@ from support.backends import (
     HAS_NATIVE,
     HOSTS,
     ISAS,
-    TORCH,
     Target,
     every_device,
     every_target,
@@ -27,11 +26,9 @@ from torch import Tensor
 import zero_comm
 from zero_comm import (
     BlockFormat,
-    dequantize,
     dequantize_sum,
     quantize,
     quantize_rows,
-    quantized_nbytes,
 )
 from zero_comm.quantizer.backend import find_backend
 from zero_comm.quantizer.block_format import seed_of_group
@@ -224,24 +221,6 @@ def test_no_rows_and_rows_of_no_elements_are_left_alone(target: Target) -> None:
             backend.decode(rows.to(target.device), x.to(target.device), fmt)
         nothing = torch.empty(0, device=target.device)
         backend.decode_sum(nothing.byte().view(2, 0), nothing, fmt)
-
-
-@every_isa
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_bytes_mean_the_same_to_native(target: Target, kind: str) -> None:
-    # Corrupt bytes too: every code, and scales that no quantizer makes.
-    generator = torch.Generator().manual_seed(0)
-    for is_symmetric in (True, False) if kind.startswith("int") else (True,):
-        fmt, numel = BlockFormat(kind, 256, is_symmetric), 256 * 65
-        nbytes = quantized_nbytes(numel, fmt)
-        buffer = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-        buffer[:256] = torch.arange(256)
-        for dtype in ALL_DTYPES:
-            values = []
-            for each in (TORCH, target):
-                with each.forced():
-                    values.append(dequantize(buffer, numel, fmt, dtype=dtype))
-            torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
 
 
 @needs_native

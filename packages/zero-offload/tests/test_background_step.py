@@ -22,6 +22,7 @@ from support.tiers import (
 )
 
 from zero_offload import OffloadError
+from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.twin import TwinTier
 
 
@@ -199,3 +200,19 @@ def test_the_worker_records_no_gradients_and_ends_with_its_tier() -> None:
     del tier
     worker.join(TIMEOUT_S)
     assert not worker.is_alive()
+
+
+def test_a_run_is_over_when_the_last_step_over_it_is_and_none_has_failed() -> None:
+    progress = Progress()
+    _, before = progress.begin([(0, 4), (6, 9)])
+    assert not before
+    (again,), before = progress.begin([(3, 7)])
+    for entry in before:  # these must be published first
+        progress.publish(entry, None)
+    assert progress.is_over(0, 3)
+    assert not progress.is_over(0, 4)
+    assert progress.is_over(7, 9)
+    progress.publish(again, None)
+    assert progress.is_over(0, 9)
+    progress.finish(OSError("disk full"))
+    assert not progress.is_over(0, 9), "waiting raises"

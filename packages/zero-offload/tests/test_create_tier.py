@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernels import ReferenceAdam
+from support.kernels import ReferenceAdam, ReferenceKernel
 from support.tiers import ADAM, CPU, Space, group_of, make_tier, workers
 from torch import Tensor, nn, optim
 
@@ -17,6 +17,8 @@ from zero_offload.protocols import StateTier
 from zero_offload.rules.resolve import GROUP, resolve_kernel
 from zero_offload.settings import OffloadSettings
 from zero_offload.tier import make_device_tier
+
+FILES = {"device": "nvme"}
 
 
 def _block(**keys: Any) -> OffloadSettings:
@@ -54,11 +56,19 @@ def test_deepspeeds_block_is_read() -> None:
         ({"pin_memory": 1}, r"offload_optimizer\.pin_memory"),
         ({"state_dtype": "int4"}, r"offload_optimizer\.state_dtype"),
         ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype.*not SGD"),
+        ({**FILES}, r"needs offload_optimizer\.nvme_path"),
+        ({**FILES, "nvme_path": ""}, r"needs offload_optimizer\.nvme_path"),
+        ({**FILES, "nvme_path": "/no/such/folder"}, "'/no/such/folder' does not exist"),
+        ({**FILES, "nvme_path": "/tmp", "buffer_count": 0}, r"offload_optimizer\.buffer_count"),
+        ({**FILES, "nvme_path": "/tmp", "buffer_count": True}, r"offload_optimizer\.buffer_count"),
     ],
 )
 def test_settings_that_are_not_served_are_refused_by_name(keys: dict[str, Any], match: str) -> None:
+    kernel = ReferenceKernel() if "device" in keys else None
     with pytest.raises(ValueError, match=match):
-        make_tier(Space(), optim.SGD, [group_of(optim.SGD)], **{"ratio": 1.0, **keys})
+        make_tier(
+            Space(), optim.SGD, [group_of(optim.SGD)], kernel=kernel, **{"ratio": 1.0, **keys}
+        )
 
 
 @pytest.mark.parametrize(

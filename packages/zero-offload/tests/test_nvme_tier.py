@@ -22,18 +22,14 @@ from support.tiers import (
     make_tier,
     snapshot,
     train,
-    trained,
     wait_until,
 )
 from torch import optim
 
 from zero_offload import OffloadError
 from zero_offload.errors import StorageCorruptError, StorageError
-from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
-from zero_offload.rules.plain import AdamRule
-from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
@@ -182,33 +178,6 @@ def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
     tier.read_scalars(0)  # the step is over
     moved = file.bytes_read - before[0], file.bytes_written - before[1]
     assert moved == (50 * 12, 50 * 12)
-
-
-def test_steps_that_queue_up_are_one_stream_of_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two steps are planned before the first runs, and only the last one waits for the file."""
-    flushes: list[BlockPipeline] = []
-    flush = BlockPipeline.flush
-
-    def noted(pipeline: BlockPipeline) -> None:
-        flushes.append(pipeline)
-        flush(pipeline)
-
-    space, grads = Space(), GradLedger()
-    rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    stepper = FileStepper(space.geometry(), rule, GROUPS, folder=tmp_path, buffer_count=16)
-    stepper.write("master_weight", 0, space.initial)
-    monkeypatch.setattr(BlockPipeline, "flush", noted)
-    grads.add(0, space.numel, space.grad(0), 0)
-    steps = [stepper.plan(active, GROUPS, grads) for active in ([0, 1, 2], [3, 4])]
-    for number, chunks in enumerate(steps):
-        for chunk in chunks:
-            stepper.update(chunk, grads, 1.0, space.geometry().view)
-        stepper.settle()
-        assert len(flushes) == number
-    expected = trained(groups=GROUPS, steps=range(1), kernel=ReferenceAdam())
-    assert torch.equal(space.flat_params(), expected["params"])
 
 
 def test_next_block_is_read_and_last_one_written_during_an_update(
@@ -367,19 +336,3 @@ def test_an_update_without_a_rule_is_refused_by_name(
     groups = [group_of(cls, **settings)]
     with pytest.raises(ValueError, match=rf'"nvme" does not serve {cls.__name__}.*cpu-adam'):
         make_tier(Space(dtype), cls, groups, kernel=kernel, **block)
-
-
-@pytest.mark.parametrize(
-    ("keys", "match"),
-    [
-        ({}, r"needs offload_optimizer\.nvme_path"),
-        ({"nvme_path": ""}, r"needs offload_optimizer\.nvme_path"),
-        ({"nvme_path": "/no/such/folder"}, "'/no/such/folder' does not exist"),
-        ({"nvme_path": os.devnull}, "not a folder"),
-        ({"nvme_path": "/tmp", "buffer_count": 0}, r"offload_optimizer\.buffer_count"),
-        ({"nvme_path": "/tmp", "buffer_count": True}, r"offload_optimizer\.buffer_count"),
-    ],
-)
-def test_settings_that_do_not_serve_are_refused_by_name(keys: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        make_tier(Space(), optim.AdamW, GROUPS, kernel=ReferenceAdam(), device="nvme", **keys)

@@ -201,23 +201,6 @@ def test_a_shard_is_read_if_no_buffer_can_have_kept_it(
     assert torch.equal(_fetch(tier, 9), _values(9, 1))
 
 
-@pytest.mark.parametrize("is_written_first", [False, True])
-def test_a_written_shard_keeps_its_place_in_the_order(
-    is_written_first: bool, tmp_path: Path
-) -> None:
-    """The order of fetches decides which shards stay in buffers, whenever updates write."""
-    tier = _make(tmp_path, buffer_count=2)
-    _fill(tier, (8, 3, 9))
-    for segment in (8, 3):
-        _fetch(tier, segment)
-    if is_written_first:
-        tier.write(3, 0, _values(3, 1))
-    _fetch(tier, 9)  # in the place of 8, not in that of 3
-    read, _ = tier.file_traffic()
-    assert torch.equal(_fetch(tier, 8), _values(8))
-    assert tier.file_traffic()[0] - read == _values(8).nbytes
-
-
 def test_a_write_beside_a_fetch_makes_its_values_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

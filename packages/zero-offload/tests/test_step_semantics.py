@@ -154,6 +154,10 @@ def test_one_kernel_call_per_run_of_pieces() -> None:
     assert kernel.calls[3:] == [37, 211]
     train(tier, space, GROUPS, range(2, 3))
     assert kernel.calls[5:] == [37, 5, 211, 1, 64]  # step counts differ now
+    border, kernel = Space(BF16), ReferenceAdam()
+    border.pieces[2:4] = [(42, 256, 0), (256, 261, 0)]  # adjacent, in two shards
+    train(make_tier(border, groups=GROUPS, kernel=kernel), border, GROUPS, range(1))
+    assert kernel.calls == [256, 5, 64]
 
 
 def test_groups_with_equal_settings_share_a_kernel_call() -> None:
