@@ -226,21 +226,3 @@ def test_fma_of_the_reference_rounds_once():
         for direction in (-np.inf, np.inf):
             other = np.nextafter(got, np.float32(direction))
             assert error <= abs(Fraction(float(other)) - exact)
-
-
-def test_lion_is_the_papers_algorithm():
-    # Algorithm 2 of arXiv 2302.06675, in double precision.
-    rng = np.random.default_rng(0)
-    theta, momentum = rng.standard_normal(1000), np.zeros(1000)
-    arrays = {"master": theta.astype(np.float32), "exp_avg": np.zeros(1000, np.float32)}
-    eta, beta1, beta2, decay = 1e-3, 0.9, 0.99, 0.1
-    for _ in range(20):
-        grad = rng.standard_normal(1000).astype(np.float32)
-        update = np.sign(beta1 * momentum + (1 - beta1) * grad)
-        theta = theta - eta * (update + decay * theta)
-        momentum = beta2 * momentum + (1 - beta2) * grad
-        cpu_adam.lion_step(
-            **arrays, grad=grad, lr=eta, beta1=beta1, beta2=beta2, weight_decay=decay
-        )
-    np.testing.assert_allclose(arrays["exp_avg"], momentum, rtol=1e-4, atol=1e-7)
-    np.testing.assert_allclose(arrays["master"], theta, rtol=1e-4, atol=1e-5)

@@ -73,18 +73,6 @@ def test_every_rank_gets_what_quantizing_each_shard_leaves(
         assert torch.equal(out, torch.cat(expected))
 
 
-@pytest.mark.parametrize(("world_size", "per_node"), LAYOUTS)
-@pytest.mark.parametrize("numel", [1, 333])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
-def test_secondary_shards_alone_change_no_bit(
-    world_size: int, per_node: int, numel: int, dtype: torch.dtype
-) -> None:
-    outs, _ = gather_on_ranks(hpz(per_node), world_size, per_node, numel, dtype)
-    expected = torch.cat([shard_of(rank, numel, dtype) for rank in range(world_size)])
-    for out in outs:
-        assert torch.equal(out, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 def test_what_quantizing_would_not_shorten_travels_exactly(dtype: torch.dtype) -> None:
     numel = 1000 if dtype == torch.int64 else 8

@@ -15,7 +15,6 @@ from support.models import loop, make_model, weights
 from support.tiers import (
     BF16,
     CPU,
-    FP32,
     Space,
     assert_same,
     group_of,
@@ -82,36 +81,12 @@ class TimedAdam(ReferenceAdam):
         super().adam_step(*args, **kwargs)
 
 
-def make_auto(
-    space: Space,
-    kernel: Any = None,
-    script: AutoRatio | None = None,
-    cls: Any = optim.AdamW,
-    groups: Any = GROUPS,
-) -> AutoTier:
+def make_auto(space: Space, kernel: Any = None, script: AutoRatio | None = None) -> AutoTier:
     geometry = space.geometry()
-    tiers = offload_tiers(geometry, kernel, cls, groups)
-    tier = AutoTier(geometry, groups, tiers, element_bytes=12, controller=script)
+    tiers = offload_tiers(geometry, kernel, groups=GROUPS)
+    tier = AutoTier(geometry, GROUPS, tiers, element_bytes=12, controller=script)
     tier.write_state("master_weight", 0, space.initial)
     return tier
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("route", ["kernel", "adamw", "nadam"])
-def test_whatever_it_chooses_no_bit_changes(route: str, dtype: torch.dtype) -> None:
-    cls = optim.NAdam if route == "nadam" else optim.AdamW
-    kernel = ReferenceAdam() if route == "kernel" else None
-    groups, space = [group_of(cls, lr=1e-2)], Space(dtype)
-    script, cuts = Scripted(RATIOS), []
-    tier = make_auto(space, kernel, script, cls, groups)
-    for step in range(len(RATIOS) + 1):
-        train(tier, space, groups, range(step, step + 1))
-        cuts.append(tier.host_numel)
-    options: dict[str, Any] = {"kernel": kernel, "space": Space(dtype)}
-    expected = trained(cls, groups, steps=range(len(RATIOS) + 1), **options)
-    assert_same(snapshot(tier, space), expected)
-    assert cuts == [360, *(round(ratio * 360) for ratio in RATIOS)]
-    assert len(script.samples) == len(RATIOS)
 
 
 def test_each_step_is_measured(clock: VirtualTime) -> None:

@@ -59,30 +59,12 @@ def test_training_stays_close_to_fp32_states(
     kernel: Any, state_dtype: str, dtype: torch.dtype
 ) -> None:
     found, expected = (
-        trained(space=Space(dtype), steps=range(10), kernel=kernel, state_dtype=name)
+        trained(space=Space(dtype), steps=range(30), kernel=kernel, state_dtype=name)
         for name in (state_dtype, "float32")
     )
     assert torch.equal(found["params"], found["master_weight"].to(dtype))
     moved = (expected["master_weight"] - Space().initial).norm()
     assert 0 < (found["master_weight"] - expected["master_weight"]).norm() < 0.05 * moved
-
-
-@compact
-def test_bits_do_not_depend_on_neighbours_or_on_how_gradients_arrive(
-    kernel: Any, state_dtype: str
-) -> None:
-    """Blocks are counted from a piece's start, whichever pieces are updated with it."""
-    space = Space(BF16)
-    tier = make_tier(space, kernel=kernel, state_dtype=state_dtype)
-    for step in range(3):
-        grad = space.grad(step)
-        for i, (start, stop, _) in enumerate(space.pieces):
-            middle = (start + stop) // 2
-            tier.offer_grad(middle, grad[middle:stop].clone())
-            tier.offer_grad(start, grad[start:middle].clone())
-            tier.step(ADAM, [i], grad_scale=1.0)
-    block: dict[str, Any] = {"kernel": kernel, "state_dtype": state_dtype}
-    assert_same(snapshot(tier, space), trained(space=Space(BF16), steps=range(3), **block))
 
 
 @pytest.mark.parametrize(("ratio", "dtype"), [(0.0, BF16), (0.4, FP32), (0.4, BF16), (1.0, BF16)])
@@ -219,33 +201,6 @@ def test_decoded_moments_are_stored_as_they_were(
         again, same_scales = encode(decode(found, scales))
         assert torch.equal(again, found)
         assert torch.equal(same_scales, scales)
-
-
-@pytest.mark.parametrize("exponent", [-56, 0, 40])
-def test_every_code_of_a_block_comes_back(exponent: int) -> None:
-    """At a largest root of 2**-56 the smallest squares are subnormal in fp32."""
-    found = torch.arange(256, dtype=torch.uint8).repeat(128)
-    found[::128] = 255
-    for mantissa in (1.0, 1.41421354, 1.41421366, 1.7, 1.9999999):
-        scales = torch.full((256,), mantissa * 2.0**exponent)
-        again, same_scales = codes.encode_exp_avg_sq(codes.decode_exp_avg_sq(found, scales))
-        assert torch.equal(again, found)
-        assert torch.equal(same_scales, scales)
-
-
-@given(st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
-def test_codes_are_within_a_code_of_what_they_stand_for(seed: int) -> None:
-    values = torch.randn(256, generator=torch.Generator().manual_seed(seed))
-    largest = values.view(2, 128).abs().amax(dim=1).repeat_interleave(128)
-    first = codes.decode_exp_avg(*codes.encode_exp_avg(values))
-    # 127 codes on nearly a scale of square roots: within half a code, 1.5 to 0.75 / 127 of
-    # sqrt(value * largest), and 6% for "nearly"
-    bound = (values.abs() * largest).sqrt() * 1.6 / 127 + largest / 127**2
-    assert ((first - values).abs() <= bound).all()
-    second = codes.decode_exp_avg_sq(*codes.encode_exp_avg_sq(values.square()))
-    inside = values.abs() > largest * 2e-5
-    torch.testing.assert_close(second.sqrt()[inside], values.abs()[inside], rtol=1 / 31, atol=0)
 
 
 def test_a_block_that_is_not_finite_is_lost_alone() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.memory.streams import AcceleratorStreams, HostStreams, block_until
+from zero_offload.memory.streams import AcceleratorStreams, block_until
 from zero_offload.rules.plain import AdamRule
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.testing.virtual_time import (
@@ -150,30 +150,6 @@ def test_updates_of_an_element_stay_in_the_order_of_their_steps() -> None:
     kernel.gate.set()
     tier.drain()
     assert kernel.calls == [64, 37, 216, 1]
-
-
-def test_the_worker_takes_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, str]] = []
-
-    def note(what: str) -> None:
-        calls.append((what, threading.current_thread().name.partition("_")[0]))
-
-    monkeypatch.setattr(
-        torch.accelerator, "set_device_index", lambda device: note(f"device {torch.device(device)}")
-    )
-
-    class Watch(ReferenceAdam):
-        def adam_step(self, *args: Any, **kwargs: Any) -> None:
-            note("update")
-            super().adam_step(*args, **kwargs)
-
-    space = Space()
-    tier, _ = host_tier(space, Watch(), device=torch.device("cuda", 1), streams=HostStreams())
-    tier.offer_grad(0, space.grad(0))
-    tier.step(ADAM, range(5), grad_scale=1.0)
-    tier.drain()
-    assert calls[0] == ("device cuda:1", "zero-offload")
-    assert [what for what, _ in calls[1:]] == ["update"] * 3
 
 
 def test_waiting_for_a_copy_leaves_the_core_to_others() -> None:

@@ -17,11 +17,7 @@ from support.tiers import (
     CPU,
     FP32,
     Space,
-    assert_same,
     make_tier,
-    snapshot,
-    train,
-    trained,
 )
 from torch import Tensor
 
@@ -343,29 +339,6 @@ class _Store:
             raise self.error
         self.threads.add(threading.current_thread().name.split("_")[0])
         self.flat[start : start + values.numel()] = values
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("kernel", [None, ReferenceAdam()], ids=["torch", "kernel"])
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_new_values_of_shards_on_meta_reach_the_store(
-    ratio: float, kernel: Any, dtype: torch.dtype
-) -> None:
-    plain, space = Space(dtype), Space(dtype)
-    expected = trained(space=plain, ratio=ratio, kernel=kernel, padding=False)
-    store = _Store(space)
-    space.params = [space.params[0], (256, space.params[1][1].to("meta"))]  # one rests, one not
-    tier = make_tier(space, ratio=ratio, kernel=kernel, param_store=store)
-    covered = space.covered()[256:]
-    initial = space.initial.to(dtype)
-    assert torch.equal(store.flat[256:][covered], initial[256:][covered])
-    train(tier, space)
-    assert torch.equal(store.flat[256:][covered], plain.flat_params()[256:][covered])
-    assert not store.flat[:256].any()  # the other one is written where it lies
-    if ratio != 0.3:
-        assert store.threads - {"MainThread"} == ({"zero-offload"} if ratio else set())
-    space.params[1] = plain.params[1]
-    assert_same(snapshot(tier, space, padding=False), expected)
 
 
 def test_a_store_that_fails_fails_the_step() -> None:
