@@ -50,16 +50,6 @@ def test_a_closure_is_called_with_gradients_enabled():
     assert (param < 1).all()
 
 
-def test_step_hooks_are_called():
-    params = make_params([(3,)])
-    optimizer, calls = CPUAdam(params), []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    set_grads(params, 0)
-    optimizer.step()
-    assert calls == ["before", "after"]
-
-
 def test_autograd_notices_the_update():
     param = torch.nn.Parameter(torch.ones(3))
     loss = (param**2).sum()

@@ -153,7 +153,18 @@ def test_parameters_may_join_and_leave_a_group_and_groups_an_optimizer():
     params, twins = make_params(SIZES), make_params(SIZES)
     optimizer, expected = CPUAdam(params[:6]), CPUAdam(twins)
 
-    def step(number, numbers):
+    groups, some, every = optimizer.param_groups, {*range(10)} - {2, 3}, {*range(24)} - {2, 3}
+    for number, (numbers, change_after) in enumerate(
+        [
+            (range(6), lambda: groups[0]["params"].extend(params[6:10])),
+            (range(10), lambda: groups[0]["params"].__delitem__(slice(2, 4))),
+            (some, lambda: optimizer.add_param_group({"params": params[10:]})),
+            (every, lambda: groups.reverse()),
+            (every, lambda: groups[1]["params"].reverse()),
+            (every, lambda: groups.pop(0)),
+            (some, lambda: None),
+        ]
+    ):
         set_grads(params, number)
         set_grads(twins, number)
         for index, twin in enumerate(twins):
@@ -161,20 +172,7 @@ def test_parameters_may_join_and_leave_a_group_and_groups_an_optimizer():
                 twin.grad = None
         optimizer.step()
         expected.step()
-
-    step(0, range(6))
-    optimizer.param_groups[0]["params"] += params[6:10]
-    step(1, range(10))
-    del optimizer.param_groups[0]["params"][2:4]
-    step(2, {*range(10)} - {2, 3})
-    optimizer.add_param_group({"params": params[10:]})
-    step(3, {*range(len(SIZES))} - {2, 3})
-    optimizer.param_groups.reverse()
-    step(4, {*range(len(SIZES))} - {2, 3})
-    optimizer.param_groups[1]["params"].reverse()
-    step(5, {*range(len(SIZES))} - {2, 3})
-    del optimizer.param_groups[0]
-    step(6, {*range(10)} - {2, 3})
+        change_after()
     for one, two in zip(params, twins, strict=True):
         assert torch.equal(one, two)
 

@@ -104,30 +104,6 @@ def test_nobody_waits_for_steps_that_queue_behind_one_that_failed() -> None:
     assert torch.equal(space.params[0][1], space.initial[:256])  # none of those behind it ran
 
 
-def test_host_and_device_step_at_the_same_time() -> None:
-    """The device's half finishes in the caller's thread while the host's is held back."""
-    space, caller = Space(), threading.current_thread().name
-
-    class Halves(GatedAdam):
-        def adam_step(self, *args: Any, **kwargs: Any) -> None:
-            if threading.current_thread().name == caller:
-                assert self.reached.wait(TIMEOUT_S)
-                ReferenceAdam.adam_step(device, *args, **kwargs)
-            else:
-                super().adam_step(*args, **kwargs)
-
-    kernel, device = Halves(gate_at=0), ReferenceAdam()
-    tier = make_tier(space, ratio=0.5, kernel=kernel)
-    offer(tier, space, 0)
-    tier.step(ADAM, range(5), grad_scale=1.0)
-    assert device.calls
-    tier.wait_params(0, 180)
-    assert not kernel.calls
-    kernel.gate.set()
-    tier.wait_params(0, space.numel)
-    assert kernel.threads[0].startswith("zero-offload")
-
-
 @pytest.mark.parametrize(
     ("ratio", "pieces", "gate_at", "awaited"),
     [(0.5, [0, 1], 0, 0), (1.0, [0, 1], 0, 0), (1.0, range(5), 1, 300)],
