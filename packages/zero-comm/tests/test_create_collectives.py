@@ -19,7 +19,6 @@ from support.simulated_ranks import (
 
 import zero_comm
 from zero_comm import create_collectives
-from zero_comm.collectives.quantized import QuantizedCollectives
 
 
 def make(
@@ -40,19 +39,6 @@ def make(
 def test_the_entry_point_is_the_factory() -> None:
     (found,) = entry_points(group="zero_core.collectives", name="quantized")
     assert found.load() is create_collectives
-
-
-def test_a_full_block_with_everything_else_off_is_accepted() -> None:
-    config = {
-        "stage": 3,
-        "zero_quantized_weights": True,
-        "zero_quantized_gradients": False,
-        "zero_quantized_nontrainable_weights": False,
-        "zero_hpz_partition_size": 1,
-        "zeropp_loco_param": None,
-        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-    }
-    assert isinstance(make(config)[1], QuantizedCollectives)
 
 
 @pytest.mark.parametrize(

@@ -98,22 +98,6 @@ def test_a_nonfinite_value_makes_its_block_nan_and_no_other(
         assert torch.equal(y[part].nan_to_num(), kept[part].nan_to_num())
 
 
-@given(flat_tensors, plain, st.data())
-def test_a_nonfinite_block_has_codes_of_zero_and_one_bit_pattern(
-    x: Tensor, fmt: BlockFormat, data: st.DataObject
-) -> None:
-    x = x[: fmt.block_size].clone()
-    if not len(x):
-        return
-    x[data.draw(st.integers(0, len(x) - 1))] = data.draw(
-        st.sampled_from([float("nan"), -float("nan"), float("inf")])
-    )
-    scale = bytes.fromhex("c07f") if fmt.is_symmetric else bytes.fromhex("0000c07f") * 2
-    num_codes = fmt.block_size // (2 if fmt.kind == "int4" else 1)
-    data_bytes = bytes(quantize(x, fmt).tolist())
-    assert data_bytes == (bytes(num_codes) + scale).ljust(len(data_bytes), b"\0")
-
-
 @settings(max_examples=12)
 @given(plain, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**16))
 def test_stochastic_rounding_is_right_on_average(

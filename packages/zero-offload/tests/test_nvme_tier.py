@@ -152,18 +152,6 @@ def test_a_cleared_piece_starts_again_and_its_neighbours_stay(tmp_path: Path) ->
         tier.write_scalars(0, {"num_steps": 1, "mu_product": 0.5})
 
 
-def test_memory_is_that_of_the_buffers(tmp_path: Path) -> None:
-    space = Space(num_groups=2)
-    tier = _make(space, tmp_path, buffer_count=4)
-    train(tier, space, GROUPS, range(1))
-    assert tier.host_bytes == 4 * BLOCK_NUMEL * 3 * 4  # 4 buffers, 3 fp32 parts
-    (part,) = tier.report()
-    assert part.tier is not None
-    assert part.tier.memory["master weights"] == 0  # beside them
-    assert part.tier.memory["optimizer states"] == tier.host_bytes
-    assert _file(tier).num_bytes >= 360 * 12
-
-
 def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
