@@ -66,6 +66,16 @@ def test_every_slice_reaches_its_owner_when_quantizing_is_exact(
     assert torch.equal(torch.cat(outs), expected)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_nothing_is_lost_to_the_output_dtype(out_dtype: torch.dtype) -> None:
+    wide, narrow = (
+        reduce_on_ranks(Network(4, 2), 300, lambda r: gradient(r, 1200), out_dtype=dtype)
+        for dtype in (torch.float32, out_dtype)
+    )
+    for a, b in zip(wide, narrow, strict=True):
+        assert torch.equal(a.to(out_dtype), b)
+
+
 def test_rotation_makes_less_of_outliers() -> None:
     numel, world_size = 1024, 4
     # Heavy tails: of plain blocks, one element in many sets the step of all others.
