@@ -121,7 +121,7 @@ def _fsdp2(rank: int, world_size: int, is_mixed: bool, max_norm: float) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "is_mixed", "max_norm"),
-    [(1, False, 0.05), (3, False, 0.0), (3, True, 0.05)],
+    [(1, False, 0.05), (3, False, 0.0), pytest.param(3, True, 0.05, id="3 ranks, also cpu_adam")],
 )
 def test_fsdp2_with_uneven_and_empty_shards_equals_torch_bit_for_bit(
     world_size: int, is_mixed: bool, max_norm: float
