@@ -81,20 +81,6 @@ def test_bits_of_nan_are_copied_as_they_are(isa):
     np.testing.assert_array_equal(kept["exp_avg"].view(np.uint32), bits)
 
 
-def test_several_gradients_and_a_copy_of_the_weights_go_with_it(isa):
-    update, numel = UPDATES["adam_step"], 2 * CHUNK + 77
-    arrays = update.make(numel) | {"out": np.zeros(numel, np.float16)}
-    arrays["grad"] = [arrays["grad"], arrays["grad"].astype(np.float32) * np.float32(0.5)]
-    expected = {n: [*a] if isinstance(a, list) else a.copy() for n, a in arrays.items()}
-    before = arrays["master"].copy()
-    kept = np.zeros(numel, np.float32)
-    cpu_adam.adam_step(**expected, **update.options)
-    cpu_adam.adam_step(**arrays, copies=[(arrays["master"], kept)], **update.options)
-    for name in ("master", "exp_avg", "exp_avg_sq", "out"):
-        assert arrays[name].tobytes() == expected[name].tobytes()
-    np.testing.assert_array_equal(kept, before)
-
-
 def test_a_target_counts_as_changed_for_autograd():
     torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
     update = UPDATES["adam_step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import product
 
 import numpy as np
@@ -29,9 +30,9 @@ from support.rule_cases import (
 import cpu_adam
 from cpu_adam import _isa, reference
 
-LENGTHS = [0, 1, 7, 8, 15, 16, 17, 33, 64, 65, 97, 127, 129, 256, 300, 1000]
 # What a vector loop of 8 or 16 lanes, unrolled, and its remainder may miss.
-ADAM_LENGTHS = [2, 9, 31, 32, 63, 95, 96, 128]
+LENGTHS = [*range(3), 7, 8, 9, *range(15, 18), *range(31, 34), 63, 64, 65, *range(95, 98)]
+LENGTHS += [127, 128, 129, 256, 300, 1000]
 OUTPUTS = [
     (name, dtype)
     for name, update in UPDATES.items()
@@ -54,12 +55,6 @@ def test_every_length_matches_the_reference(isa, update):
         assert_rule_is_reference(update.function, update.make(numel), **update.options)
 
 
-@pytest.mark.parametrize("numel", ADAM_LENGTHS)
-def test_further_lengths_of_full_precision_adam_match_the_reference(isa, numel):
-    update = UPDATES["adam_step"]
-    assert_rule_is_reference(update.function, update.make(numel), **update.options)
-
-
 @pytest.mark.parametrize("grad_dtype", [np.float32, np.float16, np.uint16])
 @pytest.mark.parametrize(("name", "out_dtype"), OUTPUTS)
 def test_each_pair_of_types_matches_the_reference(isa, name, grad_dtype, out_dtype):
@@ -70,43 +65,26 @@ def test_each_pair_of_types_matches_the_reference(isa, name, grad_dtype, out_dty
         assert_rule_is_reference(update.function, arrays, out_dtype=out_dtype, **options)
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_gradients_that_are_not_finite_match_the_reference(isa, update, value):
-    arrays = update.make(300)
-    arrays["grad"][37] = value
-    assert_rule_is_reference(update.function, arrays, **update.options)
-
-
 @pytest.mark.parametrize("stride", [4, 1], ids=["aligned to a float", "not aligned"])
-def test_unaligned_memory_gives_the_same_bits(isa, update, stride):
-    for numel in [1, 50, 1000]:
-        arrays = update.make(numel)
-        moved = {}
-        for shift, (name, array) in enumerate(arrays.items(), start=1):
-            raw = np.zeros(array.nbytes + 64, np.uint8)
-            moved[name] = raw[shift * stride :][: array.nbytes].view(array.dtype)
+def test_unaligned_memory_gives_the_same_bits_and_that_around_it_is_left_alone(isa, update, stride):
+    for numel in [1, 17, 50, 130, 1000]:
+        arrays = update.make(numel) | (
+            {"out": np.zeros(numel, np.float16)} if update.has_out else {}
+        )
+        moved, around = {}, []
+        for shift, (name, array) in enumerate(arrays.items(), start=8):
+            start, stop = shift * stride, shift * stride + array.nbytes
+            raw = np.full(stop + 64, 7, np.uint8)
+            moved[name] = raw[start:stop].view(array.dtype)
             moved[name][...] = array
+            around += [raw[:start], raw[stop:]]
         run(getattr(cpu_adam, update.function), moved, **update.options)
         run(getattr(cpu_adam, update.function), arrays, **update.options)
         assert_same(moved, arrays)
+        assert all((part == 7).all() for part in around)
 
 
-def test_memory_around_the_arrays_is_left_alone(isa, update):
-    for numel in [1, 17, 130]:
-        arrays = update.make(numel)
-        if update.has_out:
-            arrays["out"] = np.zeros(numel, np.float16)
-        raw = {name: np.full(array.nbytes + 64, 7, np.uint8) for name, array in arrays.items()}
-        views = {name: raw[name][32:-32].view(array.dtype) for name, array in arrays.items()}
-        for name, view in views.items():
-            view[...] = arrays[name]
-        run(getattr(cpu_adam, update.function), views, **update.options)
-        for bytes_ in raw.values():
-            assert (bytes_[:32] == 7).all()
-            assert (bytes_[-32:] == 7).all()
-
-
-@pytest.mark.parametrize("num_threads", [2, 5])
+@pytest.mark.parametrize("num_threads", [2, 5, 64])
 def test_threads_do_not_change_bits(isa, update, num_threads):
     first = update.make(3 * 32 * 1024 + 333, grad_dtype=np.uint16)
     second = copies(first)
@@ -130,7 +108,7 @@ def test_special_numbers_match_the_reference(isa, update):
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**64 - 1),
     numel=st.integers(0, 300),
     lr=st.floats(0, 1e3),
     beta1=st.floats(0, 1, exclude_max=True),
@@ -150,6 +128,8 @@ def test_random_hyperparameters_match_the_reference(seed, numel, **hyper):
         names = {*update.options, "grad_scale"} | ({"adamw_mode"} if key in ADAM else set())
         options = {name: hyper[name] for name in names}
         arrays = update.make(numel, seed=seed)
+        if update.function == "adam_step_bf16":
+            options["seed"] = seed
         for name in cpu_adam.available_isas():
             with _isa.use_isa(name):
                 assert_rule_is_reference(update.function, arrays, **options)
@@ -235,19 +215,14 @@ def test_out_is_rounded_to_nearest_even_and_keeps_nan(isa, dtype, hyper):
     np.testing.assert_array_equal(np.isnan(widened), np.isnan(master))
 
 
-def test_lion_is_the_papers_algorithm():
-    # Algorithm 2 of arXiv 2302.06675, in double precision.
+def test_fma_of_the_reference_rounds_once():
     rng = np.random.default_rng(0)
-    theta, momentum = rng.standard_normal(1000), np.zeros(1000)
-    arrays = {"master": theta.astype(np.float32), "exp_avg": np.zeros(1000, np.float32)}
-    eta, beta1, beta2, decay = 1e-3, 0.9, 0.99, 0.1
-    for _ in range(20):
-        grad = rng.standard_normal(1000).astype(np.float32)
-        update = np.sign(beta1 * momentum + (1 - beta1) * grad)
-        theta = theta - eta * (update + decay * theta)
-        momentum = beta2 * momentum + (1 - beta2) * grad
-        cpu_adam.lion_step(
-            **arrays, grad=grad, lr=eta, beta1=beta1, beta2=beta2, weight_decay=decay
-        )
-    np.testing.assert_allclose(arrays["exp_avg"], momentum, rtol=1e-4, atol=1e-7)
-    np.testing.assert_allclose(arrays["master"], theta, rtol=1e-4, atol=1e-5)
+    a, b = (rng.standard_normal(300).astype(np.float32) for _ in range(2))
+    c = -(a * b) * (1 + rng.choice([0, 2**-24, 2**-23, -(2**-24)], 300)).astype(np.float32)
+    fused = reference.fma(a, b, c)
+    for x, y, z, got in zip(a, b, c, fused, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        error = abs(Fraction(float(got)) - exact)
+        for direction in (-np.inf, np.inf):
+            other = np.nextafter(got, np.float32(direction))
+            assert error <= abs(Fraction(float(other)) - exact)

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.kernel_cases import HYPER, Bfloat16, make_capsule
+from support.kernel_cases import Bfloat16, make_capsule, spread
+from support.rule_cases import UPDATES, Update, narrow
 
 import cpu_adam
 from cpu_adam import _isa
 from cpu_adam._scalars import AdamHyper
-from cpu_adam.reference import BLOCK_NUMEL
 
 try:
     import torch
@@ -33,29 +33,14 @@ except ImportError:  # then NumPy and DLPack alone
 
 NUM_CALLS = int(os.environ.get("CPU_ADAM_FUZZ_CALLS", "2000"))
 FIRST_SEED = int(os.environ.get("CPU_ADAM_FUZZ_SEED", "0"))
-
-ADAM = {"master": "f4", "exp_avg": "f4", "exp_avg_sq": "f4"}
-SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-# The arrays of each function besides its gradient, of which there are several kinds.
-LAYOUTS: dict[str, dict[str, str]] = {
-    "adam_step": ADAM,
-    "adam_step_8bit": {"exp_avg": "i1", "exp_avg_sq": "u1", **dict.fromkeys(SCALES, "f4")},
-    "adam_step_bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
-    "adam_step_split": {"param": "bf16", "remainder": "i2", "exp_avg": "f4", "exp_avg_sq": "f4"},
-    "lion_step": {"master": "f4", "exp_avg": "f4"},
-    "sgd_step": {"master": "f4", "momentum_buffer": "f4"},
-    "adagrad_step": {"master": "f4", "state_sum": "f4"},
-    "grad_norm_sq": {},
-}
-COMPACT = ("adam_step_8bit", "adam_step_bf16")
-HYPERS: dict[str, dict[str, Any]] = {
-    **{name: HYPER for name in LAYOUTS if name.startswith("adam_")},
-    "lion_step": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
-    "sgd_step": {"step": 2, "lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1},
-    "adagrad_step": {"step": 2, "lr": 0.1, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.1},
-    "grad_norm_sq": {},
-}
 OPTIONS = ("grad_scale", "num_threads", "adamw_mode", "bias_correction", "nesterov", "seed")
+
+
+def make_grad(numel: int, *, grad_dtype: Any, seed: int) -> dict[str, np.ndarray]:
+    return {"grad": narrow(spread(np.random.default_rng(seed), numel), grad_dtype)}
+
+
+FORMS = [*UPDATES.values(), Update("grad_norm_sq", make_grad, {}, has_out=False)]
 
 
 def parameters_of(function: str) -> set[str]:
@@ -64,7 +49,7 @@ def parameters_of(function: str) -> set[str]:
     return names | (set(AdamHyper.__annotations__) if "hyper" in names else set())
 
 
-KNOWN = {function: parameters_of(function) for function in LAYOUTS}
+KNOWN = {form.function: parameters_of(form.function) for form in FORMS}
 DTYPES = (
     *("f4", "f4", "f2", "u2", "f8", "i4", "i1", "u1", "i2", "c8", "?"),
     *(">f4", ">f2", "O", "U3", "V4", "M8[s]"),
@@ -82,37 +67,30 @@ OBJECTS: tuple[Any, ...] = (
 )
 
 
-MOODS = ("plain", "plain", "versioned", "raise", "nonsense", "odd type", "negative", "null")
-
-
 class Exporter:
     """An object whose ``__dlpack__`` may misreport, raise, or return nonsense."""
 
     def __init__(self, choose: random.Random, array: np.ndarray) -> None:
         self.array = array
         self.device = choose.choice((1, 1, 1, 1, 2, 3, 99, -1))
-        self.mood = choose.choice(MOODS)
-        self.is_read_only = choose.random() < 0.3
-        self.code = choose.choice((0, 1, 2, 4, 5, 255))
-        self.lanes = choose.choice((0, 1, 2, 65535))
-        self.error = choose.choice((BufferError, RuntimeError, TypeError, ValueError))
+        self.answer: Any = choose.choice(
+            (
+                *({}, {}, {}, {"version": (1, 0)}, {"version": (1, 0), "is_read_only": True}),
+                {"code": choose.choice((0, 1, 4, 255)), "lanes": choose.choice((0, 1, 2, 65535))},
+                *({"shape": (-1, -array.size)}, {"address": 0}, 7),
+                *(kind("no") for kind in (BufferError, RuntimeError, TypeError, ValueError)),
+            )
+        )
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (self.device, 0)
 
     def __dlpack__(self, **_: Any) -> object:
-        if self.mood == "raise":
-            raise self.error("no")
-        if self.mood == "nonsense":
-            return 7
-        if self.mood == "odd type":
-            return make_capsule(self.array, code=self.code, lanes=self.lanes)
-        if self.mood == "negative":
-            return make_capsule(self.array, code=2, shape=(-1, -self.array.size))
-        if self.mood == "null":
-            return make_capsule(self.array, code=2, address=0)
-        version = (1, 0) if self.mood == "versioned" else None
-        return make_capsule(self.array, code=2, version=version, is_read_only=self.is_read_only)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if isinstance(self.answer, dict):
+            return make_capsule(self.array, **{"code": 2, **self.answer})
+        return self.answer
 
 
 def random_array(choose: random.Random, shape: tuple[int, ...]) -> np.ndarray:
@@ -125,63 +103,52 @@ def random_array(choose: random.Random, shape: tuple[int, ...]) -> np.ndarray:
     return raw[start : start + numel * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def distorted(choose: random.Random, array: np.ndarray) -> Any:
-    """Return the array in another layout, place or form."""
-    how = choose.randrange(14)
-    if how == 0:
-        array = array[..., ::2] if array.ndim else array
-    elif how == 1:
-        array = array[::-1] if array.ndim else array
-    elif how == 2:
-        array = array.T
-    elif how == 3:
-        array = np.broadcast_to(array, (3, *array.shape))
-    elif how == 4:
-        array = array.copy()
-        array.flags.writeable = False
-    elif how == 5:
-        array = np.ma.masked_array(array)
-    elif how == 6 and array.dtype == np.float32 and array.size:
-        array = np.lib.stride_tricks.as_strided(array, (array.size,), (0,))
-    elif how == 7:
-        array = array.reshape(-1)[: array.size // 2]
-    elif how == 8 and array.dtype.kind == "f" and array.dtype.isnative and array.flags.c_contiguous:
-        return Exporter(choose, array)
-    elif how == 9 and array.dtype == np.uint16 and array.flags.c_contiguous:
-        return Bfloat16(array)
-    elif how in (10, 11, 12):
-        return as_torch(choose, array)
+def frozen(array: np.ndarray) -> np.ndarray:
+    array = array.copy()
+    array.flags.writeable = False
     return array
 
 
-def as_torch(choose: random.Random, array: np.ndarray) -> Any:
-    """Return a torch tensor of some kind, or the array itself where torch is not installed."""
-    if torch is None or array.dtype.kind not in "fic" or not array.dtype.isnative:
-        return array
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()
-    if any(stride % array.itemsize for stride in array.strides):
-        array = array.copy()
-    tensor = torch.from_numpy(array)
-    kinds = ("plain", "plain", "bfloat16", "grad", "meta", "sparse", "freed", "neg", "parameter")
-    kind = choose.choice(kinds)
-    if kind == "bfloat16":
-        return tensor.to(torch.bfloat16)
-    if kind == "grad" and tensor.is_floating_point():
-        return tensor.clone().requires_grad_()
-    if kind == "parameter" and tensor.is_floating_point():
-        return torch.nn.Parameter(tensor.clone())
-    if kind == "meta":
-        return torch.empty(tensor.shape, device="meta", dtype=tensor.dtype)
-    if kind == "sparse" and tensor.ndim:
-        return tensor.to_sparse()
-    if kind == "freed":
-        tensor = tensor.clone()
-        tensor.untyped_storage().resize_(tensor.untyped_storage().nbytes() // 2)
-        return tensor
-    if kind == "neg" and tensor.is_complex():
-        return tensor.conj().imag
+def freed(tensor: Any) -> Any:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(tensor.untyped_storage().nbytes() // 2)
     return tensor
+
+
+LAYOUTS = (
+    lambda array: array[..., ::2],
+    lambda array: array[::-1],
+    lambda array: array.T,
+    lambda array: np.broadcast_to(array, (3, *array.shape)),
+    frozen,
+    np.ma.masked_array,
+    lambda array: np.lib.stride_tricks.as_strided(array, (array.size,), (0,)),
+    lambda array: array.reshape(-1)[: array.size // 2],
+)
+TENSORS = (
+    *(lambda tensor: tensor, lambda tensor: tensor, freed),
+    lambda tensor: tensor.to(torch.bfloat16),
+    lambda tensor: tensor.clone().requires_grad_(),
+    lambda tensor: torch.nn.Parameter(tensor.clone()),
+    lambda tensor: torch.empty(tensor.shape, device="meta", dtype=tensor.dtype),
+    lambda tensor: tensor.to_sparse(),
+    lambda tensor: tensor.conj().imag,
+)
+
+
+def distorted(choose: random.Random, array: np.ndarray) -> Any:
+    """Return the array in another layout, place or form, or as it is if it has no such form."""
+    how = choose.random()
+    if how < 0.1 and array.dtype.kind == "f" and array.dtype.isnative and array.flags.c_contiguous:
+        return Exporter(choose, array)
+    if how < 0.1 and array.dtype == np.uint16 and array.flags.c_contiguous:
+        return Bfloat16(array)
+    try:
+        if how < 0.7 or torch is None:
+            return choose.choice(LAYOUTS)(array)
+        return choose.choice(TENSORS)(torch.from_numpy(array))
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return array
 
 
 def bfloat16(choose: random.Random, bits: np.ndarray) -> Any:
@@ -191,42 +158,25 @@ def bfloat16(choose: random.Random, bits: np.ndarray) -> Any:
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
-def layout_of(choose: random.Random, function: str) -> dict[str, str]:
-    """Choose the arrays of a function by name, each with a dtype or "bf16"."""
-    layout = dict(LAYOUTS[function])
-    if function in COMPACT:
-        is_split = choose.random() < 0.5
-        layout |= {"param": "bf16", "remainder": "i2"} if is_split else {"param": "f4"}
-    layout["grad"] = choose.choice(("f4", "f4", "f2", "bf16"))
-    if "out" in KNOWN[function] and choose.random() < (0.04 if "remainder" in layout else 0.4):
-        layout["out"] = choose.choice(("f4", "f2", "bf16"))
-    return layout
+def overlapping(choose: random.Random, array: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return an array of this kind in another one's memory, if that is large enough."""
+    memory = other.reshape(-1).view(np.uint8)
+    if memory.size < array.nbytes:
+        return array
+    start = choose.randrange(memory.size - array.nbytes + 1)
+    return memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
-def random_arrays(
-    choose: random.Random, function: str, shape: tuple[int, ...]
-) -> tuple[dict[str, Any], np.ndarray]:
-    """Return valid arrays for a function, and the memory that holds them side by side."""
-    layout = layout_of(choose, function)
-    numel = int(np.prod(shape))
-    memory = np.frombuffer(choose.randbytes(len(layout) * numel * 4 + 8), np.uint8).copy()
-    arrays: dict[str, Any] = {}
-    for place, (name, kind) in enumerate(layout.items()):
-        dtype = np.dtype("u2" if kind == "bf16" else kind)
-        size = (-(-numel // BLOCK_NUMEL),) if name in SCALES else shape
-        start = place * numel * 4
-        raw = memory[start : start + int(np.prod(size)) * dtype.itemsize]
-        array = raw.view(dtype).reshape(size)
-        arrays[name] = bfloat16(choose, array) if kind == "bf16" else array
-    return arrays, memory
-
-
-def random_call(choose: random.Random, function: str) -> dict[str, Any]:
+def random_call(choose: random.Random, form: Update) -> dict[str, Any]:
     """Return keyword arguments of one call, mostly valid so that it passes the first check."""
     shape = choose.choice(SHAPES) if choose.random() < 0.3 else (choose.choice(LENGTHS),)
-    arguments, memory = random_arrays(choose, function, shape)
-    numbers = HYPERS[function] | {"num_threads": choose.choice((1, 1, 2, 3))}
-    for name in tuple(arguments):
+    numel, kinds = int(np.prod(shape)), (np.float32, np.float32, np.float16, np.uint16)
+    arrays = form.make(numel, grad_dtype=choose.choice(kinds), seed=choose.randrange(9))
+    if form.has_out and choose.random() < 0.4:
+        arrays["out"] = np.zeros(numel, choose.choice(kinds))
+    arguments: dict[str, Any] = {}
+    for name, array in arrays.items():
+        array = array if name.endswith("_scale") else array.reshape(shape)
         roll = choose.random()
         if roll < 0.04:
             arguments[name] = choose.choice(OBJECTS)
@@ -234,15 +184,14 @@ def random_call(choose: random.Random, function: str) -> dict[str, Any]:
             arguments[name] = random_array(choose, shape)
         elif roll < 0.16:
             arguments[name] = distorted(choose, random_array(choose, shape))
-        elif roll < 0.26 and isinstance(arguments[name], np.ndarray):
-            arguments[name] = distorted(choose, arguments[name])
-        elif roll < 0.30 and isinstance(arguments[name], np.ndarray):
-            # Overlapping the others, by some bytes or all.
-            array = arguments[name]
-            start = choose.randrange(memory.size - array.nbytes + 1)
-            raw = memory[start : start + array.nbytes]
-            arguments[name] = raw.view(array.dtype).reshape(array.shape)
-    for name in sorted({*OPTIONS, *numbers} & KNOWN[function]):
+        elif roll < 0.26:
+            arguments[name] = distorted(choose, array)
+        elif roll < 0.30 and array.dtype != np.uint16:
+            arguments[name] = overlapping(choose, array, choose.choice([*arrays.values()]))
+        else:
+            arguments[name] = bfloat16(choose, array) if array.dtype == np.uint16 else array
+    numbers = form.options | {"num_threads": choose.choice((1, 1, 2, 3))}
+    for name in sorted({*OPTIONS, *numbers} & KNOWN[form.function]):
         if choose.random() < 0.04:
             numbers[name] = choose.choice(NUMBERS)
     return arguments | numbers
@@ -251,9 +200,10 @@ def random_call(choose: random.Random, function: str) -> dict[str, Any]:
 def make_call(seed: int) -> tuple[str, str]:
     """Make the call of ``seed``. Returns the function and how it ended."""
     choose = random.Random(seed)
-    function = choose.choice(tuple(LAYOUTS))
+    form = choose.choice(FORMS)
+    function = form.function
     with np.errstate(all="ignore"):
-        arguments = random_call(choose, function)
+        arguments = random_call(choose, form)
     with _isa.use_isa(choose.choice(cpu_adam.available_isas())):
         try:
             getattr(cpu_adam, function)(**arguments)
@@ -270,6 +220,6 @@ def make_call(seed: int) -> tuple[str, str]:
 def test_any_call_succeeds_or_names_an_argument():
     endings = Counter(map(make_call, range(FIRST_SEED, FIRST_SEED + NUM_CALLS)))
     if NUM_CALLS >= 1000:  # the fuzzer reaches both the kernels and the checks
-        for function in LAYOUTS:
+        for function in KNOWN:
             for ending in ("success", "TypeError", "ValueError"):
                 assert endings[function, ending] > NUM_CALLS // 500, (function, ending)

@@ -21,22 +21,18 @@ def norm_sq(grad, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [0, 1, 7, 15, 16, 17, 1000, CHUNK - 1, CHUNK, 2 * CHUNK + 33])
+@pytest.mark.parametrize("numel", [0, 1, 7, 15, 16, 17, 1000, CHUNK - 1, CHUNK, 5 * CHUNK + 17])
 def test_every_length_matches_the_reference(isa, dtype, numel):
     rng = np.random.default_rng(0)
     grad = narrow(np.clip(spread(rng, numel), -6e4, 6e4), dtype)
     for scale in (1.0, 0.37, -2.0):
         expected = reference.grad_norm_sq(grad, grad_scale=scale)
-        assert norm_sq(grad, grad_scale=scale, num_threads=1) == expected
+        for num_threads in (1, 2, 3, 8):
+            assert norm_sq(grad, grad_scale=scale, num_threads=num_threads) == expected
         assert expected[1]
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
-def test_threads_do_not_change_bits(isa, num_threads):
-    grad = spread(np.random.default_rng(0), 5 * CHUNK + 17)
-    expected = norm_sq(grad, num_threads=1)
-    assert norm_sq(grad, num_threads=num_threads) == expected
-    np.testing.assert_allclose(expected.norm_sq, (grad.astype(np.float64) ** 2).sum(), rtol=1e-12)
+    if dtype is np.float32:
+        exact = (grad.astype(np.float64) ** 2).sum()
+        np.testing.assert_allclose(norm_sq(grad).norm_sq, exact, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -50,16 +50,6 @@ def test_a_closure_is_called_with_gradients_enabled():
     assert (param < 1).all()
 
 
-def test_step_hooks_are_called():
-    params = make_params([(3,)])
-    optimizer, calls = CPUAdam(params), []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    set_grads(params, 0)
-    optimizer.step()
-    assert calls == ["before", "after"]
-
-
 def test_autograd_notices_the_update():
     param = torch.nn.Parameter(torch.ones(3))
     loss = (param**2).sum()
@@ -189,37 +179,12 @@ class TestRefusals:
         )
         assert len(optimizer.param_groups) == 1
 
-    def test_sparse_gradients_touch_nothing(self):
-        table = torch.nn.Embedding(5, 3, sparse=True)
-        params = [*make_params([(4,)]), *table.parameters()]
-        set_grads(params[:1], 0)
-        table(torch.tensor([1, 2])).sum().backward()
-        optimizer = CPUAdam(params)
-        refused(TypeError, "sparse", optimizer.step, params)
-        assert optimizer.state[params[0]]["step"].item() == 0
-
     def test_a_bad_value_in_a_later_group_touches_nothing(self):
         params = make_params([(4,), (5,)])
         optimizer = CPUAdam([{"params": [param]} for param in params])
         set_grads(params, 0)
         optimizer.param_groups[1]["lr"] = float("nan")
         refused(ValueError, "^lr: ", optimizer.step, params)
-
-    @pytest.mark.parametrize("victim", ["grad", "param", "exp_avg"])
-    @pytest.mark.parametrize("offset", [0, 5])
-    def test_freed_memory(self, victim, offset):
-        param = torch.nn.Parameter(torch.zeros(15)[offset : offset + 10])
-        optimizer = CPUAdam([param])
-        param.grad = torch.zeros(15)[offset : offset + 10]
-        optimizer.step()
-        if victim == "exp_avg":
-            optimizer.state[param]["exp_avg"] = torch.zeros(15)[offset : offset + 10]
-        tensor = {"grad": param.grad, "param": param}.get(victim)
-        if tensor is None:
-            tensor = optimizer.state[param]["exp_avg"]
-        tensor.untyped_storage().resize_(0)
-        with pytest.raises(ValueError, match="memory has been freed"):
-            optimizer.step()
 
     def test_state_of_the_wrong_kind(self):
         params = make_params([(4,)])
@@ -239,23 +204,6 @@ class TestRefusals:
         params = make_params([(4,)])
         saved = torch.optim.AdamW(params, amsgrad=True).state_dict()
         refused(ValueError, "^amsgrad", lambda: CPUAdam(params).load_state_dict(saved))
-
-
-def test_many_small_parameters_of_mixed_types_step_together(isa):
-    sizes = [(n,) for n in range(1, 200, 7)] * 3
-    mixed = make_params(sizes)
-    for index, param in enumerate(mixed):
-        param.data = param.data.to([torch.float32, torch.bfloat16, torch.float16][index % 3])
-    alone = [torch.nn.Parameter(param.detach().clone()) for param in mixed]
-    together = CPUAdam(mixed, num_threads=2)
-    singles = [CPUAdam([param], num_threads=1) for param in alone]
-    for step in range(3):
-        set_grads(mixed, step)
-        set_grads(alone, step)
-        together.step()
-        for single in singles:
-            single.step()
-    assert_params_equal(mixed, alone)
 
 
 class TestWhatCannotBeUsed:
@@ -329,29 +277,6 @@ class TestAdamStepOnTensors:
         from support.kernel_cases import make_arrays
 
         return {name: torch.from_numpy(array) for name, array in make_arrays(50).items()}
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_tensors_and_their_dlpack_agree(self, tensors, hyper, dtype):
-        tensors["grad"] = tensors["grad"].to(dtype)
-        tensors["out"] = torch.zeros(50, dtype=dtype)
-
-        class Exported:
-            def __init__(self, tensor):
-                self.tensor = tensor
-
-            def __dlpack_device__(self):
-                return self.tensor.__dlpack_device__()
-
-            def __dlpack__(self, **kwargs):
-                return self.tensor.__dlpack__(**kwargs)
-
-        twins = {name: tensor.clone() for name, tensor in tensors.items()}
-        cpu_adam.adam_step(**tensors, **hyper)
-        cpu_adam.adam_step(**{name: Exported(t) for name, t in twins.items()}, **hyper)
-        for name, tensor in tensors.items():
-            torch.testing.assert_close(twins[name], tensor, rtol=0, atol=0, equal_nan=True)
-        expected = tensors["master"].to(dtype)
-        torch.testing.assert_close(tensors["out"], expected, rtol=0, atol=0, equal_nan=True)
 
     def test_the_update_is_seen_by_autograd(self, tensors, hyper):
         versions = {name: tensor._version for name, tensor in tensors.items()}

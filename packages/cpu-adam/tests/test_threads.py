@@ -57,14 +57,6 @@ def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, hyper):
         assert not out[start + numel :].any()
 
 
-@pytest.mark.parametrize("num_threads", [2, 3, 16, 64])
-def test_the_thread_count_does_not_change_the_bits(big, expected, hyper, num_threads):
-    for _ in range(3):
-        actual = copies(big)
-        run_kernel(actual, num_threads=num_threads, **hyper)
-        assert_all_same(actual, expected)
-
-
 def test_concurrent_calls_from_several_threads_are_correct(big, expected, hyper):
     problems = []
 
@@ -175,46 +167,3 @@ def test_workers_may_run_wherever_the_process_may(big, hyper):
     while not all(os.sched_getaffinity(thread) == allowed for thread in threads):
         assert time.monotonic() < deadline, "a worker stays away from a processor"
         time.sleep(0.01)
-
-
-def _sleepers():
-    """Return how often each other thread of this process has slept, once all of them sleep.
-
-    Threads of Gloo, of another test's process group, are left out: with torch 2.15 they never rest.
-    """
-
-    def look():
-        counts = {}
-        for thread in set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}:
-            with open(f"/proc/self/task/{thread}/status", encoding="utf-8") as status:
-                lines = {name: value for name, _, value in (line.partition(":") for line in status)}
-            if lines["Name"].strip().startswith("gloo_"):
-                continue
-            counts[thread] = int(lines["voluntary_ctxt_switches"])
-            if not lines["State"].strip().startswith("S"):
-                return None
-        return counts
-
-    deadline = time.monotonic() + TIMEOUT_S
-    before = None
-    while True:
-        counts = look()
-        if counts is not None and counts == before:
-            return counts
-        assert time.monotonic() < deadline, "a worker does not come to rest"
-        before = counts
-        time.sleep(0.01)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_small_job_does_not_wake_a_large_pool(big, hyper):
-    arrays = copies(big)
-    run_kernel(arrays, num_threads=64, **hyper)
-    before = _sleepers()
-    assert len(before) > 30  # one for each grain
-    for _ in range(5):
-        run_kernel(arrays, num_threads=2, **hyper)
-        after = _sleepers()
-        # One worker; and threads that are not the pool's, pytest-xdist's say, may have woken.
-        assert sum(after[thread] != before[thread] for thread in before) <= 5
-        before = after

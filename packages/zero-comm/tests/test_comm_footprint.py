@@ -27,31 +27,44 @@ LOCO = {"zeropp_loco_param": {}}
 
 
 @pytest.mark.parametrize("numel", [255, 256, 1000, 4096])
-@pytest.mark.parametrize("format", ["int8", "int4", "e4m3", "e5m2"])
-def test_message_bytes_are_those_of_a_quantized_buffer(format: str, numel: int) -> None:
+@pytest.mark.parametrize(
+    ("weights", "within", "between"),
+    [
+        (None, None, None),
+        ("int8", "int8", "int4"),
+        ("e4m3", "e5m2", None),
+        ("e5m2", "int4", "int8"),
+    ],
+)
+def test_message_bytes_are_those_of_a_quantized_buffer(
+    weights: str | None, within: str | None, between: str | None, numel: int
+) -> None:
     config = {
         **QGZ,
-        "zero_quantized_gradients_within_node": format,
-        "zero_quantized_gradients_between_nodes": format,
+        **QWZ,
+        "zero_quantized_weights_format": weights,
+        "zero_quantized_gradients_within_node": within,
+        "zero_quantized_gradients_between_nodes": between,
     }
-    if format != "int4":
-        config = {**config, **QWZ, "zero_quantized_weights_format": format}
     form = comm_footprint(config=config, world_size=WORLD_SIZE, ranks_per_node=PER_NODE)
-    expected = HEADER_NBYTES + len(zero_comm.quantize(torch.ones(numel), format))
+
+    def expected(kind: str) -> int:
+        return HEADER_NBYTES + len(zero_comm.quantize(torch.ones(numel), kind))
+
     reduction = form.reduction(numel, torch.float32)
     assert reduction is not None
-    assert (reduction.within_nbytes, reduction.across_nbytes) == (expected, expected)
-    if format != "int4":
-        gather = form.gather(numel, torch.float32, is_trainable=True)
-        assert gather is not None
-        assert (gather.format, gather.across_nbytes) == (format, expected)
+    assert reduction.within_nbytes == expected(within or "int4")
+    assert reduction.across_nbytes == expected(between or "int4")
+    gather = form.gather(numel, torch.float32, is_trainable=True)
+    assert gather is not None
+    assert (gather.format, gather.across_nbytes) == (weights or "int8", expected(weights or "int8"))
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {**QWZ, **QGZ},
-        {**QWZ, **QGZ, **LOCO, **hpz(2)},
+        {**QWZ, **QGZ, "zero_quantized_gradients_between_nodes": "int8"},
+        {**QWZ, **QGZ, "zero_quantized_weights_format": "e4m3", **LOCO, **hpz(2)},
         {**QGZ, **hpz(2)},
         {**FOUR_BIT, **QGZ},
     ],

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.simulated_ranks import (
     FOUR_BIT,
     QGZ,
@@ -16,14 +15,10 @@ from support.simulated_ranks import (
     Network,
     SimulatedTransport,
     hpz,
-    make_collectives,
-    run_ranks,
 )
 
 import zero_comm
 from zero_comm import create_collectives
-from zero_comm.collectives.quantized import QuantizedCollectives
-from zero_comm.quantizer.message import Packing
 
 
 def make(
@@ -41,57 +36,9 @@ def make(
     return transport, made
 
 
-def sent_nbytes(config: dict[str, Any], numel: int = 4096) -> tuple[int, int]:
-    """Return the bytes that a rank of two sends in a gather and in a reduction."""
-    network = Network(2, 1)
-
-    def program(transport: SimulatedTransport) -> None:
-        made = make_collectives(transport, config, 1)
-        out = torch.empty(2 * numel)
-        made.all_gather(out, torch.randn(numel), unit=0, version=0, backward=False).wait()
-        if transport.rank == 0:
-            gathered.append(network.between[0])
-        made.reduce_scatter(torch.empty(numel), torch.randn(2 * numel), unit=0).wait()
-
-    gathered: list[int] = []
-    run_ranks(network, program)
-    return gathered[0], network.between[0] - gathered[0]
-
-
 def test_the_entry_point_is_the_factory() -> None:
     (found,) = entry_points(group="zero_core.collectives", name="quantized")
     assert found.load() is create_collectives
-
-
-@pytest.mark.parametrize(
-    ("config", "weights", "gradients"),
-    [
-        (QWZ, "int8", None),
-        ({**QWZ, "zero_quantized_weights_format": None}, "int8", None),
-        ({**QWZ, "zero_quantized_weights_format": "e4m3"}, "e4m3", None),
-        (QGZ, None, "int4"),
-        ({**QGZ, "zero_quantized_gradients_between_nodes": "int8"}, None, "int8"),
-        ({**QWZ, **QGZ}, "int8", "int4"),
-    ],
-)
-def test_what_travels_is_of_the_format_that_was_asked_for(
-    config: dict[str, Any], weights: str | None, gradients: str | None
-) -> None:
-    expected = [16384 if f is None else Packing(f).nbytes(4096) for f in (weights, gradients)]
-    assert sent_nbytes(config) == tuple(expected)
-
-
-def test_a_full_block_with_everything_else_off_is_accepted() -> None:
-    config = {
-        "stage": 3,
-        "zero_quantized_weights": True,
-        "zero_quantized_gradients": False,
-        "zero_quantized_nontrainable_weights": False,
-        "zero_hpz_partition_size": 1,
-        "zeropp_loco_param": None,
-        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-    }
-    assert isinstance(make(config)[1], QuantizedCollectives)
 
 
 @pytest.mark.parametrize(

@@ -302,14 +302,6 @@ def test_millions_of_elements_on_a_device_give_the_bytes_of_the_host(
             fmt.check(target.device, *fmt.pair((1 << 21) + 77, dtype, share, octaves, 5))
 
 
-@every_device
-def test_messages_travel_between_device_and_host(target: Target) -> None:
-    old, new = DIFFERENCES.pair(5000, torch.bfloat16, 0.3, 5, 0)
-    message = DIFFERENCES.message(old.to(target.device), new.to(target.device))
-    DIFFERENCES.unpack(message.cpu(), old)
-    assert torch.equal(integers_of(old), integers_of(new))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_encoding_and_uploads_wait_for_nothing_on_the_device() -> None:
     old, new = DIFFERENCES.pair(1 << 16, torch.bfloat16, 0.3, 5, 0)

@@ -8,34 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.backends import (
     CPU,
     DEVICE,
     HAS_NATIVE,
     HOSTS,
     ISAS,
-    TORCH,
     Target,
     every_device,
     every_target,
     needs_native,
 )
 from support.quantizer_reference import ALL_DTYPES
-from support.quantizer_strategies import flat_tensors, formats, seeds
 from support.real_ranks import start_ranks
 from torch import Tensor
 
 import zero_comm
 from zero_comm import (
     BlockFormat,
-    dequantize,
-    dequantize_rows,
     dequantize_sum,
     quantize,
     quantize_rows,
-    quantized_nbytes,
 )
 from zero_comm.quantizer.backend import find_backend
 from zero_comm.quantizer.block_format import seed_of_group
@@ -230,70 +223,6 @@ def test_no_rows_and_rows_of_no_elements_are_left_alone(target: Target) -> None:
         backend.decode_sum(nothing.byte().view(2, 0), nothing, fmt)
 
 
-def outcome(x: Tensor, fmt: BlockFormat, seed: int | None) -> list[Tensor | bool | None]:
-    """Return the bytes, the values in every dtype and the sum of two quantized rows.
-
-    The rows hold ``x`` and its negative half.
-    """
-    both = torch.cat([x, x * -0.5])
-    rows = torch.full((2, 32 + quantized_nbytes(len(x), fmt)), 99, dtype=torch.uint8)
-    is_bad = quantize_rows(both, fmt, rows[:, 32:], seed=seed)
-    found: list[Tensor | bool | None] = [is_bad, rows.clone()]
-    for dtype in ALL_DTYPES:
-        out = torch.full((len(both),), 7, dtype=dtype)
-        dequantize_rows(rows[:, 32:], len(x), fmt, out)
-        found.append(out)
-    total = torch.full((len(x),), 7.0)
-    dequantize_sum(rows[:, 32:], len(x), fmt, total)
-    return [*found, total]
-
-
-def check_as_torch(target: Target, x: Tensor, fmt: BlockFormat, seed: int | None) -> None:
-    with TORCH.forced():
-        expected = outcome(x, fmt, seed)
-    assert expected[0] is not bool(x.isfinite().all())
-    with target.forced():
-        found = outcome(x, fmt, seed)
-    assert found[0] is expected[0]
-    for a, b in zip(found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-@every_isa
-@pytest.mark.parametrize("is_finite", [True, False])
-@given(flat_tensors, formats, seeds, st.data())
-def test_native_gives_and_carries_what_torch_does(
-    target: Target,
-    is_finite: bool,
-    x: Tensor,
-    fmt: BlockFormat,
-    seed: int | None,
-    data: st.DataObject,
-) -> None:
-    if not is_finite and len(x):
-        at = data.draw(st.integers(0, len(x) - 1))
-        x[at] = data.draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
-    check_as_torch(target, x, fmt, seed)
-
-
-@every_isa
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_bytes_mean_the_same_to_native(target: Target, kind: str) -> None:
-    # Corrupt bytes too: every code, and scales that no quantizer makes.
-    generator = torch.Generator().manual_seed(0)
-    for is_symmetric in (True, False) if kind.startswith("int") else (True,):
-        fmt, numel = BlockFormat(kind, 256, is_symmetric), 256 * 65
-        nbytes = quantized_nbytes(numel, fmt)
-        buffer = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-        buffer[:256] = torch.arange(256)
-        for dtype in ALL_DTYPES:
-            values = []
-            for each in (TORCH, target):
-                with each.forced():
-                    values.append(dequantize(buffer, numel, fmt, dtype=dtype))
-            torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
-
-
 @needs_native
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -301,14 +230,13 @@ def test_large_tensors_are_those_of_torch_with_any_number_of_threads(
     dtype: torch.dtype, num_threads: int
 ) -> None:
     numel = (1 << 20) + 77
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-    if dtype == torch.bfloat16:
-        x[-5] = float("nan")
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         fmt = BlockFormat("int4", 128, has_rotation=dtype == torch.float32)
-        check_as_torch(Target("native"), x, fmt, 5 if dtype == torch.bfloat16 else None)
+        seed = 5 if dtype == torch.bfloat16 else None
+        with Target("native").forced():
+            Case(fmt, dtype, 2, numel, seed, dtype != torch.bfloat16).check(CPU)
     finally:
         torch.set_num_threads(before)
 

@@ -35,20 +35,6 @@ INT4_FORMATS = [BlockFormat("int4", 128, s, r) for s in (False, True) for r in (
             [127.0, -127.0, 0.0, 1.0, -1.0, 2.0, 4.0, 0.0],
         ),
         (
-            BlockFormat("int4", 8),
-            [7.0, -7.0, 0.0, -1.0, 1.0, -1.0, 7.0, -7.0],
-            [7 + 16 * 1, 256 - 7 - 16, 16 * 7, 256 - 1 - 16 * 7],
-            torch.tensor([7.0]).bfloat16(),
-            [7.0, -7.0, 0.0, -1.0, 1.0, -1.0, 7.0, -7.0],
-        ),
-        (
-            BlockFormat("e4m3", 8),
-            [448.0, -448.0, 0.0, 1.0, -1.0, 2.0**-9, 2.0**-10, -(2.0**-11)],
-            [126, 254, 0, 56, 184, 1, 0, 0],
-            torch.tensor([448.0]).bfloat16(),
-            [448.0, -448.0, 0.0, 1.0, -1.0, 2.0**-9, 0.0, 0.0],
-        ),
-        (
             BlockFormat("int4", 8, is_symmetric=False),  # a step of 1
             [-4.0, 10.0, 0.0, -0.0, -3.0, 9.4, 0.4, 1.0],
             [1 + (2 << 4), 15 + (14 << 4), 5 << 4, 6 << 4],
@@ -65,13 +51,6 @@ def test_a_block_has_known_bytes(
         16 - len(codes) - scale.nbytes
     )
     assert dequantize(buffer, 8, fmt).tolist() == back
-
-
-def test_a_constant_asymmetric_block_comes_back_exactly() -> None:
-    fmt = BlockFormat("int8", 64, is_symmetric=False)
-    for value in (0.1, -3e38, 1e-40):
-        x = torch.full((100,), value)
-        assert torch.equal(dequantize(quantize(x, fmt), 100, fmt), x)
 
 
 @pytest.mark.parametrize(
@@ -178,17 +157,6 @@ def test_rows_are_summed_from_left_to_right(fmt: BlockFormat, numel: int) -> Non
     for row in rows:
         expected += dequantize(row.clone(), numel, fmt)
     assert torch.equal(total, expected)
-
-
-def test_rows_report_a_nonfinite_value() -> None:
-    x = torch.zeros(600)
-    rows = torch.empty(2, quantized_nbytes(300), dtype=torch.uint8)
-    assert quantize_rows(x, "int8", rows) is False
-    x[-1] = float("inf")
-    assert quantize_rows(x, "int8", rows) is True
-    back = torch.empty(600)
-    dequantize_rows(rows, 300, "int8", back)
-    assert back.isnan().sum() == 300 - 256
 
 
 def of_bytes(*shape: int, device: str = "cpu") -> Tensor:

@@ -66,42 +66,14 @@ def test_every_slice_reaches_its_owner_when_quantizing_is_exact(
     assert torch.equal(torch.cat(outs), expected)
 
 
-@pytest.mark.parametrize(("world_size", "per_node"), LAYOUTS)
-@pytest.mark.parametrize(
-    ("within", "between", "dtype"),
-    [
-        ("int4", "int4", torch.bfloat16),
-        ("int8", "int8", torch.float32),
-        ("int8", "int4", torch.float16),
-        ("e4m3", "e5m2", torch.float32),
-    ],
-)
-def test_sum_is_within_half_a_step_per_hop(
-    world_size: int, per_node: int, within: str, between: str, dtype: torch.dtype
-) -> None:
-    numel = 777
-    fulls = [gradient(rank, world_size * numel, dtype).double() for rank in range(world_size)]
-    outs = reduce_on_ranks(
-        Network(world_size, per_node),
-        numel,
-        lambda rank: fulls[rank],
-        intra_node=within,
-        inter_node=between,
-        dtype=dtype,
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_nothing_is_lost_to_the_output_dtype(out_dtype: torch.dtype) -> None:
+    wide, narrow = (
+        reduce_on_ranks(Network(4, 2), 300, lambda r: gradient(r, 1200), out_dtype=dtype)
+        for dtype in (torch.float32, out_dtype)
     )
-    relative = {"int8": 0.5 / 127, "int4": 0.5 / 7, "e4m3": 2.0**-4, "e5m2": 2.0**-3}
-    largest = max(float(full.abs().max()) for full in fulls)
-    num_nodes = world_size // per_node
-    bound = 0.0
-    if per_node > 1:
-        bound += world_size * largest * relative[within]
-    if num_nodes > 1:
-        node_sum = per_node * largest * (1 + relative[within])
-        bound += num_nodes * node_sum * relative[between]
-    error = (torch.cat(outs).double() - torch.stack(fulls).sum(0)).abs().max()
-    assert error <= bound * 1.01 + 1e-6
-    if bound:
-        assert error > 0  # it was quantized
+    for a, b in zip(wide, narrow, strict=True):
+        assert torch.equal(a.to(out_dtype), b)
 
 
 def test_rotation_makes_less_of_outliers() -> None:
@@ -116,43 +88,6 @@ def test_rotation_makes_less_of_outliers() -> None:
         outs = reduce_on_ranks(network, numel, lambda r: fulls[r], intra_node=fmt, inter_node=fmt)
         errors.append(float((torch.cat(outs) - exact).square().mean()))
     assert errors[1] < 0.7 * errors[0]
-
-
-def test_nothing_is_lost_to_the_output_dtype() -> None:
-    numel = 300
-    wide = reduce_on_ranks(Network(4, 2), numel, lambda r: gradient(r, 4 * numel))
-    narrow = reduce_on_ranks(
-        Network(4, 2), numel, lambda r: gradient(r, 4 * numel), out_dtype=torch.bfloat16
-    )
-    for a, b in zip(wide, narrow, strict=True):
-        assert torch.equal(a.bfloat16(), b)
-
-
-def test_a_nan_of_one_rank_arrives_at_the_owner() -> None:
-    numel = 600
-
-    def make_full(rank: int) -> Tensor:
-        full = gradient(rank, 4 * numel)
-        if rank == 3:
-            full[numel + 300] = float("inf")
-        return full
-
-    outs = reduce_on_ranks(Network(4, 2), numel, make_full)
-    assert outs[1][300].isnan()
-    assert outs[1][:256].isfinite().all()
-    assert all(out.isfinite().all() for r, out in enumerate(outs) if r != 1)
-
-
-@pytest.mark.parametrize(("world_size", "per_node"), [(4, 2), (6, 3), (16, 4)])
-def test_bytes_are_those_of_the_closed_form(world_size: int, per_node: int) -> None:
-    numel = 512
-    network = Network(world_size, per_node)
-    reduce_on_ranks(network, numel, lambda r: gradient(r, world_size * numel), inter_node="int8")
-    num_nodes = world_size // per_node
-    within, between = Packing("int4").nbytes(numel), Packing("int8").nbytes(numel)
-    assert network.within == [(per_node - 1) * num_nodes * within] * world_size
-    assert network.between == [(num_nodes - 1) * between] * world_size
-    assert network.calls == {"all_to_all": 2}
 
 
 @pytest.mark.parametrize("target", ["header", "scale", "length"])

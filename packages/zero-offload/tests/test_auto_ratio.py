@@ -61,6 +61,12 @@ class Machine:
         return min(reversed(tried), key=self.step_s)
 
 
+def settled(machine: Machine) -> AutoRatio:
+    auto = AutoRatio()
+    run(auto, machine, ENOUGH_STEPS)
+    return auto
+
+
 def run(auto: AutoRatio, machine: Machine, num_steps: int, least: float = 0.0) -> list[float]:
     ratios = []
     for _ in range(num_steps):
@@ -91,9 +97,7 @@ def test_it_settles_on_the_fastest_ratio_that_fits(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_of_5_percent_neither_misleads_it_nor_moves_it(seed: int) -> None:
-    machine = Machine(3.0, 0.5, 1.0, noise=0.05, seed=seed)
-    auto = AutoRatio()
-    run(auto, machine, ENOUGH_STEPS)
+    auto = settled(machine := Machine(3.0, 0.5, 1.0, noise=0.05, seed=seed))
     assert auto.report is not None
     held = auto.ratio
     assert abs(held - machine.best()) < 0.05
@@ -106,8 +110,7 @@ def test_noise_of_5_percent_neither_misleads_it_nor_moves_it(seed: int) -> None:
 def test_a_host_three_times_slower_or_faster_is_given_less_or_more(
     first_s: float, then_s: float, noise: float
 ) -> None:
-    machine, auto = Machine(first_s, 0.5, 0.4, noise=noise), AutoRatio()
-    run(auto, machine, ENOUGH_STEPS)
+    auto = settled(machine := Machine(first_s, 0.5, 0.4, noise=noise))
     before, report = auto.ratio, auto.report
     machine.host_s = then_s
     run(auto, machine, ENOUGH_STEPS)
@@ -117,8 +120,7 @@ def test_a_host_three_times_slower_or_faster_is_given_less_or_more(
 
 
 def test_a_few_slow_steps_move_nothing() -> None:
-    machine, auto = Machine(2.0, 0.5, 0.4), AutoRatio()
-    run(auto, machine, ENOUGH_STEPS)
+    auto = settled(machine := Machine(2.0, 0.5, 0.4))
     held = auto.ratio
     for _ in range(20):
         machine.host_s = 2.0 * (1 + 4 * CHANGE)
@@ -129,8 +131,7 @@ def test_a_few_slow_steps_move_nothing() -> None:
 
 
 def test_memory_that_runs_short_moves_it_at_once() -> None:
-    machine, auto = Machine(4.0, 0.5, 0.4), AutoRatio()
-    run(auto, machine, ENOUGH_STEPS)
+    auto = settled(machine := Machine(4.0, 0.5, 0.4))
     assert auto.ratio < 0.5
     assert auto.observe(machine.sample(auto.ratio), 0.75) == 0.75
     assert auto.report is not None
@@ -139,8 +140,7 @@ def test_memory_that_runs_short_moves_it_at_once() -> None:
 
 
 def test_a_bound_that_creeps_is_followed_in_whole_steps() -> None:
-    machine, auto = Machine(4.0, 0.5, 0.4), AutoRatio()
-    run(auto, machine, ENOUGH_STEPS)
+    auto = settled(machine := Machine(4.0, 0.5, 0.4))
     reports = []
     for i in range(1000):
         least = 0.5 + i / 10_000
@@ -160,8 +160,7 @@ def test_a_host_that_is_in_time_with_everything_keeps_it_after_one_probe() -> No
 
 
 def test_the_report_says_what_was_measured_and_why() -> None:
-    machine, auto = Machine(2.0, 0.5, 0.5), AutoRatio()
-    run(auto, machine, ENOUGH_STEPS)
+    auto = settled(machine := Machine(2.0, 0.5, 0.5))
     report = auto.report
     run(auto, machine, 200 - ENOUGH_STEPS)
     assert report is not None

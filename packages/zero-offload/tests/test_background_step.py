@@ -12,14 +12,12 @@ import torch
 from support.kernels import TIMEOUT_S, GatedAdam, ReferenceAdam
 from support.tiers import (
     ADAM,
-    BF16,
     Space,
     assert_same,
     make_tier,
     offer,
     snapshot,
     train,
-    trained,
     workers,
 )
 
@@ -80,24 +78,6 @@ def test_state_and_gradients_in_use_wait_for_a_step_in_flight(
     tier.wait_params(0, space.numel)
 
 
-def test_a_step_over_other_pieces_queues_up_behind_one_in_flight() -> None:
-    """Units are updated like this during backward, without waiting and without changing a bit."""
-    space, kernel = Space(), GatedAdam(gate_at=0)
-    tier = make_tier(space, kernel=kernel)
-    grad = space.grad(0)
-    tier.offer_grad(256, grad[256:].clone())
-    tier.step(ADAM, [3, 4], grad_scale=1.0)
-    assert kernel.reached.wait(TIMEOUT_S)
-    tier.offer_grad(0, grad[:256].clone())
-    tier.step(ADAM, [0, 2], grad_scale=1.0)
-    tier.step(ADAM, [1], grad_scale=1.0)
-    with pytest.raises(ValueError, match="no gradient was offered"):
-        tier.step(ADAM, [1], grad_scale=1.0)  # it is used up
-    kernel.gate.set()
-    tier.wait_params(0, space.numel)
-    assert_same(snapshot(tier, space), trained(steps=range(1), kernel=ReferenceAdam()))
-
-
 def test_nobody_waits_for_steps_that_queue_behind_one_that_failed() -> None:
     class FailsLate(GatedAdam):
         def adam_step(self, *args: Any, **kwargs: Any) -> None:
@@ -122,44 +102,6 @@ def test_nobody_waits_for_steps_that_queue_behind_one_that_failed() -> None:
             error = pool.submit(call).exception(TIMEOUT_S)
             assert isinstance(error, OffloadError)
     assert torch.equal(space.params[0][1], space.initial[:256])  # none of those behind it ran
-
-
-def test_what_is_offered_can_be_read_back_until_a_step_uses_it() -> None:
-    space = Space(BF16)
-    tier = make_tier(space, ratio=0.3, kernel=ReferenceAdam())
-    offer(tier, space, 0)
-    assert torch.equal(tier.read_grad(20, 300), space.grad(0)[20:300])
-    tier.step(ADAM, [0, 1], grad_scale=1.0)
-    assert torch.equal(tier.read_grad(42, 360), space.grad(0)[42:])
-    with pytest.raises(ValueError, match="no gradient was offered"):
-        tier.read_grad(41, 50)
-    tier.discard_grads()
-    with pytest.raises(ValueError, match="no gradient was offered"):
-        tier.read_grad(42, 50)
-
-
-def test_host_and_device_step_at_the_same_time() -> None:
-    """The device's half finishes in the caller's thread while the host's is held back."""
-    space, caller = Space(), threading.current_thread().name
-
-    class Halves(GatedAdam):
-        def adam_step(self, *args: Any, **kwargs: Any) -> None:
-            if threading.current_thread().name == caller:
-                assert self.reached.wait(TIMEOUT_S)
-                ReferenceAdam.adam_step(device, *args, **kwargs)
-            else:
-                super().adam_step(*args, **kwargs)
-
-    kernel, device = Halves(gate_at=0), ReferenceAdam()
-    tier = make_tier(space, ratio=0.5, kernel=kernel)
-    offer(tier, space, 0)
-    tier.step(ADAM, range(5), grad_scale=1.0)
-    assert device.calls
-    tier.wait_params(0, 180)
-    assert not kernel.calls
-    kernel.gate.set()
-    tier.wait_params(0, space.numel)
-    assert kernel.threads[0].startswith("zero-offload")
 
 
 @pytest.mark.parametrize(
@@ -236,25 +178,16 @@ def test_the_worker_records_no_gradients_and_ends_with_its_tier() -> None:
     assert not worker.is_alive()
 
 
-def test_progress_waits_for_the_overlapping_runs_only() -> None:
+def test_a_run_is_over_when_the_last_step_over_it_is_and_none_has_failed() -> None:
     progress = Progress()
-    (first, _, last), before = progress.begin([(0, 4), (6, 8), (8, 9)])
+    _, before = progress.begin([(0, 4), (6, 9)])
     assert not before
-    assert progress.wait(4, 6) == []
-    late = _in_thread(lambda: progress.wait(7, 9))
-    progress.publish(last, None)  # in any order
-    assert progress.wait(8, 9) == []
-    late.join(0.05)
-    assert late.is_alive()
-    progress.publish(first, None)
-    assert progress.wait(0, 6) == []
     (again,), before = progress.begin([(3, 7)])
-    (middle,) = before  # that one must be published first
-    progress.publish(middle, None)
-    late.join(TIMEOUT_S)
-    assert not late.is_alive()
-    assert progress.wait(0, 3) == []
+    for entry in before:  # these must be published first
+        progress.publish(entry, None)
+    assert progress.is_over(0, 3)
     assert not progress.is_over(0, 4)
+    assert progress.is_over(7, 9)
     progress.publish(again, None)
     assert progress.is_over(0, 9)
     progress.finish(OSError("disk full"))

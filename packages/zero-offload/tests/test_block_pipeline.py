@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from support.tiers import wait_until
 from torch import Tensor
 
-from zero_offload.errors import StorageError
 from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
 
@@ -69,19 +68,22 @@ def _add_one(pipeline: BlockPipeline, blocks: Sequence[int]) -> None:
 @given(
     num_blocks=st.integers(1, 6),
     buffer_count=st.integers(1, 8),
-    passes=st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=4),
+    passes=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=8)), max_size=4),
 )
 def test_every_update_of_every_block_counts(
     tmp_path_factory: pytest.TempPathFactory,
     num_blocks: int,
     buffer_count: int,
-    passes: list[list[int]],
+    passes: list[tuple[bool, list[int]]],
 ) -> None:
-    """Blocks in any order, repeated within a pass and across passes without a flush between."""
+    """Blocks in any order, repeated within a pass and across passes, some of them prefetched."""
     file = BlockFile(tmp_path_factory.getbasetemp(), _sizes(num_blocks))
     pipeline = BlockPipeline(file, NUM_PARTS, buffer_count)
     expected = [0] * num_blocks
-    for chosen in passes:
+    for is_prefetched, chosen in passes:
+        if is_prefetched:
+            pipeline.flush()
+            pipeline.prefetch()
         blocks = [block % num_blocks for block in chosen]
         _add_one(pipeline, blocks)
         for block in blocks:
@@ -108,44 +110,6 @@ def test_what_followed_last_time_is_read_before_it_is_announced(tmp_path: Path) 
     _check(file, [3] * 5)
 
 
-def test_prefetched_blocks_make_room_for_announced_ones(tmp_path: Path) -> None:
-    file = LoggedFile(tmp_path, _sizes(5))
-    pipeline = BlockPipeline(file, NUM_PARTS, 2)
-    _add_one(pipeline, [0, 1, 2, 0])
-    pipeline.flush()
-    pipeline.prefetch()
-    assert pipeline.prefetched == [1, 2]
-    _add_one(pipeline, [4, 3, 1])
-    pipeline.flush()
-    _check(file, [2, 2, 1, 1, 1])
-
-
-def test_next_is_read_and_last_is_written_while_one_is_held(tmp_path: Path) -> None:
-    """With three buffers: while 1 is in hand, the write of 0 is held back and 2 has been read."""
-    file = LoggedFile(tmp_path, _sizes(4))
-    pipeline = BlockPipeline(file, NUM_PARTS, 3)
-    _add_one(pipeline, range(4))
-    pipeline.flush()
-    file.gates = {"write 0": threading.Event(), "write 1": threading.Event()}
-    file.log.clear()
-    pipeline.announce(range(4))
-    pipeline.take(0)
-    pipeline.put(0)
-    pipeline.take(1)
-    wait_until(lambda: {"end read 4", "end read 5"} <= set(file.log))
-    assert not [entry for entry in file.log if entry.startswith("end write")]
-    assert 3 not in pipeline.reading  # all three buffers are in use
-    for gate in file.gates.values():
-        gate.set()
-    pipeline.flush()
-    pipeline.put(1)
-    assert 3 in pipeline.reading
-    for block in (2, 3):
-        pipeline.take(block)
-        pipeline.drop(block)
-    assert pipeline.is_idle
-
-
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
     file = BlockFile(tmp_path, _sizes(9))
     longest = sum(sorted(_sizes(9))[-NUM_PARTS:])
@@ -169,31 +133,3 @@ def test_only_the_parts_asked_for_are_moved(tmp_path: Path) -> None:
     pipeline.put(1, parts=[1])
     pipeline.flush()
     assert [entry for entry in file.log if entry.startswith("end")] == ["end read 2", "end write 3"]
-
-
-def _put_and_flush(pipeline: BlockPipeline, block: int) -> None:
-    pipeline.put(block)
-    pipeline.flush()
-
-
-def test_a_failed_write_is_raised_by_the_next_flush(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = BlockFile(tmp_path, _sizes(3))
-    pipeline = BlockPipeline(file, NUM_PARTS, 2)
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", full)
-    pipeline.announce([0])
-    pipeline.take(0)
-    with pytest.raises(StorageError, match="No space left on device: writing"):
-        _put_and_flush(pipeline, 0)
-    monkeypatch.undo()
-    pipeline.abandon()
-    with pytest.raises(StorageError, match="No space left"):  # the block is lost, not old
-        _add_one(pipeline, [0])
-    pipeline.abandon()
-    _add_one(pipeline, [1, 2, 1])
-    pipeline.flush()

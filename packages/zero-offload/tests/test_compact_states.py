@@ -28,36 +28,10 @@ from support.tiers import (
 )
 from torch import optim
 
-from zero_offload import OffloadedOptimizer
 from zero_offload.rules import codes
 from zero_offload.rules.compact import Bf16AdamRule
 
 compact = pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "state_dtype", "expected"),
-    [
-        (FP32, "float32", 12.0),
-        (FP32, "bfloat16", 8.0),
-        (FP32, "int8", 6.0625),
-        (BF16, "float32", 12.0),
-        (BF16, "bfloat16", 8.0),
-        (BF16, "int8", 6.0625),
-        (FP16, "int8", 6.0625),
-        (FP32, "torch", 12.0),
-    ],
-)
-def test_host_holds_so_many_bytes_per_element(
-    dtype: torch.dtype, state_dtype: str, expected: float
-) -> None:
-    numel = 128 * 1024
-    param = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
-    keys: dict[str, Any] = {"adam_kernel": ReferenceKernel(), "state_dtype": state_dtype}
-    optimizer = OffloadedOptimizer(optim.AdamW, [param], **keys if state_dtype != "torch" else {})
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert optimizer.tier.host_bytes == expected * numel
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
@@ -85,30 +59,12 @@ def test_training_stays_close_to_fp32_states(
     kernel: Any, state_dtype: str, dtype: torch.dtype
 ) -> None:
     found, expected = (
-        trained(space=Space(dtype), steps=range(10), kernel=kernel, state_dtype=name)
+        trained(space=Space(dtype), steps=range(30), kernel=kernel, state_dtype=name)
         for name in (state_dtype, "float32")
     )
     assert torch.equal(found["params"], found["master_weight"].to(dtype))
     moved = (expected["master_weight"] - Space().initial).norm()
     assert 0 < (found["master_weight"] - expected["master_weight"]).norm() < 0.05 * moved
-
-
-@compact
-def test_bits_do_not_depend_on_neighbours_or_on_how_gradients_arrive(
-    kernel: Any, state_dtype: str
-) -> None:
-    """Blocks are counted from a piece's start, whichever pieces are updated with it."""
-    space = Space(BF16)
-    tier = make_tier(space, kernel=kernel, state_dtype=state_dtype)
-    for step in range(3):
-        grad = space.grad(step)
-        for i, (start, stop, _) in enumerate(space.pieces):
-            middle = (start + stop) // 2
-            tier.offer_grad(middle, grad[middle:stop].clone())
-            tier.offer_grad(start, grad[start:middle].clone())
-            tier.step(ADAM, [i], grad_scale=1.0)
-    block: dict[str, Any] = {"kernel": kernel, "state_dtype": state_dtype}
-    assert_same(snapshot(tier, space), trained(space=Space(BF16), steps=range(3), **block))
 
 
 @pytest.mark.parametrize(("ratio", "dtype"), [(0.0, BF16), (0.4, FP32), (0.4, BF16), (1.0, BF16)])
@@ -133,41 +89,15 @@ def test_resumed_run_is_bit_identical(
 
 @compact
 def test_state_goes_to_fp32_states_and_back_unchanged(kernel: Any, state_dtype: str) -> None:
-    torch.manual_seed(0)  # a tie of a master weight would be rounded in two ways
-    model = torch.nn.Linear(37, 11, dtype=BF16)
-
-    def make(name: str) -> OffloadedOptimizer:
-        keys: dict[str, Any] = {"adam_kernel": kernel, "state_dtype": name}
-        return OffloadedOptimizer(optim.AdamW, model.parameters(), **keys)
-
-    source = make(state_dtype)
-    for _ in range(3):
-        model(torch.randn(4, 37, dtype=BF16)).square().mean().backward()
-        source.step()
-        source.zero_grad()
-    saved = source.state_dict()
-    wide = make("float32")
-    wide.load_state_dict(saved)
-    back = make(state_dtype)
-    back.load_state_dict(wide.state_dict())
-    for other in (wide.state_dict(), back.state_dict()):
-        for i in range(2):
-            assert other["state"][i].keys() == saved["state"][i].keys()
-            for name in ("master_weight", "exp_avg", "exp_avg_sq"):
-                assert other["state"][i][name].dtype == FP32
-                assert torch.equal(other["state"][i][name], saved["state"][i][name])
-
-
-def test_split_master_keeps_all_bits_of_what_is_written() -> None:
-    space = Space(BF16)
-    tier = make_tier(space, kernel=ReferenceKernel(), state_dtype="int8", ratio=0.5)
-    covered = space.covered()
-    found = tier.read_state("master_weight", 0, space.numel)
-    assert torch.equal(found[covered], space.initial[covered])
-    values = torch.randn(100)
-    tier.write_state("master_weight", 111, values)
-    assert torch.equal(tier.read_state("master_weight", 111, 211), values)
-    assert torch.equal(space.flat_params()[111:211], values.bfloat16())
+    spaces = [Space(BF16) for _ in range(3)]
+    dtypes = (state_dtype, "float32", state_dtype)
+    pairs = zip(spaces, dtypes, strict=True)
+    source, wide, back = (make_tier(s, kernel=kernel, state_dtype=name) for s, name in pairs)
+    train(source, spaces[0])
+    expected = snapshot(source, spaces[0], padding=False)
+    for first, second, space in ((source, wide, spaces[1]), (wide, back, spaces[2])):
+        copy_state(first, second, space)
+        assert_same(snapshot(second, space, padding=False), expected)
 
 
 def test_block_that_is_overwritten_in_part_keeps_the_rest() -> None:
@@ -273,33 +203,6 @@ def test_decoded_moments_are_stored_as_they_were(
         assert torch.equal(same_scales, scales)
 
 
-@pytest.mark.parametrize("exponent", [-56, 0, 40])
-def test_every_code_of_a_block_comes_back(exponent: int) -> None:
-    """At a largest root of 2**-56 the smallest squares are subnormal in fp32."""
-    found = torch.arange(256, dtype=torch.uint8).repeat(128)
-    found[::128] = 255
-    for mantissa in (1.0, 1.41421354, 1.41421366, 1.7, 1.9999999):
-        scales = torch.full((256,), mantissa * 2.0**exponent)
-        again, same_scales = codes.encode_exp_avg_sq(codes.decode_exp_avg_sq(found, scales))
-        assert torch.equal(again, found)
-        assert torch.equal(same_scales, scales)
-
-
-@given(st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
-def test_codes_are_within_a_code_of_what_they_stand_for(seed: int) -> None:
-    values = torch.randn(256, generator=torch.Generator().manual_seed(seed))
-    largest = values.view(2, 128).abs().amax(dim=1).repeat_interleave(128)
-    first = codes.decode_exp_avg(*codes.encode_exp_avg(values))
-    # 127 codes on nearly a scale of square roots: within half a code, 1.5 to 0.75 / 127 of
-    # sqrt(value * largest), and 6% for "nearly"
-    bound = (values.abs() * largest).sqrt() * 1.6 / 127 + largest / 127**2
-    assert ((first - values).abs() <= bound).all()
-    second = codes.decode_exp_avg_sq(*codes.encode_exp_avg_sq(values.square()))
-    inside = values.abs() > largest * 2e-5
-    torch.testing.assert_close(second.sqrt()[inside], values.abs()[inside], rtol=1 / 31, atol=0)
-
-
 def test_a_block_that_is_not_finite_is_lost_alone() -> None:
     values = torch.ones(300)
     values[130] = float("inf")
@@ -311,18 +214,3 @@ def test_a_block_that_is_not_finite_is_lost_alone() -> None:
         assert found[128:256].isnan().all()
         assert torch.equal(found[:128], values[:128])
         assert torch.equal(found[256:], values[256:])
-
-
-@given(st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
-def test_split_and_joined_masters_are_the_same_bits(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(2**31), 2**31, (500,), generator=generator).to(torch.int32)
-    master = bits.view(torch.float32)
-    master = master[master.isfinite() & (master.abs() > 1e-30) & (master.abs() < 1e38)]
-    param, remainder = codes.split_master(master)
-    assert param.dtype == torch.bfloat16
-    assert remainder.dtype == torch.int16
-    assert torch.equal(codes.join_master(param, remainder), master)
-    ties = remainder == -32768
-    assert torch.equal(param[~ties], master.bfloat16()[~ties])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (optim.NAdam, {"lr": 1e-2}),
 ]
+if find_spec("cpu_adam") is not None:
+    CLASSES.append((cpu_adam().CPUAdam, {"lr": 1e-2}))
 
 
 PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
@@ -112,12 +115,13 @@ def test_an_optimizer_made_before_ddp_trains_on_rank_0s_weights() -> None:
 def _fsdp2(rank: int, world_size: int, is_mixed: bool, max_norm: float) -> None:
     local = shard(make_model())[4].weight.to_local()
     assert (local.numel() == 0) == (rank > 0), "the model must leave ranks without an element"
-    _assert_equals_torch(rank, lambda: shard(make_model(), is_mixed=is_mixed), max_norm)
+    pairs = PAIRS if find_spec("cpu_adam") is None else [*PAIRS, (len(CLASSES) - 1, 0.3)]
+    _assert_equals_torch(rank, lambda: shard(make_model(), is_mixed=is_mixed), max_norm, pairs)
 
 
 @pytest.mark.parametrize(
     ("world_size", "is_mixed", "max_norm"),
-    [(1, False, 0.05), (3, False, 0.0), (3, True, 0.05)],
+    [(1, False, 0.05), (3, False, 0.0), pytest.param(3, True, 0.05, id="3 ranks, also cpu_adam")],
 )
 def test_fsdp2_with_uneven_and_empty_shards_equals_torch_bit_for_bit(
     world_size: int, is_mixed: bool, max_norm: float
@@ -135,21 +139,6 @@ def _replicated(rank: int, world_size: int) -> None:
 
 def test_hsdp_equals_torch_bit_for_bit() -> None:
     spawn(_replicated, 4)
-
-
-def _kernels_class(rank: int, world_size: int, dtype: torch.dtype, ratio: float) -> None:
-    cls = cpu_adam().CPUAdam
-    plain, ours = shard(make_model(dtype)), shard(make_model(dtype))
-    expected = loop(plain, cls(groups_of(plain), lr=1e-2), rank, max_norm=0.05)
-    optimizer = OffloadedOptimizer(cls, groups_of(ours), lr=1e-2, ratio=ratio)
-    assert loop(ours, optimizer, rank, max_norm=0.05) == expected
-    assert torch.equal(weights(ours), weights(plain))
-
-
-@pytest.mark.parametrize(("dtype", "ratio"), [(torch.float32, 0.3), (torch.bfloat16, 1.0)])
-def test_cpu_adam_class_offloaded_equals_itself_on_fsdp2(dtype: torch.dtype, ratio: float) -> None:
-    cpu_adam()
-    spawn(_kernels_class, 3, dtype, ratio)
 
 
 def _states(rank: int, world_size: int) -> None:
@@ -181,7 +170,7 @@ def test_states_are_dtensors_in_the_parameters_placements() -> None:
 
 def _resume(rank: int, world_size: int, folder: str) -> None:
     """Resume from every kind of checkpoint at another ratio, and compare with the first run."""
-    for cls, settings in CLASSES[::3]:
+    for cls, settings in CLASSES[0:4:3]:
         first = shard(make_model(torch.bfloat16))
         source = OffloadedOptimizer(cls, groups_of(first), ratio=0.6, **settings)
         loop(first, source, rank, range(3))

@@ -1,104 +1,54 @@
-"""Layout arithmetic and the gradient ledger, against the plainest definitions."""
+"""Sets of elements and the gradient ledger, against the plainest definitions."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_offload.flat.geometry import Geometry, plan_runs
 from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import Intervals
 
-
-@st.composite
-def geometries(draw: st.DrawFn) -> Geometry:
-    pieces: list[tuple[int, int, int]] = []
-    params: list[tuple[int, torch.Tensor]] = []
-    at = 0
-    for _ in range(draw(st.integers(0, 4))):
-        start = at
-        for _ in range(draw(st.integers(0, 4))):
-            at += draw(st.integers(0, 2))
-            size = draw(st.integers(1, 9))
-            pieces.append((at, at + size, draw(st.integers(0, 1))))
-            at += size
-        at += draw(st.integers(0, 3))
-        params.append((start, torch.zeros(at - start)))
-    return Geometry(at, pieces, params, 2)
+NUMEL = 24
+ENDS = st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL))
+PAIRS = st.lists(ENDS.map(lambda ends: (min(ends), max(ends))), max_size=6)
 
 
-def draw_share(data: st.DataObject, numel: int) -> set[int]:
-    return set(data.draw(st.sets(st.integers(0, max(numel - 1, 0)), max_size=numel)))
+def elements(intervals: Intervals) -> list[int]:
+    return [e for span in intervals.spans for e in range(*span)]
 
 
-@given(geometries(), st.data())
-@settings(deadline=None)
-def test_parts_hold_each_element_of_a_piece_once(geometry: Geometry, data: st.DataObject) -> None:
-    chosen = draw_share(data, geometry.numel) if geometry.numel else set()
-    shares = [Intervals((e, e + 1) for e in chosen)]
-    shares.append(shares[0].complement(geometry.numel))
-    parts = [geometry.part(share) for share in shares]
-    assert sum(part.numel for part, _ in parts) == geometry.numel
-    elements = [[e for span in share.spans for e in range(*span)] for share in shares]
-    for i, piece in enumerate(geometry.pieces):
-        covered: list[int] = []
-        for (part, local), own in zip(parts, elements, strict=True):
-            for index in local.get(i, ()):
-                assert part.pieces[index].group == piece.group
-                covered += own[part.pieces[index].start : part.pieces[index].stop]
-        assert sorted(covered) == list(range(piece.start, piece.stop))
-    for (part, _), own in zip(parts, elements, strict=True):
-        for start, tensor in part.shards:
-            at = own[start]
-            assert tensor.data_ptr() == geometry.view(at, at + tensor.numel()).data_ptr()
+def as_set(pairs: list[tuple[int, int]]) -> set[int]:
+    return {e for pair in pairs for e in range(*pair)}
 
 
-@given(geometries(), st.data())
-@settings(deadline=None)
-def test_padding_goes_with_the_piece_before_it(geometry: Geometry, data: st.DataObject) -> None:
-    active = [i for i in range(len(geometry.pieces)) if data.draw(st.booleans())]
-    owner: int | None = None
-    expected = set()
-    starts = {piece.start: i for i, piece in enumerate(geometry.pieces)}
-    for element in range(geometry.numel):
-        owner = starts.get(element, owner)
-        if owner in active:
-            expected.add(element)
-    spans = geometry.padded_spans(active).spans
-    assert {e for span in spans for e in range(*span)} == expected
+@given(PAIRS)
+def test_spans_are_sorted_and_never_touch(pairs: list[tuple[int, int]]) -> None:
+    found = Intervals(pairs)
+    assert elements(found) == sorted(as_set(pairs))
+    assert found.numel == len(as_set(pairs))
+    assert bool(found) == bool(as_set(pairs))
+    for (_, stop), (start, _) in zip(found.spans, found.spans[1:], strict=False):
+        assert stop < start
+    assert found == Intervals(found.spans)
+    assert hash(found) == hash(Intervals(found.spans))
 
 
-def test_a_part_has_the_master_dtype_of_the_whole() -> None:
-    shards = [(0, torch.zeros(4)), (4, torch.zeros(4, dtype=torch.float64))]
-    geometry = Geometry(8, [(0, 4, 0), (4, 8, 0)], shards, 1)
-    part, _ = geometry.part(Intervals([(0, 3)]))
-    assert part.master_dtype == torch.float64
+@given(PAIRS, PAIRS)
+def test_operations_are_those_of_sets(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    left, right = Intervals(a), Intervals(b)
+    assert elements(left.union(right)) == sorted(as_set(a) | as_set(b))
+    assert elements(left.intersection(right)) == sorted(as_set(a) & as_set(b))
+    assert elements(left.difference(right)) == sorted(as_set(a) - as_set(b))
+    assert elements(left.complement(NUMEL)) == sorted(set(range(NUMEL)) - as_set(a))
+    assert (left == right) == (as_set(a) == as_set(b))
 
 
-@given(geometries(), st.data())
-@settings(deadline=None)
-def test_runs_are_the_longest_that_one_shard_and_key_allow(
-    geometry: Geometry, data: st.DataObject
-) -> None:
-    numbers = range(len(geometry.pieces))
-    active = [i for i in numbers if data.draw(st.booleans())]
-    keys = {i: geometry.pieces[i].group for i in active}
-    runs = plan_runs(geometry, active, keys)
-    assert [i for run in runs for i in run.pieces] == active
-    for run in runs:
-        first, last = geometry.pieces[run.pieces[0]], geometry.pieces[run.pieces[-1]]
-        assert (run.start, run.stop) == (first.start, last.stop)
-        assert {keys[i] for i in run.pieces} == {run.key}
-        assert len({geometry.piece_shards[i] for i in run.pieces}) == 1
-        assert sum(geometry.pieces[i].stop - geometry.pieces[i].start for i in run.pieces) == (
-            run.stop - run.start
-        )
-    for left, right in pairwise(runs):
-        shards = [geometry.piece_shards[run.pieces[0]] for run in (left, right)]
-        assert left.stop < right.start or left.key != right.key or shards[0] != shards[1]
+@pytest.mark.parametrize("pair", [(-1, 2), (3, 2)])
+def test_pairs_that_are_no_interval_are_refused(pair: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="no interval"):
+        Intervals([(0, 1), pair])
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.booleans()), max_size=12))
@@ -139,14 +89,3 @@ def _is_missing(ledger: GradLedger, start: int, stop: int) -> bool:
     except ValueError:
         return True
     return False
-
-
-def test_neighbours_in_one_buffer_become_one_segment() -> None:
-    buffer, ledger = torch.arange(12.0), GradLedger()
-    for start, stop in ((8, 12), (0, 4), (4, 8)):
-        ledger.add(start, stop, buffer, 0)
-    ((start, stop, (view,)),) = ledger.segments(2, 11)
-    assert (start, stop) == (2, 11)
-    assert view.data_ptr() == buffer[2:].data_ptr()
-    assert ledger.gather(2, 11, torch.float32, 1.0).data_ptr() == view.data_ptr()
-    assert ledger.gather(2, 11, torch.float32, 2.0).data_ptr() != view.data_ptr()

@@ -12,10 +12,8 @@ from support.tiers import (
     BF16,
     FP16,
     FP32,
-    RATIOS,
     Space,
     assert_same,
-    copy_state,
     group_of,
     make_tier,
     snapshot,
@@ -74,19 +72,6 @@ def test_only_named_parameters_travel() -> None:
     offered = tier.bytes_d2h
     train(tier, space, GROUPS, range(1))
     assert tier.bytes_d2h - offered == 2 * (5 + 88)  # the padding after the last piece with it
-
-
-def test_state_crosses_from_names_to_any_ratio_and_back() -> None:
-    first = _make(named := Space(), parameters=["*bias"])
-    train(first, named, GROUPS, range(3))
-    expected = trained(groups=GROUPS, steps=range(6))
-    for ratio in RATIOS:
-        middle = _make(Space(), ratio=ratio)
-        last = _make(back := Space(), parameters=["*weight"])
-        copy_state(first, middle, named)
-        copy_state(middle, last, named)
-        train(last, back, GROUPS, range(3, 6))
-        assert_same(snapshot(last, back), expected)
 
 
 @pytest.mark.parametrize(

@@ -8,41 +8,10 @@ import pytest
 import torch
 from support.kernels import ReferenceAdam, cpu_adam
 from support.models import loop, make_model, weights
-from support.tiers import BF16, FP32, RATIOS
+from support.tiers import BF16, FP32
 from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer
-
-
-class _Front(optim.Optimizer):
-    """An optimizer over a kernel, with CPUAdam's settings."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        bias_correction: bool = True,
-        adamw_mode: bool = True,
-        state_dtype: str = "float32",
-        master_dtype: str | None = None,
-        num_threads: int | None = None,
-    ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        modes = {"bias_correction": bias_correction, "adamw_mode": adamw_mode}
-        dtypes = {"state_dtype": state_dtype, "master_dtype": master_dtype}
-        super().__init__(params, {**settings, **modes, **dtypes})
-
-
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> ReferenceAdam:
-    """The kernel that the class declares."""
-    kernel = ReferenceAdam()
-    monkeypatch.setattr(_Front, "host_kernel", kernel, raising=False)
-    return kernel
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -82,51 +51,35 @@ def test_its_states_of_other_widths_are_not_misread(moments: str) -> None:
         target.load_state_dict(source.state_dict())
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_the_packages_own_kernel_does_the_update(package: ReferenceAdam, ratio: float) -> None:
-    plain, ours = make_model(), make_model()
-    loop(plain, OffloadedOptimizer(optim.AdamW, plain.parameters(), adam_kernel=ReferenceAdam()))
-    # torch's AdamW has another default weight decay
-    optimizer = OffloadedOptimizer(_Front, ours.parameters(), weight_decay=1e-2, ratio=ratio)
-    loop(ours, optimizer)
-    assert torch.equal(weights(ours), weights(plain))
-    assert package.calls
-    assert set(optimizer.param_groups[0]) >= {"adamw_mode", "bias_correction", "state_dtype"}
-
-
-def test_a_kernel_that_is_passed_wins(package: ReferenceAdam) -> None:
+def test_a_kernel_that_is_passed_wins() -> None:
     model, other = make_model(), ReferenceAdam()
-    loop(model, OffloadedOptimizer(_Front, model.parameters(), adam_kernel=other))
+    loop(model, OffloadedOptimizer(cpu_adam().CPUAdam, model.parameters(), adam_kernel=other))
     assert other.calls
-    assert not package.calls
 
 
 @pytest.mark.parametrize(
-    ("settings", "match"),
+    ("settings", "place", "match"),
     [
-        ({"state_dtype": "int8"}, "state_dtype = 'int8'"),
-        ({"master_dtype": "split"}, "master_dtype = 'split'"),
-        ({"num_threads": 3}, "num_threads = 3"),
+        ({"group": {"state_dtype": "int8"}}, {}, "state_dtype = 'int8'"),
+        ({"master_dtype": "split"}, {}, "master_dtype = 'split'"),
+        ({"num_threads": 3}, {}, "num_threads = 3"),
+        ({"bias_correction": False, "ratio": 0.5}, {"device": "meta"}, "bias_correction = False"),
+        ({}, {"dtype": torch.float64}, "not float64"),
     ],
 )
-def test_settings_that_cannot_be_honoured_are_refused_by_name(
-    package: ReferenceAdam, settings: dict[str, Any], match: str
+def test_what_the_class_cannot_do_here_is_refused_by_name(
+    settings: dict[str, Any], place: dict[str, Any], match: str
 ) -> None:
+    group = {"params": [nn.Parameter(torch.ones(4, **place))], **settings.get("group", {})}
+    settings = {name: value for name, value in settings.items() if name != "group"}
     with pytest.raises(ValueError, match=match):
-        OffloadedOptimizer(_Front, make_model().parameters(), **settings)
-
-
-def test_what_only_the_host_computes_is_refused_on_an_accelerator(package: ReferenceAdam) -> None:
-    params = [nn.Parameter(torch.ones(4, device="meta"))]
-    with pytest.raises(ValueError, match="bias_correction = False"):
-        OffloadedOptimizer(_Front, params, ratio=0.5, bias_correction=False)
-
-
-def test_parameters_that_the_kernel_has_no_update_for_are_refused(package: ReferenceAdam) -> None:
-    with pytest.raises(ValueError, match="not float64"):
-        OffloadedOptimizer(_Front, make_model(torch.float64).parameters())
+        OffloadedOptimizer(cpu_adam().CPUAdam, [group], **settings)
 
 
 def test_a_class_that_declares_no_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match="_Front cannot be offloaded"):
-        OffloadedOptimizer(_Front, make_model().parameters())
+    class Other(optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+    with pytest.raises(ValueError, match="Other cannot be offloaded"):
+        OffloadedOptimizer(Other, make_model().parameters())

@@ -243,24 +243,6 @@ def test_split_master_weights_and_spans_that_begin_anywhere_go_up_as_differences
     assert pair.mover.bytes_h2d < pair.whole_mover.bytes_h2d / 2
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_steps_that_begin_before_their_decision_go_up_as_differences(
-    streams: HostStreams, *, is_kept: bool
-) -> None:
-    pair = Pair(streams)
-    assert pair.tier.enable_undo(None)
-    factor = 0.5 if is_kept else 0.25
-    for step in (0, 1, 3):
-        for found, of in pair.both:
-            offer(found, of, step)
-            if found is pair.tier:
-                found.speculate(GROUPS, PIECES, grad_scale=0.5)
-            found.step(GROUPS, PIECES, grad_scale=factor)
-            found.wait_params(0, of.numel)
-    pair.check()
-    assert pair.differences.num_differences >= 6
-
-
 def test_short_spans_are_sent_whole_without_a_check(streams: HostStreams) -> None:
     pair = Pair(streams, published_numel=SHORTEST_NBYTES // 2 - 1)
     pair.train(range(2))

@@ -16,15 +16,17 @@ NUMEL = 3 * 1024
 
 
 @pytest.mark.parametrize("undo", ["none", "all", 5000])
-@pytest.mark.parametrize("num_added", [1, 3, 6])
+@pytest.mark.parametrize("num_added", [1, 4, 6])
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(
-    ("state_dtype", "nbytes_per_element"), [("float32", 8), ("bfloat16", 4), ("int8", 2.0625)]
+    ("state_dtype", "num_kept", "num_all"),
+    [("float32", 8, 12), ("bfloat16", 4, 8), ("int8", 2.0625, 6.0625)],
 )
 def test_state_bytes_are_those_that_a_tier_reports(
     state_dtype: str,
-    nbytes_per_element: float,
+    num_kept: float,
+    num_all: float,
     dtype: torch.dtype,
     ratio: float,
     num_added: int,
@@ -65,9 +67,13 @@ def test_state_bytes_are_those_that_a_tier_reports(
     )
     planned = {True: form.host_bytes(ratio), False: form.device_bytes(ratio)}
     states = 0
+    copies = {FP32: {1: 4, 4: 4 + 4, 6: 4 + 4}, BF16: {1: 2, 4: 4 * 2, 6: 2 + 4}}[dtype][num_added]
     for part in tier.report():
         assert part.tier is not None
+        if ratio == 1.0:
+            assert part.tier.memory["gradient copies"] == copies * NUMEL
+            assert part.tier.host_bytes == num_all * NUMEL
         found = {kind: nbytes for kind, nbytes in part.tier.memory.items() if nbytes}
         assert found == {kind: planned[part.is_host][kind] for kind in found}
         states += part.tier.memory["optimizer states"]
-    assert states == NUMEL * nbytes_per_element
+    assert states == num_kept * NUMEL

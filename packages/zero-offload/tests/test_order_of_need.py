@@ -16,7 +16,7 @@ from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.memory.streams import AcceleratorStreams, HostStreams, block_until
+from zero_offload.memory.streams import AcceleratorStreams, block_until
 from zero_offload.rules.plain import AdamRule
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.testing.virtual_time import (
@@ -152,30 +152,6 @@ def test_updates_of_an_element_stay_in_the_order_of_their_steps() -> None:
     assert kernel.calls == [64, 37, 216, 1]
 
 
-def test_the_worker_takes_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, str]] = []
-
-    def note(what: str) -> None:
-        calls.append((what, threading.current_thread().name.partition("_")[0]))
-
-    monkeypatch.setattr(
-        torch.accelerator, "set_device_index", lambda device: note(f"device {torch.device(device)}")
-    )
-
-    class Watch(ReferenceAdam):
-        def adam_step(self, *args: Any, **kwargs: Any) -> None:
-            note("update")
-            super().adam_step(*args, **kwargs)
-
-    space = Space()
-    tier, _ = host_tier(space, Watch(), device=torch.device("cuda", 1), streams=HostStreams())
-    tier.offer_grad(0, space.grad(0))
-    tier.step(ADAM, range(5), grad_scale=1.0)
-    tier.drain()
-    assert calls[0] == ("device cuda:1", "zero-offload")
-    assert [what for what, _ in calls[1:]] == ["update"] * 3
-
-
 def test_waiting_for_a_copy_leaves_the_core_to_others() -> None:
     fired = threading.Event()
     event = cast(torch.Event, SimpleNamespace(query=fired.is_set))
@@ -216,26 +192,6 @@ def test_a_gradient_is_kept_until_it_was_copied_or_released() -> None:
     clock.caller = 10.0
     offer()
     assert alive() == [False, False, False, True]
-
-
-def test_what_staging_takes_of_the_shards_is_found_once() -> None:
-    """A chunk among 100 shards costs no more than one among a few."""
-    looked_at: list[int] = []
-
-    class Watched(tuple[tuple[int, Tensor], ...]):
-        def __iter__(self) -> Any:
-            looked_at.append(len(self))
-            return super().__iter__()
-
-    shards = [(4 * i, torch.zeros(4)) for i in range(100)]
-    geometry = Geometry(400, [], shards, 1)
-    memory = HostMemory(should_pin=False)
-    mover = HostMover(geometry, CPU, memory, is_staged=True)
-    geometry.shards = Watched(geometry.shards)
-    for start, _ in shards:
-        mover.open_spans([(start, start + 4)])
-    assert not looked_at
-    assert memory.pageable_bytes == 2 * 4 * 4
 
 
 _: type[UpdateThread] = VirtualThread

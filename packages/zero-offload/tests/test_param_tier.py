@@ -17,11 +17,7 @@ from support.tiers import (
     CPU,
     FP32,
     Space,
-    assert_same,
     make_tier,
-    snapshot,
-    train,
-    trained,
 )
 from torch import Tensor
 
@@ -201,23 +197,6 @@ def test_a_shard_is_read_if_no_buffer_can_have_kept_it(
     assert torch.equal(_fetch(tier, 9), _values(9, 1))
 
 
-@pytest.mark.parametrize("is_written_first", [False, True])
-def test_a_written_shard_keeps_its_place_in_the_order(
-    is_written_first: bool, tmp_path: Path
-) -> None:
-    """The order of fetches decides which shards stay in buffers, whenever updates write."""
-    tier = _make(tmp_path, buffer_count=2)
-    _fill(tier, (8, 3, 9))
-    for segment in (8, 3):
-        _fetch(tier, segment)
-    if is_written_first:
-        tier.write(3, 0, _values(3, 1))
-    _fetch(tier, 9)  # in the place of 8, not in that of 3
-    read, _ = tier.file_traffic()
-    assert torch.equal(_fetch(tier, 8), _values(8))
-    assert tier.file_traffic()[0] - read == _values(8).nbytes
-
-
 def test_a_write_beside_a_fetch_makes_its_values_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,29 +339,6 @@ class _Store:
             raise self.error
         self.threads.add(threading.current_thread().name.split("_")[0])
         self.flat[start : start + values.numel()] = values
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("kernel", [None, ReferenceAdam()], ids=["torch", "kernel"])
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_new_values_of_shards_on_meta_reach_the_store(
-    ratio: float, kernel: Any, dtype: torch.dtype
-) -> None:
-    plain, space = Space(dtype), Space(dtype)
-    expected = trained(space=plain, ratio=ratio, kernel=kernel, padding=False)
-    store = _Store(space)
-    space.params = [space.params[0], (256, space.params[1][1].to("meta"))]  # one rests, one not
-    tier = make_tier(space, ratio=ratio, kernel=kernel, param_store=store)
-    covered = space.covered()[256:]
-    initial = space.initial.to(dtype)
-    assert torch.equal(store.flat[256:][covered], initial[256:][covered])
-    train(tier, space)
-    assert torch.equal(store.flat[256:][covered], plain.flat_params()[256:][covered])
-    assert not store.flat[:256].any()  # the other one is written where it lies
-    if ratio != 0.3:
-        assert store.threads - {"MainThread"} == ({"zero-offload"} if ratio else set())
-    space.params[1] = plain.params[1]
-    assert_same(snapshot(tier, space, padding=False), expected)
 
 
 def test_a_store_that_fails_fails_the_step() -> None:

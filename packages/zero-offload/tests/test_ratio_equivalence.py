@@ -12,6 +12,13 @@ from support.tiers import BF16, FP16, FP32, RATIOS, Space, assert_same, group_of
 from torch import Tensor, nn, optim
 
 
+class NamedAdamW(optim.AdamW):
+    """A user's subclass of AdamW that names its update rule."""
+
+    is_elementwise = True
+    update_rule = "adam"
+
+
 class NamedSGD(optim.SGD):
     """A user's subclass of SGD that names its update rule."""
 
@@ -59,6 +66,7 @@ BY_KERNEL: list[tuple[Any, dict[str, Any]]] = [
     (optim.SGD, {**SGD, "maximize": True}),
     (optim.Adagrad, {"lr": 0.1}),
     (optim.Adagrad, {**ADAGRAD_FULL, "maximize": True}),
+    (NamedAdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     (NamedSGD, SGD),
     (NamedAdagrad, {"lr": 0.1}),
     (NamedLion, {"lr": 1e-2, "weight_decay": 0.1}),

@@ -10,6 +10,7 @@ import torch
 from support.kernels import ReferenceAdam
 from support.tiers import (
     BF16,
+    FP16,
     FP32,
     RATIOS,
     Space,
@@ -112,7 +113,7 @@ def test_settings_are_copied_before_step_returns() -> None:
 
 
 @some_ratios
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_grad_scale_multiplies_the_gradient_in_fp32(
     route: Any, ratio: float, dtype: torch.dtype
 ) -> None:
@@ -153,6 +154,10 @@ def test_one_kernel_call_per_run_of_pieces() -> None:
     assert kernel.calls[3:] == [37, 211]
     train(tier, space, GROUPS, range(2, 3))
     assert kernel.calls[5:] == [37, 5, 211, 1, 64]  # step counts differ now
+    border, kernel = Space(BF16), ReferenceAdam()
+    border.pieces[2:4] = [(42, 256, 0), (256, 261, 0)]  # adjacent, in two shards
+    train(make_tier(border, groups=GROUPS, kernel=kernel), border, GROUPS, range(1))
+    assert kernel.calls == [256, 5, 64]
 
 
 def test_groups_with_equal_settings_share_a_kernel_call() -> None:
@@ -170,13 +175,6 @@ def test_capturable_has_no_meaning_on_the_host_and_no_effect() -> None:
     groups = [group_of(optim.AdamW)]
     capturable = [{**groups[0], "capturable": True}]
     assert_same(trained(groups=capturable, ratio=0.5), trained(groups=groups))
-
-
-def test_amsgrad_is_computed_by_torch_although_a_kernel_is_there() -> None:
-    kernel = ReferenceAdam()
-    found = trained(optim.Adam, [group_of(optim.Adam, amsgrad=True)], kernel=kernel)
-    assert not kernel.calls
-    assert "max_exp_avg_sq" in found
 
 
 @some_ratios

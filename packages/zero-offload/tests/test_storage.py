@@ -336,16 +336,13 @@ def test_one_block_has_one_transfer_at_a_time(
 
 
 def test_running_time_is_counted_once_however_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two transfers run from 1 to 4 and from 2 to 7, which is 6 seconds in all."""
     times = iter([1.0, 7.0])  # the clock is asked by the first to come and the last to go
     monkeypatch.setattr("zero_offload.memory.storage.time.perf_counter", lambda: next(times))
     meter = TransferMeter()
-    first, second = meter.running(), meter.running()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert meter.io_s == 0
-    second.__exit__(None, None, None)
+    with meter.running():
+        with meter.running():
+            pass
+        assert meter.io_s == 0
     assert meter.io_s == 6.0
 
 

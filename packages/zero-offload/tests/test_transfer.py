@@ -19,7 +19,6 @@ from support.tiers import (
     CPU,
     FP16,
     FP32,
-    RATIOS,
     Space,
     assert_same,
     host_tier,
@@ -33,62 +32,6 @@ from torch import Tensor
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.transfers.mover import HostMover
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_late_copies_change_no_number(dtype: torch.dtype) -> None:
-    """Copies of discarded gradients change none either."""
-    space, streams = Space(dtype), LateStreams()
-    tier, _ = host_tier(space, ReferenceAdam(), streams=streams, is_staged=True)
-    tier.offer_grad(0, torch.full((256,), float("nan"), dtype=dtype))
-    tier.discard_grads()
-    for step in range(6):
-        grad = space.grad(step)
-        releases = [tier.offer_grad(256, grad[256:]), tier.offer_grad(0, grad[:256])]
-        if step % 3:
-            tier.step(ADAM, range(5), grad_scale=1.0)
-        for release in releases:
-            assert release is not None
-            release()
-        grad.fill_(float("nan"))  # the caller may, now that they are released
-        if not step % 3:
-            tier.step(ADAM, range(5), grad_scale=1.0)
-        if step % 2:
-            tier.wait_params(0, space.numel)
-    tier.wait_params(0, space.numel)
-    expected = trained(space=Space(dtype), steps=range(6), kernel=ReferenceAdam())
-    assert torch.equal(space.flat_params(), expected["params"])
-    tier.write_state("master_weight", 10, torch.ones(300))
-    assert torch.equal(space.flat_params()[10:310], torch.ones(300, dtype=dtype))
-    streams.close()
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_each_offloaded_element_goes_down_and_up_once_a_step(
-    ratio: float, dtype: torch.dtype
-) -> None:
-    space = Space(dtype)
-    tier = make_tier(space, ratio=ratio, kernel=ReferenceAdam())
-    down, up = tier.bytes_d2h, tier.bytes_h2d
-    assert down == 0
-    train(tier, space, steps=range(3))
-    offloaded = round(ratio * space.numel)
-    updated = int(space.covered()[space.numel - offloaded :].sum())
-    assert tier.bytes_d2h - down == 3 * offloaded * dtype.itemsize
-    assert tier.bytes_h2d - up == 3 * updated * dtype.itemsize
-
-
-def test_sixteen_bit_gradients_stay_sixteen_bit_on_the_host() -> None:
-    seen: list[torch.dtype] = []
-
-    class Watch(ReferenceAdam):
-        def adam_step(self, master: Any, grad: Any, *args: Any, **kwargs: Any) -> None:
-            seen.extend((grad.dtype, kwargs["out"].dtype))
-            super().adam_step(master, grad, *args, **kwargs)
-
-    trained(space=Space(BF16), kernel=Watch())
-    assert set(seen) == {BF16}
 
 
 def test_gradients_of_two_dtypes_share_a_step() -> None:

@@ -14,27 +14,10 @@ from zero_offload import OffloadedOptimizer
 from zero_offload.rules.resolve import resolve_rule
 
 
-class NamedAdamW(optim.AdamW):
-    """A user's subclass of AdamW that names its update rule."""
-
-    is_elementwise = True
-    update_rule = "adam"
-
-
 class Unknown(optim.AdamW):
     """An optimizer that names an update rule that does not exist."""
 
     update_rule = "shampoo"
-
-
-def test_a_class_that_names_adams_rule_has_that_of_its_base() -> None:
-    group = group_of(NamedAdamW, weight_decay=0.1)
-    named = resolve_rule(ReferenceKernel(), NamedAdamW, [group])
-    known = resolve_rule(ReferenceKernel(), optim.AdamW, [group])
-    assert named is not None
-    assert known is not None
-    assert type(named) is type(known)
-    assert named.hyper(group, 1) == known.hyper(group, 1)  # decoupled weight decay, too
 
 
 def test_state_dict_of_a_piece_never_updated_holds_its_master_alone() -> None:
@@ -100,37 +83,3 @@ def test_settings_changed_to_what_a_kernel_cannot_do_are_refused_before_anything
     with pytest.raises(ValueError, match=match):
         tier.step([{**groups[0], **change}], range(5), grad_scale=1.0)
     assert_same(snapshot(tier, space), before)
-
-
-@pytest.mark.parametrize("copies_first", [False, True, None])
-def test_copies_are_made_by_a_kernel_that_says_so_or_before_it(copies_first: bool | None) -> None:
-    class Kernel(ReferenceKernel):
-        def sgd_step(self, *args: Any, copies: Any = None, **kw: Any) -> None:
-            assert (copies is not None) is bool(copies_first)
-            for source, target in copies or ():
-                target.copy_(source)
-            super().sgd_step(*args, **kw)
-
-    kernel = Kernel()
-    if copies_first is not None:
-        kernel.copies_first = copies_first  # type: ignore[attr-defined]
-    group = group_of(optim.SGD)
-    rule = resolve_rule(kernel, optim.SGD, [group], "float32")
-    assert rule is not None
-    master, kept = torch.ones(8), torch.zeros(8)
-    rule.update(master, torch.ones(8), {}, rule.hyper(group, 1), 1.0, None, [(master, kept)])
-    assert torch.equal(kept, torch.ones(8))
-    assert not torch.equal(master, kept)
-
-
-@pytest.mark.parametrize("sums_grads", [False, True])
-def test_a_kernel_says_whether_it_takes_several_gradients(sums_grads: bool) -> None:
-    class Kernel(ReferenceKernel):
-        def grad_norm_sq(self, grad: Any, **_: Any) -> tuple[float, bool]:
-            return 0.0, True
-
-    kernel = Kernel()
-    kernel.sums_grads = sums_grads  # type: ignore[attr-defined]
-    rule = resolve_rule(kernel, optim.SGD, [group_of(optim.SGD)], "float32")
-    assert rule is not None
-    assert (rule.summing is not None) is sums_grads
