@@ -7,7 +7,6 @@ from support.tiers import MadeTier
 from zero_core.errors import CheckpointError
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_ddp
 
@@ -156,7 +155,3 @@ def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
         assert engine.get_global_grad_norm() == norm
         assert_same(engine.full_state_dict(), expected)
         assert all(torch.equal(expected[name], value) for name, value in oracle.items())
-
-
-def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory():
-    run_on_processes(_follows_ddp, 2, 3, 3)

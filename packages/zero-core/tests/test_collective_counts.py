@@ -122,6 +122,7 @@ def _gathered(run):
             for _ in range(3):
                 module(rows(0, 0))
         run.expect([], [], [])
+    run.engine.publish()
     run.expect([], [], [])
 
 

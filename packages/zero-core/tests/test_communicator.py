@@ -101,17 +101,6 @@ def test_acknowledgements_are_named_when_they_fail_or_are_missing():
         work.acknowledge()
 
 
-@pytest.mark.parametrize(
-    ("work", "num_parts", "is_in_place"),
-    [(_Work(), 0, False), (_Reduction(), 2, False), (_InPlaceReduction(), 2, True)],
-    ids=lambda given: type(given).__name__,
-)
-def test_works_have_what_their_protocol_declares(work, num_parts, is_in_place):
-    reduction = _communicator(work).reduce_scatter(EMPTY, EMPTY, 7)
-    assert len(reduction.contributions()) == num_parts
-    assert (reduction.acknowledge() is not None) == is_in_place
-
-
 class _Event:
     """An event of a stream that a collective holds up until ``has_fired``."""
 

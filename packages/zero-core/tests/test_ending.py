@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import ConfigError
+from zero_core.comm import p2p
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.core import access
 from zero_core.testing import (
@@ -118,6 +119,7 @@ def _dropped(rank: int, world_size: int) -> None:
         windows = sum(isinstance(found, SharedMemory) for found in gc.get_objects())
         # That of heartbeats ends with the next beat.
         threads = [t for t in threading.enumerate() if t.name != "zero_core watch"]
+        assert not any(p2p._under_way.values())
         return len(os.listdir("/proc/self/fd")), len(threads), windows
 
     def use(stage: int) -> None:

@@ -11,7 +11,7 @@ from zero_core.extensions.weight_average import AVERAGE, WeightAverage
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import adamw, assert_same, check_like_ddp, step_ddp, train_steps
+from zero_core.testing.training import adamw, assert_same, step_ddp, train_steps
 
 DECAY = 0.9
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes", "never")
@@ -193,15 +193,3 @@ def test_keys_without_their_extension_are_refused_and_named(monkeypatch):
     for key, top in ASKING.items():
         with pytest.raises(ConfigError, match=f"^{key}: no table of zero_core.extensions has"):
             Case(top=top).build()
-
-
-def test_stages_are_like_ddp_without_any_extension_in_the_tables(monkeypatch):
-    for table in ("FIRST", "LAST", "WRAPPERS"):
-        monkeypatch.setattr(extensions, table, {})
-
-    def run(ranks):
-        for stage in range(4):
-            case = Case(stage=stage, accumulation=2)
-            check_like_ddp(ranks, make_model, lambda n, rank: batch(n, 0, rank), case)
-
-    simulate(run, 2)

@@ -9,7 +9,6 @@ from torch import nn
 import zero_core
 from zero_core.testing.models import Tower, make_tower, rows, seeded
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case, SimulatedDDP
-from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, step_ddp, train
 
@@ -93,23 +92,6 @@ def _follows_ddp(ranks, stage, accumulation, again):
 )
 def test_frozen_and_unfrozen_parameters_follow_ddp(world_size, stage, accumulation, again):
     simulate(_follows_ddp, world_size, stage, accumulation, again)
-
-
-def test_frozen_parameters_follow_ddp_where_ranks_share_memory():
-    run_on_processes(_follows_ddp, 2, 3, 2, None)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_a_frozen_parameter_neither_decays_nor_gets_states(ranks, stage):
-    engine = _build(Case(stage).config(), process_group=ranks)
-    _run(engine, ranks.rank, 0)
-    full = engine.full_state_dict()
-    frozen = {f"blocks.{n}.{k}" for n in range(3) for k in make_tower().blocks[0].state_dict()}
-    for name, value in _tower().state_dict().items():
-        assert torch.equal(full[name], value) == (name in frozen), name  # no weight decay either
-    assert not engine.states.get_full("blocks.0.0.weight", "exp_avg_sq").any()
-    assert engine.states.get_full("blocks.3.0.weight", "exp_avg_sq").any()
 
 
 @on_ranks(2)

@@ -359,16 +359,3 @@ def test_one_rank_alone_reads_the_current_values(ranks, stage):
             assert_same(found[name], value)
             assert torch.equal(again[name], value)
     train_steps(engine, 0, 1)  # and all goes on
-
-
-@on_ranks(2)
-def test_at_stage_3_the_values_stay_sharded(ranks):
-    engine = Case(3).build(ranks)
-    train_steps(engine, 0, 1)
-    before = engine.memory_report()
-    engine.publish()
-    assert engine.memory_report() == before
-    with pytest.raises(RuntimeError, match="stage 3 holds only"):
-        engine.module.embed.weight.sum()
-    with pytest.raises(RuntimeError, match="full_state_dict"):
-        engine.module.state_dict()

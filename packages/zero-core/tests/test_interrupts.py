@@ -3,7 +3,6 @@
 import random
 import signal
 import sys
-import threading
 from contextlib import nullcontext
 
 import pytest
@@ -108,19 +107,6 @@ def _interrupt_update(engine, num_signals=1):
     handle = engine.optimizer.register_step_pre_hook(interrupt)
 
 
-def test_sigint_waits_until_the_step_has_ended():
-    engine = _build()
-    before = signal.getsignal(signal.SIGINT)
-    _interrupt_update(engine)
-    with pytest.raises(KeyboardInterrupt):
-        train_steps(engine, 0, 1)
-    assert engine.global_steps == 1
-    assert signal.getsignal(signal.SIGINT) is before
-    assert_same(engine.full_state_dict(), _values_after(1))
-    train_steps(engine, 1, 2)
-    assert_same(engine.full_state_dict(), _values_after(2))
-
-
 @on_processes(2)
 def test_sigint_on_one_of_two_ranks_changes_no_bit(ranks):
     for stage in (1, 3):
@@ -166,18 +152,6 @@ def test_a_handler_of_the_program_is_called_after_the_step_or_stays_the_only_one
     train_steps(engine, 0, 1)
     assert (seen, handled) == ([0 if is_deferred else 1], [signal.SIGINT])
     assert signal.getsignal(signal.SIGINT) is own
-
-
-def test_a_step_in_another_thread_installs_no_handler():
-    engine = _build()
-    own, seen = signal.getsignal(signal.SIGINT), []
-    engine.optimizer.register_step_pre_hook(
-        lambda *args: seen.append(signal.getsignal(signal.SIGINT))
-    )
-    thread = threading.Thread(target=train_steps, args=(engine, 0, 1))
-    thread.start()
-    thread.join()
-    assert seen == [own]
 
 
 def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path):

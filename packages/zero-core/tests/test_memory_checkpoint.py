@@ -97,23 +97,6 @@ def test_restart_loses_at_most_the_step_of_a_torn_copy(lost, stage, dtype, world
         assert len(list(tmp_path.glob("node-1/*/0/rank-*.json"))) == 2
 
 
-def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path):
-    simulate(_start, 3, tmp_path, 3, 3, ranks_per_node=1)
-    by_memory = simulate(_start, 2, tmp_path, 1, STEPS, ranks_per_node=1)
-
-    def by_disk(ranks, stage, stop):
-        engine = _build(ranks, stage)
-        if stop == STEPS:
-            engine.load_checkpoint(tmp_path / "other")
-        values = _run(engine, engine.global_steps, stop)
-        if stop < STEPS:
-            engine.save_checkpoint(tmp_path / "other")
-        return values
-
-    simulate(by_disk, 3, 3, 3)
-    assert_same(by_memory, [(3, values) for values in simulate(by_disk, 2, 1, STEPS)])
-
-
 @on_ranks(2)
 def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(ranks, tmp_path):
     memory = tmp_path / "memory"
