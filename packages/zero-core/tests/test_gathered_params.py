@@ -10,7 +10,7 @@ import zero_core
 from zero_core import RankMismatchError
 from zero_core.comm import control
 from zero_core.core import access
-from zero_core.testing.models import batch, make_model, seeded
+from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case, run_ddp
 from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
@@ -142,39 +142,21 @@ def test_it_nests(ranks, stage):
         assert torch.equal(engine.full_state_dict()["blocks.0.up.weight"], expected)
 
 
-class _Own(nn.Module):
-    """A model whose forward gathers a parameter of its own unit and one of another."""
-
-    def __init__(self):
-        super().__init__()
-        with seeded(0):
-            self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-            self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
-            self.engine = None
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x)) * self._factor()
-        return x.square().mean()
-
-    def _factor(self):
-        wanted = [self.scale, self.blocks[1].weight]
-        if self.engine is None:
-            return self.scale * self.blocks[1].weight.detach().norm()
-        with self.engine.gathered(params=wanted):
-            norm = self.blocks[1].weight.detach().norm()
-        return self.scale * norm
-
-
 @on_ranks(2)
 def test_within_a_forward_it_takes_nothing_away(ranks):
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(ranks.rank))
     results = []
     for is_asking in (False, True):
-        engine = Case(3 if is_asking else 0).build(ranks, _Own())
+        engine = Case(3).build(ranks, make_tower())
+        asking, other = engine.module.blocks[1], engine.module.blocks[2][0].weight
+
+        def ask(module, args, engine=engine, wanted=(*asking.parameters(), other)):
+            with engine.gathered(params=wanted):  # of its own unit, and of another
+                assert wanted[-1].detach().norm() > 0
+
         if is_asking:
-            vars(engine.module)["engine"] = engine
-        train(engine, [x, x])
+            for part in asking:
+                part.register_forward_pre_hook(ask)
+        train(engine, [rows(step, ranks.rank) for step in range(2)])
         results.append(engine.full_state_dict())
     assert_same(*results)
 

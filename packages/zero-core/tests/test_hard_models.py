@@ -11,9 +11,10 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointError
-from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
+from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes
+from zero_core.testing.scenarios import SCENARIOS, evaluate, micro_step
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, train
 
@@ -184,6 +185,9 @@ def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog)
             handle = engine.module.first.weight.register_hook(fail)
             with pytest.raises(ArithmeticError):
                 engine.backward(engine(rows(1, 0)) + loss)
+            for take in (engine.step, lambda e=engine: e.clip_grad_norm_(1.0)):
+                with pytest.raises(RuntimeError, match="the last backward did not end"):
+                    take()
         train(engine, [rows(0, 0), rows(1, 0)])
         assert engine.global_steps == 1
         results.append(engine.full_state_dict())
@@ -246,67 +250,24 @@ def test_a_plain_backward_in_fp16_needs_the_loss_scale():
     assert (engine.global_steps, engine.skipped_steps) == (1, 0)
 
 
-def _fail(grad):
-    raise ArithmeticError("breaks off")
-
-
-class _Breaking(Tower):
-    """Breaks off between two blocks, in what ``where`` says."""
-
-    where = ""
-
-    def _run(self, x, chosen):
-        for index in chosen:
-            x = x + self.blocks[index](x)
-            if self.where == "backward" and index == 1:
-                x.register_hook(_fail)
-            if self.where == "forward" and index == 2:
-                raise ArithmeticError("breaks off")
-            if self.where == "interrupt" and index == 2:
-                raise KeyboardInterrupt
-        return x
-
-
-def _make():
-    with seeded(1):
-        return _Breaking()
-
-
-def _train(ranks, stage, where):
-    model = _make()
-    engine = Case(stage).build(ranks, model)
-    losses = []
-    for step in range(3):
-        x = rows(step, ranks.rank)
-        model.where = where if step else ""
-        if model.where == "interrupt":
-            with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(step == 2):
-                model(x)
-        elif model.where:
-            with pytest.raises(ArithmeticError, match="breaks off"):
-                engine.backward(engine(x))
-        if model.where == "backward":
-            for take in (engine.step, lambda: engine.clip_grad_norm_(1.0)):
-                with pytest.raises(RuntimeError, match="the last backward did not end"):
-                    take()
-        model.where = ""
-        losses += train(engine, [x])
-    assert engine.global_steps == 3
-    return losses
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (3, 2), (1, 3), (2, 3), (3, 3)])
-def test_training_goes_on_after_it_broke_off(world_size, stage, where):
-    found = simulate(_train, world_size, stage, where)
-    assert found == simulate(_train, world_size, stage, "")
+@on_ranks()
+def test_training_goes_on_after_it_broke_off(ranks, stage, tmp_path):
+    breaks_off, _ = SCENARIOS["breaks off"]
+    first, broken, *rest = breaks_off(Case(stage).build(ranks), tmp_path)
+    engine = Case(stage).build(ranks)
+    straight = [micro_step(engine, step) for step in range(3)]
+    assert [first, *rest] == [*straight, evaluate(engine, 2)]
 
 
 @on_ranks(2)
 def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks):
-    model = _make()
-    engine = Case(stage=3).build(ranks, model)
-    model.where = "interrupt"
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    engine = _build(ranks, 3)
+    model = engine.module
+    model.blocks[2].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine(torch.ones(2, 7))
     with engine.gathered(modifier_rank=0):
