@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -106,20 +107,10 @@ def test_resume_continues_with_the_same_bits_when_a_program_starts_again(
         assert before + after == whole
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "further"),
-    [
-        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
-        (torch.optim.Adagrad, {"initial_accumulator_value": 0.3}),
-        (torch.optim.NAdam, {}),
-        (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
-    ],
-)
-def test_states_of_any_optimizer_and_of_the_generator_come_back(tmp_path, optimizer, further):
-    engine, other = (
-        _build_with(lambda params: optimizer(params, lr=0.1, **further), lambda _: None)
-        for _ in range(2)
-    )
+def test_states_of_any_optimizer_and_of_the_generator_come_back(tmp_path):
+    # Those of SGD, Adagrad and NAdam are in test_dtypes.py.
+    optimizer = partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True)
+    engine, other = (_build_with(optimizer, lambda _: None) for _ in range(2))
     train_steps(engine, 0, 1)  # `sometimes` has not been used yet
     engine.save_checkpoint(tmp_path)
     drawn = torch.rand(3)
@@ -300,7 +291,7 @@ def test_an_export_that_one_rank_cannot_gather_ends_with_that_ranks_error(tmp_pa
     def export(ranks):
         engine = _build(3, ranks)
         if ranks.rank == 1:
-            engine.sharded_state.params[-1].read_shard = fail
+            engine.sharded_state.params[-1].source.read = fail
         engine.export_safetensors(tmp_path)
 
     with pytest.raises(OSError, match="the disk under rank 1 is gone"):
@@ -308,10 +299,8 @@ def test_an_export_that_one_rank_cannot_gather_ends_with_that_ranks_error(tmp_pa
 
 
 @on_ranks(2)
-def test_gradients_are_there_between_backward_and_step_and_one_rank_takes_all_values(ranks):
+def test_gradients_are_there_between_backward_and_step(ranks):
     engine = _build(3, ranks)
-    everywhere = engine.full_state_dict()
-    assert_same(engine.full_state_dict(rank=1), everywhere if ranks.rank == 1 else {})
     with pytest.raises(ValueError, match="rank = 7: expected a rank below 2"):
         engine.full_state_dict(rank=7)
     assert engine.states.has_gradient() is False
@@ -394,9 +383,6 @@ def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_ev
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, without=WEIGHTS_ALONE)
     assert_same(_values(other), expected)
-    assert _rate(other) != _rate(first)
-    assert other.global_steps == 0
-    train_steps(other, 0, 1)
     model = make_model()  # the other way round: what was frozen is trained, and the reverse
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("frozen"))

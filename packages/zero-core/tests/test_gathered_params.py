@@ -147,14 +147,15 @@ def test_within_a_forward_it_takes_nothing_away(ranks):
     results = []
     for is_asking in (False, True):
         engine = Case(3).build(ranks, make_tower())
-        asking, other = engine.module.blocks[1], engine.module.blocks[2][0].weight
+        block, other = engine.module.blocks[1], engine.module.blocks[2][0].weight
+        wanted = [*block.parameters(), other]  # of its own unit, and of another
 
-        def ask(module, args, engine=engine, wanted=(*asking.parameters(), other)):
-            with engine.gathered(params=wanted):  # of its own unit, and of another
+        def ask(module, args, engine=engine, wanted=wanted):
+            with engine.gathered(params=wanted):
                 assert wanted[-1].detach().norm() > 0
 
         if is_asking:
-            for part in asking:
+            for part in block:
                 part.register_forward_pre_hook(ask)
         train(engine, [rows(step, ranks.rank) for step in range(2)])
         results.append(engine.full_state_dict())

@@ -254,7 +254,7 @@ def test_a_plain_backward_in_fp16_needs_the_loss_scale():
 @on_ranks()
 def test_training_goes_on_after_it_broke_off(ranks, stage, tmp_path):
     breaks_off, _ = SCENARIOS["breaks off"]
-    first, broken, *rest = breaks_off(Case(stage).build(ranks), tmp_path)
+    first, _, *rest = breaks_off(Case(stage).build(ranks), tmp_path)
     engine = Case(stage).build(ranks)
     straight = [micro_step(engine, step) for step in range(3)]
     assert [first, *rest] == [*straight, evaluate(engine, 2)]

@@ -60,12 +60,8 @@ def test_whole_parameters_are_updated_with_the_bits_of_the_cpu():
     run_alone(_run_grid, 3, cases)
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
-)
-def test_every_stage_has_the_bits_of_the_cpu(world_size):
-    run_alone(_run_grid, world_size, GRID)
+def test_every_stage_has_the_bits_of_the_cpu():
+    run_alone(_run_grid, 3, GRID)
 
 
 def test_sums_on_two_nodes_have_the_bits_of_their_tree():

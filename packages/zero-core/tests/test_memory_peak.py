@@ -6,7 +6,6 @@ allocator's, not the engine's.
 """
 
 import ctypes
-import json
 import os
 import platform
 import re
@@ -25,7 +24,7 @@ from zero_core.comm import control
 from zero_core.testing import Case, late_device
 from zero_core.testing.models import RootAndBlocks
 from zero_core.testing.peak_memory import PeakMemory
-from zero_core.testing.ranks import alone, run_alone, spawn
+from zero_core.testing.ranks import alone, spawn
 from zero_core.testing.simulated import simulate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
@@ -233,7 +232,6 @@ JOBS = [
     (config(2, "bf16", data_types={"grad_accum_dtype": "bf16"}), 1),
     (config(3, "fp32", optimizer={"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}), 1),
 ]
-JOBS_OF = {1: [JOBS[0], JOBS[1], JOBS[9], JOBS[17]], 2: JOBS, 3: [JOBS[3], *JOBS[6:8], JOBS[17]]}
 
 
 def measure_on_device(ranks, job):
@@ -263,27 +261,14 @@ def measure_on_device(ranks, job):
     return found
 
 
-def _measure_all(world_size, folder):
+@alone
+def test_peak_is_what_was_planned():
     late_device.load()
     control.PIECE_BYTES = PIECE_BYTES
-    rows = [
-        simulate(measure_on_device, world_size, job, device="late") for job in JOBS_OF[world_size]
-    ]
-    Path(folder, "rows").write_text(json.dumps(rows))
-
-
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
-)
-def test_peak_is_what_was_planned(world_size, tmp_path):
-    run_alone(_measure_all, world_size, str(tmp_path))
-    rows = json.loads((tmp_path / "rows").read_text())
-    for (settings, root), ranks in zip(JOBS_OF[world_size], rows, strict=True):
+    for settings, root in JOBS:
+        ranks = simulate(measure_on_device, 2, (settings, root), device="late")
         with torch.device("meta"):
-            memory = zero_core.plan(
-                RootAndBlocks(ROOT_WIDTH, NUM_BLOCKS, root), settings, world_size
-            ).memory
+            memory = zero_core.plan(RootAndBlocks(ROOT_WIDTH, NUM_BLOCKS, root), settings, 2).memory
         planned, late = memory.device_bytes, memory.device.get("exchange buffers", 0)
         for found in ranks:
             assert abs(found["peak"] / planned - 1) <= TOLERANCE, (settings, root, found, planned)
