@@ -11,7 +11,7 @@ from zero_core import RankMismatchError
 from zero_core.comm import control
 from zero_core.core import access
 from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
-from zero_core.testing.oracle import Case, run_ddp
+from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train, train_steps
@@ -297,11 +297,13 @@ def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks):
 LIMIT = 512
 
 
-def _full_state(ranks, dtype, stage):
-    """Return full_state_dict of all ranks and of rank 1, and bytes of what was gathered at once."""
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 3), ("bf16", 1), ("bf16", 0)])
+@on_ranks()
+def test_pieces_make_the_whole(ranks, dtype, stage, monkeypatch):
+    monkeypatch.setattr(control, "PIECE_BYTES", LIMIT)
     engine = Case(stage, dtype).build(ranks)
-    group = engine.sharded_state.control
-    sizes = []
+    group, sizes = engine.sharded_state.control, []
     gather = group.gather_on_device
 
     def measured(tensor):
@@ -310,35 +312,9 @@ def _full_state(ranks, dtype, stage):
         return found
 
     group.gather_on_device = measured
-    found = engine.full_state_dict(), engine.full_state_dict(rank=1), sizes
-    engine.close()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 3), ("bf16", 1), ("bf16", 0)])
-def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch):
-    whole = simulate(_full_state, world_size, dtype, stage)
-    monkeypatch.setattr(control, "PIECE_BYTES", LIMIT)
-    for rank, (full, of_one, sizes) in enumerate(simulate(_full_state, world_size, dtype, stage)):
-        expected = whole[rank][0]
-        assert list(full) == list(expected)
-        assert all(torch.equal(full[name], expected[name]) for name in expected)
-        assert list(of_one) == (list(expected) if rank == 1 else [])
-        assert max(sizes) <= LIMIT
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_one_rank_alone_reads_the_current_values(ranks, stage):
-    expected = run_ddp(Case(), ranks.rank, 3, ranks).values
-    engine = Case(stage).build(ranks)
-    train_steps(engine, 0, 3)
-    if ranks.rank == ranks.size - 1:  # alone: a collective would never end
-        found = engine.module.state_dict()
-        again = dict(engine.module.named_parameters())
-        for name, value in expected.items():
-            assert_same(found[name], value)
-            assert torch.equal(again[name], value)
-    train_steps(engine, 0, 1)  # and all goes on
+    full, of_one = engine.full_state_dict(), engine.full_state_dict(rank=1)
+    assert max(sizes) <= LIMIT
+    expected = make_model().to(full["gain"].dtype).state_dict()
+    assert list(full) == list(expected)
+    assert_same(full, dict(expected))
+    assert_same(of_one, full if ranks.rank == 1 else {})

@@ -37,11 +37,6 @@ def _launches(ranks, model, batches, case):
     return log
 
 
-def _without_branches(ranks, case):
-    batches = [rows(n, ranks.rank) for n in range(4 * case.accumulation)]
-    return _launches(ranks, make_tower(), batches, case)
-
-
 def _with_branches(ranks, case):
     # Ranks leave out parts of blocks.
     return _launches(ranks, make_model(), [batch(n, 0, ranks.rank) for n in range(7)], case)
@@ -76,7 +71,6 @@ def _with_blocks_left_out(ranks, case):
 @pytest.mark.parametrize(
     ("program", "accumulation", "recomputes"),
     [
-        *((_without_branches, n, recomputes) for n in (1, 2) for recomputes in (False, True)),
         (_with_branches, 1, False),
         (_with_branches, 1, True),
         (_with_skipped_blocks, 1, False),
