@@ -109,27 +109,23 @@ class _Keeper(MadeTier):
         super().offer_grad(start, grad.float() if grad.dtype is torch.bfloat16 else grad.clone())
 
 
-@on_ranks(1)
-def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(ranks):
-    for tier in (None, _Keeper.made):
-        for stage in (2, 3):
-            found = []
-            for how in ("config", "setter", "declared"):
-                accumulation = 4 if how == "config" else 1
-                engine = Case(stage, "bf16", accumulation=accumulation).build(
-                    ranks, state_tier=tier
-                )
-                if how == "setter":
-                    engine.gradient_accumulation_steps = 4
-                for micro in range(8):
-                    if how == "declared":
-                        engine.set_gradient_accumulation_boundary(micro % 4 == 3)
-                    engine.backward(engine(**batch(0, micro, ranks.rank))["loss"], over=4)
-                    engine.step()
-                assert engine.global_steps == 2
-                found.append(engine.full_state_dict(dtype=torch.float32))
-            for other in found[1:]:
-                assert_same(other, found[0])
+@pytest.mark.parametrize("tier", [None, _Keeper.made])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(stage, tier):
+    found = []
+    for how in ("config", "setter", "declared"):
+        case = Case(stage, "bf16", accumulation=4 if how == "config" else 1)
+        engine = case.build(state_tier=tier)
+        if how == "setter":
+            engine.gradient_accumulation_steps = 4
+        for micro in range(8):
+            if how == "declared":
+                engine.set_gradient_accumulation_boundary(micro % 4 == 3)
+            _micro_step(engine, micro, over=4)
+        assert engine.global_steps == 2
+        found.append(engine.full_state_dict(dtype=torch.float32))
+    for other in found[1:]:
+        assert_same(other, found[0])
 
 
 @on_ranks(1)

@@ -18,6 +18,7 @@ from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import read_weights
 from zero_core.checkpoint.json_values import MAX_NUMEL, decode, encode
 from zero_core.checkpoint.load import read_client_state
+from zero_core.extensions.weight_average import AVERAGE, WeightAverage
 from zero_core.optim.train_state import TrainState
 from zero_core.schedules import WarmupLR
 from zero_core.testing import Case, Hard, batch, make_model, on_ranks, simulate
@@ -28,8 +29,8 @@ WARM_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
 LION = {"type": "Lion", "params": {"lr": 1e-2}}
 
 
-def _build(stage=0, ranks=None, dtype="fp32", **top):
-    return Case(stage=stage, dtype=dtype, top=top).build(ranks)
+def _build(stage=0, ranks=None, dtype="fp32", extensions=(), **top):
+    return Case(stage=stage, dtype=dtype, top=top).build(ranks, extensions=extensions)
 
 
 def _values(engine):
@@ -45,7 +46,7 @@ def _everything(engine):
     found = _values(engine)
     for name, param in engine.module.named_parameters():
         if param.requires_grad and name != "never":
-            for what in ("exp_avg", "exp_avg_sq"):
+            for what in ("exp_avg", "exp_avg_sq", AVERAGE):
                 found[f"{what} of {name}"] = engine.states.get_full(name, what)
     return found
 
@@ -62,16 +63,22 @@ def _everything(engine):
 )
 def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loaded, dtype):
     def save(ranks):
-        engine = _build(saved[0], ranks, dtype)
+        engine = _build(saved[0], ranks, dtype, [WeightAverage(0.9)])
         train_steps(engine, 0, 3)
+        found = _everything(engine)
         # Two ranks share a folder, as on a machine, and the third has its own.
         own = tmp_path / f"machine-{ranks.rank // 2}"
-        engine.save_checkpoint(own, client_state={"epoch": 7})
+        if saved[0] == 3:
+            pending = engine.async_save(own, client_state={"epoch": 7})
+            train_steps(engine, 3, 4)  # what is saved has been copied
+            pending.result()
+        else:
+            engine.save_checkpoint(own, client_state={"epoch": 7})
         assert not list(own.glob(".*"))
-        return _everything(engine)
+        return found
 
     def load(ranks):
-        engine = _build(loaded[0], ranks, dtype)
+        engine = _build(loaded[0], ranks, dtype, [WeightAverage(0.9)])
         train_steps(engine, 5, 6)  # whatever was there is replaced
         place, client_state = engine.load_checkpoint(tmp_path)
         assert place == tmp_path / "step-3"

@@ -13,7 +13,6 @@ import zero_core
 from zero_core.init import values
 from zero_core.init.slices import put_in_slices, slice_of, whole_value
 from zero_core.init.values import InitialValues
-from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import Case, Hard, assert_same, make_model, on_ranks, simulate, train_steps
 
 
@@ -210,14 +209,6 @@ def test_another_device_and_a_tensor_of_another_block_are_refused_within_a_block
     with pytest.raises(RuntimeError, match="under one deferred_init"), zero_core.deferred_init():
         nn.init.zeros_(model.weight)
     assert nn.Linear(2, 2).weight.device.type == "cpu", "ordinary again after an error"
-
-
-def test_no_tier_is_made_for_a_model_that_is_refused(monkeypatch):
-    monkeypatch.setattr(DeviceTier, "__init__", lambda *_, **__: pytest.fail("a tier was made"))
-    with torch.device("meta"):
-        model = nn.Linear(4, 3)
-    with pytest.raises(zero_core.ConfigError):
-        zero_core.build(model, CONFIG)
 
 
 def test_a_deferred_model_can_be_planned():

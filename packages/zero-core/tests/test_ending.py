@@ -161,8 +161,7 @@ def test_optimizer_and_buffers_serve_a_plain_loop_after_the_engine():
         oracle.step()
         oracle.zero_grad()
     model, optimizer = make()
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
-    engine = zero_core.build(model, config, optimizer=optimizer)
+    engine = Case(3).build(model=model, optimizer=optimizer)
     engine.backward(engine(x).square().mean())
     engine.step()
     with pytest.raises(RuntimeError, match=r"call engine\.step"):

@@ -59,34 +59,6 @@ def test_average_of_master_weights_ignores_a_step_that_is_skipped():
     assert_same(_averages(engine), before)
 
 
-@pytest.mark.parametrize("call", ["save_checkpoint", "async_save"])
-def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path, call):
-    expected = {}
-
-    def save(ranks):
-        engine = _build(ranks, stage=3)
-        train_steps(engine, 0, 2)
-        saved = getattr(engine, call)(tmp_path)
-        train_steps(engine, 2, 3)  # what is saved has been copied
-        if call == "async_save":
-            saved.result()
-        engine = _build(ranks, stage=0)
-        engine.load_checkpoint(tmp_path)
-        found = _averages(engine)
-        train_steps(engine, 2, 3)
-        if ranks.rank == 0:
-            expected.update(found)
-
-    simulate(save, 2)
-
-    def load(ranks):
-        engine = _build(ranks, stage=1)
-        engine.load_checkpoint(tmp_path)
-        assert_same(_averages(engine), expected)
-
-    simulate(load, 3)
-
-
 def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(tmp_path):
     plain = Case().build()
     train_steps(plain, 0, 1)

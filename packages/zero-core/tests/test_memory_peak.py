@@ -194,15 +194,8 @@ gate.wait()
 
 def _num_arenas(*words, **environment):
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", _PROGRAM, *words]
-    ended = subprocess.run(
-        command,
-        env={**plain, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    command, env = [sys.executable, "-c", _PROGRAM, *words], plain | environment
+    ended = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=True)
     return len(re.findall(r"^Arena \d+:", ended.stderr, re.MULTILINE))
 
 
