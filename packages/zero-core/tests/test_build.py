@@ -18,6 +18,7 @@ from zero_core import ConfigError
 from zero_core.layout.discovery import discover
 from zero_core.protocols import StateTier
 from zero_core.testing import Case, batch, make_model, train
+from zero_core.testing.models import NUM_EXPERTS, Mixture
 
 BASE = {"train_micro_batch_size_per_gpu": 2}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -226,20 +227,9 @@ def test_long_build_is_shown_on_a_terminal_by_rank_0(
     assert re.fullmatch(shown, stream.getvalue(), re.DOTALL)
 
 
-class _Mixture(nn.Module):
-    """Experts, found by the name of their list."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x):
-        return self.experts[0](x)
-
-
 def _net():
     model = nn.Module()
-    model.below, model.mixture = nn.Linear(5, 5), _Mixture()
+    model.below, model.mixture = nn.Linear(5, 5), Mixture()  # whose experts are found by their name
     model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
     return model
 
@@ -266,7 +256,7 @@ def test_without_a_mark_experts_are_a_unit_and_other_parts_are_units():
     model = _net()
     model.mixture.parts = model.mixture.experts
     del model.mixture.experts
-    assert _built_units(model) == ["", *(f"mixture.parts.{n}" for n in range(4)), *BLOCKS]
+    assert _built_units(model) == ["", *(f"mixture.parts.{n}" for n in range(NUM_EXPERTS)), *BLOCKS]
     model = nn.Module()
     model.action_expert_layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
     assert _built_units(model) == ["", "action_expert_layers.0", "action_expert_layers.1"]
@@ -281,7 +271,7 @@ def test_a_marked_module_is_one_unit():
 
 def test_the_configuration_names_leaves():
     for key, names in (
-        *(("classes", ["_Mixture"]), ("classes", f"{__name__}._Mixture")),
+        *(("classes", ["Mixture"]), ("classes", f"{Mixture.__module__}.Mixture")),
         *(("names", ["mixture"]), ("name_suffixes", ["ixture"])),
     ):
         assert _built_units(_net(), {key: names}) == WHOLE

@@ -33,17 +33,6 @@ WIDTH, DEPTH = 384, 40
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
-class Deep(nn.Module):
-    def __init__(self, depth):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x.square().mean()
-
-
 def status(name):
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (value,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
@@ -51,7 +40,7 @@ def status(name):
 
 
 def train(depth, dtype, rows, steps):
-    engine = Case(3, dtype).build(model=Deep(depth))
+    engine = Case(3, dtype).build(model=RootAndBlocks(WIDTH, depth, 1))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
     for _ in range(steps):
         engine.backward(engine(torch.ones(rows, WIDTH)))
@@ -80,7 +69,7 @@ def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     found = measure(dtype, rows)
     with torch.device("meta"):
-        model = Deep(DEPTH)
+        model = RootAndBlocks(WIDTH, DEPTH, 1)
     inputs = [torch.ones(rows, WIDTH)]
     planned = zero_core.plan(
         model, Case(3, dtype).config(), 1, device_type="cpu", example_inputs=inputs
