@@ -399,19 +399,6 @@ def _rewrite_schedule(folder, state):
     rewrite(folder / "step-3", lambda content: content["progress"].update(lr_scheduler=state))
 
 
-def test_schedule_saved_in_torchs_form_continues_at_the_same_step(tmp_path):
-    first, second = _build(**WARM_UP), _build(**WARM_UP)
-    train_steps(first, 0, 3)
-    first.save_checkpoint(tmp_path)
-    # As torch's LambdaLR has it, which these once were.
-    older = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
-    _rewrite_schedule(tmp_path, older)
-    second.load_checkpoint(tmp_path)
-    for engine in (first, second):
-        train_steps(engine, 3, 4)
-    assert _rate(first) == _rate(second)
-
-
 _STEPS = {"step_size": 2, "gamma": 0.1, "base_lrs": [1e-2], "last_epoch": 3}
 """A state of torch's StepLR."""
 
@@ -461,6 +448,9 @@ def test_schedule_continues_when_the_optimizer_starts_anew(tmp_path, scheduler, 
     straight = _build(scheduler=scheduler)
     train_steps(straight, 0, 3)
     straight.save_checkpoint(tmp_path)
+    if scheduler["type"] == "WarmupLR" and without:  # as torch's LambdaLR saves its state
+        form = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
+        _rewrite_schedule(tmp_path, form)
     resumed = _build(scheduler=scheduler, **({"optimizer": LION} if without else {}))
     resumed.load_checkpoint(tmp_path, without=without)
     for step in range(3, 6):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import zero_core
 from zero_core import RankMismatchError
 from zero_core.comm import control
 from zero_core.core import access
@@ -224,36 +223,33 @@ def test_changes_reach_all_ranks_where_they_share_memory():
     run_on_processes(_reaches_all, 3, 1, [(2, True), (3, False)])
 
 
-class _Distance(torch.autograd.Function):
-    """The mean squared distance of two projections, which gathers a teacher's weight by itself."""
+class _Projection(torch.autograd.Function):
+    """The mean square of a projection, which gathers a teacher's weight by itself."""
 
     @staticmethod
-    def forward(ctx, hidden, head, weight, teacher):
+    def forward(ctx, hidden, weight, teacher):
         with teacher.gathered(params=[weight]):
-            gap = head(hidden) - hidden @ weight.t()
-        ctx.save_for_backward(gap, weight)  # which torch does when this has returned
-        ctx.own = head.weight.detach().clone()
-        return gap.square().mean()
+            out = hidden @ weight.t()
+        ctx.save_for_backward(out, weight)  # which torch does when this has returned
+        return out.square().mean()
 
     @staticmethod
     def backward(ctx, grad):
-        gap, weight = ctx.saved_tensors
-        return grad * 2 / gap.numel() * gap @ (ctx.own - weight), None, None, None
+        out, weight = ctx.saved_tensors
+        return grad * 2 / out.numel() * out @ weight, None, None
 
 
 class _Student(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 5, bias=False)
-        self.head.weight.requires_grad_(False)
 
     def forward(self, x, weight, teacher):
         for block in self.blocks:
             x = torch.tanh(block(x))
         if teacher is None:
-            return (self.head(x) - x @ weight.t()).square().mean()
-        return _Distance.apply(x, self.head, weight, teacher)
+            return (x @ weight.t()).square().mean()
+        return _Projection.apply(x, weight, teacher)
 
 
 def _models():
@@ -263,12 +259,10 @@ def _models():
 
 @on_ranks(2)
 def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks):
-    expected, plain = _models()
-    optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
-    student, model = _models()
-    config = Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}).config()
-    teacher = zero_core.build(model, config, process_group=ranks)
-    engine = zero_core.build(student, config, process_group=ranks)
+    (expected, plain), (student, model) = _models(), _models()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    case = Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    teacher, engine = case.build(ranks, model), case.build(ranks, student)
     weight = model[1].weight
     x = torch.linspace(-1, 1, 24).view(4, 6)
     for _ in range(2):
@@ -288,8 +282,7 @@ def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks):
         weight.fill_(1.0)
     with pytest.raises(RuntimeError, match=r"shape \(5, 6\) has changed since"):
         engine.backward(loss)
-    loss = engine(x, weight, teacher)
-    engine.backward(loss)
+    engine.backward(engine(x, weight, teacher))
     engine.step()
     assert access.is_refused(weight)
 
