@@ -152,16 +152,6 @@ def test_the_collectives_are_those_counted_on_paper(ranks, stage, name):
     run(_Run(stage, ranks, accumulation))
 
 
-@pytest.mark.parametrize("stage", range(4))
-@on_ranks(1)
-def test_one_rank_sends_nothing(ranks, stage):
-    # A reduction is its own sum, kept until the boundary.
-    run = _Run(stage, ranks, accumulation=2)
-    for _ in range(4):
-        run.micro_step()
-    assert run.log == []
-
-
 SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
 """By step: the blocks that the last rank calls without using them."""
 

@@ -1,6 +1,7 @@
 """Queues of collectives: order of the jobs, threads and streams, and what a job raises."""
 
 import threading
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -80,12 +81,9 @@ def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for
     with made as make, late_device.held("kernels"):  # the host waits for none of them
         source.add_(1)  # the jobs read it
         works = [queues.launch(lambda n=n: job(n), is_reduction=n > 0) for n in range(2)]
+        inner = partial(queues.launch, lambda: job(2), is_reduction=False)
         # A job may launch another of its queue.
-        works.append(
-            queues.launch(
-                lambda: queues.launch(lambda: job(2), is_reduction=False).wait(), is_reduction=False
-            )
-        )
+        works.append(queues.launch(lambda: inner().wait(), is_reduction=False))
         with reader:
             works[0].wait()
             copied = outs[0].clone()

@@ -17,6 +17,7 @@ from zero_core.config.json_schema import SCHEMA_FILE, make_schema, schema_text
 from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
@@ -88,6 +89,7 @@ def quantized(stage=3, **keys):
     ("block", "match"),
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "only one of them"),
+        ({**AUTOCAST, "bf16": {"enabled": True}}, "float16 and the weights are .*bfloat"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
         ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"zero_optimization": {"stages": 3}}, "did you mean 'stage'"),
@@ -260,6 +262,8 @@ def test_the_resolved_configuration_spells_out_every_default_and_loads_again():
     dumped = json.loads(text)
     assert dumped["zero_optimization"]["offload_optimizer"]["ratio"] == 1.0
     assert load_effective(dumped) == config
+    scaled = {**SMALL, **AUTOCAST, "fp16": {"enabled": True, "loss_scale": 8}}
+    assert load_config(scaled, world_size=1).loss_scaling.loss_scale == 8
     with pytest.raises(ConfigError, match="found 'three'"):
         load_effective({**dumped, "zero_optimization": {"stage": "three"}})
 
@@ -305,13 +309,6 @@ def test_whole_floats_are_whole_numbers():
     assert repr(config.gradient_clipping) == "1.0"
     for value in (1.5, float("inf"), "5e8", True):
         refused({**SMALL, "zero_optimization": {"reduce_bucket_size": value}}, "reduce_bucket_size")
-
-
-def test_autocast_to_another_dtype_than_the_weights_is_refused():
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
-    refused(SMALL | autocast | {"bf16": {"enabled": True}}, "float16 and the weights are .*bfloat")
-    given = SMALL | autocast | {"fp16": {"enabled": True, "loss_scale": 8}}
-    assert load_config(given, world_size=1).loss_scaling.loss_scale == 8
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

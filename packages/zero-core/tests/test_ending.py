@@ -67,12 +67,8 @@ def _closed_twice(ranks: SimulatedRanks, path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"engine\.full_state_dict\(\)"):
             model.state_dict()
         engine.close()
-        with pytest.raises(RuntimeError, match="holds no value"):
-            model.state_dict()
         with pytest.raises(RuntimeError, match="was read after its engine was closed"):
             model.gain.item()
-        with pytest.raises(ConfigError, match="holds no value"):
-            zero_core.build(model, config, process_group=ranks)
         num_hooks.append(len(model._state_dict_pre_hooks))
     assert num_hooks[0] == num_hooks[1]
 

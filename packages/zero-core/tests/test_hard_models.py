@@ -197,18 +197,14 @@ def test_gradients_from_before_build_are_forgotten():
 
 
 def test_half_precision_accumulation_keeps_small_gradients():
-    torch.manual_seed(0)
+    top = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    top["fp16"] = {"enabled": True, "loss_scale": 65536.0}
     updates = []
-    for keys in ({}, {"data_types": {"grad_accum_dtype": "fp16"}}):
+    for dtype in (None, "fp16"):
         model = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(model.weight)
-        config = {
-            "train_batch_size": 1,
-            "fp16": {"enabled": True, "loss_scale": 65536.0},
-            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-            **keys,
-        }
-        engine = zero_core.build(model, config)
+        case = Case(top=top | {"data_types": {"grad_accum_dtype": dtype}})
+        engine = case.build(model=model)
         engine.backward(engine(torch.ones(1, 4)).float().sum() * 2e-8)
         engine.step()
         updates.append(engine.full_state_dict(dtype=torch.float32)["weight"])
