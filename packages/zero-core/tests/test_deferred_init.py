@@ -239,15 +239,21 @@ def test_buffers_that_modules_share_stay_shared():
         assert torch.equal(model[0].table, torch.arange(4.0))
 
 
-def test_ranks_need_not_defer_alike():
-    models = [_seeded(lambda: nn.Linear(4, 3), rank, is_deferred=rank == 1) for rank in range(2)]
+def test_every_rank_starts_from_rank_zeros_values_and_they_need_not_defer_alike():
+    def make(rank):
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        model[1].running_mean.fill_(rank)
+        return model
+
+    models = [_seeded(lambda r=rank: make(r), rank, is_deferred=rank > 0) for rank in range(3)]
+    models[2] = _seeded(lambda: make(2), 2, is_deferred=False)
     expected = {name: value.clone() for name, value in models[0].state_dict().items()}
 
     def build(ranks):
         engine = zero_core.build(models[ranks.rank], CONFIG, process_group=ranks)
         assert_same(engine.full_state_dict(), expected)  # rank 0's values count
 
-    simulate(build, 2)
+    simulate(build, 3)
 
 
 @on_ranks(2)

@@ -11,8 +11,7 @@ from zero_core.comm import control
 from zero_core.core import access
 from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, train, train_steps
 
 
@@ -63,21 +62,16 @@ def _change(param, name):
 CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 
 
-HOW = (*((stage, False) for stage in range(4)), (1, True), (3, True))
-
-
-def _reaches_all(ranks, modifier, how=HOW):
-    """Check that all ranks train with the changes of rank ``modifier``.
-
-    ``how``: stages, each with whether the whole model is gathered.
-    """
+@pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+@on_ranks()
+def test_a_change_before_the_first_step_is_as_if_built_with_it(ranks, modifier):
     model = make_model()
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
             _change(model.get_parameter(name), name)
     oracle = Case().build(ranks, model)
     losses, values = train_steps(oracle, 0, 3), oracle.full_state_dict()
-    for stage, is_whole in how:
+    for stage, is_whole in (*((stage, False) for stage in range(4)), (1, True), (3, True)):
         engine = Case(stage).build(ranks)
         for name in CHANGED:
             param = engine.module.get_parameter(name)
@@ -89,11 +83,6 @@ def _reaches_all(ranks, modifier, how=HOW):
                     param.mul_(-3.0)  # of another rank: does not count
         assert train_steps(engine, 0, 3) == losses
         assert_same(engine.full_state_dict(), values)
-
-
-@pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
-def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modifier):
-    simulate(_reaches_all, world_size, modifier)
 
 
 def _gathered(engine):
@@ -217,10 +206,6 @@ def test_wrong_parameters_shapes_and_ranks_are_refused(ranks, stage):
     for params in ([gain], None):
         refuses(params, ranks.rank, rf"{who}.*modifier_rank \(here {ranks.rank}\)")
     train_steps(engine, 0, 1)  # whatever was refused, all goes on
-
-
-def test_changes_reach_all_ranks_where_they_share_memory():
-    run_on_processes(_reaches_all, 3, 1, [(2, True), (3, False)])
 
 
 class _Projection(torch.autograd.Function):
