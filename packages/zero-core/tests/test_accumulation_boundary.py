@@ -7,7 +7,7 @@ from support.tiers import MadeTier
 from zero_core.errors import CheckpointError
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, train_ddp
 
 EPOCHS = (3, 3, 2, 3, 1)
@@ -35,20 +35,17 @@ def _train(engine, rank, counts):
     return {name: full[name] for name in names}
 
 
-def _follows_ddp(ranks, stage, configured):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("configured", [1, 3])  # fewer micro-steps than are run, and more
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_a_short_last_accumulation_has_the_numbers_of_ddp(ranks, stage, configured):
     expected = _ddp(ranks, EPOCHS)
     engine = Case(stage, accumulation=configured).build(ranks)
     found = _train(engine, ranks.rank, EPOCHS)
     assert engine.micro_steps == sum(EPOCHS)
     assert_same(found, expected)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("configured", [1, 3])  # fewer micro-steps than are run, and more
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size, stage, configured):
-    simulate(_follows_ddp, world_size, stage, configured)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])

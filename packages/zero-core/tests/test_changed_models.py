@@ -202,10 +202,6 @@ def test_recurrent_weights_stay_where_the_engine_has_them(ranks, stage):
         assert found.blocks[0].weight_hh_l0.data_ptr() != before
 
 
-class _Wrapped(nn.Sequential):
-    """A block under a further name."""
-
-
 def _same_place(engine):
     engine.module.to("cpu")
     engine.module.to(torch.float32)
@@ -227,7 +223,7 @@ def _other_activation(engine):
 
 
 def _wrap(engine):
-    engine.module.blocks[1] = _Wrapped(engine.module.blocks[1])
+    engine.module.blocks[1] = nn.Sequential(engine.module.blocks[1])
 
 
 def _evaluate_others(engine):

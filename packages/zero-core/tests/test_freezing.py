@@ -72,7 +72,15 @@ def _build(config, phase=0, process_group=None):
     return zero_core.build(model, config, optimizer=_adamw(model), process_group=process_group)
 
 
-def _follows_ddp(ranks, stage, accumulation, again):
+@pytest.mark.parametrize(
+    ("world_size", "stage", "accumulation", "again"),
+    [
+        *((1, 0, 1, None), (1, 3, 2, None), (2, 1, 1, None), (2, 2, 2, None), (2, 3, 1, {})),
+        *((3, 0, 2, None), (3, 1, 1, {}), (3, 2, 1, None), (3, 3, 1, None)),
+    ],
+)
+@on_ranks()
+def test_frozen_and_unfrozen_parameters_follow_ddp(ranks, stage, accumulation, again):
     case = Case(stage, accumulation=accumulation, is_local=True)
     expected = _reference(case, ranks, phases=4)
     engine = _build(case.config() | {"activation_checkpointing": again}, process_group=ranks)
@@ -81,17 +89,6 @@ def _follows_ddp(ranks, stage, accumulation, again):
     # A third of a sum or a sum of thirds: other roundings.
     atol = 4e-6 if ranks.size == 3 and accumulation > 1 else 0.0
     torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "stage", "accumulation", "again"),
-    [
-        *((1, 0, 1, None), (1, 3, 2, None), (2, 1, 1, None), (2, 2, 2, None), (2, 3, 1, {})),
-        *((3, 0, 2, None), (3, 1, 1, {}), (3, 2, 1, None), (3, 3, 1, None)),
-    ],
-)
-def test_frozen_and_unfrozen_parameters_follow_ddp(world_size, stage, accumulation, again):
-    simulate(_follows_ddp, world_size, stage, accumulation, again)
 
 
 @on_ranks(2)
