@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import io
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from typer.testing import CliRunner
 import zero_core
 import zero_engine
 from zero_core.errors import CheckpointError, CollectiveError, ConfigError, RankMismatchError
-from zero_engine import checkpoints, doctor
+from zero_engine import doctor
 from zero_engine.cli import app, main
 from zero_engine.launch.ranks import fail
 from zero_engine.launch.torchrun import _exit_code
@@ -134,13 +133,6 @@ def _run(*words: object) -> tuple[int, str, str]:
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.stdout, done.stderr
-
-
-def test_prune_shows_that_it_is_under_way(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = []
-    monkeypatch.setattr(checkpoints, "working", lambda what: nullcontext(shown.append(what)))
-    assert _run("prune", saved, "--keep-last", 1, "--dry-run")[0] == 0
-    assert shown == ["looking for checkpoints"]
 
 
 def test_whole_checkpoint_is_verified_inspected_exported_and_damage_told(saved, tmp_path):

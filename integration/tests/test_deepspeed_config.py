@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import gc
-import itertools
 import json
 import logging
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -95,34 +92,27 @@ def test_hjson_is_read_as_by_deepspeed(text, expected):
     assert parse_hjson(text, "it") == expected
 
 
-def _as_texts(value: Any, spelled: dict[bool, Iterator[Any]]) -> Any:
-    """Spell every value of a configuration in another way than JSON does."""
-    if isinstance(value, dict):
-        return {key: _as_texts(inner, spelled) for key, inner in value.items()}
-    return next(spelled[value]) if isinstance(value, bool) else str(value)
-
-
 def test_texts_are_read_as_what_they_stand_for():
-    offload = {"device": "cpu", "pin_memory": True, "ratio": 0.5}
-    zero = {"stage": 3, "reduce_bucket_size": 500_000_000, "overlap_comm": True}
-    typed = {
-        "train_batch_size": 4,
-        "gradient_allreduce_op": "sum",
+    offload = {"device": "cpu", "pin_memory": 1, "ratio": "0.5"}
+    zero = {"stage": "3", "reduce_bucket_size": "500000000", "overlap_comm": "True"}
+    texts = {
+        "train_batch_size": "4",
+        "gradient_allreduce_op": "SUM",
         "zero_optimization": {**zero, "offload_optimizer": offload},
-        "fp16": {"enabled": False, "loss_scale_window": 7, "auto_cast": True},
-        "bf16": {"enabled": True, "check_grad_overflow": False},
-        "wall_clock_breakdown": True,
-        "sparse_gradients": False,
-        "aio": {"use_gds": False},
+        "fp16": {"enabled": "0", "loss_scale_window": "7", "auto_cast": "1"},
+        "bf16": {"enabled": "true", "check_grad_overflow": "false"},
+        "wall_clock_breakdown": "true",
+        "sparse_gradients": "false",
     }
-    spelled = {
-        True: itertools.cycle(["true", 1, "True", "1"]),
-        False: itertools.cycle(["0", "false", 0]),
-    }
-    texts = {**_as_texts(typed, spelled), "gradient_allreduce_op": "SUM"}
-    found, expected = (dataclasses.replace(read(one), raw={}, notes=()) for one in (texts, typed))
-    assert load_config(found.core, world_size=1) == load_config(expected.core, world_size=1)
-    assert dataclasses.replace(found, core={}) == dataclasses.replace(expected, core={})
+    found = read(texts)
+    core = load_config(found.core, world_size=1)
+    zero = core.zero_optimization
+    assert (core.train_batch_size, core.gradient_allreduce_op) == (4, "sum")
+    assert (zero.stage, zero.reduce_bucket_size) == (3, 500_000_000)
+    assert (zero.offload_optimizer.pin_memory, zero.offload_optimizer.ratio) == (True, 0.5)
+    assert (core.fp16.enabled, core.fp16.loss_scale_window) == (False, 7)
+    assert (core.bf16.enabled, core.check_grad_overflow) == (True, False)
+    assert (found.fp16_auto_cast, found.wall_clock_breakdown) == (True, True)
     old = {"train_batch_size": 4, "zero_optimization": {"stage": 2, "cpu_offload": "true"}}
     assert read(old).core["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
@@ -231,27 +221,6 @@ def test_old_names_and_forms_become_todays():
     both = {"max_live_parameters": 1, "stage3_max_live_parameters": 2}
     with pytest.raises(ConfigError, match="are the same key"):
         _zero(**both)
-
-
-def test_what_accelerate_adds_is_taken():
-    settings = read(
-        {
-            **BASE,
-            "steps_per_print": float("inf"),
-            "zero_allow_untested_optimizer": True,
-            "fp16": {"enabled": True, "auto_cast": True},
-            "bf16": {"enabled": False},
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "none", "nvme_path": None},
-                "offload_param": {"device": "none", "nvme_path": None},
-                "stage3_gather_16bit_weights_on_model_save": False,
-            },
-        }
-    )
-    assert settings.steps_per_print is None
-    assert settings.fp16_auto_cast
-    assert load_config(settings.core, world_size=1).compute_dtype == torch.float16
 
 
 def test_key_without_effect_beside_another_one_is_told():

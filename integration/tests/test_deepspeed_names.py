@@ -42,12 +42,7 @@ def test_name_that_deepspeed_does_not_have_cannot_be_imported() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from zero_engine.deepspeed.runtime.utils import get_global_norm",
-        "from zero_engine.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam",
-        "from zero_engine.deepspeed.ops.adam.fused_adam import FusedAdam",
-        "from zero_engine.deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion",
         "from zero_engine.deepspeed.ops.op_builder.builder import OpBuilder, CUDAOpBuilder",
-        "from zero_engine.deepspeed.ops.op_builder import InferenceBuilder",
         "from zero_engine.deepspeed.runtime.config import ADAM_OPTIMIZER, LION_OPTIMIZER\n"
         "assert (ADAM_OPTIMIZER, LION_OPTIMIZER) == ('adam', 'lion')",
         "from zero_engine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as Optimizer\n"
@@ -55,10 +50,8 @@ def test_name_that_deepspeed_does_not_have_cannot_be_imported() -> None:
         "from zero_engine.deepspeed.ops.aio import AsyncIOBuilder; AsyncIOBuilder.NAME",
         "from zero_engine.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum\n"
         "assert OffloadDeviceEnum.cpu == 'cpu'",
-        "from zero_engine.deepspeed.runtime.zero import DeepSpeedZeRoOffload, TiledLinear",
         "from zero_engine.deepspeed.checkpointing import CheckpointFunction",
-        "from zero_engine.deepspeed.utils import groups, get_full_hp_param",
-        "from zero_engine.deepspeed.utils.groups import get_tensor_model_parallel_group",
+        "from zero_engine.deepspeed.utils import groups",
         "from zero_engine.deepspeed.utils.nvtx import *; instrument_w_nvtx(print)",
         "from zero_engine.deepspeed.runtime.lr_schedules import *; assert WARMUP_LR == 'WarmupLR'",
     ],

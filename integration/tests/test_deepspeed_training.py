@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from zero_engine.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -34,7 +33,7 @@ from tests.support.facade import (
 )
 from zero_core.testing import Case, batch, make_model, run_ddp, spawn
 from zero_engine import deepspeed
-from zero_engine.deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from zero_engine.deepspeed.utils import safe_set_full_fp32_param
 
 STEPS = 4
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -307,20 +306,6 @@ def test_backwards_are_averaged_and_small_parameters_whole_on_three_ranks() -> N
     on_ranks(3, [_every_backward, _small_parameters])
 
 
-def test_loss_may_come_through_the_engine_of_another_model() -> None:
-    made = _outputs(2), _outputs(2)
-    before = made[0].module.second.weight.detach().clone()
-    made[0].backward(sum(engine(torch.ones(2, 3))["loss"] for engine in made))
-    after = []
-    for engine in made:
-        engine.set_gradient_accumulation_boundary(True)
-        engine.step()
-        after.append(safe_get_full_fp32_param(engine.module.second.weight))
-        engine.destroy()
-    torch.testing.assert_close(*after)
-    assert not torch.equal(before, after[0])
-
-
 def test_parameter_unfrozen_later_is_averaged_too() -> None:
     model = _Outputs()
     optimizer = _sgd(model)
@@ -340,58 +325,6 @@ def test_ended_engine_divides_no_gradient(end: Callable[[Any], Any]) -> None:
     torch.testing.assert_close(seen, [torch.full((2,), 2.0)])
 
 
-_GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
-    "parameters": lambda model: {"model_parameters": model.parameters()},
-    "groups": lambda model: {"model_parameters": [{"params": list(model.parameters())}]},
-    "optimizer": lambda model: {"optimizer": _fused(model.parameters())},
-    "callable": lambda model: {"optimizer": _fused, "model_parameters": model.parameters()},
-}
-
-
-def _fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
-
-
-@pytest.mark.parametrize(("stage", "given"), [*itertools.product(range(4), _GIVEN)])
-def test_parameter_that_the_optimizer_has_is_frozen_and_unfrozen_as_in_torch(stage, given):
-    plain, model = net(), net()
-    optimizer = _fused(plain.parameters())
-    model[0].requires_grad_(False)
-    engine = make(model, stage=stage, **_GIVEN[given](model))
-    assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
-    for phase, is_frozen in enumerate((True, False, True, False)):
-        for module in (plain, engine.module):
-            module[0].requires_grad_(not is_frozen)
-        losses = train(engine, 2, first=2 * phase)
-        for step in range(2):
-            loss = square(plain, inputs(2 * phase + step))
-            assert loss.item() == losses[step]
-            loss.backward()
-            update(optimizer)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_channels_last_model_changes_engines_as_in_torch(stage: int) -> None:
-    def convolution() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-
-    plain, model = convolution(), convolution()
-    for phase in range(2):
-        optimizer = _fused(plain.parameters())  # as of the next engine
-        engine = make(model, stage=stage, optimizer=_fused(model.parameters()))
-        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(phase))
-        engine.backward(square(engine, x))
-        engine.step()
-        square(plain, x).backward()
-        update(optimizer)
-        check_values(engine, plain, rtol=0, atol=0)
-        if stage == 0:
-            found, expected = engine.optimizer.state[model.weight], optimizer.state[plain.weight]
-            assert torch.equal(found["exp_avg"], expected["exp_avg"])
-    engine.destroy()
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(stage, caplog):
     engine, other = make(config=config(stage, gradient_accumulation_steps=2)), net()
@@ -405,27 +338,6 @@ def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(stage, capl
             update(optimizer)
     check_values(engine, other)
     assert caplog.text.count("zero_grad() drops the gradient") == (stage >= 2)  # DeepSpeed differs
-
-
-@pytest.mark.parametrize("is_object", [True, False])
-def test_empty_group_keeps_its_place_in_the_schedule(is_object: bool) -> None:
-    models = net(), net()
-    groups = [[{"params": [], "lr": 0.5}, {"params": [*m.parameters()]}] for m in models]
-    optimizers = [torch.optim.AdamW(g, lr=1e-2, weight_decay=0.1) for g in groups]
-    schedules = [LambdaLR(o, [lambda s: 0.5**s, lambda s: 1 / (1 + s)]) for o in optimizers]
-    if is_object:
-        given = {"optimizer": optimizers[0], "lr_scheduler": schedules[0]}
-    else:
-        lambdas = schedules[0].lr_lambdas
-        given = {"model_parameters": groups[0], "lr_scheduler": lambda o: LambdaLR(o, lambdas)}
-    engine = make(models[0], stage=2, **given)
-    for step in range(STEPS):
-        train(engine, 1, step)
-        add_gradients(models[1], step, 1)
-        update(optimizers[1])
-        schedules[1].step()
-        assert engine.get_lr() == schedules[1].get_last_lr()
-    check_values(engine, models[1])
 
 
 def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(caplog):

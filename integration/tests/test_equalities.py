@@ -225,7 +225,19 @@ CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
     [
         *cover(VARIANTS, by_family=True),
         *cover(UNCHECKED, scenarios=PROGRAMS, dtypes=DTYPES, by_family=True),
-        *cover(HOSTED, scenarios=("accumulates", "repeats backward"), dtypes=("fp32",)),
+        *cover(
+            HOSTED,
+            scenarios=(
+                *("accumulates", "repeats backward", "has edited gradients"),
+                *("freezes and unfreezes", "loads"),
+            ),
+            dtypes=("fp32",),
+        ),
+        *(
+            Row("edits param.grad", name, 0, "fp32", ranks, 1)
+            for name in HOSTED
+            for ranks in (2, 3)
+        ),
         *(Row("has edited gradients", "undo log", stage, "bf16", 2, 1) for stage in (0, 2)),
         Row("edits param.grad", "undo log", 0, "bf16", 2, 1),
         *(Row("has edited gradients", name, 2, "fp32", 2, 1) for name in SHARES),

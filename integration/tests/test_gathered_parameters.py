@@ -16,7 +16,7 @@ from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 from zero_engine.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 import zero_core
-from tests.support.facade import check_values, config, make, on_ranks, run_each, square, update
+from tests.support.facade import check_values, config, make, run_each, square, update
 from zero_core.step.param_grads import TrainedParameter
 from zero_core.testing import LR, spawn
 from zero_engine import deepspeed
@@ -322,6 +322,29 @@ def _generates_without_hooks(rank: int, world_size: int) -> None:
     engine.destroy()
 
 
+def _whole(ins: int = 7, outs: int = 5) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(ins, outs)
+
+
+def _copies_shards(rank: int, world_size: int) -> None:
+    whole, ones = _whole(6, 5), torch.ones(6)
+    with deepspeed.zero.Init():
+        layer = _whole(6, 5)
+    owned = make(nn.Sequential(nn.Linear(6, 5)), stage=3)
+    with deepspeed.zero.GatheredParameters(owned.module.parameters(), modifier_rank=0):
+        owned.module[0].load_state_dict(whole.state_dict())
+    for source in (layer, owned.module[0]):
+        tiled = TiledLinear(6, 5, in_splits=2, out_splits=2, init_linear=source)
+        torch.testing.assert_close(tiled(ones), whole(ones))
+    with deepspeed.zero.Init():
+        sharded = TiledLinear(6, 5, in_splits=3)
+    sharded.copy_params_from(layer)
+    with deepspeed.zero.GatheredParameters(sharded.parameters()):
+        torch.testing.assert_close(sharded(ones), whole(ones))
+    owned.destroy()
+
+
 CHECKS = [
     _before_the_engine,
     _inside_init,
@@ -332,6 +355,7 @@ CHECKS = [
     _engine_within_init,
     _read_elsewhere,
     _generates_without_hooks,
+    _copies_shards,
 ]
 
 
@@ -454,59 +478,6 @@ def _trains_saved(rank: int, world_size: int) -> None:
 
 def test_a_saved_parameter_has_its_ds_attributes_in_backward() -> None:
     spawn(_trains_saved, 2)
-
-
-def _whole(ins: int = 7, outs: int = 5) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(ins, outs)
-
-
-class _Tiles(nn.Module):
-    """Has the tiles one level below the root, where each becomes a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tiled = TiledLinear(7, 5, in_splits=3, out_splits=2, init_linear=_whole())
-        self.head = _whole(5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(torch.tanh(self.tiled(x)))
-        return y
-
-
-def _trains_tiles(rank: int, world_size: int) -> None:
-    values = []
-    for stage in (0, 3):
-        engine = make(_Tiles(), stage=stage)
-        assert len(engine.core.layout.units) == 1 + 6
-        for _ in range(3):
-            engine.backward(square(engine, torch.full((2, 7), 1.0 + rank)))
-            engine.step()
-        values.append(engine.core.full_state_dict())
-        engine.destroy()
-    torch.testing.assert_close(*values, rtol=0, atol=0)
-
-
-def _copies_shards(rank: int, world_size: int) -> None:
-    whole, ones = _whole(6, 5), torch.ones(6)
-    with deepspeed.zero.Init():
-        layer = _whole(6, 5)
-    owned = make(nn.Sequential(nn.Linear(6, 5)), stage=3)
-    with deepspeed.zero.GatheredParameters(owned.module.parameters(), modifier_rank=0):
-        owned.module[0].load_state_dict(whole.state_dict())
-    for source in (layer, owned.module[0]):
-        tiled = TiledLinear(6, 5, in_splits=2, out_splits=2, init_linear=source)
-        torch.testing.assert_close(tiled(ones), whole(ones))
-    with deepspeed.zero.Init():
-        sharded = TiledLinear(6, 5, in_splits=3)
-    sharded.copy_params_from(layer)
-    with deepspeed.zero.GatheredParameters(sharded.parameters()):
-        torch.testing.assert_close(sharded(ones), whole(ones))
-    owned.destroy()
-
-
-def test_tiles_train_and_are_copied_from_shards_on_two_ranks() -> None:
-    on_ranks(2, [_trains_tiles, _copies_shards])
 
 
 def test_tiles_compute_what_the_whole_layer_does() -> None:

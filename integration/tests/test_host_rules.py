@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-import cpu_adam
 import zero_core
 from cpu_adam import reference
 from tests.support.host_optimizers import OPTIMIZERS
 from zero_core import Engine, plugins
 from zero_core.testing import (
-    LR,
     Case,
-    SimulatedRanks,
     batch,
     make_model,
     on_ranks,
-    simulate,
     train,
 )
 from zero_core.testing.training import assert_same
@@ -76,20 +71,6 @@ def test_each_rule_follows_its_definition(name: str, stage: int) -> None:
         assert ((weights[key] - value).abs() > 2e-6).float().mean() < 0.01, key
 
 
-def test_lion_of_the_engine_is_the_kernels_bit_by_bit() -> None:
-    param = nn.Parameter(torch.randn(10_007))
-    weights, momentum = param.detach().clone(), torch.zeros(10_007)
-    optimizer = zero_core.Lion([param], lr=1e-3, weight_decay=0.1)
-    for _ in range(10):
-        param.grad = torch.randn(10_007)
-        optimizer.step()
-        cpu_adam.lion_step(
-            weights, param.grad, momentum, lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1
-        )
-    assert torch.equal(param, weights)
-    assert torch.equal(optimizer.state[param]["exp_avg"], momentum)
-
-
 def test_codes_are_those_of_the_kernels_definition() -> None:
     torch.manual_seed(0)
     numel = 128 * 500 + 37
@@ -124,54 +105,6 @@ def test_codes_are_those_of_the_kernels_definition() -> None:
 def test_state_dtypes_that_are_not_served_are_refused_by_key(optimizer, offload, match):
     with pytest.raises(zero_core.ConfigError, match=match):
         zero_core.build(make_model(), make_config(optimizer, 1, "fp32", **offload))
-
-
-def unfreeze(ranks: SimulatedRanks, folder: str, stage: int, state_dtype: str) -> None:
-    """Save with one frozen block, and resume with another one frozen, on host and device."""
-    dtype = "fp32" if state_dtype == "float32" else "bf16"
-
-    def build(frozen: int, **offload: Any) -> zero_core.Engine:
-        model = make_model()
-        model.blocks[frozen].requires_grad_(False)
-        config = make_config("AdamW", stage, dtype, **offload)
-        return zero_core.build(model, config, process_group=ranks)
-
-    host: dict[str, Any] = {"ratio": 0.5, "state_dtype": state_dtype}
-    saved = build(0, **host)
-    train(saved, batches(ranks.rank, range(3)))
-    saved.save_checkpoint(folder)
-    found = []
-    for offload, others in (
-        (host, range(20, 22)),
-        (host, range(0)),
-        ({"device": "none"}, range(0)),
-    ):
-        engine = build(1, **offload)
-        train(engine, batches(ranks.rank, others))  # its states are not the checkpoint's
-        engine.load_checkpoint(folder)
-        assert engine.states.scalars("blocks.0.up.bias")["num_steps"] == 0
-        for number in range(3):  # new, frozen now, trained before and after
-            name = f"blocks.{number}.up.weight"
-            value = saved.states.get_full(name)
-            value = value.bfloat16().float() if (number, dtype) == (1, "bf16") else value
-            assert torch.equal(engine.states.get_full(name), value), name
-        train(engine, batches(ranks.rank, range(3, 6)))
-        found.append(engine.full_state_dict(dtype=torch.float32))
-        engine.close()
-    torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=0.0)
-    torch.testing.assert_close(found[0], found[2], rtol=0.0, atol=TOLERANCE[state_dtype])
-
-
-TOLERANCE = {"float32": 1e-5, "int8": 1e-2}
-"""Between host and device. In bf16 sums of gradients round otherwise, too."""
-
-
-@pytest.mark.parametrize("state_dtype", TOLERANCE)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_resumed_run_with_other_frozen_parameters_goes_on_as_on_the_device(
-    tmp_path: Path, stage: int, state_dtype: str
-) -> None:
-    simulate(unfreeze, 2, str(tmp_path), stage, state_dtype)
 
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -228,12 +161,8 @@ def _kernels(engine: Engine) -> set[bool]:
     return {part.tier.has_kernel for part in tier.report()}
 
 
-def _values(engine: Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> Any:
-    for step, count in enumerate(counts):
-        for micro in range(count):
-            engine.set_gradient_accumulation_boundary(micro == count - 1)
-            engine.backward(engine(**batch(step, micro, rank))["loss"], over=count)
-            engine.step()
+def _values(engine: Engine, rank: int) -> Any:
+    train(engine, batches(rank, range(3)))
     return engine.full_state_dict(dtype=torch.float32)
 
 
@@ -256,32 +185,6 @@ def test_an_object_has_the_bits_of_the_same_optimizer_by_name(ranks, name, stage
 )
 def test_what_no_kernel_is_known_to_compute_is_torchs(make):
     assert _kernels(_of_object(make, 1, "fp32")) == {False}
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@on_ranks(2)
-def test_declared_micro_steps_add_up_where_none_are_configured(ranks, dtype):
-    """The tier keeps gradients, and the loop declares boundaries."""
-    counts = (3, 1, 2)
-
-    def values(case: Case) -> Any:
-        return _values(
-            zero_core.build(make_model(), case.config(), process_group=ranks), ranks.rank, counts
-        )
-
-    expected = values(Case(2, dtype, accumulation=3, zero=HOST))
-    found = values(Case(2, dtype, zero=HOST))
-    if dtype == "fp32":
-        assert_same(found, expected)
-    else:
-        # Configured micro-steps are rounded one by one, declared ones once they are added.
-        gaps = [(found[name] - value).abs().mean() for name, value in expected.items()]
-        assert max(gaps) < LR / 50
-    engine = _build(3, dtype, process_group=ranks)
-    assert_same(_values(engine, ranks.rank, counts), found)
-    before = engine.memory_report()
-    _values(engine, ranks.rank, counts)
-    assert engine.memory_report() == before  # no buffer is lost
 
 
 def test_without_a_kernel_torch_computes_an_object_and_the_log_says_so(monkeypatch, caplog):

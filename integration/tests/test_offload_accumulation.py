@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import cpu_adam
 import zero_core
@@ -137,42 +137,12 @@ def test_every_stage_and_ratio_has_the_bits_of_plain_torch(
         assert norms == pytest.approx(expected_norms, rel=1e-6), (stage, ratio)
 
 
-def _held(ranks: SimulatedRanks, stage: int, accumulation: int, **further: Any) -> Any:
-    """Return the bytes of the engine by kind, those of gradients on the host, and the elements."""
-    config = _config(stage, "bf16", accumulation, 1.0, **further)
-    engine, _ = _train(ranks, config, torch.bfloat16)
-    tier: Any = engine.sharded_state.tier
-    planned = zero_core.plan(make_tower(3, WIDTH), config, ranks.size, device_type="cpu")
-    report = {kind: n for kind, n in engine.memory_report().items() if n}
-    for kind in ("parameters", "gradients", "gradient shards"):
-        assert planned.memory.device.get(kind, 0) == report.get(kind, 0), kind
-    (part,) = tier.report()
-    assert planned.memory.host["gradient copies"] == part.tier.memory["gradient copies"]
-    return report, part.tier.memory["gradient copies"], tier.geometry.numel
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_the_device_holds_no_more_than_with_one_micro_step(ranks, stage):
-    once, host_bytes, numel = _held(ranks, stage, 1)
-    assert host_bytes == 2 * numel
-    for accumulation, per_element in ((2, 4), (4, 8), (5, 6), (6, 6)):
-        assert _held(ranks, stage, accumulation) == (once, per_element * numel, numel)
-    # 16 bits are too narrow for the tier: such a sum stays on the device.
-    narrow = {"data_types": {"grad_accum_dtype": "bf16"}}
-    several, host_bytes, _ = _held(ranks, stage, 4, **narrow)
-    assert several.get("gradient shards", 0) >= 2 * numel
-    assert host_bytes == 2 * numel
-
-
 @pytest.mark.parametrize(
     ("stage", "ratio", "name"),
     [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, on one
 )
 @on_ranks(2)
-def test_gradients_are_read_set_clipped_and_dropped(ranks, stage, ratio, name):
+def test_gradients_are_read_clipped_and_dropped(ranks, stage, ratio, name):
     config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
     engine, fresh, plain = _build(config, ranks), _build(config, ranks), make_tower(3, WIDTH)
     for micro_step, rank in itertools.product(range(4), range(ranks.size)):
@@ -180,14 +150,8 @@ def test_gradients_are_read_set_clipped_and_dropped(ranks, stage, ratio, name):
     _micro_steps(engine, 0, 4, ranks.rank, torch.float32)
     grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     torch.testing.assert_close(engine.states.get_full(name, "grad"), grads[name])
-    # Set, clipped by another norm, clipped by the 2-norm: each sees the one before.
-    grads[name] = torch.zeros_like(grads[name])
-    engine.states.set_full(name, grads[name], "grad")
-    assert not engine.states.get_full(name, "grad").any()
-    flat = torch.cat([g.flatten() for g in grads.values()])
-    for largest, p in ((math.inf, math.inf), (1e-3, 2.0)):
-        norm = torch.linalg.vector_norm(flat, p).item()
-        assert float(engine.clip_grad_norm_(largest, p)) == pytest.approx(norm, rel=1e-5)
+    largest = max(g.abs().max().item() for g in grads.values())
+    assert float(engine.clip_grad_norm_(1e-3, math.inf)) == pytest.approx(largest, rel=1e-5)
     # Dropped: the step starts again, and nothing of it is left.
     engine.optimizer.zero_grad()
     engine.step()
@@ -196,26 +160,6 @@ def test_gradients_are_read_set_clipped_and_dropped(ranks, stage, ratio, name):
     for key in (name, "blocks.1.0.weight", "head.bias"):
         found, expected = (each.states.get_full(key, "grad") for each in (engine, fresh))
         assert torch.equal(found, expected), key
-
-
-def _names_who(ranks: SimulatedRanks) -> None:
-    config = _config(2, "bf16", 3, 0.4, check_grad_overflow=True)
-    engine = _build(config, ranks)
-    before = engine.full_state_dict()
-    for micro_step in range(3):
-        x = _batch(0, micro_step, ranks.rank, torch.bfloat16)
-        if (micro_step, ranks.rank) == (1, 1):
-            x[0, 0] = math.nan
-        engine.backward(engine(x))
-        engine.step()
-    assert engine.optimizer.overflow
-    assert not math.isfinite(engine.get_global_grad_norm())
-    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
-
-
-def test_a_nan_of_one_micro_step_skips_the_step_and_is_named(caplog):
-    simulate(_names_who, 2)
-    assert "batch of rank 1" in caplog.text
 
 
 def _in_order_of_micro_batches(
@@ -239,43 +183,6 @@ def test_the_bits_are_those_of_one_rank_when_asked() -> None:
         for found in simulate(_in_order_of_micro_batches, world_size, stage, ratio):
             assert found[1] == norms
             assert all(torch.equal(found[0][name], value) for name, value in values.items())
-
-
-NUM_EDITED = 2
-NADAM = {"optimizer": {"type": "NAdam", "params": {"lr": 1e-2}}}
-"""Is updated by torch on the host and on the device."""
-
-
-def _edit(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    first, second, third, *_ = (p for p in model.parameters() if p.grad is not None)
-    first.grad = None
-    second.grad = 2.0 * second.grad
-    third.grad.data.clamp_(min=0.0)
-
-
-def _edits(ranks: SimulatedRanks, accumulation: int, *, is_on_host: bool) -> tuple[Any, Any]:
-    host = {"offload_optimizer": {"device": "cpu", "update_in_backward": False}}
-    case = Case(accumulation=accumulation, zero=host if is_on_host else {}, top=NADAM)
-    engine = zero_core.build(make_model(), case.config(), process_group=ranks)
-    norms = []
-    for step in range(NUM_EDITED):
-        for micro in range(accumulation):
-            engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
-            if micro < accumulation - 1:
-                engine.step()
-        _edit(engine.module)
-        engine.step()
-        norms.append(engine.get_global_grad_norm())
-    return norms, engine.full_state_dict()
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_changes_count_as_on_the_device_where_the_tier_copies_gradients(ranks, accumulation):
-    found, expected = (_edits(ranks, accumulation, is_on_host=each) for each in (True, False))
-    torch.testing.assert_close(found, expected)
 
 
 def test_a_gradient_that_an_update_in_backward_has_used_is_told_as_missing(caplog):

@@ -6,7 +6,6 @@ import html
 import html.parser
 import json
 import math
-import platform
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -21,13 +20,12 @@ from typer.testing import CliRunner
 import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
-from zero_core.record.environment import available_cores
 from zero_core.record.records import DetailRecord, EventRecord, RecordFile, RunRecord, StepRecord
 from zero_core.testing import make_tower, rows, train
 from zero_engine.cli import app
 from zero_engine.report import write_report
 from zero_engine.report.compose import first_sentence
-from zero_engine.report.measured import kept_bytes, measure
+from zero_engine.report.measured import kept_bytes
 from zero_engine.report.run import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
@@ -36,7 +34,6 @@ CONFIG: dict[str, Any] = load_config(
     {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, world_size=2
 ).model_dump(mode="json")
 ENVIRONMENT = {"device": "cpu", "cores": 2, "threads": 1, "host": HOSTILE, "host_memory": 10**10}
-HERE = ENVIRONMENT | {"host": platform.node(), "cores": available_cores()}
 RUN = RunRecord(0, 2, 2, 1e9, 0, 10**6, 10**6, ["", "blocks.0", "blocks.1"], {"device": 10**6},
                 CONFIG, ENVIRONMENT)  # fmt: skip
 STEP = StepRecord(
@@ -250,19 +247,6 @@ def test_an_end_is_that_of_the_context_or_of_the_engine(error, is_in_context, en
     found = read_run(tmp_path).ranks[0].end
     assert found is not None
     assert (found.what, found.text) == end
-
-
-def test_skipped_steps_are_not_the_usual_step(tmp_path: Path) -> None:
-    """Every fourth step is skipped and takes twice as long."""
-
-    def skipped(rank: int, step: int) -> dict[str, Any]:
-        longer = {name: 2 * s for name, s in STEP.places.items()}
-        return {"is_taken": False, "places": longer} if step % 4 == 0 else {}
-
-    found = measure(read_run(_write(tmp_path, skipped)))
-    assert found.seconds == pytest.approx(STEP.seconds)
-    assert found.skipped_s == pytest.approx(2 * STEP.seconds)
-    assert found.num_skipped == found.num_all // 4
 
 
 FLAGS = ("as configured", "zero_quantized_weights")

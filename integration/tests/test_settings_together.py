@@ -195,15 +195,6 @@ def _gap(case: Case, losses: list[float], references: dict[str, list[float]], ra
     return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
-@pytest.mark.parametrize("stage", AXES["stage"])
-def test_configuration_accepts_a_choice_or_refuses_it_by_name(stage: str) -> None:
-    draw = random.Random(int(stage))
-    others = list(AXES.values())[1:]
-    found = [is_accepted((stage, *map(draw.choice, others))) for _ in range(300)]
-    assert any(found)
-    assert not all(found)
-
-
 @pytest.mark.slow
 def test_settings_that_are_accepted_together_train_together(tmp_path: Path) -> None:
     chosen = covering()

@@ -5,7 +5,6 @@ Values are those without shards, and no rank holds a whole model.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import sys
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from tests.support.lm_models import lm_config, make_lm
 from zero_core import CheckpointError, ConfigError
 from zero_core.testing import (
     Case,
-    OwnPeakMemory,
     PeakMemory,
     SimulatedRanks,
     seeded,
@@ -177,54 +175,6 @@ def _compare(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_values_are_those_of_the_same_flow_without(tmp_path: Path, world_size: int) -> None:
     spawn(_compare, world_size, tmp_path)
-
-
-DEPTH, WIDTH = 20, 256
-BLOCK_BYTES = 4 * (12 * WIDTH**2 + 13 * WIDTH)
-MODEL_BYTES = DEPTH * BLOCK_BYTES  # 63 MB, embeddings aside
-SLACK_BYTES = 10 * 1024**2  # what the process does besides: messages between ranks
-M_MMAP_THRESHOLD = -3  # of malloc.h
-
-
-def _measure(rank: int, world_size: int, folder: Path) -> None:
-    _serve_deepspeed()
-    import transformers as hf
-    from transformers.integrations import HfDeepSpeedConfig
-
-    # glibc returns what was freed from this size on, so that the peak has no fragments in it.
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024) == 1
-    large = lm_config("gpt2", n_layer=DEPTH, n_embd=WIDTH)
-    sizes = {"small": lm_config("gpt2"), "large": large}
-    if rank == 0:
-        for name, config in sizes.items():
-            hf.GPT2LMHeadModel(config).save_pretrained(folder / name, max_shard_size="20MB")
-    torch.distributed.barrier()
-    keep = HfDeepSpeedConfig(DEEPSPEED)
-    auto = hf.AutoModelForCausalLM
-    # transformers gathers what a module and its children have, to initialize it.
-    bound = MODEL_BYTES / world_size + 2 * BLOCK_BYTES + SLACK_BYTES
-    assert bound < MODEL_BYTES * 2 / 3, "a whole model would be seen"
-    for make in (
-        lambda name: auto.from_config(sizes[name]),
-        lambda name: auto.from_pretrained(folder / name),
-    ):
-        zero_core.build(make("small"), CORE).close()  # what is allocated at first use is there
-        with OwnPeakMemory() as peak:
-            model = make("large")
-        assert peak.nbytes > MODEL_BYTES / world_size * 0.9, "the measurement sees what is there"
-        assert peak.nbytes < bound, (rank, peak.nbytes, bound)
-        with OwnPeakMemory() as peak:  # while what was sharded before is taken over
-            engine = zero_core.build(model, CORE)
-        assert peak.nbytes < bound - MODEL_BYTES / world_size, (rank, peak.nbytes)
-        engine.close()
-        del engine, model
-    del keep
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets glibc's allocator")
-def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
-    spawn(_measure, 3, tmp_path)
 
 
 MakeAdapted = Callable[[], peft.PeftModel]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pty
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CAPTURED, command, environment, own_lines, run_forked, run_program
+from conftest import CAPTURED, environment, own_lines, run_forked, run_program
 
 from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
@@ -144,30 +141,6 @@ def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) 
         assert sorted(pool.map(start, range(2))) == ["0 2 0 1.0", "1 2 1 1.0"]
 
 
-@pytest.mark.slow  # a whole start of torchrun
-def test_task_with_torchruns_options_starts_the_ranks_of_its_node(tmp_path: Path) -> None:
-    """A terminal shows a line before torch is imported, which the ranks' output replaces."""
-    script = tmp_path / "script.py"
-    script.write_text("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])")
-    first, second = pty.openpty()
-    program = subprocess.Popen(
-        command("run", "--standalone", str(script)),
-        stdout=second,
-        stderr=second,
-        env={**environment(), **SLURM, "TERM": "xterm", "COLUMNS": "80"},
-    )
-    os.close(second)
-    shown = b""
-    with contextlib.suppress(OSError):  # Linux: the end of a terminal
-        while text := os.read(first, 4096):
-            shown += text
-    os.close(first)
-    assert program.wait(60) == 0, shown
-    before, _, after = shown.partition(b"0 1\r\n")
-    assert b"starting" in before, shown
-    assert b"starting" not in after, "it is removed"
-
-
 # As DeepSpeed-Chat's programs begin.
 DECLARES = """
 import argparse, os, sys
@@ -273,13 +246,6 @@ def test_field_of_a_dataclass_is_an_option_of_hugging_faces_parser(tmp_path: Pat
     assert _declares(script)
 
 
-def test_module_is_found_as_python_finds_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    program = _write(tmp_path, DECLARES, "package/__main__.py")
-    assert source_of("package", is_module=True) == Source(program, tmp_path)
-    assert source_of("package.missing", is_module=True) is None
-
-
 def test_of_an_installed_module_its_own_package_alone_counts(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     _write(tmp_path, DECLARES, "unrelated.py")
@@ -291,15 +257,6 @@ def test_of_an_installed_module_its_own_package_alone_counts(tmp_path, monkeypat
     assert declares(source, OPTION)
 
 
-# Without an end of its groups, torch often has a rank killed by SIGABRT.
-LEAVES_WITHOUT_A_WORD = """
-import sys, torch, torch.distributed as dist
-import deepspeed
-deepspeed.init_distributed()
-groups = [dist.new_group() for _ in range(3)]
-for step in range(30):
-    dist.all_reduce(torch.ones(4), group=groups[step % 3])
-"""
 # Its threads are looked at last of all, after what ends the group: neither an optimizer, for which
 # torch imports its compiler, nor something in a cycle may keep it.
 LEAVES_A_CYCLE = """
@@ -351,11 +308,6 @@ def _run_ranks(script: str) -> str:
     output = "".join(rank.communicate(timeout=600)[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], output
     return output
-
-
-@pytest.mark.slow
-def test_ranks_that_leave_without_a_word_end_with_code_zero(tmp_path: Path) -> None:
-    _run_ranks(_script(tmp_path, LEAVES_WITHOUT_A_WORD))
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from lab.experiments.schedule.job import MODES, Job, Mode, Times
 from lab.experiments.schedule.program import random_times
@@ -61,17 +60,6 @@ def calibration(**curves: Curve) -> Calibration:
     return Calibration("an accelerator", "by hand", (rates,))
 
 
-def test_computation_takes_its_operations_over_the_rate() -> None:
-    rate = 1e9
-    with FlopCounterMode(display=False) as counter:
-        Blocks()(torch.zeros(8, TOKENS, WIDTH)).backward()
-    operations = counter.get_total_flops()
-    found = planned(make_config(0), 1, calibration=calibration(matmul__float32=Curve.of_rate(rate)))
-    assert found.step_time.lanes["compute"] == pytest.approx(operations / rate)
-    assert found.step_time.total_s == pytest.approx(operations / rate)
-    assert found.step_time.bound == "compute"
-
-
 def test_recomputation_adds_a_forward_of_the_blocks_but_saves_bytes() -> None:
     fast = calibration(matmul__float32=Curve.of_rate(1e9))
     config = make_config(0)
@@ -80,24 +68,14 @@ def test_recomputation_adds_a_forward_of_the_blocks_but_saves_bytes() -> None:
         for c in (config, {**config, "activation_checkpointing": {}})
     )
     forward = 2 * 8 * TOKENS * WIDTH**2 * BLOCKS / 1e9
+    # The first product has no gradient of its input.
+    assert plain.step_time.total_s == pytest.approx((3 - 1 / BLOCKS) * forward)
+    assert plain.step_time.bound == "compute"
     assert again.step_time.total_s - plain.step_time.total_s == pytest.approx(forward)
     saved = 8 * TOKENS * WIDTH * 4  # bytes of one tensor between two modules
     # What the loss saves, each block's input, and one block's own: the input of its GELU.
     assert plain.memory.device["activations"] == (2 * BLOCKS + 1) * saved
     assert again.memory.device["activations"] == (BLOCKS + 2) * saved
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_slow_link_takes_its_bytes_over_the_rate(stage: int) -> None:
-    rate = 1e6
-    link = Curve.of_rate(rate)
-    rates = calibration(gather__within=link, reduce__within=link)
-    found = planned(make_config(stage), calibration=rates)
-    sent = sum(t.sent_bytes for t in found.traffic if t.collective != "all_reduce")
-    lanes = found.step_time.lanes
-    assert lanes["gather"] + lanes["reduce"] == pytest.approx(sent / rate)
-    assert found.step_time.total_s == pytest.approx(sent / rate, rel=0.05)
-    assert (lanes["gather"] > 0) == (stage > 0)
 
 
 def test_communication_hides_behind_computation_where_it_is_shorter() -> None:
@@ -109,6 +87,8 @@ def test_communication_hides_behind_computation_where_it_is_shorter() -> None:
         ),
     )
     lanes = found.step_time.lanes
+    sent = sum(t.sent_bytes for t in found.traffic if t.collective != "all_reduce")
+    assert lanes["gather"] + lanes["reduce"] == pytest.approx(sent / 1e9)
     assert lanes["gather"] > 0
     # The first gather and the last reduction have nothing beside them.
     first_and_last = (lanes["gather"] + lanes["reduce"]) / BLOCKS
@@ -128,27 +108,6 @@ def test_work_overlaps_between_resources_and_is_slowed_where_cores_are_missing(c
     schedule.run()
     stops = [work.stop for work in (updated, computed, sent, last)]
     assert stops == pytest.approx([2.0, 3.0, 2.5, 4.0] if cores else [1.0, 2.0, 2.5, 3.5])
-
-
-def test_the_host_takes_what_is_needed_first_or_was_added_first_and_no_circle() -> None:
-    schedule = Schedule(cores=None)
-    arrived = schedule.add("main", "compute", "backward", 1.0)
-    late = schedule.add("host", "host", "5", 2.0, need=5)
-    more = [schedule.add("host", "host", str(n), 1.0, [arrived], need=n) for n in (4, 1)]
-    schedule.run()
-    assert (late.stop, more[1].stop, more[0].stop) == (2.0, 3.0, 4.0)
-    # Addresses must not decide: a plan made twice is the same.
-    schedule = Schedule(cores=None)
-    arrived = schedule.add("main", "compute", "backward", 1.0)
-    later = [schedule.add("file", "file", str(n), 1.0, [arrived], need=1) for n in range(64)]
-    schedule.work[1:] = later = sorted(later, key=id, reverse=True)
-    schedule.run()
-    assert [work.stop for work in later] == [2.0 + n for n in range(64)]
-    schedule = Schedule(cores=None)
-    first = schedule.add("main", "compute", "a", 1.0)
-    first.after.append(schedule.add("main", "compute", "b", 1.0))
-    with pytest.raises(ValueError, match="cannot come before it"):
-        schedule.run()
 
 
 def test_the_fastest_that_fits_is_chosen_with_reasons_else_the_smallest() -> None:
@@ -248,89 +207,35 @@ def test_shares_between_are_predicted_on_a_cpu_and_a_disk_only_if_measured() -> 
         timed(placed_config(2), 2, calibration=machine(2, has_disk=False))
 
 
-VOCAB, NARROW, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
-GRADIENT_BYTES, INPUT_BYTES = VOCAB * NARROW * 4, ROWS * NARROW * 4
-OPERATOR_S = {"copy": 1e-3, "gather": 1e-6}
-
-
-class Tied(nn.Module):
-    """Blocks between an embedding and a head with the same weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, NARROW)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(NARROW, 8), nn.GELU(), nn.Linear(8, NARROW))
-            for _ in range(DEPTH)
-        )
-        self.head = nn.Linear(NARROW, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x[:50]).square().mean()
-
-
-def vertical_time(
-    schedule: str,
-    model: nn.Module,
-    x: Tensor,
-    *,
-    bound: str,
-    rate: float,
-    world_size: int = 1,
-    steps: int = STEPS,
-    is_on_host: bool = False,
-) -> Any:
-    """Predict a step in which only forward, backward and the curves ``bound`` take time.
-
-    ``rate``: of these curves, in bytes per second.
-    """
-    names = (*NAMES, "matmul.float32")
-    curves = {**dict.fromkeys(names, FREE), "operator": Curve(((1.0, OPERATOR_S[bound]),))}
-    curves |= {name: Curve.of_rate(rate) for name in curves if name.startswith(bound)}
-    config = {
-        "train_micro_batch_size_per_gpu": len(x),
-        "gradient_accumulation_steps": steps,
-        "accumulation_schedule": schedule,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 3},
-        "activation_checkpointing": {"cpu_checkpointing": is_on_host},
-    }
-    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
-    return plan(model, config, world_size, example_inputs=[x], calibration=rates).step_time
-
-
 @pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
 def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule: str) -> None:
-    moved = STEPS * DEPTH * INPUT_BYTES
-    moved += STEPS * GRADIENT_BYTES if schedule == "vertical" else 0
-    with torch.device("meta"):
-        tied = Tied(), torch.zeros(ROWS, dtype=torch.long)
-    quick, slow = (
-        vertical_time(schedule, *tied, bound="copy", rate=rate, is_on_host=True)
-        for rate in (1e10, 1e6)
-    )
-    assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
+    def timed_at(rate: float, *, is_on_host: bool) -> Any:
+        link, operator = Curve.of_rate(rate), Curve(((1.0, 1e-3),))
+        rates = calibration(copy__to_host=link, copy__to_device=link, operator=operator)
+        block = {"activation_checkpointing": {"cpu_checkpointing": is_on_host}}
+        steps = {"gradient_accumulation_steps": 4, "accumulation_schedule": schedule}
+        return planned(make_config(3, **block, **steps), 1, calibration=rates).step_time
+
+    moved = 4 * BLOCKS * 8 * TOKENS * WIDTH * 4
+    slow, quick = (timed_at(rate, is_on_host=True) for rate in (1e6, 1e10))
     assert slow.lanes["copies"] == pytest.approx(2 * moved / 1e6)
-    without = vertical_time(schedule, *tied, bound="copy", rate=1e6)
+    assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
+    without = timed_at(1e6, is_on_host=False)
     assert without.lanes["copies"] == 0
     assert quick.total_s == pytest.approx(without.total_s, rel=0.01)  # all but the last block's
     assert slow.total_s > moved / 1e6 > 2 * without.total_s  # each way is a lane
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_step_that_gathers_bound_takes_one_pass_of_gathers(steps: int) -> None:
-    with torch.device("meta"):
-        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
+def test_step_that_gathers_bound_takes_one_pass_of_gathers() -> None:
+    link, operator = Curve.of_rate(1e6), Curve(((1.0, 1e-6),))
+    rates = calibration(gather__within=link, operator=operator)
+    steps = {"gradient_accumulation_steps": 4, "activation_checkpointing": {}}
     horizontal, vertical = (
-        vertical_time(s, model, x, bound="gather", rate=1e6, world_size=2, steps=steps)
-        for s in ("horizontal", "vertical")
+        planned(make_config(3, accumulation_schedule=name, **steps), calibration=rates).step_time
+        for name in ("horizontal", "vertical")
     )
-    assert horizontal.lanes["gather"] == pytest.approx(steps * vertical.lanes["gather"])
-    assert vertical.total_s < horizontal.total_s / (steps / 1.5)
+    assert horizontal.lanes["gather"] == pytest.approx(4 * vertical.lanes["gather"])
+    assert vertical.total_s < horizontal.total_s / 2.5
 
 
 def test_a_rate_has_a_latency_its_points_are_joined_by_lines_and_the_first_name_counts() -> None:
@@ -416,56 +321,8 @@ def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
 
 def test_offload_that_saves_less_than_a_plan_can_know_is_not_chosen() -> None:
     """The device's update takes a little, the host's nothing, and gathers take most of a step."""
-    free, link = Curve(((1.0, 0.0),)), Curve.of_rate(1e6)
-    names = ("memory.float32", "matmul.float32", "operator", "pass", "step", "agree.within")
-    further = ("update.host.float32", "copy.to_host", "copy.to_device")
-    curves = {
-        **dict.fromkeys((*names, *further), free),
-        **dict.fromkeys(("gather.within", "reduce.within"), link),
-        "update.device.float32": Curve.of_rate(1e9),
-    }
-    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3},
-    }
-    with torch.device("meta"):
-        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
-    found = plan(model, config, 2, example_inputs=[x], calibration=rates)
+    link, update = Curve.of_rate(1e6), Curve.of_rate(1e9)
+    rates = calibration(gather__within=link, reduce__within=link, update__device__float32=update)
+    found = planned(make_config(3), calibration=rates)
     fastest = min(found.choices, key=lambda choice: choice.sample_s)
-    assert found.best is not None
     assert fastest.ratio > found.best.ratio == 0.0
-
-
-@pytest.mark.parametrize(
-    ("host_rate", "least", "most"), [(1e5, 1.01, 1.1), (2e6, 0.8, 0.95), (1e12, 0.999, 1.001)]
-)
-def test_an_undo_log_pays_where_the_host_takes_a_little_longer_than_backward(
-    host_rate: float, least: float, most: float
-) -> None:
-    """The host takes many times as long as backward, a little longer, or no time."""
-    free = Curve(((1.0, 0.0),))
-    names = ("memory.float32", "operator", "pass", "step", "copy.to_host", "copy.to_device")
-    curves = {
-        **dict.fromkeys((*names, "update.device.float32"), free),
-        "matmul.float32": Curve.of_rate(1e8),
-        "update.host.float32": Curve.of_rate(host_rate),
-    }
-    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
-    offload: dict[str, Any] = {"device": "cpu", "undo_buffer_size": 1 << 30}
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 1, "offload_optimizer": offload},
-    }
-    with torch.device("meta"):
-        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))), torch.zeros(8, 64)
-    times = []
-    for in_backward in (None, False):
-        offload["update_in_backward"] = in_backward
-        time = plan(model, config, 1, example_inputs=[x], calibration=rates).step_time
-        assert time is not None
-        times.append(time.total_s)
-    assert least <= times[0] / times[1] <= most

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -27,9 +26,9 @@ from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import agree_on_prefix
 from zero_engine.train.launch import check_request, default_ranks
 from zero_engine.train.metrics import read_metrics
-from zero_engine.train.options import RunSettings, Start
+from zero_engine.train.options import Start
 from zero_engine.train.run_lock import RunLock, belongs_to, launch_numbers, note_launch
-from zero_engine.train.settings import RunFolder, read_resolved, resumed_run, write_resolved
+from zero_engine.train.settings import RunFolder, read_resolved
 
 TIMING = {"tokens_per_s", "memory_bytes"}
 
@@ -170,18 +169,6 @@ def test_checkpoints_at_a_url_outlive_the_machine(tmp_path, tiny_options):
         check_request(asked, Start.NEW, 1)
     with pytest.raises(ConfigError, match="contradicts the run"):
         check_request({**asked, "output": str(folders[0].root), "seed": 5}, Start.RESUME, None)
-
-
-def test_settings_of_saving_and_of_the_end_may_change_and_versions_before_had_fewer(tmp_path):
-    folder = RunFolder(tmp_path)
-    write_resolved(folder, RunSettings(seed=3), config={})
-    before = json.loads(folder.resolved_config.read_text())
-    del before["run"]["keep_last"]
-    folder.resolved_config.write_text(json.dumps(before))
-    folder.checkpoint.mkdir()
-    (folder.checkpoint / "latest").write_text("step-1")
-    changed = resumed_run({"output": str(tmp_path), "keep_last": 7, "save_every": 9, "steps": 11})
-    assert (changed.keep_last, changed.save_every, changed.steps, changed.seed) == (7, 9, 11, 3)
 
 
 def test_a_rank_ends_when_its_launcher_is_gone() -> None:

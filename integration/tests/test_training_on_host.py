@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import zero_core
+from tests.support.lm_models import make_lm
 from zero_core.sharded import snapshot
 from zero_core.testing import (
     Case,
@@ -36,13 +36,11 @@ from zero_core.testing import (
     run_ddp,
     run_engine,
     run_on_processes,
-    seeded,
     simulate,
     train,
 )
 from zero_core.testing.readers import AFTER, BEFORE, Watched, check_truth, read_everywhere
 from zero_core.testing.training import assert_same
-from zero_offload import create_param_tier
 
 STEPS = 4
 # The host kernel rounds in another order than torch's loop: an ulp per step in fp32. In bf16, DDP
@@ -335,34 +333,18 @@ def test_training_goes_on_with_the_same_bits() -> None:
     run_alone(_compare_asleep)
 
 
-VOCAB, WIDTH = 64, 16
-LLAMA = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 3}
-LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-MODELS: dict[str, dict[str, Any]] = {
-    # With dropout, as they have by default.
-    "gpt2": {"n_positions": 32, "n_embd": WIDTH, "n_layer": 3, "n_head": 2},
-    # Two stacks of blocks, tied embeddings and a bias made by the first blocks.
-    "t5": {
-        **dict.fromkeys(("num_layers", "num_heads"), 2),
-        "d_model": WIDTH,
-        "d_kv": 8,
-        "d_ff": 2 * WIDTH,
-        "decoder_start_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    },
-    "llama": LLAMA,
-    # The loss has the routers' part, which each block returns beside its output.
-    "mixtral": {**LLAMA, "num_local_experts": 4, "output_router_logits": True},
+DROPOUT = {
+    "gpt2": {"n_layer": 3, "resid_pdrop": 0.1, "attn_pdrop": 0.1},
+    "t5": {"dropout_rate": 0.1},
 }
 
 
-def _model(name: str) -> nn.Module:
-    auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
-    with seeded(0):
-        config = AutoConfig.for_model(name, vocab_size=VOCAB, **MODELS[name])
-        model: nn.Module = auto.from_config(config)
-    return model.train()
+def _model(kind: str, *, is_checkpointed: bool = False) -> nn.Module:
+    """Make a model with dropout, as they have by default. T5 has two stacks of blocks."""
+    model: Any = make_lm(kind, **DROPOUT.get(kind, {})).train()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def _batches(step: int, rank: int, number: int) -> list[dict[str, Any]]:
@@ -371,7 +353,7 @@ def _batches(step: int, rank: int, number: int) -> list[dict[str, Any]]:
     for micro in range(number):
         generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
         size = (2 + (step + micro) % 2, 6 + micro)
-        ids = torch.randint(2, VOCAB, size, generator=generator)
+        ids = torch.randint(2, 61, size, generator=generator)
         mask = torch.ones_like(ids)
         mask[0, : 1 + micro] = 0
         labels = ids.masked_fill(mask == 0, -100)
@@ -380,26 +362,11 @@ def _batches(step: int, rank: int, number: int) -> list[dict[str, Any]]:
     return found
 
 
-def _config(
-    stage: int,
-    micro_steps: int = 3,
-    dtype: str = "fp32",
-    clipping: float = 1.0,
-    zero: Any = None,
-    **top: Any,
-) -> dict[str, Any]:
-    top = {"activation_checkpointing": {}, **top}
-    return Case(stage, dtype, micro_steps, clipping, zero=zero or {}, top=top).config()
-
-
-def _same_bits(
-    ranks: SimulatedRanks, make: Callable[[], nn.Module], configs: list[Any], **parts: Any
-) -> None:
-    for config, schedule in itertools.product(configs, ("horizontal", "vertical")):
-        config = config | {"accumulation_schedule": schedule}
-        engine = zero_core.build(make(), config, process_group=ranks, **parts)
-        number = engine.gradient_accumulation_steps
-        found = [engine.train_batch(_batches(n, ranks.rank, number)).item() for n in range(3)]
+def _same_bits(ranks: Any, make: Callable[[], nn.Module], cases: list[Case]) -> None:
+    for case, schedule in itertools.product(cases, ("horizontal", "vertical")):
+        config = case.config() | {"accumulation_schedule": schedule}
+        engine = zero_core.build(make(), config, process_group=ranks)
+        found = [engine.train_batch(_batches(n, ranks.rank, 3)).item() for n in range(3)]
         values = engine.full_state_dict(dtype=torch.float32)
         engine.close()
         if schedule == "horizontal":
@@ -407,58 +374,23 @@ def _same_bits(
     torch.testing.assert_close((found, values), expected, rtol=0.0, atol=0.0)
 
 
-def _checkpointed() -> nn.Module:
-    model: Any = _model("gpt2")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-THREE = [_config(2), _config(3), _config(3, dtype="bf16")]
+RECOMPUTED = {"activation_checkpointing": {}}
+THREE = [
+    Case(stage, dtype, 3, 1.0, top=RECOMPUTED)
+    for stage, dtype in ((2, "fp32"), (3, "fp32"), (3, "bf16"))
+]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "make", "configs"),
+    ("world_size", "make", "cases"),
     [
         (2, partial(_model, "gpt2"), THREE),
-        (1, _checkpointed, [_config(3, activation_checkpointing=None)]),
+        (1, partial(_model, "gpt2", is_checkpointed=True), [Case(3, "fp32", 3, 1.0)]),
         *(
-            pytest.param(world_size, partial(_model, name), THREE, marks=pytest.mark.slow)
-            for world_size, name in itertools.product((1, 2), MODELS)
-            if (world_size, name) != (2, "gpt2")
+            pytest.param(2, partial(_model, kind), THREE, marks=pytest.mark.slow)
+            for kind in ("t5", "llama")
         ),
     ],
 )
-def test_bits_are_those_of_the_horizontal_schedule(world_size, make, configs):
-    run_on_processes(_same_bits, world_size, make, configs)
-
-
-OFFLOADS: dict[str, dict[str, Any]] = {
-    "in backward": {"device": "cpu", "update_in_backward": True},
-    "none": {"device": "none"},
-    "host": {"device": "cpu"},
-    "ratio 0.4": {"device": "cpu", "ratio": 0.4},
-    "files": {"device": "nvme"},
-}
-
-
-@pytest.mark.parametrize(
-    "name", ["in backward", *(pytest.param(n, marks=pytest.mark.slow) for n in list(OFFLOADS)[1:])]
-)
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
-@on_ranks()
-def test_bits_are_the_same_with_offloaded_parameters_and_states(ranks, name, tmp_path):
-    folder = str(tmp_path)
-    zero = {
-        "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0},
-        "offload_optimizer": {**OFFLOADS[name], "nvme_path": folder},
-        "stage3_param_persistence_threshold": 0,
-    }
-    configs = [
-        _config(3, zero=zero),
-        # Gradients of so many micro-steps are folded while they come.
-        _config(3, 6, "bf16", zero=zero),
-        # Units are updated in backward.
-        _config(3, clipping=0.0, zero=zero, check_grad_overflow=False),
-    ]
-    _same_bits(ranks, partial(_model, "llama"), configs, param_tier=create_param_tier)
+def test_bits_are_those_of_the_horizontal_schedule(world_size, make, cases):
+    run_on_processes(_same_bits, world_size, make, cases)

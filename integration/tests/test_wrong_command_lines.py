@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 import zero_core
 from benchmarks.harness.forked_python import forked_python
-from faults.configurations.malformed_configurations import malformed_configurations
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.testing import run_alone
 from zero_engine.cli import app
@@ -231,18 +230,6 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
     assert "too short for one window of 128" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     fresh_run({"output": str(output)}, Start.NEW)  # nothing there to be kept
-
-
-def test_malformed_configurations_are_refused_with_one_line_that_names_the_key() -> None:
-    """Every eleventh one. `nox -s faults` tries all, also from files and by DeepSpeed's reader."""
-    tried = [c for c in malformed_configurations() if isinstance(c.content, dict)][::11]
-    for case in tried:
-        with pytest.raises(ConfigError) as refused:
-            zero_core.check_config(case.content, world_size=2)
-        said = str(refused.value)
-        assert case.key in said, case.name
-        assert len(said.splitlines()) == 1, said
-    assert len(tried) > 100
 
 
 def _end_by_a_checkpoint(folder: str, is_save: bool) -> None:

@@ -234,6 +234,7 @@ ON_RANKS = {
     "stage 3, offloaded": (_config(3, **STATES), 2),
     "quantized": (QUANTIZED, 2),
     "quantized, a node each": (QUANTIZED, 1),
+    "lossless": (_config(3, zero_lossless_weights=True, zero_lossless_gradients=True), 1),
 }
 
 

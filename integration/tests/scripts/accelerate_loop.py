@@ -1,7 +1,7 @@
 """A training loop on accelerate's Accelerator in the style of its examples.
 
-It runs under `zero-engine run`. Arguments: the stage, or "launched" for the settings of
-`accelerate launch`, and a folder for a saved state and ``result.json``.
+It runs under `zero-engine run`. Arguments: the stage, and a folder for a saved state and
+``result.json``.
 """
 
 import json
@@ -28,8 +28,6 @@ def make_loader():
 
 
 def make_accelerator(stage):
-    if stage == "launched":
-        return Accelerator()
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     zero = {"stage": int(stage), "stage3_gather_16bit_weights_on_model_save": True}
     config = {**dict.fromkeys(auto, "auto"), "zero_optimization": zero}

@@ -55,29 +55,6 @@ found |= {
     "top level": error_of(lambda: deepspeed.init_inference(None)),
     "nonsense": error_of(imports_nonsense),
 }
-if os.environ.get("WORLD_SIZE", "1") == "1":
-    command = [sys.executable, "-c", "import deepspeed; print(deepspeed.__name__)"]
-    found["child"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+command = [sys.executable, "-c", "import deepspeed; print(deepspeed.__name__)"]
+found["child"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
 print(json.dumps(found), flush=True)
-
-if os.environ.get("WORLD_SIZE", "1") != "1":
-    import torch
-
-    deepspeed.init_distributed()
-    total = torch.ones(2)
-    dist.all_reduce(total, log_name="total", prof=True)
-    assert total.tolist() == [2.0, 2.0]
-    parts = torch.empty(2)
-    dist.all_gather_into_tensor(parts, tensor=torch.full((1,), float(dist.get_rank())))
-    assert parts.tolist() == [0.0, 1.0]
-    part = torch.empty(1)
-    dist.reduce_scatter_tensor(part, tensor=torch.tensor([1.0, 2.0]))
-    assert part.item() == 2.0 * (1 + dist.get_rank())
-    works = dist.all_reduce_coalesced([total, parts], async_op=True)
-    works.wait()
-    assert total.tolist() == [4.0, 4.0]
-    assert parts.tolist() == [0.0, 2.0]
-    assert dist.get_all_ranks_from_group() == [0, 1]
-    assert deepspeed.accelerator.get_accelerator().device_count() >= 1
-    dist.barrier()
-    sys.exit(7 if dist.get_rank() == 1 else 0)

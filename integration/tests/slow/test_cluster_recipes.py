@@ -1,4 +1,4 @@
-"""The files for clusters: SLURM's script and Ray run here, others are checked for their form."""
+"""The files for clusters: SLURM's script, Ray and Kubernetes' probes run here."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from benchmarks.harness.forked_python import forked_python
 from faults.harness import Program
 from faults.ranks.slurm_stand_ins import slurm_job
 from zero_core.extensions.heartbeat import VARIABLE
-from zero_engine.launch.started_ranks import rank_variables
-from zero_engine.script.run import _give_local_rank, _parser
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTERS = EXAMPLES / "clusters"
@@ -94,23 +90,6 @@ def _document(name: str) -> dict[str, Any]:
     return content
 
 
-def test_kubeflow_runs_the_train_program_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubeflow's policy for torch sets these variables in each node's pod."""
-    trainer = _document("kubeflow_trainjob.yaml")["spec"]["trainer"]
-    nodes = {"PET_NNODES": str(trainer["numNodes"]), "PET_NODE_RANK": "1"}
-    ranks = {"PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
-    address = {"PET_MASTER_ADDR": "zero-node-0-0.zero", "PET_MASTER_PORT": "29400"}
-    for name, value in {**nodes, **ranks, **address}.items():
-        monkeypatch.setenv(name, value)
-    engine, run, *words = [*trainer["command"], *trainer["args"]]
-    parsed = _parser().parse_args(words)
-    assert (engine, run, parsed.training_script) == ("zero-engine", "run", "zero_engine")
-    assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node) == ("2", 1, "8")
-    assert (parsed.master_addr, parsed.master_port) == ("zero-node-0-0.zero", 29400)
-    _give_local_rank(parsed, "0")  # an option that the train program has not
-    assert parsed.training_script_args == ["train", *trainer["args"]]
-
-
 def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: Path) -> None:
     jobs = _document("kubeflow_runtime.yaml")["spec"]["template"]["spec"]
     (job,) = jobs["replicatedJobs"]
@@ -131,65 +110,6 @@ def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: P
         command = container["livenessProbe"]["exec"]["command"]
         words = [word.replace(variable["value"], str(beats)) for word in command]
         assert (subprocess.run(words, check=False).returncode == 0) is is_alive
-
-
-def test_mpirun_starts_as_many_ranks_as_there_are_slots() -> None:
-    spec = _document("mpijob.yaml")["spec"]
-    launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
-    (container,) = launcher["template"]["spec"]["containers"]
-    words = container["args"]
-    count = int(words[words.index("-np") + 1])
-    assert count == worker["replicas"] * spec["slotsPerWorker"]
-    given = dict(word.split("=") for flag, word in pairwise(words) if flag == "-x")
-    own = {"RANK": "9", "SIZE": str(count), "LOCAL_RANK": "1", "LOCAL_SIZE": "8"}
-    found = rank_variables(given | {f"OMPI_COMM_WORLD_{k}": v for k, v in own.items()})
-    assert found == {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", **given}
-
-
-def test_skypilot_describes_each_node_to_torchrun(tmp_path: Path) -> None:
-    task = _document("skypilot.yaml")
-    assert task.keys() == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
-    program = tmp_path / "zero-engine"
-    program.write_text('#!/bin/bash\nprintf "%s\\n" "${@:2}"\n', encoding="utf-8")
-    program.chmod(0o755)
-    node = {"NUM_NODES": "2", "NODE_RANK": "1", "NUM_GPUS_PER_NODE": "8"}
-    own = {f"SKYPILOT_{name}": value for name, value in node.items()}
-    own |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    said = subprocess.run(
-        ["bash", "-eu", "-c", task["run"]],
-        env={**task["envs"], **own},
-        check=True,
-        stdout=-1,
-        text=True,
-    ).stdout.splitlines()
-    parsed = _parser().parse_args(said)
-    assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node) == ("2", 1, "8")
-    assert parsed.master_addr == "10.0.0.1"
-    assert parsed.training_script_args == [task["envs"]["CHECKPOINTS"]]
-
-
-@pytest.mark.parametrize("has_wheel", [True, False])
-def test_image_has_the_python_of_the_wheelhouse(has_wheel: bool, tmp_path: Path) -> None:
-    """A command in its header finds the release, and the install refuses wheels of another one."""
-    text = (CLUSTERS / "Containerfile").read_text(encoding="utf-8")
-    assert re.findall(r"^USER (\w+)", text, re.M)[-1] == "1000", "the user isn't root"
-    house = tmp_path / "wheelhouse"
-    house.mkdir()
-    minor = sys.version_info.minor if has_wheel else 99
-    (house / f"cpu_adam-0.1.0-cp3{minor}-cp3{minor}-linux_x86_64.whl").touch()
-    (found,) = re.findall(r"^# +PYTHON=(\$\(.*\))$", text, re.M)
-    bash: Any = ("bash", "-c")
-    said = subprocess.run([*bash, f"echo {found}"], cwd=tmp_path, stdout=-1, text=True, check=True)
-    assert said.stdout == f"3.{minor}\n"
-    (install,) = re.findall(r"^RUN ((?:.*\\\n)*.*pip install(?:.*\\\n)*.*)$", text, re.M)
-    command = re.sub(r"--mount=\S+|\\\n", " ", install).replace("/wheelhouse", str(house))
-    stand_ins = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; pip() {{ echo pip "$@"; }}; '
-    done = subprocess.run([*bash, stand_ins + command], **CAPTURED)
-    assert (done.returncode == 0) is has_wheel
-    if has_wheel:
-        assert f"--no-index --find-links={house}" in done.stdout
-    else:
-        assert "--build-arg PYTHON" in done.stderr
 
 
 pytest.importorskip("ray", reason="the optional ray is not installed")

@@ -29,8 +29,8 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 READERS = {
     "train.py": "readers_train.py",
     "my/package/train.py": "readers_train.py",
-    "pretrain_gpt2.py": "megatron_gpt.py",
-    "finetune_trainer.py": "finetune_trainer.py",
+    "pretrain_gpt2.py": "readers_train.py",
+    "finetune_trainer.py": "run_lm.py",
     "run_lm.py": "run_lm.py",
 }
 """Scripts that a page leaves to its reader, and those that stand in for them."""
@@ -55,10 +55,8 @@ SMALLER = {
     "zero-engine train --size 2.2b --steps 3 --ranks 1 --output runs/large": (
         "--size=1m --context=32 --vocab=300"
     ),
-    "zero-engine run --num_gpus 1 pretrain_gpt2.py --num-layers 50 --hidden-size 4096"
-    " --deepspeed_config ds_zero_offload.config": "--num-attention-heads 32 --batch-size 4",
     "zero-engine run --nproc-per-node 2 finetune_trainer.py --fp16 --deepspeed zero.json": (
-        "--model_name_or_path t5 --output_dir tuned --max_steps 2 --n_train 8 --n_val 2 --use_cpu"
+        "--model_name_or_path t5 --output_dir tuned --do_train --max_steps 2 --use_cpu"
     ),
     "python packages/zero-comm/benchmarks/quantizer_speed.py --repetitions 3": "--numel 65536",
 }

@@ -20,12 +20,17 @@ def config_of(stage, **more):
     return {**config, "zero_optimization": {"stage": stage}, **more}
 
 
+def halves(model):
+    """Return the matrices and the other parameters that ``model`` trains."""
+    tag_matrices(model.named_parameters())
+    params = [p for p in model.parameters() if p.requires_grad]
+    return ([p for p in params if p.use_muon == flag] for flag in (True, False))
+
+
 def train_whole(ranks):
     """Train with torch's optimizers."""
     model = make_model()
-    tag_matrices(model.named_parameters())
-    params = [p for p in model.parameters() if p.requires_grad]
-    matrices, rest = ([p for p in params if p.use_muon == flag] for flag in (True, False))
+    matrices, rest = halves(model)
     adamw = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "fused": True}
     optimizers = (
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.9),
@@ -78,22 +83,6 @@ def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(ranks, stage):
     assert bool(sent) == (stage > 0 and ranks.size > 1)
 
 
-@on_ranks(3)
-def test_each_rank_has_its_slice_of_what_adamw_updates(ranks):
-    engine = build(ranks, 3)
-    train_steps(engine, 0, 1)
-    layout = engine.layout
-    for segment in layout.segments if ranks.size > 1 else ():
-        low, high = segment.shard_range(ranks.rank)
-        for slot in segment.slots if segment.is_trainable else ():
-            spec = layout.params[slot.param]
-            found = engine.states.of(spec.name)
-            is_matrix = len(spec.shape) == 2 and "embed" not in spec.name
-            first, last = slot.common(low, high)
-            if not is_matrix and engine.states.scalars(spec.name)["num_steps"]:
-                assert {value.numel() for value in found.values()} == {last - first}, spec.name
-
-
 class WithoutSlices(Muon):
     def is_elementwise_group(self, group):
         return False
@@ -106,9 +95,7 @@ WithoutSlices.__name__ = "Muon"  # a checkpoint names it
 def test_states_of_an_optimizer_that_declares_otherwise_are_refused(ranks, tmp_path):
     def made(kind):
         model = make_model()
-        tag_matrices(model.named_parameters())
-        params = [p for p in model.parameters() if p.requires_grad]
-        matrices, rest = ([p for p in params if p.use_muon == flag] for flag in (True, False))
+        matrices, rest = halves(model)
         groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
         return zero_core.build(model, config_of(3), optimizer=kind(groups), process_group=ranks)
 

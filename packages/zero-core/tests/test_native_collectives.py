@@ -4,24 +4,19 @@ The oracles are torch.distributed's own collectives, and values that any rank ca
 """
 
 import itertools
-import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.hosts import CPU, connect, control_of
+from support.hosts import CPU, connect
 
-from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Links
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import HostQueues
-from zero_core.comm.shared_memory import SharedMemory
-from zero_core.errors import CollectiveError
 from zero_core.testing import spawn
 
 NUMEL = 37  # of a shard: odd, and divides by nothing
@@ -232,35 +227,3 @@ def _exchange_by_library(rank, world_size, per_node):
 
 def test_a_library_exchanges_the_same():
     spawn(_exchange_by_library, 4, 2)
-
-
-def _one_does_not_come(rank, world_size):
-    control = control_of(rank, world_size)
-    dist.barrier()  # they need not meet within the timeout
-    group = dist.new_group(timeout=timedelta(seconds=5))
-    shared = SharedMemory(control, timeout_s=5, ranks_per_node=2)
-    native = HostCollectives(
-        ProcessMessages(group), rank=rank, world_size=world_size, shared=shared, ranks_per_node=2
-    )
-    if rank != 3:
-        out, shard = torch.empty(world_size * NUMEL), torch.zeros(NUMEL)
-        communicator = Communicator(native, control, {5: "unit 5 (blocks.4)"})
-        work = communicator.all_gather(out, shard, 5, version=0, backward=False)
-        started = time.monotonic()
-        named = rf"rank {rank}: all_gather of unit 5 \(blocks.4\) failed or timed out: .*"
-        with pytest.raises(CollectiveError, match=named):
-            work.wait()
-        assert time.monotonic() - started < 60
-        with pytest.raises(RuntimeError, match="of this rank's own making"):
-            native.launch(_fail, is_reduction=False).wait()  # the lane goes on
-        names = [t.name for t in threading.enumerate()]
-        assert names.count("zero_core gathers") == 1
-    dist.barrier()
-
-
-def _fail():
-    raise RuntimeError("of this rank's own making")
-
-
-def test_a_rank_that_does_not_come_is_reported_to_whoever_waits_for_the_lane():
-    spawn(_one_does_not_come, 4)

@@ -1,32 +1,27 @@
 """States that are offloaded from the device and reloaded with the same bits."""
 
-import ctypes
 import itertools
-import resource
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Barrier
 
 import pytest
 import torch
 
 import zero_core
+from zero_core.runtime import device_states
 from zero_core.testing import late_device
 from zero_core.testing.models import RootAndBlocks, batch
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import alone, run_alone
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same
+from zero_core.testing.training import train as trained
 
 CASES = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=0.5)
     for stage, (dtype, accumulation) in itertools.product(range(4), [("fp32", 1), ("bf16", 2)])
 ]
 ALL = frozenset(zero_core.StatePart)
-
-
-def build(ranks, case):
-    return case.build(ranks)
 
 
 def micro_step(engine, ranks, step, micro=0):
@@ -39,7 +34,7 @@ def micro_step(engine, ranks, step, micro=0):
 
 def train(ranks, case, parts, non_blocking, done):
     """Train, with ``parts`` offloaded and reloaded after every micro-step."""
-    engine = build(ranks, case)
+    engine = case.build(ranks)
     losses = []
     for step, micro in itertools.product(range(3), range(case.accumulation)):
         losses.append(micro_step(engine, ranks, step, micro))
@@ -85,11 +80,8 @@ def _allocated(ranks):
 
 def _measure(ranks, stage, done):
     before = _allocated(ranks)
-    config = {**Case(stage=stage, dtype="bf16").config()}
-    engine = zero_core.build(RootAndBlocks(384, 3, 1.0), config, process_group=ranks)
-    x = torch.ones(1, 384, device=ranks.device)
-    engine.backward(engine(x))
-    engine.step()
+    engine = Case(stage=stage, dtype="bf16").build(ranks, RootAndBlocks(384, 3, 1.0))
+    trained(engine, [torch.ones(1, 384, device=ranks.device)])
     held = _allocated(ranks) - before
     engine.offload_states()
     done.wait()
@@ -113,7 +105,7 @@ def test_99_percent_of_the_device_is_free():
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_what_needs_the_states_says_so(ranks, stage):
-    engine = build(ranks, Case(stage=stage))
+    engine = Case(stage=stage).build(ranks)
     micro_step(engine, ranks, 0)
     inputs = batch(1, 0, ranks.rank)
     loss = engine(**inputs)["loss"]
@@ -162,66 +154,39 @@ def test_what_needs_the_states_says_so(ranks, stage):
     engine.close()
 
 
-def test_an_engine_that_evaluates_alone_sleeps_too():
-    engine = Case(stage=3).build(is_training=False)
-    inputs = batch(0, 0, 0)
-    expected = engine(**inputs)["loss"].item()
-    engine.offload_states()
-    with pytest.raises(RuntimeError, match="reload_states"):
-        engine(**inputs)
-    engine.reload_states()
-    assert engine(**inputs)["loss"].item() == expected
-
-
-M_MMAP_THRESHOLD = -3
-"""A parameter of glibc's ``mallopt``."""
-
-
 @contextmanager
-def _leaving(nbytes):
-    """Limit the memory that this process can still allocate to ``nbytes``."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+def _without_memory(method, number):
+    """Have the call of a number, from 0, of a method of what is copied to the host fail."""
+    calls, plain = itertools.count(), getattr(device_states._HostCopy, method)
+
+    def fail(self, *args, **keys):
+        if next(calls) == number:
+            raise RuntimeError("can't allocate memory")
+        return plain(self, *args, **keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_states._HostCopy, method, fail)
+        with pytest.raises(RuntimeError, match="allocate"):
+            yield
 
 
-@alone
-def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated():
-    """Check that neither direction loses anything when memory runs out halfway.
-
-    Both can be repeated.
-    """
-    # Whatever is large is memory of its own, which returns to the system when it is freed: what
-    # malloc keeps would be allocated again in spite of the limit.
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16) == 1
-    width = 1536  # 9 MiB a matrix
-    for stage in (0, 3):
-        torch.manual_seed(0)
-        engine = Case(stage=stage).build(model=RootAndBlocks(width, 3, 1.0))
-        x = torch.ones(1, width) / width
-        engine.backward(engine(x))
-        engine.step()
-        expected = engine.full_state_dict()
-        loss = engine(x).item()
-        room = 24 * 2**20
-        with _leaving(room), pytest.raises(RuntimeError, match="allocate"):
-            engine.offload_states()
-        assert not engine.offloaded_states
-        assert engine(x).item() == loss
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated(stage):
+    engine, inputs = Case(stage=stage).build(), batch(0, 0, 0)
+    trained(engine, [inputs])
+    expected, loss = engine.full_state_dict(), engine(**inputs)["loss"].item()
+    with _without_memory("__init__", 3):
         engine.offload_states()
-        for _ in range(2):
-            with _leaving(room), pytest.raises(RuntimeError, match="allocate"):
-                engine.reload_states()
-            assert engine.offloaded_states == ALL
-            with pytest.raises(RuntimeError, match="reload_states"):
-                engine(x)
-        engine.reload_states()
-        assert engine(x).item() == loss
-        assert_same(engine.full_state_dict(), expected)
-        engine.backward(engine(x))
-        engine.step()
-        engine.close()
+    assert not engine.offloaded_states
+    assert engine(**inputs)["loss"].item() == loss
+    engine.offload_states()
+    for number in (0, 3):
+        with _without_memory("restore", number):
+            engine.reload_states()
+        assert engine.offloaded_states == ALL
+        with pytest.raises(RuntimeError, match="reload_states"):
+            engine(**inputs)
+    engine.reload_states()
+    assert engine(**inputs)["loss"].item() == loss
+    assert_same(engine.full_state_dict(), expected)
+    trained(engine, [inputs])

@@ -19,7 +19,7 @@ from zero_core.plan.result import format_bytes
 from zero_core.testing.models import Tower, batch, make_model, rows, wide_blocks
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import alone, run_on_processes
-from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.simulated import simulate
 from zero_core.testing.training import train
 
 
@@ -105,15 +105,6 @@ def test_plan_is_what_a_real_engine_holds_and_sends(world_size):
     # Processes share memory, which simulated ranks do not.
     run = simulate if world_size == 1 else run_on_processes
     run(_check_all, world_size, plans)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_long_lived_memory_is_exact_for_a_model_with_every_difficulty(stage):
-    config = make_config(stage, "bf16")
-    engine = zero_core.build(make_model(), config)
-    planned = zero_core.plan(make_model(), config, 1, device_type="cpu").memory.device
-    report = engine.memory_report()
-    assert {k: planned[k] for k in report if report[k]} == {k: n for k, n in report.items() if n}
 
 
 def saved_by_autograd(model, inputs):
@@ -210,47 +201,6 @@ def test_attention_saves_what_a_fused_kernel_saves(dtype):
     assert planned.memory.device["activations"] == saved_by_autograd(model, {"x": x})
 
 
-class _Masked(nn.Module):
-    """A model that checks a mask for padding in all ways that transformers does, and in others."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x):
-        mask = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
-        torch.eq(input=torch.sum(input=mask), other=1)
-        torch.eq(mask.sum(), mask.sum())
-        assert mask.all()
-        assert not (~mask).any()
-        assert mask.sum() == mask.numel()
-        assert not torch.eq(mask.sum(), 0)
-        return torch.tanh(self.head(x)).sum()
-
-
-def test_masks_of_inputs_on_the_meta_device_have_no_padding():
-    planned = zero_core.plan(_Masked(), make_config(3), 2, example_inputs=[torch.ones(4, 8)])
-    assert planned.memory.device["activations"] >= 4 * 8 * 4
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_closed_forms_of_zero(stage):
-    # Section 5 of the paper: 2 bytes per parameter, 2 per gradient and 12 of state.
-    depth, width, ranks = 10, 4096, 64
-    psi = 12 * width * width * depth
-    config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
-    planned = zero_core.plan(wide_blocks(depth, width), config, ranks)
-    device, own = planned.memory.device, psi // ranks
-    state = own if stage >= 1 else psi
-    assert planned.num_parameters == planned.num_trainable == psi
-    assert device["parameters"] == 2 * (own if stage >= 3 else psi)
-    whole = 0 if stage >= 2 else 2 * psi
-    assert device["gradient shards"] + device.get("gradients", 0) == 2 * own + whole
-    assert device["master weights"] == 4 * state
-    assert device["optimizer states"] == 8 * state
-    assert not planned.memory.host
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_traffic_is_that_of_the_paper(stage):
     # Two model sizes per step, three at stage 3 (but the last unit is gathered once).
@@ -337,19 +287,6 @@ def test_a_choice_written_as_a_configuration_takes_what_it_says():
     for key in ("stage", "ratio", "device_bytes", "host_bytes", "micro_batch", "micro_steps"):
         assert getattr(again, key) == getattr(found.best, key), key
     assert dataclasses.replace(again, is_fitting=True, is_varied=True) == found.best
-
-
-@on_ranks(1)
-def test_the_configuration_of_a_choice_trains(ranks):
-    config = make_config(train_micro_batch_size_per_gpu=4)
-    most = _plan_tower(config, 1, device_type="cpu").configured.device_bytes
-    found = _plan_tower(config, 1, host_memory=most - 1, device_type="cpu")
-    assert found.best.is_varied
-    engine = zero_core.build(Tower(4, 64), found.best.apply(config), process_group=ranks)
-    for _ in range(found.best.micro_steps):
-        engine.backward(engine(torch.ones(found.best.micro_batch, 32, 64)))
-        engine.step()
-    assert engine.global_steps == 1
 
 
 def test_on_a_cpu_everything_counts_as_host_memory():

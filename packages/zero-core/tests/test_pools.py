@@ -8,9 +8,8 @@ import torch
 import zero_core
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
-from zero_core.core.pool import BufferPool, allocator
 from zero_core.sharded.memory import Memory
-from zero_core.testing import Case, RootAndBlocks, seeded, simulate
+from zero_core.testing import Case, RootAndBlocks, seeded, simulate, train
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -39,8 +38,7 @@ def addresses_by_step(ranks, num_blocks):
         )
     steps = []
     for _ in range(4):
-        engine.backward(engine(torch.ones(2, WIDTH)))
-        engine.step()
+        train(engine, [torch.ones(2, WIDTH)])
         steps.append(dict(found))
         found.clear()
     engine.close()
@@ -75,14 +73,3 @@ def test_a_pool_grows_to_what_was_planned():
     report, expected = memory.report(), memory.expected_report()
     assert report["gradient shards"] == expected["gradient shards"]
     assert report["gradient shards"] == 4 * (ROOT + 3 * BLOCK)
-
-
-def test_a_user_gets_the_buffer_that_it_had_if_that_is_free():
-    pool = BufferPool(allocator(CPU), 8)
-    a, b = (pool.acquire(2, torch.float32, user) for user in "ab")
-    pool.release(b)
-    pool.release(a)
-    again = pool.acquire(2, torch.float32, "a")
-    assert again.data_ptr() == a.data_ptr()
-    assert pool.acquire(2, torch.float32, "c").data_ptr() == b.data_ptr()
-    assert pool.acquire(2, torch.float32, "b").data_ptr() not in (a.data_ptr(), b.data_ptr())

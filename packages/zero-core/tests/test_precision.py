@@ -12,9 +12,8 @@ from torch import nn
 import zero_core
 from zero_core.config import Fp16Config
 from zero_core.optim.train_state import LossScaler
-from zero_core.step.gradient import clip_factor
 from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
-from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
+from zero_core.testing.oracle import Case, SimulatedDDP, run_engine
 from zero_core.testing.simulated import device_collectives, on_ranks, simulate
 from zero_core.testing.training import assert_same, step_ddp, train
 
@@ -43,27 +42,6 @@ def test_the_loss_scale(keys, overflows, scales):
         scaler.update(is_overflow=bool(is_overflow))
         found.append(scaler.scale)
     assert found == scales
-
-
-@pytest.mark.parametrize("norm", [0.1, 1.0, 7.5])
-def test_clipping_follows_torchs_formula(norm):
-    param = nn.Parameter(torch.zeros(1))
-    param.grad = torch.tensor([norm])
-    nn.utils.clip_grad_norm_([param], 1.0)
-    assert norm * clip_factor(norm, 1.0) == pytest.approx(param.grad.item(), rel=1e-6)
-    assert clip_factor(norm, 0.0) == 1.0
-
-
-@on_ranks(1)
-def test_fp16_skips_and_scales_as_torchs_grad_scaler(ranks):
-    """With a window so short that the scale grows until it overflows again, and again."""
-    keys = {"fp16": {"enabled": True, "hysteresis": 1, "loss_scale_window": 2}}
-    case = Case(stage=3, dtype="fp16", top=keys)
-    ours = run_engine(case, ranks.rank, 16, process_group=ranks)
-    torchs = run_ddp(case, ranks.rank, 16, ranks)
-    assert ours.num_skipped == torchs.num_skipped > 5
-    assert ours.losses == torchs.losses
-    assert all(torch.equal(ours.values[k], v) for k, v in torchs.values.items())
 
 
 def test_the_check_can_be_switched_off():
@@ -101,33 +79,6 @@ def test_the_declared_dtype_is_communicated_after_no_sync(ranks, name, dtype):
         assert all(torch.equal(found[key], expected[key]) for key in found), stage
 
 
-@pytest.mark.parametrize("stage", range(4))
-@on_ranks(3)
-def test_communication_and_accumulation_dtypes_are_honoured(ranks, stage):
-    finals = []
-    for keys in (
-        {},
-        {"communication_data_type": "fp32"},
-        {"data_types": {"grad_accum_dtype": "bf16"}},
-    ):
-        config = {**Case(stage=stage, dtype="bf16", accumulation=2).config(), **keys}
-        engine = zero_core.build(make_model(), config, process_group=ranks)
-        train(engine, [batch(number // 2, number % 2, ranks.rank) for number in range(8)])
-        finals.append(engine.full_state_dict(dtype=torch.float32)["embed.weight"])
-        report = engine.memory_report()
-        width = 2 if "data_types" in keys else 4
-        trainable = [s for s in engine.layout.segments if s.is_trainable]
-        if stage > 0:
-            assert report["gradient shards"] == width * sum(s.shard_numel for s in trainable)
-        elif engine.world_size > 1:  # what is reduced in, and the sum, if it needs its own
-            reduced = 4 if "communication_data_type" in keys else 2
-            both = reduced + (width if width != reduced else 0)
-            assert report["gradients"] == both * sum(s.padded_numel for s in trainable)
-    for other in finals[1:]:
-        assert not torch.equal(finals[0], other)  # the setting has an effect
-        torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
-
-
 class _Scaled(nn.Module):
     """Two blocks whose outputs are summed, so that one can be spoilt without the other."""
 
@@ -150,18 +101,12 @@ def _inputs(*, is_spoilt):
     return good, bad if is_spoilt else good
 
 
-def _values(engine):
-    return engine.full_state_dict(dtype=torch.float32)
-
-
 @pytest.mark.parametrize(
     ("world_size", "dtype", "bad_micro", "is_local", "stage"),
     [
-        *((2, "fp32", 1, False, stage) for stage in range(4)),
         *((1, "fp32", 1, False, 0), (1, "bf16", 1, False, 3), (1, "fp16", 1, False, 2)),
         *((2, "bf16", 1, False, 0), (2, "fp16", 1, False, 3), (3, "fp32", 1, False, 3)),
-        *((3, "bf16", 1, False, stage) for stage in (1, 2)),
-        *((3, "fp16", 1, False, stage) for stage in (0, 1)),
+        *((3, "bf16", 1, False, 1), (3, "fp16", 1, False, 1)),
         *((2, "fp32", 0, is_local, stage) for is_local in (False, True) for stage in range(4)),
     ],
 )
@@ -176,7 +121,7 @@ def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
         case.config() | {"fp16": {"enabled": dtype == "fp16", "loss_scale": 2.0}},
         process_group=ranks,
     )
-    before = _values(engine)
+    before = engine.full_state_dict(dtype=torch.float32)
     for step in range(2):
         for micro in range(2):
             is_spoilt = ranks.rank == culprit and (step, micro) == (0, bad_micro)
@@ -184,7 +129,7 @@ def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
                 engine.backward(engine(*_inputs(is_spoilt=is_spoilt)))
             engine.step()
         assert engine.optimizer.overflow == (step == 0)
-        after = _values(engine)
+        after = engine.full_state_dict(dtype=torch.float32)
         assert all(torch.equal(after[name], value) == (step == 0) for name, value in before.items())
     assert engine.skipped_steps == 1
     (text,) = _told_here(caplog)

@@ -242,22 +242,6 @@ def _subgroups_that_overlap_are_refused_by_name(rank: int, world_size: int) -> N
         _connect(None).subgroup([[0, 1], [0, 1], [1, 2]][rank])
 
 
-def test_groups_have_streams_of_high_priority() -> None:
-    """NCCL is not here: the options are made by the name of the backend, for its class alone."""
-    assert groups._options("gloo") is None
-    made: list[bool] = []
-
-    class Nccl:
-        class Options:
-            def __init__(self, is_high_priority_stream: bool = False) -> None:
-                made.append(is_high_priority_stream)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-        groups._options("nccl")
-    assert made == [True]
-
-
 class _PluginGroup(dist.ProcessGroup):
     """A group of another package, without options."""
 

@@ -9,16 +9,11 @@ from support.launches import LoggedCollectives
 from torch import nn
 
 import zero_core
-from zero_core.comm.communicator import Communicator
-from zero_core.comm.device import make_transport
-from zero_core.comm.meter import Meter
-from zero_core.core.facts import Facts
-from zero_core.core.grads import Arithmetic
 from zero_core.testing.models import rows, seeded
-from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
+from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import assert_same, check_like_ddp
+from zero_core.testing.training import adamw, assert_same, check_like_ddp, train
 
 WIDTH = 6
 
@@ -116,8 +111,7 @@ def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
     engine = Case(3).build(model=_Net())
     with pytest.raises(ArithmeticError):
         engine(torch.full((3, WIDTH), float("nan")))  # on every rank
-    engine.backward(engine(torch.ones(3, WIDTH)))
-    engine.step()
+    train(engine, [torch.ones(3, WIDTH)])
     if ranks.rank == 0:
         found = "failed or timed out: the process of rank 1 has ended, last seen in"
         with pytest.raises(zero_core.CollectiveError, match=found):
@@ -125,21 +119,17 @@ def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
     os._exit(0)
 
 
-class _Keeping(nn.Module):
+class _Keeping(nn.Linear):
     """A block that returns None."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, kept):
-        kept.append(self.inner(kept[-1]))
+        kept.append(super().forward(kept[-1]))
 
 
 class _OfKeeping(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(_Keeping() for _ in range(2))
+        self.blocks = nn.ModuleList(_Keeping(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x):
         kept = [x]
@@ -162,33 +152,13 @@ def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it(rank
     os._exit(0)
 
 
-@on_ranks(3)
-def test_all_ranks_know_of_one_that_left_out_other_units(ranks):
-    control, meter = ranks.connect(), Meter()
-    communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
-    facts = Facts(communicator, ranks.device, 1, 3, meter, Arithmetic())
-    left_out = set()
-
-    class Rank:
-        def fill(self, facts):
-            facts.mark("used", {0})
-            facts.mark("left out", left_out)
-
-    for sets, is_agreed in (([{1, 2}] * 3, True), ([{1}, {2}, {1}], False)):
-        left_out = sets[ranks.rank]
-        facts.start_sum([Rank()], torch.zeros(1, dtype=torch.float64))
-        assert facts.is_unanimous("left out") is is_agreed
-        assert facts.counts("used") == [3.0]
-
-
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
 @on_ranks()
 def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stage):
     engine = Case(stage).build(ranks, _Net())
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0, factor=0.5)
     for own_loss in (1.0, 0.5 + ranks.rank):
-        engine.backward(engine(torch.ones(3, WIDTH)))
-        engine.step()
+        train(engine, [torch.ones(3, WIDTH)])
         schedule.step(own_loss)
     before = engine.full_state_dict()
     engine.backward(engine(torch.ones(3, WIDTH)))
@@ -200,7 +170,7 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stag
         group["lr"] = 0.005
     engine.step()
     model = _Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = adamw(model)
     for lr in (0.01, 0.01, 0.005):
         optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()
@@ -210,26 +180,24 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stag
 
 
 @pytest.mark.parametrize(
-    ("key", "values"),
-    [("lr", [torch.tensor(0.1), torch.tensor(0.10001)]), ("betas", [[0.9, 0.99], [0.9, 0.98]])],
+    ("key", "values", "differ"),
+    [
+        ("lr", torch.tensor([0.1, 0.10001, 0.1]), "optimizer group 0, 'lr': "),
+        ("betas", [[0.9, 0.99], [0.9, 0.98], [0.9, 0.99]], "optimizer group 0, 'betas': "),
+        ("", [], r"parameter head.bias: trainable on ranks 0, 2, frozen on rank 1\."),
+    ],
 )
-@on_ranks(2)
-def test_settings_in_tensors_and_lists_are_compared_exactly(ranks, key, values):
+@on_ranks(3)
+def test_settings_in_tensors_and_lists_and_frozen_parameters_are_compared(
+    ranks, key, values, differ
+):
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), foreach=False)
     engine = Case(1).build(ranks, net, optimizer=optimizer)
+    net.head.bias.requires_grad_(bool(key) or ranks.rank != 1)
     engine.backward(engine(torch.ones(3, WIDTH)))
-    engine.optimizer.param_groups[0][key] = values[ranks.rank]
-    with pytest.raises(zero_core.RankMismatchError, match=rf"optimizer group 0, '{key}': "):
-        engine.step()
-
-
-@on_ranks(3)
-def test_a_parameter_that_is_frozen_on_one_rank_is_named(ranks):
-    engine = Case(2).build(ranks, _Net())
-    engine.module.head.bias.requires_grad_(ranks.rank != 1)
-    engine.backward(engine(torch.ones(3, WIDTH)))
-    differ = r"parameter head.bias: trainable on ranks 0, 2, frozen on rank 1\."
+    if key:
+        engine.optimizer.param_groups[0][key] = values[ranks.rank]
     with pytest.raises(zero_core.RankMismatchError, match=differ):
         engine.step()
 

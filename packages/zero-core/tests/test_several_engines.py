@@ -1,21 +1,17 @@
 """Several engines in one process, and the one that a parameter knows."""
 
-import copy
 import gc
 import weakref
-from threading import Barrier
 
 import pytest
 import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing import late_device
-from zero_core.testing.models import RootAndBlocks, batch, make_model, seeded
+from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.ranks import alone
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import adamw, assert_same
+from zero_core.testing.training import adamw, assert_same, train_steps
 
 STEPS = 5
 
@@ -63,26 +59,6 @@ def divergence(of, to):
     return nn.functional.kl_div(of.log_softmax(-1), to.softmax(-1), reduction="batchmean")
 
 
-def distill(ranks, student_of, teacher_of, sleeps):
-    student = student_of(model(1.0), ranks)
-    teacher = teacher_of(model(1.1), ranks, is_training=False)
-    losses = []
-    for step in range(STEPS):
-        inputs = batch(step, 0, ranks.rank)
-        with torch.no_grad():
-            wanted = teacher(**inputs)["logits"]
-        if sleeps:
-            teacher.offload_states()
-        found = student(**inputs)
-        loss = found["loss"] + divergence(found["logits"], wanted)
-        student.backward(loss)
-        student.step()
-        if sleeps:
-            teacher.reload_states()
-        losses.append(loss.item())
-    return losses, {"student": student.full_state_dict(), "teacher": teacher.full_state_dict()}
-
-
 def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
     policy, critic = policy_of(model(1.0), ranks), critic_of(model(0.9), ranks)
     reference = frozen_of(model(1.1), ranks, is_training=False)
@@ -115,70 +91,12 @@ def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
     return losses, {str(i): one.full_state_dict() for i, one in enumerate(everyone)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_student_learns_from_a_teacher_as_under_ddp(world_size):
-    expected = simulate(distill, world_size, Plain, Plain, False)
-    for stage, sleeps in ((2, False), (3, True)):
-        assert_same(simulate(distill, world_size, engine(stage), engine(3), sleeps), expected)
-
-
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_policy_critic_reference_and_reward_train_as_under_ddp(world_size):
     expected = simulate(reinforce, world_size, Plain, Plain, Plain, False)
     for policy, critic, sleeps in ((3, 2, True), (1, 0, False)):
         makers = engine(policy), engine(critic), engine(3)
         assert_same(simulate(reinforce, world_size, *makers, sleeps), expected)
-
-
-CAPACITY = 80 << 20
-WIDTH = 512
-
-
-def _colocate(ranks, done):
-    """Alternate training with another program on a device that has memory for one at a time."""
-
-    def generate():
-        cache = torch.zeros(CAPACITY * 7 // 10, dtype=torch.uint8, device=ranks.device)
-        assert cache.sum().item() == 0
-        del cache
-        torch.accelerator.synchronize(ranks.device)
-        done.wait()
-
-    def train(*, sleeps):
-        with seeded(0):
-            module = RootAndBlocks(WIDTH, 12, 1.0)
-        policy = Case(stage=3, dtype="bf16").build(ranks, module)
-        x = torch.ones(1, WIDTH, device=ranks.device)
-        losses = []
-        for _ in range(3):
-            loss = policy(x)
-            policy.backward(loss)
-            policy.step()
-            losses.append(loss.item())
-            if sleeps:
-                done.wait()
-                with pytest.raises(torch.OutOfMemoryError):  # the wrong order: not asleep yet
-                    generate()
-                done.wait()
-                policy.offload_states()
-                done.wait()
-                generate()
-                with pytest.raises(RuntimeError, match="reload_states"):
-                    policy(x)
-                policy.reload_states()
-        policy.close()
-        return losses
-
-    found, expected = train(sleeps=True), train(sleeps=False)
-    assert found == expected, (found, expected)
-
-
-@pytest.mark.slow
-@alone
-def test_another_program_has_the_device_while_training_sleeps():
-    late_device.load()
-    late_device.set_capacity(CAPACITY)
-    simulate(_colocate, 2, Barrier(2), device="late")
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -191,17 +109,10 @@ def test_the_engine_of_a_parameter_is_found(ranks, stage):
         for name, param in built.module.named_parameters():
             assert zero_core.engine_of(param) is built
             assert built.owns(param) == name
-    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
-    engine.step()
+    train_steps(engine, 0, 1)
     assert zero_core.engine_of(engine.module.embed.weight) is engine
     assert engine.owns(other.module.embed.weight) is None
     assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name
-
-
-def test_parameters_of_no_engine_have_none():
-    engine = Case().build()
-    assert zero_core.engine_of(nn.Parameter(torch.ones(2))) is None
-    assert zero_core.engine_of(copy.deepcopy(engine.module.gain)) is None
 
 
 def test_a_model_has_one_engine_at_a_time():
@@ -215,13 +126,7 @@ def test_a_model_has_one_engine_at_a_time():
     second = Case().build(model=model)
     assert zero_core.engine_of(model.gain) is second
     assert first.owns(model.gain) is None
-
-
-def test_the_search_keeps_no_engine_alive():
-    engine = Case().build()
-    alive = weakref.ref(engine)
-    assert zero_core.engine_of(engine.module.gain) is engine
-    engine.close()
-    del engine
+    alive = weakref.ref(first)
+    del first
     gc.collect()
     assert alive() is None

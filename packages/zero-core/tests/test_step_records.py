@@ -124,14 +124,6 @@ def test_a_file_stays_within_its_bound_and_keeps_the_whole_course(tmp_path):
     assert num_rewrites < 80
 
 
-def test_a_small_file_stays_within_its_bound_and_a_line(tmp_path):
-    file = RecordFile(tmp_path, 0, max_bytes=20_000)
-    for step in range(1, 501):
-        file.write(StepRecord(**vars(RECORD) | {"step": step}))
-        assert file.path.stat().st_size <= 20_000 + 2 * len(to_line(RECORD))
-    file.close()
-
-
 def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(tmp_path, caplog):
     engine = _build()
     engine.record(tmp_path)

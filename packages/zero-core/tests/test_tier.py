@@ -14,7 +14,6 @@ STARTS = [sum(-(-size // 32) * 32 for size in SIZES[:index]) for index in range(
 PIECES = [(start, start + size, 0) for start, size in zip(STARTS, SIZES, strict=True)]
 EVERY = list(range(len(SIZES)))
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
-SGD = (torch.optim.SGD, {"lr": 1.0})
 OPTIMIZERS = [
     ADAMW,
     (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
@@ -112,23 +111,6 @@ def test_slices_follow_torch_bit_by_bit_and_inactive_pieces_rest(optimizer_class
     assert [tier.read_scalars(i)["num_steps"] for i in EVERY] == [5, 2, 5, 2, 5, 5, 2]
 
 
-@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=IDS)
-def test_state_moved_to_another_tier_goes_on_alike(optimizer_class, options):
-    first, group, _ = _make(optimizer_class, options)
-    for step in range(3):
-        _step(first, group, step, [0, 2])
-    second, _, _ = _make(optimizer_class, options)
-    _step(second, group, 9, [1])  # has state of its own, to be replaced
-    for name in first.state_names():
-        second.write_state(name, 0, first.read_state(name, 0, NUMEL))
-    for piece in EVERY:
-        second.write_scalars(piece, first.read_scalars(piece))
-    for tier in (first, second):
-        for step in (3, 4):
-            _step(tier, group, step, EVERY)
-    assert torch.equal(_read(first), _read(second))
-
-
 def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
     fused = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True})
     tier, group, _ = _make(*fused)
@@ -149,14 +131,6 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
         assert torch.equal(mine, theirs.detach())
 
 
-def test_low_precision_shards_hold_the_rounded_master_weights():
-    tier, group, shards = _make(*ADAMW, dtype=torch.bfloat16)
-    _step(tier, group, 0, EVERY)
-    master = _read(tier)
-    assert torch.equal(torch.cat(shards), master.bfloat16())
-    assert not torch.equal(master, master.bfloat16().float())
-
-
 def test_a_gradient_is_scaled_once_however_many_calls_a_step_takes():
     found = []
     for scale, calls in ((1.0, [EVERY]), (0.25, [EVERY]), (0.25, [[0, 2], [1, 3, 4, 5, 6]])):
@@ -167,20 +141,6 @@ def test_a_gradient_is_scaled_once_however_many_calls_a_step_takes():
         found.append(_read(tier))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-
-
-def test_hyperparameters_of_each_step_are_used_and_discarded_gradients_are_not():
-    tier, group, _ = _make(*SGD)
-    start = _read(tier).clone()
-    _step(tier, {**group, "lr": 0.0}, 0, EVERY)
-    assert torch.equal(_read(tier), start)
-    _step(tier, {**group, "lr": 0.5}, 1, [0])
-    moved = _parts(start)[0] - 0.5 * _parts(_drawn(11))[0]
-    assert torch.equal(_parts(_read(tier))[0], moved)
-    tier.offer_grad(0, torch.full((SPLIT,), 9.0))
-    tier.discard_grads()
-    tier.step([group], [], grad_scale=1.0)
-    assert torch.equal(_parts(_read(tier))[0], moved)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])

@@ -1,12 +1,17 @@
-"""Ranks on several nodes: the bits of one node, and few bytes between nodes."""
+"""Reductions on accelerators: the bits of one node on several, few operators and few bytes."""
 
 from dataclasses import asdict, replace
 from functools import reduce
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import zero_core
+from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.meter import Links, Meter
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, run_engine
@@ -58,23 +63,18 @@ def test_a_sum_is_taken_by_one_tree(size, per_node, dtype):
 
 
 @pytest.mark.parametrize(("size", "per_node", "dtype"), [(4, 2, "fp32"), (6, 2, "bf16")])
-@pytest.mark.parametrize("is_on_devices", [True, False])
-def test_stages_on_several_nodes_have_the_bits_of_stage_0(size, per_node, dtype, is_on_devices):
+def test_stages_on_several_nodes_have_the_bits_of_stage_0(size, per_node, dtype):
     def train(ranks, case):
         own = {"collectives": lambda native, **_: device_collectives(ranks)}
-        return run_engine(
-            case, ranks.rank, 3, process_group=ranks, **(own if is_on_devices else {})
-        )
+        return run_engine(case, ranks.rank, 3, process_group=ranks, **own)
 
     case = Case(dtype=dtype, accumulation=2, clipping=0.5)
-    # Hosts add in the order of ranks, whatever the nodes.
-    first = simulate(train, size, case, ranks_per_node=per_node if is_on_devices else size)
-    for stage in range(int(is_on_devices), 4):
+    first = simulate(train, size, case, ranks_per_node=per_node)
+    for stage in range(1, 4):
         traces = simulate(train, size, replace(case, stage=stage), ranks_per_node=per_node)
         for found, expected in zip(traces, first, strict=True):
             assert found.losses == expected.losses
             assert_same(found.values, expected.values)
-            assert is_on_devices or found.between_nodes_bytes > 0
 
 
 def _send(ranks, config):
@@ -101,3 +101,68 @@ def test_a_plan_counts_both_levels_and_their_buffer(dtype):
         assert held == planned.memory.device["exchange buffers"]
         (row,) = [asdict(r) for r in found if r.collective == "reduce_scatter"]
         assert row == rows["reduce_scatter", "gradients"]
+
+
+class _Counter(TorchDispatchMode):
+    """A dispatch mode that counts operators that move data, and the bytes they read and write."""
+
+    VIEWS = frozenset({"view", "slice", "select", "unbind", "transpose", "empty", "detach"})
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if name not in self.VIEWS:
+            self.operators.append(str(func))
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            addresses = {x.data_ptr() for x in tensors}
+            results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+            tensors += [x for x in results if x.data_ptr() not in addresses]
+            self.num_bytes += sum(x.nbytes for x in tensors)
+        return found
+
+
+def _device(rank, world_size, per_node):
+    """Return the collectives of a rank among many, whose library leaves buffers as they are."""
+
+    def library(rank, size):
+        def subgroup(ranks, lane):
+            return library(list(ranks).index(rank), len(ranks))
+
+        return Mock(rank=rank, world_size=size, subgroup=subgroup)
+
+    def launch(job, *, is_reduction):
+        job()  # in this thread, which the counter sees
+        return Mock()
+
+    links = Links(world_size, per_node, is_ring=True)
+    return DeviceCollectives(library(rank, world_size), links=links, queues=Mock(launch=launch))
+
+
+@pytest.mark.parametrize("per_node", [None, 8], ids=["one-node", "nodes-of-8"])
+def test_a_reduction_takes_as_many_operators_at_any_size_and_moves_three_bytes_an_element(per_node):
+    found, numel = [], 4096
+    for size in (16, 64, 512):
+        device = _device(1, size, per_node or size)
+        full, out = torch.ones(size * numel, dtype=torch.bfloat16), torch.empty(numel)
+        device.reduce_scatter(out, full, unit=0).wait()  # its scratch is there
+        with _Counter() as counter:
+            work = device.reduce_scatter(out, full, unit=0)
+            work.wait()
+            assert work.norm.shape == ()
+            assert work.nonfinite.shape == (size,)
+        found.append(counter.operators)
+        assert per_node or counter.num_bytes <= 3 * size * numel
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) <= (4 if per_node else 2), found[0]
+
+
+def test_a_gather_leaves_the_own_shard_to_the_library():
+    out, shard = torch.empty(8 * 64), torch.ones(64)
+    with _Counter() as counter:
+        _device(1, 8, 8).all_gather(out, shard, unit=0, version=0, backward=False).wait()
+    assert counter.operators == []

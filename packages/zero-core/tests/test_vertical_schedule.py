@@ -38,7 +38,6 @@ class _Net(nn.Module):
             self.blocks = nn.ModuleList(block() for _ in range(NUM_BLOCKS))
             self.out = nn.Linear(WIDTH, 1)
             self.bias = nn.Parameter(torch.ones(WIDTH))
-            self.scale = nn.Parameter(torch.linspace(0.5, 2.0, NUM_BLOCKS))
         self.way = way
         self.stashed = None
 
@@ -73,8 +72,7 @@ class _Decoder(nn.Module):
         self.own, self.cross = _mlp(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, *, memory):
-        if isinstance(memory, _Box):
-            return x + self.own(x) * memory.held, None
+        memory = getattr(memory, "held", memory)
         scores = self.cross(x) @ memory.transpose(1, 2)
         return x + self.own(x) + scores.softmax(-1) @ memory, None
 
@@ -101,15 +99,6 @@ def _branches(net, x):
     for block in net.blocks:
         x = x + block(x)
     return net.out(x) if is_even else x
-
-
-def _skips(net, x):
-    """Add outputs of early blocks between late ones and behind them."""
-    kept = []
-    for number, block in enumerate(net.blocks):
-        x = block(x * net.scale[number] + (kept[-2] * kept[-2] if number > 1 else 0.0))
-        kept.append(x)
-    return x + kept[0] + kept[1] * kept[0]
 
 
 def _adds_the_first(net, x):
@@ -182,7 +171,6 @@ WAYS = {
     "branches": _branches,
     "mappings": _sums_gates,
     "encoder and decoder": _crosses,
-    "skips": _skips,
     "the first added": _adds_the_first,
     "hooks": _hooks,
     "dropout": _drops,
@@ -243,7 +231,7 @@ def _same_bits(ranks, kind, config, schedule="vertical", steps=STEPS):
     return expected[1]
 
 
-KINDS = ["plain", "2 frozen blocks", "4 frozen blocks", *list(WAYS)[:7]]
+KINDS = ["plain", "2 frozen blocks", "4 frozen blocks", *list(WAYS)[:6]]
 
 
 @pytest.mark.sampled(8)
@@ -257,7 +245,6 @@ def test_bits_are_those_of_the_horizontal_schedule(world_size, stage, kind):
 CLIPPED = {"gradient_clipping": 0.5}
 OVERFLOWING = {"enabled": True, "hysteresis": 1, "initial_scale_power": 20}
 SETTINGS = {
-    "clipping": CLIPPED,
     "clipping in bf16": {**CLIPPED, "bf16": {"enabled": True}},
     "clipping and overflow": {**CLIPPED, "fp16": OVERFLOWING},
     "activations kept": {"activation_checkpointing": None},
@@ -267,11 +254,7 @@ SETTINGS = {
     "a seed": {"seed": 5},
     "any number of ranks": {"world_size_invariant": True},
     "a sum, not a mean": {"gradient_allreduce_op": "sum"},
-    **{
-        name: {"optimizer": {"type": name, "params": {"lr": 1e-2}}}
-        for name in ("Adam", "Adagrad", "Lion", "Muon")
-    },
-    "SGD": {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}},
+    "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
 }
 
 
@@ -301,14 +284,6 @@ def test_dropout_draws_the_same_numbers():
 def test_step_draws_the_same_numbers_after_auto_refused_the_vertical_schedule():
     kind = "a weight with a hook and dropout"
     run_on_processes(_same_bits, 2, kind, _config(), "auto")
-
-
-@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
-def test_random_numbers_of_the_program_are_left_alone(schedule):
-    engine = zero_core.build(_make("dropout"), _config(accumulation_schedule=schedule))
-    before = torch.get_rng_state()
-    engine.train_batch(_batches(0))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -359,17 +334,14 @@ def test_parameters_are_gathered_in_two_passes_per_step_however_many_micro_batch
 
 
 def test_memory_has_the_blocks_inputs_of_all_micro_batches_and_the_logits_of_one():
-    inputs = []
-    logits = []
-    num_alive = []
+    inputs, logits, num_alive = [], [], []
 
     def note_input(module, args):
         inputs.append(StorageWeakRef(args[0].untyped_storage()))
 
     def note_logits(module, args, output):
         logits.append(StorageWeakRef(output.untyped_storage()))
-        alive = [sum(not ref.expired() for ref in refs) for refs in (inputs, logits)]
-        num_alive.append((alive[0], alive[1]))
+        num_alive.append([sum(not ref.expired() for ref in refs) for refs in (inputs, logits)])
 
     engine = zero_core.build(_make("plain"), _config() | VERTICAL)
     for block in engine.module.blocks:
@@ -377,7 +349,7 @@ def test_memory_has_the_blocks_inputs_of_all_micro_batches_and_the_logits_of_one
     engine.module.out.register_forward_hook(note_logits)
     engine.train_batch(_batches(0))
     # The last block and the head take one micro-batch after the other.
-    assert num_alive == [(3 * (NUM_BLOCKS - 1) + number, 1) for number in (1, 2, 3)]
+    assert num_alive == [[3 * (NUM_BLOCKS - 1) + number, 1] for number in (1, 2, 3)]
     assert all(ref.expired() for ref in (*inputs, *logits))
 
 

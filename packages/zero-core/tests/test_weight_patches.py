@@ -52,7 +52,6 @@ def _assert_same(engine, receiver):
     [
         *((1, 0, "fp32", 11), (3, 1, "bf16", 11), (3, 2, "fp16", 11), (1, 3, "bf16", 11)),
         *((3, 3, "fp32", 11), (3, 3, "fp16", 11)),
-        pytest.param(2, 3, "bf16", 201, marks=pytest.mark.slow),
     ],
 )
 @on_ranks()
@@ -318,21 +317,6 @@ def test_the_plan_has_the_most_bytes_of_the_log():
     assert host_bytes(versions=8, max_bytes=1000) < numel / 7
 
 
-@pytest.mark.parametrize("steps", [1, 5, 12])  # in 4 bits (of one update), in 8, and whole
-@on_ranks(2)
-def test_a_patch_serves_values_from_between_its_versions(ranks, steps):
-    engine = _build_mlp(ranks, 1)
-    _train(engine, steps)
-    halfway = engine.full_state_dict(rank=0)
-    _train(engine, steps)
-    receiver = _mlp().bfloat16()
-    patch = engine.weight_patch(since=0)
-    if ranks.rank == 0:
-        receiver.load_state_dict(halfway)
-        zero_core.apply_patch(receiver, patch, version=0)
-    _assert_same(engine, receiver)
-
-
 @st.composite
 def masks(draw):
     numel = draw(st.integers(1, 3000))
@@ -393,15 +377,6 @@ def test_marks_are_the_union_of_what_was_added(numel, added, random):
         assert torch.equal(found, expected)
         assert marks.is_marked == bool(expected.any())
         marks.compact()
-
-
-@pytest.mark.parametrize(("share", "most"), [(0.01, 0.012), (0.5, 0.125)])
-def test_compact_marks_take_a_byte_per_position_or_a_bit_per_element(share, most):
-    numel = 1 << 20
-    marks = Marks(numel)
-    marks.add(0, torch.rand(numel, generator=torch.Generator().manual_seed(0)) < share)
-    marks.compact()
-    assert marks.nbytes <= numel * most
 
 
 @pytest.mark.parametrize(

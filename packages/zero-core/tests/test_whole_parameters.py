@@ -8,7 +8,6 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
-from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.owners import assign_owners
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
@@ -158,8 +157,12 @@ def test_masters_skips_accumulation_and_clipping_are_those_of_any_optimizer(rank
             torch.testing.assert_close(found.values[name], value, rtol=0.0, atol=gap, msg=name)
 
 
+def _maker(name):
+    return of_two_kinds(Sliced) if name == "of two kinds" else OPTIMIZERS[name]
+
+
 def _resumes(ranks, name, stages, folder, sizes):
-    make = of_two_kinds(Sliced) if name == "of two kinds" else OPTIMIZERS[name]
+    make = _maker(name)
     if sizes is None:
         trained(engine_of(make, stages[0], ranks), ranks.rank, range(2)).save_checkpoint(folder)
         return
@@ -172,6 +175,9 @@ def _resumes(ranks, name, stages, folder, sizes):
     engine = engine_of(make, stages[1], ranks)
     engine.load_checkpoint(folder)
     assert engine.optimizer.param_groups[0].get("num_calls", 2) == 2
+    if name == "of two kinds":  # numbers beside slices stay numbers
+        counts = [repr(state["count"]) for state in engine.optimizer.state.values()]
+        assert max(counts) == "2"
     check_equal(trained(engine, ranks.rank, range(2, 4)), expected)
 
 
@@ -229,20 +235,11 @@ def test_states_are_read_and_set_by_name_and_each_is_on_one_rank(name):
         assert sum(numels) == simulate(_states_by_name, 1, name)[0][0]
 
 
-def _muon_of(stage, ranks):
-    muon = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}}
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": muon}
-    config["zero_optimization"] = {"stage": stage}
-    return zero_core.build(make_model(), config, process_group=ranks)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(
-    "make", [lambda stage, ranks: engine_of(OPTIMIZERS["Adafactor"], stage, ranks), _muon_of]
-)
+@pytest.mark.parametrize("name", ["Adafactor", "of two kinds"])
 @on_ranks(2)
-def test_own_states_are_restored_all_or_none(ranks, make, stage):
-    engine, other = (make(stage, ranks) for _ in range(2))
+def test_own_states_are_restored_all_or_none(ranks, name, stage):
+    engine, other = (engine_of(_maker(name), stage, ranks) for _ in range(2))
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
 
     def own(one):
@@ -275,15 +272,6 @@ def test_state_that_is_no_tensor_is_refused_by_what_it_is():
     engine = trained(engine_of(Shampoo, 0, None), 0, range(1))
     with pytest.raises(KeyError, match=r"'factors' of gain is no tensor but a list"):
         engine.states.get_full("gain", "factors")
-
-
-def test_plan_has_their_master_weights_on_the_host():
-    config = {**config_of(2, **HOST), **ADAFACTOR, "bf16": {"enabled": True}}
-    found = zero_core.plan(make_model(), config, 1).memory
-    engine = zero_core.build(make_model(), config)
-    masters = engine.sharded_state.tier.device_tensors()["master_weights"]
-    assert found.host["master weights"] == sum(t.nbytes for t in masters)
-    assert "master weights" not in found.device
 
 
 class Deep(nn.Module):
@@ -322,21 +310,9 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones():
     assert sent[1] == pytest.approx(2 * 2 * matrix, rel=0.03)
     settings = {**config_of(3), **ADAFACTOR}
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
-    owned = max(owned for *_, owned, _ in rows)
+    owned = 2 * matrix  # by each rank
+    assert {row[2] for row in rows} == {owned}
     assert 2 * owned < planned <= 2 * (owned + 2 * matrix)
-
-
-def test_owners_are_balanced_and_hold_a_part():
-    params = [ParamSpec(f"p{i}", (n,), torch.float32, True) for i, n in enumerate([900, 40, 700])]
-    params *= 4
-    layout = Layout.build(params, [("", range(12))], 5)
-    found = assign_owners(layout)
-    load = [sum(w.numel for w in found if w.owner == rank) for rank in range(5)]
-    assert sum(load) == 4 * 1640
-    assert max(load) <= 2 * 900
-    for whole in found:
-        assert whole.owner in {share.rank for share in whole.shares}
-        assert [s.start for s in whole.shares[1:]] == [s.stop for s in whole.shares[:-1]]
 
 
 @pytest.mark.parametrize(
@@ -396,17 +372,6 @@ class Keeping(LionLike):
 
 def of_two_kinds(kind):
     return lambda params: kind([{"params": params[:-1], "decay": 0}, {"params": params[-1:]}])
-
-
-@on_ranks(2)
-def test_numbers_beside_slices_stay_numbers(ranks, tmp_path):
-    engine = trained(engine_of(of_two_kinds(Sliced), 3, ranks), ranks.rank, range(2))
-    engine.save_checkpoint(tmp_path)
-    resumed = engine_of(of_two_kinds(Sliced), 1, ranks)
-    resumed.load_checkpoint(tmp_path)
-    counts = [state["count"] for state in resumed.optimizer.state.values()]
-    assert {type(count) for count in counts} == {int}
-    assert max(counts) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.extensions.invariance import NUM_BINS, bin_powers, chunk_norms, sum_bins
-from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
-from zero_core.testing import alone, late_device, make_model, on_ranks, simulate
+from zero_core.extensions.invariance import bin_powers, chunk_norms, sum_bins
+from zero_core.layout.arithmetic import CHUNK_NUMEL
+from zero_core.testing import alone, late_device, make_model, make_tower, on_ranks, simulate
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
 
@@ -109,7 +108,9 @@ def test_the_norm_of_edited_gradients_is_that_of_torch():
     engine = zero_core.build(model, config(1, train_batch_size=2))
     engine.backward(engine(**batch(0, 0))["loss"])
     grads = [p.grad.mul_(2) for p in model.parameters() if p.grad is not None]
-    expected = nn.utils.get_total_norm(grads).item()
+    for p in (1.0, 3.0, 2.0):
+        expected = nn.utils.get_total_norm(grads, p).item()
+        assert engine.clip_grad_norm_(1e6, p) == pytest.approx(expected, rel=1e-6)
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
 
@@ -126,49 +127,19 @@ def test_accelerators_on_nodes_have_the_bits_of_one_host():
         run(1, {"zero_optimization": block}, device="late")
 
 
-def _split(numel, world_size):
-    """Return shards of whole chunks, as a layout has them."""
-    shard = -(-numel // CHUNK_NUMEL // world_size) * CHUNK_NUMEL
-    return [slice(r * shard, min((r + 1) * shard, numel)) for r in range(world_size)]
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
-def test_sums_of_powers_are_exact_in_any_order(p):
-    generator = torch.Generator().manual_seed(0)
+def test_sums_of_powers_are_exact_in_any_order_and_show_what_is_not_finite():
     numel = 40 * CHUNK_NUMEL
-    values = torch.randn(numel, generator=generator)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     values *= torch.logspace(-12, 3, numel)  # chunks of very different size
-    whole = bin_powers(chunk_norms(values, p), p)
-    for world_size in (2, 3, 4, 8, 40):
-        parts = [
-            bin_powers(chunk_norms(values[own].clone(), p), p) for own in _split(numel, world_size)
-        ]
-        assert torch.equal(sum(reversed(parts), torch.zeros(NUM_BINS)), whole)
-    expected = float(values.double().abs().pow(p).sum())
-    assert float(sum_bins(whole)) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(0.0, 0.0), (1e-30, 0.0), (1e25, torch.inf), (torch.nan, torch.nan)]
-)
-def test_sums_of_powers_show_what_is_not_finite(value, expected):
-    values = torch.zeros(2 * CHUNK_NUMEL)
-    values[5] = value
-    found = float(sum_bins(bin_powers(chunk_norms(values))))
-    assert found == pytest.approx(expected, nan_ok=True)
-
-
-def test_chunks_are_on_one_rank_whatever_the_world_size():
-    params = [
-        ParamSpec("a", (700, 3), torch.float32, True),
-        ParamSpec("b", (5,), torch.bfloat16, True),
-    ]
-    for world_size in (1, 2, 3, 8):
-        layout = Layout.build(params, [("", [0, 1])], world_size, is_in_chunks=True)
-        assert all(s.shard_numel % CHUNK_NUMEL == 0 for s in layout.segments)
-        assert [s.slots for s in layout.segments] == [
-            s.slots for s in Layout.build(params, [("", [0, 1])], 1).segments
-        ]
+    whole = bin_powers(chunk_norms(values))
+    for num_chunks in (20, 14, 1):  # of a rank
+        shards = values.split(num_chunks * CHUNK_NUMEL)
+        parts = [bin_powers(chunk_norms(shard.clone())) for shard in reversed(shards)]
+        assert torch.equal(sum(parts), whole)
+    assert float(sum_bins(whole)) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+    for value, expected in ((1e-30, 0.0), (1e25, torch.inf), (torch.nan, torch.nan)):
+        found = sum_bins(bin_powers(chunk_norms(torch.full((CHUNK_NUMEL,), value))))
+        assert float(found) == pytest.approx(expected, nan_ok=True)
 
 
 def test_backwards_that_would_be_added_in_another_order_are_refused():
@@ -190,34 +161,30 @@ def test_backwards_that_would_be_added_in_another_order_are_refused():
     engine.close()
 
 
+def _dropping():
+    """Return an engine with dropout, and the masks that its forwards draw."""
+    model, masks = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)), []
+    model[1].register_forward_hook(lambda module, args, output: masks.append(output == 0))
+    return zero_core.build(model, config(1, seed=3)), masks
+
+
 def test_random_numbers_follow_the_micro_batch_and_not_what_was_drawn_before():
-    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
-    engine = zero_core.build(model, config(1, seed=3))
-
-    def masks():
-        found = []
-        for _ in range(MICRO_BATCHES):
-            torch.rand(7)
-            out = engine(torch.ones(1, 4))
-            engine.backward(out.sum())
+    found = []
+    for num_steps in (2, 1):
+        engine, masks = _dropping()
+        for _ in range(num_steps * MICRO_BATCHES):
+            torch.rand(7 * num_steps)
+            engine.backward(engine(torch.ones(1, 4)).sum())
             engine.step()
-            found.append(out.detach() == 0)
-        return found
-
-    first, second = masks(), masks()
-    assert len({tuple(mask.flatten().tolist()) for mask in first + second}) == 2 * MICRO_BATCHES
-    engine.close()
-    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
-    engine = zero_core.build(model, config(1, seed=3))
-    torch.rand(1)
-    assert all(torch.equal(a, b) for a, b in zip(masks(), first, strict=True))
-    engine.close()
+        found.append(masks)
+        engine.close()
+    assert len({tuple(mask.flatten().tolist()) for mask in found[0]}) == 2 * MICRO_BATCHES
+    assert all(map(torch.equal, found[0][:MICRO_BATCHES], found[1]))
 
 
 def test_a_micro_batch_that_is_repeated_draws_the_same_numbers():
-    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1))
-    engine = zero_core.build(model, config(1, seed=3))
-    found, failing = [], {"forward"}
+    engine, masks = _dropping()
+    failing = set()
 
     def fail(where):
         if where in failing:
@@ -225,46 +192,29 @@ def test_a_micro_batch_that_is_repeated_draws_the_same_numbers():
             raise torch.OutOfMemoryError(where)
 
     def note(module, args, output):
-        found.append(output.detach() == 0)
         output.register_hook(lambda grad: fail("backward"))
         fail("forward")
 
-    model[1].register_forward_hook(note)
-
-    def micro_step():
-        engine.backward(engine(torch.ones(1, 4)).sum())
-
+    engine.module[1].register_forward_hook(note)
     for where in ("forward", "backward"):
         failing.add(where)
         with pytest.raises(torch.OutOfMemoryError):
-            micro_step()
-        micro_step()
+            engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.backward(engine(torch.ones(1, 4)).sum())
         engine.optimizer.zero_grad()
-    micro_step()
-    assert len(found) == 5
-    assert all(torch.equal(mask, found[0]) for mask in found)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    assert len(masks) == 5
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
     engine(torch.ones(1, 4))  # the second forward of a micro-step
-    assert not torch.equal(found[-1], found[0])
+    assert not torch.equal(masks[-1], masks[0])
     engine.close()
-
-
-class _UsedTwice(nn.Module):
-    """Uses a layer twice under reentrant checkpointing, which gives it two gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
-
-    def forward(self, x):
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return self.head(x)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_two_gradients_of_a_parameter_in_one_backward_are_refused(ranks):
-    engine = zero_core.build(_UsedTwice(), config(ranks.size), process_group=ranks)
-    out = engine(torch.ones(1, 3, requires_grad=True))
+    model = make_tower(1, recompute="reentrant")
+    engine = zero_core.build(model, config(ranks.size), process_group=ranks)
+    out = engine(torch.ones(1, 7, requires_grad=True), (0, 0))  # its only block twice
     with pytest.raises(RuntimeError, match="two gradients in one backward"):
         engine.backward(out.sum())
