@@ -93,6 +93,27 @@ def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loa
     simulate(load, loaded[1])
 
 
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 3), (3, 2)])
+def test_resume_continues_with_the_same_bits_when_a_program_starts_again(
+    tmp_path, stage, world_size
+):
+    def once(ranks, num_steps):
+        engine = _build(stage, ranks)
+        found = engine.resume(tmp_path)
+        losses = train_steps(engine, 0 if found is None else found["step"], num_steps)
+        engine.save_checkpoint(tmp_path, client_state={"step": num_steps})
+        return found, losses
+
+    begun = simulate(once, world_size, 3)
+    resumed = simulate(once, world_size, 6)
+    assert [found for found, _ in begun] == [None] * world_size
+    assert [found for found, _ in resumed] == [{"step": 3}] * world_size
+    shutil.rmtree(tmp_path)
+    straight = simulate(once, world_size, 6)
+    for (_, before), (_, after), (_, whole) in zip(begun, resumed, straight, strict=True):
+        assert before + after == whole
+
+
 def test_states_of_any_optimizer_and_of_the_generator_come_back(tmp_path):
     # Those of SGD, Adagrad and NAdam are in test_dtypes.py.
     optimizer = partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True)

@@ -11,7 +11,8 @@ from zero_core.comm import control
 from zero_core.core import access
 from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import on_ranks
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train, train_steps
 
 
@@ -62,9 +63,7 @@ def _change(param, name):
 CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 
 
-@pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
-@on_ranks()
-def test_a_change_before_the_first_step_is_as_if_built_with_it(ranks, modifier):
+def _reaches_all(ranks, modifier):
     model = make_model()
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
@@ -83,6 +82,15 @@ def test_a_change_before_the_first_step_is_as_if_built_with_it(ranks, modifier):
                     param.mul_(-3.0)  # of another rank: does not count
         assert train_steps(engine, 0, 3) == losses
         assert_same(engine.full_state_dict(), values)
+
+
+@pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modifier):
+    simulate(_reaches_all, world_size, modifier)
+
+
+def test_changes_reach_all_ranks_where_they_share_memory():
+    run_on_processes(_reaches_all, 3, 1)
 
 
 def _gathered(engine):

@@ -34,8 +34,13 @@ NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
 @pytest.mark.parametrize(
     ("given", "case", "kept", "dtypes"),
     [
-        # What the engine keeps by itself is in test_plan.py, as closed forms.
-        ({}, GradientCase.SHARD, SHARDS, (FP32, FP32)),
+        ({"stage": 0}, GradientCase.WHOLE_SUM, BOTH, (FP32, FP32)),
+        ({"stage": 0, "communicated": FP32}, GradientCase.WHOLE_SUM, BOTH, (FP32, FP32)),
+        ({"stage": 1, "communicated": FP32}, GradientCase.FULL_THEN_SHARD, BOTH, (FP32, FP32)),
+        ({"stage": 2}, GradientCase.SHARD, SHARDS, (FP32, FP32)),
+        ({"stage": 3}, GradientCase.SHARD, SHARDS, (FP32, FP32)),
+        ({**ALONE, "stage": 0}, GradientCase.ALONE, SHARDS, (FP32, FP32)),
+        ({**ALONE, "stage": 3}, GradientCase.ALONE, SHARDS, (FP32, FP32)),
         ({"stage": 0, "owns_grads": True}, GradientCase.WHOLE_SUM, BOTH, (FP32, BF16)),
         ({"stage": 1, "owns_grads": True}, GradientCase.PASS_ON, FULL, (FP32, BF16)),
         ({"stage": 2, "owns_grads": True}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
@@ -63,6 +68,9 @@ def test_gradients_are_kept_or_borrowed_rounded_and_offered_when(given, case, ke
     found = plan.case, plan.is_full_kept, plan.is_shard_kept
     assert found == (case, "full" in kept, "shard" in kept)
     assert (plan.rounded, plan.offered) == dtypes
+    # The sum takes the memory of the gradient when dtypes agree.
+    is_whole = case is GradientCase.WHOLE_SUM
+    assert plan.is_sum_in_full == (is_whole and given.get("communicated") is FP32)
     # Sums of a tier's own have norms in double precision.
     is_tiers = given.items() >= ADDED.items() and given.get("accumulated") is not BF16
     assert plan.normed is (torch.float64 if is_tiers else None)

@@ -13,7 +13,7 @@ import zero_core
 from zero_core import CheckpointError
 from zero_core.testing.models import batch, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.ranks import on_processes
+from zero_core.testing.ranks import on_processes, run_on_processes
 from zero_core.testing.scenarios import SCENARIOS, evaluate, micro_step
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, train
@@ -72,6 +72,25 @@ def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(ran
         engine.module.first(rows(0, ranks.rank))
     with torch.no_grad():
         assert torch.equal(engine.module.first(rows(0, 0)), make_tower().first(rows(0, 0)))
+
+
+def _late(ranks, stage):
+    """A backward after the reduced one, within no_sync, on one rank only."""
+    engine = _build(ranks, stage)
+    engine.backward(engine(rows(0, ranks.rank)))
+    with engine.no_sync():
+        loss = engine(rows(1, ranks.rank))
+        if ranks.rank == 0 or stage == 3:
+            engine.backward(loss)
+    engine.step()
+    assert engine.skipped_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "stage"), [*((simulate, stage) for stage in range(4)), (run_on_processes, 3)]
+)
+def test_unreduced_gradients_of_one_rank_are_reduced_by_all(run, stage):
+    run(_late, 2, stage)
 
 
 def _skips_several(ranks):
