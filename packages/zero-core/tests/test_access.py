@@ -65,12 +65,12 @@ def test_each_reader_has_the_value_of_ddp_or_an_error_at_each_moment(ranks, stag
 def test_integers_are_no_zeros_where_they_are_not(ranks, stage):
     engine, model = _build(ranks, stage)
     counts = model.blocks[1].counts
-    if stage == 3:
-        with pytest.raises(RuntimeError, match=r"blocks\.1\.counts was read where stage 3 holds"):
-            counts.tolist()
+    refusal = pytest.raises(RuntimeError, match=r"blocks\.1\.counts was read where stage 3 holds")
+    if ranks.rank == 0:  # alone: a read gathers nothing
+        with refusal if stage == 3 else nullcontext():
+            assert counts.tolist() == [0, 1, 2]
     with engine.gathered(params=[counts]):
         assert counts.tolist() == [0, 1, 2]
-    assert stage == 3 or counts.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -178,7 +178,7 @@ def test_an_edit_of_one_rank_is_refused_by_all_until_it_is_mended(ranks, stage, 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_a_write_in_the_units_own_forward_is_kept_or_told(ranks, stage):
+def test_a_write_in_the_units_own_forward_or_into_a_small_parameter_is_kept_or_told(ranks, stage):
     def clamp(module, args):
         with torch.no_grad():
             module.inner.weight.clamp_(-0.05, 0.05)
@@ -187,39 +187,20 @@ def test_a_write_in_the_units_own_forward_is_kept_or_told(ranks, stage):
     handle = model.blocks[1].register_forward_pre_hook(clamp)
     engine.backward(engine(inputs(0, ranks.rank)))
     handle.remove()
-    if stage == 3:
-        with pytest.raises(RuntimeError, match=r"1\.inner\.weight was written where stage 3"):
-            engine.step()
+    if stage < 3:
+        engine.step()
+        assert engine.full_state_dict()["blocks.1.inner.weight"].abs().max() < 0.07
         return
-    engine.step()
-    assert engine.full_state_dict()["blocks.1.inner.weight"].abs().max() < 0.07
-
-
-@on_ranks(2)
-def test_a_write_into_a_small_parameter_that_stage_3_keeps_is_told(ranks):
-    engine, model = _build(ranks, 3)
+    with pytest.raises(RuntimeError, match=r"1\.inner\.weight was written where stage 3"):
+        engine.step()
+    engine, model = _build(ranks, stage)
     engine.keep_small_params()
     engine.publish()
-    bias = model.blocks[1].inner.bias
     with torch.no_grad():
-        bias.clamp_(-0.01, 0.01)
+        model.blocks[1].inner.bias.clamp_(-0.01, 0.01)
     engine.backward(engine(inputs(0, ranks.rank)))
     with pytest.raises(RuntimeError, match=r"blocks\.1\.inner\.bias was written where stage 3"):
         engine.step()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@on_ranks(2)
-def test_one_rank_may_read_a_parametrized_weight(ranks, stage):
-    model = Watched()
-    nn.utils.parametrizations.weight_norm(model.blocks[1].inner)
-    engine = Case(stage).build(ranks, model)
-    train(engine, [inputs(0, ranks.rank)])
-    refusal = pytest.raises(RuntimeError, match="was read where stage 3 holds only")
-    with refusal if stage == 3 and ranks.rank == 0 else nullcontext():
-        if ranks.rank == 0:  # alone: a read gathers nothing
-            model.blocks[1].inner.weight.norm()
-    train(engine, [inputs(1, ranks.rank)])
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -305,10 +286,9 @@ def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks, stage):
     train(engine, [inputs(0, ranks.rank)])
     closed = [type(p) for p in model.parameters()]
     assert repr(model) == repr(plain)
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (param.shape, param.dtype, param.device) == (other.shape, other.dtype, other.device)
-        assert (param.requires_grad, param.is_leaf) == (other.requires_grad, other.is_leaf)
+        for name in ("shape", "dtype", "device", "requires_grad", "is_leaf"):
+            assert getattr(param, name) == getattr(other, name)
         assert isinstance(param, nn.Parameter)
         assert param in {param}
         if param.requires_grad:

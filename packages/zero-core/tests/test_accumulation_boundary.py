@@ -7,8 +7,7 @@ from support.tiers import MadeTier
 from zero_core.errors import CheckpointError
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, train_ddp
 
 EPOCHS = (3, 3, 2, 3, 1)
@@ -36,20 +35,17 @@ def _train(engine, rank, counts):
     return {name: full[name] for name in names}
 
 
-def _follows_ddp(ranks, stage, configured):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("configured", [1, 3])  # fewer micro-steps than are run, and more
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_a_short_last_accumulation_has_the_numbers_of_ddp(ranks, stage, configured):
     expected = _ddp(ranks, EPOCHS)
     engine = Case(stage, accumulation=configured).build(ranks)
     found = _train(engine, ranks.rank, EPOCHS)
     assert engine.micro_steps == sum(EPOCHS)
     assert_same(found, expected)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("configured", [1, 3])  # fewer micro-steps than are run, and more
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size, stage, configured):
-    simulate(_follows_ddp, world_size, stage, configured)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
@@ -110,27 +106,23 @@ class _Keeper(MadeTier):
         super().offer_grad(start, grad.float() if grad.dtype is torch.bfloat16 else grad.clone())
 
 
-@on_ranks(1)
-def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(ranks):
-    for tier in (None, _Keeper.made):
-        for stage in (2, 3):
-            found = []
-            for how in ("config", "setter", "declared"):
-                accumulation = 4 if how == "config" else 1
-                engine = Case(stage, "bf16", accumulation=accumulation).build(
-                    ranks, state_tier=tier
-                )
-                if how == "setter":
-                    engine.gradient_accumulation_steps = 4
-                for micro in range(8):
-                    if how == "declared":
-                        engine.set_gradient_accumulation_boundary(micro % 4 == 3)
-                    engine.backward(engine(**batch(0, micro, ranks.rank))["loss"], over=4)
-                    engine.step()
-                assert engine.global_steps == 2
-                found.append(engine.full_state_dict(dtype=torch.float32))
-            for other in found[1:]:
-                assert_same(other, found[0])
+@pytest.mark.parametrize("tier", [None, _Keeper.made])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(stage, tier):
+    found = []
+    for how in ("config", "setter", "declared"):
+        case = Case(stage, "bf16", accumulation=4 if how == "config" else 1)
+        engine = case.build(state_tier=tier)
+        if how == "setter":
+            engine.gradient_accumulation_steps = 4
+        for micro in range(8):
+            if how == "declared":
+                engine.set_gradient_accumulation_boundary(micro % 4 == 3)
+            _micro_step(engine, micro, over=4)
+        assert engine.global_steps == 2
+        found.append(engine.full_state_dict(dtype=torch.float32))
+    for other in found[1:]:
+        assert_same(other, found[0])
 
 
 @on_ranks(1)
@@ -156,7 +148,3 @@ def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
         assert engine.get_global_grad_norm() == norm
         assert_same(engine.full_state_dict(), expected)
         assert all(torch.equal(expected[name], value) for name, value in oracle.items())
-
-
-def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory():
-    run_on_processes(_follows_ddp, 2, 3, 3)

@@ -2,20 +2,23 @@
 
 import io
 import logging
+import re
 import sys
 import time
 from functools import partial
 
 import pytest
 import torch
+from support.tiers import MadeTier
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.layout.discovery import discover, note_reader
+from zero_core.layout.discovery import discover
 from zero_core.protocols import StateTier
 from zero_core.testing import Case, batch, make_model, train
+from zero_core.testing.models import NUM_EXPERTS, Mixture
 
 BASE = {"train_micro_batch_size_per_gpu": 2}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -26,30 +29,24 @@ def _units(model):
     return {name: {found.names[p] for p in members} for name, _, members in found.units}
 
 
-def test_units_are_the_children_of_lists_and_a_root_for_the_rest():
+def test_units_are_the_children_of_lists_and_a_root_for_the_rest_and_what_is_tied():
     units = _units(make_model())
     assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2", "frozen.0"]
     assert units[""] == {("embed.weight", "head.weight"), *(("gain",), ("sometimes",), ("never",))}
     assert all(name.startswith("blocks.1.") for (name,) in units["blocks.1"])
-
-
-def test_weights_tied_across_blocks_belong_to_the_root():
     holder = nn.Module()
-    holder.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
+    holder.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
     holder.blocks[2].weight = holder.blocks[0].weight
     assert _units(holder)[""] == {("blocks.0.weight", "blocks.2.weight")}
 
 
 def test_lists_of_lists_and_lists_without_forward_are_searched_and_a_sequential_is_cut():
-    inner = [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})]
     holder = nn.Module()
-    holder.outer = nn.ModuleList(inner)
-    assert list(_units(holder)) == ["", "outer.0.0"]
-    assert list(_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))) == [
-        "",
-        "0",
-        "2",
-    ]
+    holder.outer = nn.ModuleList(
+        [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})]
+    )
+    assert [*_units(holder)] == ["", "outer.0.0"]
+    assert [*_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))] == ["", "0", "2"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -65,6 +62,32 @@ def test_a_state_tier_is_told_the_name_of_each_piece(stage):
     sizes = {n: p.shape.numel() for n, p in make_model().named_parameters() if p.requires_grad}
     assert {n: b - a for n, (a, b, _) in zip(told["names"], told["pieces"], strict=True)} == sizes
     engine.close()
+
+
+class _LateTier(MadeTier):
+    """A tier whose update ends when somebody waits for it."""
+
+    update = None
+
+    def _publish(self, copies):
+        self.update = partial(super()._publish, copies)
+
+    def are_params_ready(self, start, stop):
+        return self.update is None
+
+    def wait_params(self, start, stop):
+        update, self.update = self.update, None
+        if update is not None:
+            update()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_values_wait_for_a_state_tier_that_updates_late(stage):
+    losses = [
+        train(Case(stage, "bf16").build(state_tier=tier), [batch(step, 0, 0) for step in range(3)])
+        for tier in (None, _LateTier.made)
+    ]
+    assert losses[1] == losses[0]
 
 
 class _LackingTier:
@@ -174,71 +197,39 @@ def test_optimizers_that_are_missing_or_do_not_belong_to_the_model_are_refused()
         zero_core.build(model, BASE, optimizer=used)
 
 
-def test_a_frozen_model_is_refused():
-    frozen = nn.Linear(3, 2).requires_grad_(False)
+def test_a_frozen_model_and_ranks_without_a_process_group_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
-        zero_core.build(frozen, {**BASE, **ADAMW})
-
-
-def test_ranks_without_a_process_group_are_told_what_to_do(monkeypatch):
+        zero_core.build(nn.Linear(3, 2).requires_grad_(False), {**BASE, **ADAMW})
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="init_process_group"):
         zero_core.build(nn.Linear(3, 2), {**BASE, **ADAMW})
 
 
-CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}}
-
-
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def _shown_by_build(monkeypatch, stream, takes_s):
-    """Return what a build that takes so long writes to stderr."""
-    module = sys.modules["zero_core.build"]  # the package has the function under that name
-    adopt_buffers = module.adopt_buffers
-
-    def slow(*arguments):
-        time.sleep(takes_s)
-        adopt_buffers(*arguments)
-
-    monkeypatch.setattr(module, "adopt_buffers", slow)
-    monkeypatch.setattr(sys, "stderr", stream)
-    zero_core.build(nn.Linear(2, 2), CONFIG).close()
-    return stream.getvalue()
-
-
-def test_long_build_is_shown_on_a_terminal(monkeypatch):
-    shown = _shown_by_build(monkeypatch, _Terminal(), 1.8)
-    assert "zero_core.build: 1 s\r" in shown
-    assert shown.endswith("\r\x1b[K"), "the line is removed"
-
-
 @pytest.mark.parametrize(
-    ("stream", "rank", "takes_s"),
-    [(_Terminal(), "0", 0.0), (_Terminal(), "1", 1.5), (io.StringIO(), "0", 1.5)],
-    ids=["short", "another rank", "no terminal"],
+    ("is_terminal", "rank", "takes_s", "shown"),
+    [
+        (True, "0", 1.8, "\x1b\\[Kzero_core.build: 1 s.*\r\x1b\\[K"),  # the line is removed
+        *((True, "0", 0.0, ""), (True, "1", 1.5, ""), (False, "0", 1.5, "")),
+    ],
 )
-def test_nothing_is_shown_otherwise(monkeypatch, stream, rank, takes_s):
+def test_long_build_is_shown_on_a_terminal_by_rank_0(
+    monkeypatch, is_terminal, rank, takes_s, shown
+):
+    stream, module = io.StringIO(), sys.modules["zero_core.build"]
+    adopt_buffers = module.adopt_buffers
+    monkeypatch.setattr(
+        module, "adopt_buffers", lambda *given: time.sleep(takes_s) or adopt_buffers(*given)
+    )
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("RANK", rank)
-    assert _shown_by_build(monkeypatch, stream, takes_s) == ""
-
-
-class _Mixture(nn.Module):
-    """Experts, found by the name of their list."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x):
-        return self.experts[0](x)
+    zero_core.build(nn.Linear(2, 2), BASE | ADAMW).close()
+    assert re.fullmatch(shown, stream.getvalue(), re.DOTALL)
 
 
 def _net():
     model = nn.Module()
-    model.below, model.mixture = nn.Linear(5, 5), _Mixture()
+    model.below, model.mixture = nn.Linear(5, 5), Mixture()  # whose experts are found by their name
     model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
     return model
 
@@ -256,7 +247,8 @@ def _marked(*paths):
     return model
 
 
-WHOLE = ["", "mixture", "blocks.0", "blocks.1"]
+BLOCKS = ["blocks.0", "blocks.1"]
+WHOLE = ["", "mixture", *BLOCKS]
 
 
 def test_without_a_mark_experts_are_a_unit_and_other_parts_are_units():
@@ -264,12 +256,7 @@ def test_without_a_mark_experts_are_a_unit_and_other_parts_are_units():
     model = _net()
     model.mixture.parts = model.mixture.experts
     del model.mixture.experts
-    assert _built_units(model) == [
-        "",
-        *(f"mixture.parts.{n}" for n in range(4)),
-        "blocks.0",
-        "blocks.1",
-    ]
+    assert _built_units(model) == ["", *(f"mixture.parts.{n}" for n in range(NUM_EXPERTS)), *BLOCKS]
     model = nn.Module()
     model.action_expert_layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
     assert _built_units(model) == ["", "action_expert_layers.0", "action_expert_layers.1"]
@@ -279,25 +266,15 @@ def test_a_marked_module_is_one_unit():
     assert _built_units(_marked("mixture")) == WHOLE
     assert _built_units(_marked("mixture", "below")) == ["", "below", *WHOLE[1:]]
     assert _built_units(_marked("")) == [""]
-    assert _built_units(_marked("mixture.experts")) == [
-        "",
-        "mixture.experts",
-        "blocks.0",
-        "blocks.1",
-    ]
+    assert _built_units(_marked("mixture.experts")) == ["", "mixture.experts", *BLOCKS]
 
 
-@pytest.mark.parametrize(
-    "leaf_module",
-    [
-        {"classes": ["_Mixture"]},
-        {"classes": f"{__name__}._Mixture"},
-        {"names": ["mixture"]},
-        {"name_suffixes": ["ixture"]},
-    ],
-)
-def test_the_configuration_names_leaves(leaf_module):
-    assert _built_units(_net(), leaf_module) == WHOLE
+def test_the_configuration_names_leaves():
+    for key, names in (
+        *(("classes", ["Mixture"]), ("classes", f"{Mixture.__module__}.Mixture")),
+        *(("names", ["mixture"]), ("name_suffixes", ["ixture"])),
+    ):
+        assert _built_units(_net(), {key: names}) == WHOLE
 
 
 def test_names_that_the_model_lacks_are_told(caplog):
@@ -306,21 +283,3 @@ def test_names_that_the_model_lacks_are_told(caplog):
             _net(), {"classes": ["Elsewhere"], "names": ["mixture"], "name_suffixes": ["x.y"]}
         )
     assert "what the model lacks: ['Elsewhere', 'x.y']" in caplog.text
-
-
-def test_a_parameter_that_another_block_reads_is_gathered_with_the_root():
-    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(5, 5) for _ in range(2))})
-    weight, reader = model["blocks"][0].weight, model["blocks"][1]
-
-    def unit_of_weight():
-        found = discover(model)
-        number = next(n for n, p in enumerate(found.params) if p is weight)
-        return next(name for name, _, members in found.units if number in members)
-
-    assert unit_of_weight() == "blocks.0"
-    assert not note_reader(reader, weight)
-    assert unit_of_weight() == ""
-    assert note_reader(reader, weight, is_reader=False)
-    assert unit_of_weight() == "blocks.0"
-    note_reader(model["blocks"][0], weight)  # it does so anyway
-    assert unit_of_weight() == "blocks.0"

@@ -51,10 +51,6 @@ ADDED = "was added to the model after build"
 MOVED = "was given other memory"
 REFUSED = {
     "replaced": (_replace, r"blocks\.1\.0\.weight was replaced after build"),
-    "replaced and frozen": (
-        lambda e: setattr(e.module.head, "bias", nn.Parameter(torch.zeros(3), requires_grad=False)),
-        r"head\.bias was replaced after build",
-    ),
     "module replaced": (
         lambda e: e.module.blocks.__setitem__(2, nn.Linear(7, 7)),
         rf"blocks\.2\.weight {ADDED}",
@@ -63,10 +59,6 @@ REFUSED = {
     "added": (
         lambda e: e.module.blocks[0].register_parameter("scale", nn.Parameter(torch.ones(1))),
         rf"blocks\.0\.scale {ADDED}",
-    ),
-    "block added": (
-        lambda e: e.module.blocks.append(nn.Linear(7, 7)),
-        rf"blocks\.3\.weight {ADDED}",
     ),
     "tied": (
         lambda e: e.module.blocks[0][3].register_parameter("gain", e.module.first.bias),
@@ -77,9 +69,7 @@ REFUSED = {
         rf"first\.weight {MOVED} .*float64 .*float32.* expected",
     ),
     "part to half": (lambda e: e.module.blocks[1][3].half(), rf"blocks\.1\.3\.weight {MOVED} .*16"),
-    "to dtype": (lambda e: e.module.to(torch.bfloat16), rf"first\.weight {MOVED} .*bfloat16"),
     "frozen to double": (lambda e: e.module.head.double(), rf"head\.weight {MOVED} .*float64"),
-    "data assigned": (lambda e: _move_data(e.module.first.weight), rf"first\.weight {MOVED}"),
     "data assigned in a block": (
         lambda e: _move_data(e.module.blocks[1][0].weight),
         rf"blocks\.1\.0\.weight {MOVED}",
@@ -87,12 +77,8 @@ REFUSED = {
     "storage set": (lambda e: _move_storage(e.module.first.weight), rf"first\.weight {MOVED}"),
     "swapped": (_swap, rf"first\.bias {MOVED}"),
     "group added": (
-        lambda e: e.optimizer.add_param_group({"params": e.module.head.weight}),
-        r"groups were changed after build\(\) \(parameter head\.weight\)",
-    ),
-    "group added to given": (
         lambda e: e.optimizer.given.add_param_group({"params": [e.module.head.weight], "lr": 1.0}),
-        r"\(parameter head\.weight\)",
+        r"groups were changed after build\(\) \(parameter head\.weight\)",
     ),
     "unknown group": (
         lambda e: e.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
@@ -216,10 +202,6 @@ def test_recurrent_weights_stay_where_the_engine_has_them(ranks, stage):
         assert found.blocks[0].weight_hh_l0.data_ptr() != before
 
 
-class _Wrapped(nn.Sequential):
-    """A block under a further name."""
-
-
 def _same_place(engine):
     engine.module.to("cpu")
     engine.module.to(torch.float32)
@@ -241,7 +223,7 @@ def _other_activation(engine):
 
 
 def _wrap(engine):
-    engine.module.blocks[1] = _Wrapped(engine.module.blocks[1])
+    engine.module.blocks[1] = nn.Sequential(engine.module.blocks[1])
 
 
 def _evaluate_others(engine):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import read_weights
 from zero_core.checkpoint.json_values import MAX_NUMEL, decode, encode
 from zero_core.checkpoint.load import read_client_state
+from zero_core.extensions.weight_average import AVERAGE, WeightAverage
 from zero_core.optim.train_state import TrainState
 from zero_core.schedules import WarmupLR
 from zero_core.testing import Case, Hard, batch, make_model, on_ranks, simulate
@@ -27,8 +29,8 @@ WARM_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
 LION = {"type": "Lion", "params": {"lr": 1e-2}}
 
 
-def _build(stage=0, ranks=None, dtype="fp32", **top):
-    return Case(stage=stage, dtype=dtype, top=top).build(ranks)
+def _build(stage=0, ranks=None, dtype="fp32", extensions=(), **top):
+    return Case(stage=stage, dtype=dtype, top=top).build(ranks, extensions=extensions)
 
 
 def _values(engine):
@@ -44,7 +46,7 @@ def _everything(engine):
     found = _values(engine)
     for name, param in engine.module.named_parameters():
         if param.requires_grad and name != "never":
-            for what in ("exp_avg", "exp_avg_sq"):
+            for what in ("exp_avg", "exp_avg_sq", AVERAGE):
                 found[f"{what} of {name}"] = engine.states.get_full(name, what)
     return found
 
@@ -61,16 +63,22 @@ def _everything(engine):
 )
 def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loaded, dtype):
     def save(ranks):
-        engine = _build(saved[0], ranks, dtype)
+        engine = _build(saved[0], ranks, dtype, [WeightAverage(0.9)])
         train_steps(engine, 0, 3)
+        found = _everything(engine)
         # Two ranks share a folder, as on a machine, and the third has its own.
         own = tmp_path / f"machine-{ranks.rank // 2}"
-        engine.save_checkpoint(own, client_state={"epoch": 7})
+        if saved[0] == 3:
+            pending = engine.async_save(own, client_state={"epoch": 7})
+            train_steps(engine, 3, 4)  # what is saved has been copied
+            pending.result()
+        else:
+            engine.save_checkpoint(own, client_state={"epoch": 7})
         assert not list(own.glob(".*"))
-        return _everything(engine)
+        return found
 
     def load(ranks):
-        engine = _build(loaded[0], ranks, dtype)
+        engine = _build(loaded[0], ranks, dtype, [WeightAverage(0.9)])
         train_steps(engine, 5, 6)  # whatever was there is replaced
         place, client_state = engine.load_checkpoint(tmp_path)
         assert place == tmp_path / "step-3"
@@ -106,20 +114,10 @@ def test_resume_continues_with_the_same_bits_when_a_program_starts_again(
         assert before + after == whole
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "further"),
-    [
-        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
-        (torch.optim.Adagrad, {"initial_accumulator_value": 0.3}),
-        (torch.optim.NAdam, {}),
-        (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
-    ],
-)
-def test_states_of_any_optimizer_and_of_the_generator_come_back(tmp_path, optimizer, further):
-    engine, other = (
-        _build_with(lambda params: optimizer(params, lr=0.1, **further), lambda _: None)
-        for _ in range(2)
-    )
+def test_states_of_any_optimizer_and_of_the_generator_come_back(tmp_path):
+    # Those of SGD, Adagrad and NAdam are in test_dtypes.py.
+    optimizer = partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True)
+    engine, other = (_build_with(optimizer, lambda _: None) for _ in range(2))
     train_steps(engine, 0, 1)  # `sometimes` has not been used yet
     engine.save_checkpoint(tmp_path)
     drawn = torch.rand(3)
@@ -300,7 +298,7 @@ def test_an_export_that_one_rank_cannot_gather_ends_with_that_ranks_error(tmp_pa
     def export(ranks):
         engine = _build(3, ranks)
         if ranks.rank == 1:
-            engine.sharded_state.params[-1].read_shard = fail
+            engine.sharded_state.params[-1].source.read = fail
         engine.export_safetensors(tmp_path)
 
     with pytest.raises(OSError, match="the disk under rank 1 is gone"):
@@ -308,10 +306,8 @@ def test_an_export_that_one_rank_cannot_gather_ends_with_that_ranks_error(tmp_pa
 
 
 @on_ranks(2)
-def test_gradients_are_there_between_backward_and_step_and_one_rank_takes_all_values(ranks):
+def test_gradients_are_there_between_backward_and_step(ranks):
     engine = _build(3, ranks)
-    everywhere = engine.full_state_dict()
-    assert_same(engine.full_state_dict(rank=1), everywhere if ranks.rank == 1 else {})
     with pytest.raises(ValueError, match="rank = 7: expected a rank below 2"):
         engine.full_state_dict(rank=7)
     assert engine.states.has_gradient() is False
@@ -394,9 +390,6 @@ def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_ev
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, without=WEIGHTS_ALONE)
     assert_same(_values(other), expected)
-    assert _rate(other) != _rate(first)
-    assert other.global_steps == 0
-    train_steps(other, 0, 1)
     model = make_model()  # the other way round: what was frozen is trained, and the reverse
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("frozen"))
@@ -425,19 +418,6 @@ def _build_with(make_optimizer, make_schedule):
 
 def _rewrite_schedule(folder, state):
     rewrite(folder / "step-3", lambda content: content["progress"].update(lr_scheduler=state))
-
-
-def test_schedule_saved_in_torchs_form_continues_at_the_same_step(tmp_path):
-    first, second = _build(**WARM_UP), _build(**WARM_UP)
-    train_steps(first, 0, 3)
-    first.save_checkpoint(tmp_path)
-    # As torch's LambdaLR has it, which these once were.
-    older = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
-    _rewrite_schedule(tmp_path, older)
-    second.load_checkpoint(tmp_path)
-    for engine in (first, second):
-        train_steps(engine, 3, 4)
-    assert _rate(first) == _rate(second)
 
 
 _STEPS = {"step_size": 2, "gamma": 0.1, "base_lrs": [1e-2], "last_epoch": 3}
@@ -489,6 +469,9 @@ def test_schedule_continues_when_the_optimizer_starts_anew(tmp_path, scheduler, 
     straight = _build(scheduler=scheduler)
     train_steps(straight, 0, 3)
     straight.save_checkpoint(tmp_path)
+    if scheduler["type"] == "WarmupLR" and without:  # as torch's LambdaLR saves its state
+        form = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
+        _rewrite_schedule(tmp_path, form)
     resumed = _build(scheduler=scheduler, **({"optimizer": LION} if without else {}))
     resumed.load_checkpoint(tmp_path, without=without)
     for step in range(3, 6):

@@ -7,6 +7,8 @@ import torch
 
 import zero_core
 from zero_core import CollectiveError, ConfigError, MissingPartError
+from zero_core.core import access
+from zero_core.protocols import EXACT_PARAMETERS
 from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate, train
 
 CONFIG = Case(3).config()
@@ -21,13 +23,18 @@ class _Part:
         self.native = native
         self.num_forgotten = 0
         self.failure = None
+        self.lost = []  # buffers of gathers that failed
+        self.versions = set()
 
-    def all_gather(self, out, shard, **further):
+    def all_gather(self, out, shard, *, version, **further):
         def job():
             if self.failure is not None:
+                self.lost.append(out)
                 raise self.failure
-            self.native.all_gather(out, shard, **further).wait()
+            assert out.data_ptr() not in map(torch.Tensor.data_ptr, self.lost), "late bytes"
+            self.native.all_gather(out, shard, version=version, **further).wait()
 
+        self.versions.add(version)
         return self.native.launch(job, is_reduction=False)
 
     def reduce_scatter(self, out, full, *, unit):
@@ -56,6 +63,28 @@ def _build(ranks, **further):
     return engine, told["part"], told
 
 
+@on_ranks(2)
+def test_a_gather_that_fails_is_named_and_leaves_no_values_behind(ranks):
+    engine, part, _ = _build(ranks)
+    plain = zero_core.build(make_model(), CONFIG, process_group=ranks)
+    part.failure = RuntimeError("Connection closed by peer")
+    for _ in range(2):
+        named = rf"rank {ranks.rank}: all_gather of unit 0 .root. failed .*Connection closed"
+        with pytest.raises(CollectiveError, match=named):
+            _step(engine, 0)
+        assert all(map(access.is_refused, engine.module.parameters()))
+    with pytest.raises(CollectiveError, match="Connection closed"), engine.gathered():
+        pass
+    assert part.lost
+    part.failure = None
+    for each in (engine, plain):
+        _step(each, 0)
+    part.versions.clear()
+    with engine.gathered(), plain.gathered():
+        assert part.versions == {EXACT_PARAMETERS}
+        assert_same(engine.module.state_dict(), plain.module.state_dict())
+
+
 def _step(engine, step):
     train(engine, [batch(step, 0, engine.rank)])
 
@@ -82,47 +111,34 @@ def test_a_part_is_told_the_nodes_and_what_is_frozen_and_may_use_the_lanes(ranks
 @on_ranks(2)
 def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(ranks, tmp_path):
     engine, part, _ = _build(ranks)
-    counts = []
+    name, values = "blocks.0.norm.weight", torch.full((11,), 3.0)
 
-    def note():
-        counts.append(part.num_forgotten)
+    def read():
+        with engine.gathered():
+            pass
+
+    def edit():
+        with engine.gathered(modifier_rank=1) as module, torch.no_grad():
+            module.blocks[0].norm.weight.fill_(2.0)
+
+    for use, count in (
+        (lambda: _step(engine, 0), 0),
+        (lambda: engine.states.get_full(name), 0),
+        (lambda: engine.save_checkpoint(tmp_path), 1),
+        (lambda: engine.load_checkpoint(tmp_path), 1),
+        (edit, 1),
+        (read, 0),
+        (lambda: engine.states.set_full(name, values), 1),
+        (lambda: engine.states.set_full("frozen.0.norm.weight", values), 1),
+        (lambda: engine.states.set_full(name, values, "exp_avg"), 0),  # no value
+        (lambda: engine.export_safetensors(tmp_path / "export"), 0),
+    ):
         part.num_forgotten = 0
-
-    _step(engine, 0)
-    with engine.gathered():
-        pass
-    engine.states.get_full("blocks.0.norm.weight")
-    note()
-    engine.save_checkpoint(tmp_path)
-    note()
-    engine.load_checkpoint(tmp_path)
-    note()
-    with engine.gathered(modifier_rank=1) as module, torch.no_grad():
-        module.blocks[0].norm.weight.fill_(2.0)
-    note()
-    engine.states.set_full("blocks.0.norm.weight", torch.full((11,), 3.0))
-    note()
-    engine.states.set_full("frozen.0.norm.weight", torch.full((11,), 3.0))
-    note()
-    engine.states.set_full("blocks.0.norm.weight", torch.zeros(11), "exp_avg")  # no value
-    note()
-    engine.export_safetensors(tmp_path / "export")
-    note()
+        use()
+        assert part.num_forgotten == count
     engine, part, _ = _build(ranks, pretrained=tmp_path / "export")
-    note()
     _step(engine, 1)
-    note()
-    assert counts == [0, 1, 1, 1, 1, 1, 0, 0, 1, 0]
-
-
-@on_ranks(2)
-def test_a_failure_within_a_lane_is_the_error_that_names_rank_and_unit(ranks):
-    engine, part, _ = _build(ranks)
-    _step(engine, 0)
-    part.failure = RuntimeError("Connection closed by peer")
-    named = rf"rank {ranks.rank}: all_gather of unit 0 .root. failed .*Connection closed"
-    with pytest.raises(CollectiveError, match=named):
-        _step(engine, 1)
+    assert part.num_forgotten == 1
 
 
 @pytest.mark.parametrize(
@@ -155,17 +171,10 @@ def test_what_a_part_refuses_is_an_error_of_the_configuration():
         zero_core.build(make_model(), CONFIG, collectives=factory)
 
 
-class _HalfStateful:
-    """Collectives with a part of `StatefulCollectives`."""
-
-    def __init__(self, native, **_):
-        self.all_gather = native.all_gather
-        self.reduce_scatter = native.reduce_scatter
-
-    def forget_values(self):
-        raise AssertionError("not reached")
-
-
 def test_collectives_are_refused_when_they_keep_values_and_not_all_of_the_protocol():
-    with pytest.raises(ConfigError, match="_HalfStateful have forget_values alone"):
-        zero_core.build(make_model(), CONFIG, collectives=_HalfStateful)
+    def half_stateful(native, **given):
+        native.forget_values = lambda: None
+        return native
+
+    with pytest.raises(ConfigError, match="have forget_values alone"):
+        zero_core.build(make_model(), CONFIG, collectives=half_stateful)

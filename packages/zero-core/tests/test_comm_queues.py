@@ -1,7 +1,6 @@
 """Queues of collectives: order of the jobs, threads and streams, and what a job raises."""
 
 import threading
-import weakref
 from functools import partial
 from unittest import mock
 
@@ -37,21 +36,6 @@ def test_jobs_of_one_queue_run_in_order_and_the_queues_do_not_wait_for_each_othe
     assert log == ["reduction", "gather 0", "gather 1", "gather 2", "gather 3"]
 
 
-@pytest.mark.parametrize("is_reduction", [False, True])
-def test_a_job_launched_by_a_job_of_the_same_queue_runs_at_once(is_reduction):
-    queues, log = HostQueues(), []
-
-    def outer():
-        queues.launch(lambda: log.append("inner"), is_reduction=is_reduction).wait()
-        log.append("outer")
-
-    work = queues.launch(outer, is_reduction=is_reduction)
-    thread = threading.Thread(target=work.wait, daemon=True)
-    thread.start()
-    thread.join(LIMIT_S)
-    assert log == ["inner", "outer"]
-
-
 def test_a_job_has_the_modes_of_its_caller_and_no_gradients():
     queues, seen = HostQueues(), []
 
@@ -65,22 +49,6 @@ def test_a_job_has_the_modes_of_its_caller_and_no_gradients():
         queues.launch(lambda: buffer.add_(1), is_reduction=False).wait()
     assert seen == [(False, False), (True, False)]
     assert buffer.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_threads_end_with_the_queues_and_hold_nothing_in_between():
-    queues, is_gone = HostQueues(), threading.Event()
-    buffer = torch.zeros(5)
-    weakref.finalize(buffer, is_gone.set)
-    queues.launch(partial(buffer.add_, 1), is_reduction=False).wait()
-    queues.launch(lambda: None, is_reduction=True).wait()
-    del buffer
-    assert is_gone.wait(LIMIT_S)
-    threads = list(queues._threads.values())
-    assert len(threads) == 2
-    del queues
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
 
 
 def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues():
@@ -113,12 +81,9 @@ def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for
     with made as make, late_device.held("kernels"):  # the host waits for none of them
         source.add_(1)  # the jobs read it
         works = [queues.launch(lambda n=n: job(n), is_reduction=n > 0) for n in range(2)]
+        inner = partial(queues.launch, lambda: job(2), is_reduction=False)
         # A job may launch another of its queue.
-        works.append(
-            queues.launch(
-                lambda: queues.launch(lambda: job(2), is_reduction=False).wait(), is_reduction=False
-            )
-        )
+        works.append(queues.launch(lambda: inner().wait(), is_reduction=False))
         with reader:
             works[0].wait()
             copied = outs[0].clone()

@@ -112,8 +112,7 @@ def test_bytes_sent_between_steps_count_for_the_second(ranks):
     assert engine.comm_report() == whole  # still the last step's
     _train(engine, 1)
     (before, *others), (after, *same) = whole, engine.comm_report()
-    num_segments = len(engine.layout.segments)
-    assert after.num_calls == before.num_calls + num_segments
+    assert after.num_calls == before.num_calls + len(engine.layout.segments)
     assert others == same
     engine.backward(engine(rows(0, engine.rank)))
     engine.clip_grad_norm_(1.0)  # ranks agree on the gradient's statistics here, and not again

@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from support.hosts import connect, control_of
 
-import zero_core
-from zero_core.comm import p2p
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.shared_memory import SharedMemory, read_card
 from zero_core.errors import CollectiveError
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import spawn
 from zero_core.watch.beats import process_state
 
 NUMEL = 96  # of a shard
@@ -150,27 +148,6 @@ def _leaves_messages(rank, world_size):
 
 def test_messages_that_nobody_waits_for_do_not_block_later_ones():
     spawn(_leaves_messages, 2)
-
-
-def _drops_engines(rank, world_size):
-    first = None
-    for _ in range(4):
-        engine = zero_core.build(make_model(), Case(2).config())
-        engine.backward(engine(**batch(0, 0, rank))["loss"])
-        engine.step()
-        del engine
-        gc.collect()
-        assert not any(p2p._under_way.values())
-        first = first or len(os.listdir("/proc/self/fd"))
-        deadline = time.monotonic() + 30  # a thread's connection may close later
-        while len(os.listdir("/proc/self/fd")) > first and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(os.listdir("/proc/self/fd")) <= first
-
-
-@ON_LINUX
-def test_an_engine_that_is_dropped_leaves_no_message_and_no_descriptor():
-    spawn(_drops_engines, 2)
 
 
 def _fills_pipes(rank, world_size):

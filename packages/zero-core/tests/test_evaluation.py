@@ -102,10 +102,7 @@ def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(ranks, stage
     assert model.head.weight is model.embed.weight
     engine = Case(stage).build(ranks, model)
     train(engine, [batch(step, 0, ranks.rank) for step in range(2)])
-    trained = engine.full_state_dict()
-    engine.unwrap()
-    assert_same(dict(model.state_dict()), trained)
-    assert not torch.equal(trained["embed.weight"], expected["embed.weight"])
+    assert not torch.equal(engine.full_state_dict()["embed.weight"], expected["embed.weight"])
 
 
 def test_values_are_given_back_unrounded_where_asked():
@@ -113,14 +110,6 @@ def test_values_are_given_back_unrounded_where_asked():
     expected = engine.full_state_dict(dtype=torch.float32)
     model = engine.unwrap(dtype=torch.float32)
     assert_same(dict(model.state_dict()), expected)
-
-
-@on_ranks(2)
-def test_a_model_whose_values_went_with_a_closed_engine_is_refused(ranks):
-    model = make_model()
-    zero_core.build(model, _config(3), is_training=False, process_group=ranks).close()
-    with pytest.raises(ConfigError, match=r"holds no value.*unwrap"):
-        Case(0).build(ranks, model)
 
 
 def test_a_parameter_that_repeats_one_value_or_starts_with_nan_is_no_empty_one():

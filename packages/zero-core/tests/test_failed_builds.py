@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.tiers import MadeTier
 
 import zero_core
 from zero_core.errors import CollectiveError, ConfigError
@@ -118,24 +119,20 @@ def _no_optimizer():
 def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(ranks, stage):
     num_writes = 0
 
-    def broken(*, device_tier, **options):
-        class Broken(device_tier):
-            def write_state(self, *args):
-                nonlocal num_writes
-                num_writes += 1
-                if num_writes == 3 and ranks.rank == 1:
-                    raise OSError("disk full")
-                super().write_state(*args)
-
-        known = {"numel", "pieces", "params", "device", "optimizer_class", "groups", "param_store"}
-        return Broken(**{key: value for key, value in options.items() if key in known})
+    class Broken(MadeTier):
+        def write_state(self, *args):
+            nonlocal num_writes
+            num_writes += 1
+            if num_writes == 3 and ranks.rank == 1:
+                raise OSError("disk full")
+            super().write_state(*args)
 
     config = Case(stage).config()
     model, _ = _make(ranks, "ordinary")
     before = described(model, _no_optimizer(), has_places=stage < 3)
     kind, text = (OSError, "disk full") if ranks.rank == 1 else (RuntimeError, "rank 1: disk full")
     with pytest.raises(kind, match=text):
-        zero_core.build(model, config, process_group=ranks, state_tier=broken)
+        zero_core.build(model, config, process_group=ranks, state_tier=Broken.made)
     assert num_writes == 3
     assert described(model, _no_optimizer(), has_places=stage < 3) == before
     found = _result(zero_core.build(model, config, process_group=ranks))

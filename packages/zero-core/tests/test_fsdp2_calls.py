@@ -1,5 +1,7 @@
 """FSDP2's methods as calls of the engine: they change when units are gathered and released."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.launches import LoggedCollectives
@@ -94,42 +96,22 @@ def test_numbers_stay_the_same(ranks, change):
 
 
 @on_ranks(2)
-def test_last_backward_ends_the_step(ranks):
-    expected, _ = _build(ranks, accumulation=3)
-    engine, _ = _build(ranks)
-    for step in range(2):
-        for micro in range(3):
-            x = rows(3 * step + micro, ranks.rank)
+def test_gradients_wait_until_they_are_to_be_reduced_and_the_last_backward_ends_the_step(ranks):
+    (expected, _), (engine, log) = _build(ranks, accumulation=2), _build(ranks)
+    for micro in range(2):
+        x, is_last = rows(micro, ranks.rank), micro == 1
+        with nullcontext() if is_last else expected.no_sync():
             expected.backward(expected(x))
-            expected.step()
-            engine.set_is_last_backward(micro == 2)
-            engine.backward(engine(x), over=3)
-            engine.step()
-        assert engine.global_steps == expected.global_steps == step + 1
-    values = engine.full_state_dict()
-    assert_same(values, expected.full_state_dict())
-
-
-@on_ranks(2)
-def test_gradients_wait_until_they_are_to_be_reduced(ranks):
-    expected, _ = _build(ranks, accumulation=2)
-    with expected.no_sync():
-        expected.backward(expected(rows(0, ranks.rank)))
         expected.step()
-    expected.backward(expected(rows(1, ranks.rank)))
-    expected.step()
-    engine, _ = _build(ranks, accumulation=2)
-    engine.set_requires_gradient_sync(False)
-    engine.backward(engine(rows(0, ranks.rank)))
-    engine.step()
-    engine.set_requires_gradient_sync(True)
-    engine.backward(engine(rows(1, ranks.rank)))
-    engine.step()
+        engine.set_requires_gradient_sync(is_last)
+        engine.set_is_last_backward(is_last)
+        engine.backward(engine(x), over=2)
+        engine.step()
+        assert any(launch.kind == "r" for launch in log) == is_last
+    assert engine.global_steps == 1
     values = engine.full_state_dict()
     assert_same(values, expected.full_state_dict())
     engine.set_requires_gradient_sync(False)
-    engine.backward(engine(rows(0, ranks.rank)))
-    engine.step()
     engine.backward(engine(rows(0, ranks.rank)))
     with pytest.raises(RuntimeError, match=r"set_requires_gradient_sync\(True\)"):
         engine.step()
@@ -171,24 +153,17 @@ def test_generation_that_breaks_off_frees_what_it_kept(ranks):
 @on_ranks(2)
 def test_parts_are_without_hooks_while_all_blocks_stay_gathered(ranks):
     engine, _ = _build(ranks)
-    parts = [block[0] for block in engine.module.blocks]
-    x = rows(0, ranks.rank)
-
-    def num_hooked():
-        return sum(bool(part._forward_pre_hooks) for part in parts)
-
+    part, x = engine.module.blocks[1][0], rows(0, ranks.rank)
     with torch.no_grad(), engine.generating():
-        assert num_hooked() == len(parts)
         engine(x)
-        assert num_hooked() == 0
+        assert not part._forward_pre_hooks
         with torch.enable_grad():
             engine.backward(engine(x))
         engine.step()
-        assert num_hooked() == len(parts)
-        found = parts[1](x)  # a part that is called by itself has the new values
+        found = part(x)  # a part that is called by itself has the new values
         engine(x)
-        assert num_hooked() == 0
-    assert num_hooked() == len(parts)
+        assert not part._forward_pre_hooks
+    assert part._forward_pre_hooks
     values = engine.full_state_dict()
     expected = nn.functional.linear(x, values["blocks.1.0.weight"], values["blocks.1.0.bias"])
     assert torch.equal(found, expected)

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import zero_core
 from zero_core import RankMismatchError
 from zero_core.comm import control
 from zero_core.core import access
-from zero_core.testing.models import batch, make_model, seeded
-from zero_core.testing.oracle import Case, run_ddp
+from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
+from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train, train_steps
@@ -64,21 +63,14 @@ def _change(param, name):
 CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 
 
-HOW = (*((stage, False) for stage in range(4)), (1, True), (3, True))
-
-
-def _reaches_all(ranks, modifier, how=HOW):
-    """Check that all ranks train with the changes of rank ``modifier``.
-
-    ``how``: stages, each with whether the whole model is gathered.
-    """
+def _reaches_all(ranks, modifier):
     model = make_model()
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
             _change(model.get_parameter(name), name)
     oracle = Case().build(ranks, model)
     losses, values = train_steps(oracle, 0, 3), oracle.full_state_dict()
-    for stage, is_whole in how:
+    for stage, is_whole in (*((stage, False) for stage in range(4)), (1, True), (3, True)):
         engine = Case(stage).build(ranks)
         for name in CHANGED:
             param = engine.module.get_parameter(name)
@@ -95,6 +87,10 @@ def _reaches_all(ranks, modifier, how=HOW):
 @pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
 def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modifier):
     simulate(_reaches_all, world_size, modifier)
+
+
+def test_changes_reach_all_ranks_where_they_share_memory():
+    run_on_processes(_reaches_all, 3, 1)
 
 
 def _gathered(engine):
@@ -142,39 +138,22 @@ def test_it_nests(ranks, stage):
         assert torch.equal(engine.full_state_dict()["blocks.0.up.weight"], expected)
 
 
-class _Own(nn.Module):
-    """A model whose forward gathers a parameter of its own unit and one of another."""
-
-    def __init__(self):
-        super().__init__()
-        with seeded(0):
-            self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-            self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
-            self.engine = None
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x)) * self._factor()
-        return x.square().mean()
-
-    def _factor(self):
-        wanted = [self.scale, self.blocks[1].weight]
-        if self.engine is None:
-            return self.scale * self.blocks[1].weight.detach().norm()
-        with self.engine.gathered(params=wanted):
-            norm = self.blocks[1].weight.detach().norm()
-        return self.scale * norm
-
-
 @on_ranks(2)
 def test_within_a_forward_it_takes_nothing_away(ranks):
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(ranks.rank))
     results = []
     for is_asking in (False, True):
-        engine = Case(3 if is_asking else 0).build(ranks, _Own())
+        engine = Case(3).build(ranks, make_tower())
+        block, other = engine.module.blocks[1], engine.module.blocks[2][0].weight
+        wanted = [*block.parameters(), other]  # of its own unit, and of another
+
+        def ask(module, args, engine=engine, wanted=wanted):
+            with engine.gathered(params=wanted):
+                assert wanted[-1].detach().norm() > 0
+
         if is_asking:
-            vars(engine.module)["engine"] = engine
-        train(engine, [x, x])
+            for part in block:
+                part.register_forward_pre_hook(ask)
+        train(engine, [rows(step, ranks.rank) for step in range(2)])
         results.append(engine.full_state_dict())
     assert_same(*results)
 
@@ -237,40 +216,33 @@ def test_wrong_parameters_shapes_and_ranks_are_refused(ranks, stage):
     train_steps(engine, 0, 1)  # whatever was refused, all goes on
 
 
-def test_changes_reach_all_ranks_where_they_share_memory():
-    run_on_processes(_reaches_all, 3, 1, [(2, True), (3, False)])
-
-
-class _Distance(torch.autograd.Function):
-    """The mean squared distance of two projections, which gathers a teacher's weight by itself."""
+class _Projection(torch.autograd.Function):
+    """The mean square of a projection, which gathers a teacher's weight by itself."""
 
     @staticmethod
-    def forward(ctx, hidden, head, weight, teacher):
+    def forward(ctx, hidden, weight, teacher):
         with teacher.gathered(params=[weight]):
-            gap = head(hidden) - hidden @ weight.t()
-        ctx.save_for_backward(gap, weight)  # which torch does when this has returned
-        ctx.own = head.weight.detach().clone()
-        return gap.square().mean()
+            out = hidden @ weight.t()
+        ctx.save_for_backward(out, weight)  # which torch does when this has returned
+        return out.square().mean()
 
     @staticmethod
     def backward(ctx, grad):
-        gap, weight = ctx.saved_tensors
-        return grad * 2 / gap.numel() * gap @ (ctx.own - weight), None, None, None
+        out, weight = ctx.saved_tensors
+        return grad * 2 / out.numel() * out @ weight, None, None
 
 
 class _Student(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 5, bias=False)
-        self.head.weight.requires_grad_(False)
 
     def forward(self, x, weight, teacher):
         for block in self.blocks:
             x = torch.tanh(block(x))
         if teacher is None:
-            return (self.head(x) - x @ weight.t()).square().mean()
-        return _Distance.apply(x, self.head, weight, teacher)
+            return (x @ weight.t()).square().mean()
+        return _Projection.apply(x, weight, teacher)
 
 
 def _models():
@@ -280,12 +252,10 @@ def _models():
 
 @on_ranks(2)
 def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks):
-    expected, plain = _models()
-    optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
-    student, model = _models()
-    config = Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}).config()
-    teacher = zero_core.build(model, config, process_group=ranks)
-    engine = zero_core.build(student, config, process_group=ranks)
+    (expected, plain), (student, model) = _models(), _models()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    case = Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    teacher, engine = case.build(ranks, model), case.build(ranks, student)
     weight = model[1].weight
     x = torch.linspace(-1, 1, 24).view(4, 6)
     for _ in range(2):
@@ -305,8 +275,7 @@ def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks):
         weight.fill_(1.0)
     with pytest.raises(RuntimeError, match=r"shape \(5, 6\) has changed since"):
         engine.backward(loss)
-    loss = engine(x, weight, teacher)
-    engine.backward(loss)
+    engine.backward(engine(x, weight, teacher))
     engine.step()
     assert access.is_refused(weight)
 
@@ -314,11 +283,13 @@ def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks):
 LIMIT = 512
 
 
-def _full_state(ranks, dtype, stage):
-    """Return full_state_dict of all ranks and of rank 1, and bytes of what was gathered at once."""
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 3), ("bf16", 1), ("bf16", 0)])
+@on_ranks()
+def test_pieces_make_the_whole(ranks, dtype, stage, monkeypatch):
+    monkeypatch.setattr(control, "PIECE_BYTES", LIMIT)
     engine = Case(stage, dtype).build(ranks)
-    group = engine.sharded_state.control
-    sizes = []
+    group, sizes = engine.sharded_state.control, []
     gather = group.gather_on_device
 
     def measured(tensor):
@@ -327,48 +298,9 @@ def _full_state(ranks, dtype, stage):
         return found
 
     group.gather_on_device = measured
-    found = engine.full_state_dict(), engine.full_state_dict(rank=1), sizes
-    engine.close()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 3), ("bf16", 1), ("bf16", 0)])
-def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch):
-    whole = simulate(_full_state, world_size, dtype, stage)
-    monkeypatch.setattr(control, "PIECE_BYTES", LIMIT)
-    for rank, (full, of_one, sizes) in enumerate(simulate(_full_state, world_size, dtype, stage)):
-        expected = whole[rank][0]
-        assert list(full) == list(expected)
-        assert all(torch.equal(full[name], expected[name]) for name in expected)
-        assert list(of_one) == (list(expected) if rank == 1 else [])
-        assert max(sizes) <= LIMIT
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_one_rank_alone_reads_the_current_values(ranks, stage):
-    expected = run_ddp(Case(), ranks.rank, 3, ranks).values
-    engine = Case(stage).build(ranks)
-    train_steps(engine, 0, 3)
-    if ranks.rank == ranks.size - 1:  # alone: a collective would never end
-        found = engine.module.state_dict()
-        again = dict(engine.module.named_parameters())
-        for name, value in expected.items():
-            assert_same(found[name], value)
-            assert torch.equal(again[name], value)
-    train_steps(engine, 0, 1)  # and all goes on
-
-
-@on_ranks(2)
-def test_at_stage_3_the_values_stay_sharded(ranks):
-    engine = Case(3).build(ranks)
-    train_steps(engine, 0, 1)
-    before = engine.memory_report()
-    engine.publish()
-    assert engine.memory_report() == before
-    with pytest.raises(RuntimeError, match="stage 3 holds only"):
-        engine.module.embed.weight.sum()
-    with pytest.raises(RuntimeError, match="full_state_dict"):
-        engine.module.state_dict()
+    full, of_one = engine.full_state_dict(), engine.full_state_dict(rank=1)
+    assert max(sizes) <= LIMIT
+    expected = make_model().to(full["gain"].dtype).state_dict()
+    assert list(full) == list(expected)
+    assert_same(full, dict(expected))
+    assert_same(of_one, full if ranks.rank == 1 else {})

@@ -27,71 +27,50 @@ def _plan(**changed):
 
 
 ALONE = {"world_size": 1}
+ASKED = {"is_accumulated_given": True}
 NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
 
 
 @pytest.mark.parametrize(
-    ("given", "case", "kept"),
+    ("given", "case", "kept", "dtypes"),
     [
-        ({"stage": 0}, GradientCase.WHOLE_SUM, BOTH),
-        ({"stage": 1}, GradientCase.FULL_THEN_SHARD, BOTH),
-        ({"stage": 2}, GradientCase.SHARD, SHARDS),
-        ({"stage": 3}, GradientCase.SHARD, SHARDS),
-        ({"stage": 0, "owns_grads": True}, GradientCase.WHOLE_SUM, BOTH),
-        ({"stage": 1, "owns_grads": True}, GradientCase.PASS_ON, FULL),
-        ({"stage": 2, "owns_grads": True}, GradientCase.PASS_ON, NOTHING),
-        ({"stage": 3, "owns_grads": True}, GradientCase.PASS_ON, NOTHING),
-        ({"owns_grads": True, "is_accumulated": True}, GradientCase.SHARD, SHARDS),
-        ({**ALONE, "stage": 0}, GradientCase.ALONE, SHARDS),
-        ({**ALONE, "stage": 3}, GradientCase.ALONE, SHARDS),
-        ({**ALONE, "owns_grads": True}, GradientCase.PASS_ON, NOTHING),
-        ({**ALONE, "owns_grads": True, "is_accumulated": True}, GradientCase.ALONE, SHARDS),
-        ({"stage": 0, **ADDED}, GradientCase.WHOLE_SUM, BOTH),
-        ({"stage": 1, **ADDED}, GradientCase.PASS_ON_EACH, FULL),
-        ({"stage": 2, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING),
-        ({"stage": 3, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING),
-        ({**ALONE, "stage": 0, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING),
-        ({**ADDED, "is_accumulated": False}, GradientCase.PASS_ON, NOTHING),
+        ({"stage": 0}, GradientCase.WHOLE_SUM, BOTH, (FP32, FP32)),
+        ({"stage": 0, "communicated": FP32}, GradientCase.WHOLE_SUM, BOTH, (FP32, FP32)),
+        ({"stage": 1, "communicated": FP32}, GradientCase.FULL_THEN_SHARD, BOTH, (FP32, FP32)),
+        ({"stage": 2}, GradientCase.SHARD, SHARDS, (FP32, FP32)),
+        ({"stage": 3}, GradientCase.SHARD, SHARDS, (FP32, FP32)),
+        ({**ALONE, "stage": 0}, GradientCase.ALONE, SHARDS, (FP32, FP32)),
+        ({**ALONE, "stage": 3}, GradientCase.ALONE, SHARDS, (FP32, FP32)),
+        ({"stage": 0, "owns_grads": True}, GradientCase.WHOLE_SUM, BOTH, (FP32, BF16)),
+        ({"stage": 1, "owns_grads": True}, GradientCase.PASS_ON, FULL, (FP32, BF16)),
+        ({"stage": 2, "owns_grads": True}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
+        ({"stage": 3, "owns_grads": True}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
+        ({"owns_grads": True, "is_accumulated": True}, GradientCase.SHARD, SHARDS, (FP32, BF16)),
+        ({**ALONE, "owns_grads": True}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
+        ({**ALONE, **ADDED, "adds_grads": False}, GradientCase.ALONE, SHARDS, (FP32, BF16)),
+        # A tier adds what is communicated unless the user says otherwise. At stage 0 the engine
+        # adds up the whole sum of such terms.
+        ({"stage": 0, **ADDED}, GradientCase.WHOLE_SUM, BOTH, (BF16, FP32)),
+        ({"stage": 0, **ADDED, **ASKED}, GradientCase.WHOLE_SUM, BOTH, (FP32, FP32)),
+        ({"stage": 1, **ADDED}, GradientCase.PASS_ON_EACH, FULL, (BF16, BF16)),
+        ({"stage": 2, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING, (BF16, BF16)),
+        ({"stage": 2, **ADDED, **ASKED}, GradientCase.PASS_ON_EACH, NOTHING, (FP32, FP32)),
+        ({**ADDED, "communicated": FP32}, GradientCase.PASS_ON_EACH, NOTHING, (FP32, FP32)),
+        ({**ALONE, "stage": 0, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING, (BF16, BF16)),
+        ({**ADDED, "is_accumulated": False}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
         # A narrower sum than the tier's is what the user asked for.
-        ({**ADDED, "accumulated": BF16, "is_accumulated_given": True}, GradientCase.SHARD, SHARDS),
+        ({**ADDED, **ASKED, "accumulated": BF16}, GradientCase.SHARD, SHARDS, (BF16, BF16)),
     ],
     ids=str,
 )
-def test_buffers_are_kept_or_borrowed_when(given, case, kept):
+def test_gradients_are_kept_or_borrowed_rounded_and_offered_when(given, case, kept, dtypes):
     plan = _plan(**given)
-    assert (plan.case, plan.is_full_kept, plan.is_shard_kept) == (
-        case,
-        "full" in kept,
-        "shard" in kept,
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        # The sum takes the memory of the gradient when dtypes agree.
-        ({"stage": 0}, {"is_sum_in_full": False, "offered": FP32}),
-        ({"stage": 0, "communicated": FP32}, {"is_sum_in_full": True, "offered": FP32}),
-        ({"stage": 1, "communicated": FP32}, {"is_sum_in_full": False, "offered": FP32}),
-        ({"stage": 0, "owns_grads": True}, {"is_sum_in_full": False, "offered": BF16}),
-        ({"stage": 3, "owns_grads": True}, {"is_sum_in_full": False, "offered": BF16}),
-        # A tier adds what is communicated unless the user says otherwise.
-        ({}, {"rounded": FP32, "offered": FP32}),
-        ({"owns_grads": True, "is_accumulated": True}, {"rounded": FP32, "offered": BF16}),
-        ({"stage": 2, **ADDED}, {"rounded": BF16, "offered": BF16}),
-        ({"stage": 0, **ADDED}, {"rounded": BF16, "offered": FP32}),  # the whole sum of such terms
-        ({"stage": 0, "world_size": 1, **ADDED}, {"rounded": BF16, "offered": BF16}),
-        ({"stage": 2, **ADDED, "is_accumulated_given": True}, {"rounded": FP32, "offered": FP32}),
-        ({"stage": 0, **ADDED, "is_accumulated_given": True}, {"rounded": FP32, "offered": FP32}),
-        ({"stage": 2, **ADDED, "communicated": FP32}, {"rounded": FP32, "offered": FP32}),
-        # Gradients are divided by the ranks when their mean is asked for.
-        ({"is_summed": False, "world_size": 4}, {"predivide": 0.25}),
-        ({"is_summed": True, "world_size": 4}, {"predivide": 1.0}),
-        ({"is_summed": False, "world_size": 1}, {"predivide": 1.0}),
-    ],
-    ids=str,
-)
-def test_a_gradient_has_the_dtypes_and_factor_of_its_plan(given, expected):
-    plan = _plan(**given)
-    assert {name: getattr(plan, name) for name in expected} == expected
-    assert plan.normed == (torch.float64 if given.get("adds_grads") else None)
+    found = plan.case, plan.is_full_kept, plan.is_shard_kept
+    assert found == (case, "full" in kept, "shard" in kept)
+    assert (plan.rounded, plan.offered) == dtypes
+    # The sum takes the memory of the gradient when dtypes agree.
+    is_whole = case is GradientCase.WHOLE_SUM
+    assert plan.is_sum_in_full == (is_whole and given.get("communicated") is FP32)
+    # Sums of a tier's own have norms in double precision.
+    is_tiers = given.items() >= ADDED.items() and given.get("accumulated") is not BF16
+    assert plan.normed is (torch.float64 if is_tiers else None)

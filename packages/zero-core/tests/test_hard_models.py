@@ -11,9 +11,10 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointError
-from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
+from zero_core.testing.models import batch, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes, run_on_processes
+from zero_core.testing.scenarios import SCENARIOS, evaluate, micro_step
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, train
 
@@ -92,24 +93,6 @@ def test_unreduced_gradients_of_one_rank_are_reduced_by_all(run, stage):
     run(_late, 2, stage)
 
 
-@on_ranks(2)
-def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks):
-    results = []
-    for stage in range(3):
-        engine = _build(ranks, stage, accumulation=2)
-        for step in range(2):
-            for micro in range(2):
-                loss = engine(rows(step, ranks.rank))
-                is_idle = micro == 1 and (ranks.rank == 1 or step == 1)
-                engine.backward(torch.zeros((), requires_grad=True) if is_idle else loss)
-                engine.step()
-        assert (engine.global_steps, engine.skipped_steps) == (2, 0)
-        results.append(engine.full_state_dict())
-    for one, other in pairwise(results):
-        assert_same(one, other)
-    assert not torch.equal(results[0]["head.weight"], make_tower().head.weight)
-
-
 def _skips_several(ranks):
     engine = _build(ranks, 3)
     blocks, x = engine.module.blocks, rows(0, ranks.rank)
@@ -148,18 +131,6 @@ def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(ranks):
     block = max(sum(s.padded_numel for s in u.segments) for u in engine.layout.units if u.index)
     root = sum(s.padded_numel for s in engine.layout.units[0].segments)
     assert engine.memory_report()["gathered units"] <= 4 * (2 * block + root)
-
-
-@on_ranks(2)
-def test_every_rank_starts_from_rank_zeros_values(ranks):
-    with seeded(ranks.rank):
-        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    model[1].running_mean.fill_(ranks.rank)
-    engine = Case(stage=3).build(ranks, model)
-    with seeded(0):
-        expected = nn.Linear(3, 2).weight
-    assert torch.equal(engine.full_state_dict()["0.weight"], expected)
-    assert (engine.module[1].running_mean == 0).all()
 
 
 @on_processes(2)
@@ -203,6 +174,9 @@ def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog)
             handle = engine.module.first.weight.register_hook(fail)
             with pytest.raises(ArithmeticError):
                 engine.backward(engine(rows(1, 0)) + loss)
+            for take in (engine.step, lambda e=engine: e.clip_grad_norm_(1.0)):
+                with pytest.raises(RuntimeError, match="the last backward did not end"):
+                    take()
         train(engine, [rows(0, 0), rows(1, 0)])
         assert engine.global_steps == 1
         results.append(engine.full_state_dict())
@@ -229,28 +203,15 @@ def test_gradients_from_before_build_are_forgotten():
     assert norms[0] == norms[1]
 
 
-@on_ranks(2)
-def test_a_parameter_without_elements_is_carried_along(ranks):
-    model = make_tower()
-    model.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
-    engine = Case(stage=3).build(ranks, model)
-    train(engine, [rows(0, ranks.rank)])
-    assert engine.full_state_dict()["nothing"].shape == (0,)
-
-
 def test_half_precision_accumulation_keeps_small_gradients():
-    torch.manual_seed(0)
+    top = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    top["fp16"] = {"enabled": True, "loss_scale": 65536.0}
     updates = []
-    for keys in ({}, {"data_types": {"grad_accum_dtype": "fp16"}}):
+    for dtype in (None, "fp16"):
         model = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(model.weight)
-        config = {
-            "train_batch_size": 1,
-            "fp16": {"enabled": True, "loss_scale": 65536.0},
-            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-            **keys,
-        }
-        engine = zero_core.build(model, config)
+        case = Case(top=top | {"data_types": {"grad_accum_dtype": dtype}})
+        engine = case.build(model=model)
         engine.backward(engine(torch.ones(1, 4)).float().sum() * 2e-8)
         engine.step()
         updates.append(engine.full_state_dict(dtype=torch.float32)["weight"])
@@ -274,67 +235,24 @@ def test_a_plain_backward_in_fp16_needs_the_loss_scale():
     assert (engine.global_steps, engine.skipped_steps) == (1, 0)
 
 
-def _fail(grad):
-    raise ArithmeticError("breaks off")
-
-
-class _Breaking(Tower):
-    """Breaks off between two blocks, in what ``where`` says."""
-
-    where = ""
-
-    def _run(self, x, chosen):
-        for index in chosen:
-            x = x + self.blocks[index](x)
-            if self.where == "backward" and index == 1:
-                x.register_hook(_fail)
-            if self.where == "forward" and index == 2:
-                raise ArithmeticError("breaks off")
-            if self.where == "interrupt" and index == 2:
-                raise KeyboardInterrupt
-        return x
-
-
-def _make():
-    with seeded(1):
-        return _Breaking()
-
-
-def _train(ranks, stage, where):
-    model = _make()
-    engine = Case(stage).build(ranks, model)
-    losses = []
-    for step in range(3):
-        x = rows(step, ranks.rank)
-        model.where = where if step else ""
-        if model.where == "interrupt":
-            with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(step == 2):
-                model(x)
-        elif model.where:
-            with pytest.raises(ArithmeticError, match="breaks off"):
-                engine.backward(engine(x))
-        if model.where == "backward":
-            for take in (engine.step, lambda: engine.clip_grad_norm_(1.0)):
-                with pytest.raises(RuntimeError, match="the last backward did not end"):
-                    take()
-        model.where = ""
-        losses += train(engine, [x])
-    assert engine.global_steps == 3
-    return losses
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (3, 2), (1, 3), (2, 3), (3, 3)])
-def test_training_goes_on_after_it_broke_off(world_size, stage, where):
-    found = simulate(_train, world_size, stage, where)
-    assert found == simulate(_train, world_size, stage, "")
+@on_ranks()
+def test_training_goes_on_after_it_broke_off(ranks, stage, tmp_path):
+    breaks_off, _ = SCENARIOS["breaks off"]
+    first, _, *rest = breaks_off(Case(stage).build(ranks), tmp_path)
+    engine = Case(stage).build(ranks)
+    straight = [micro_step(engine, step) for step in range(3)]
+    assert [first, *rest] == [*straight, evaluate(engine, 2)]
 
 
 @on_ranks(2)
 def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks):
-    model = _make()
-    engine = Case(stage=3).build(ranks, model)
-    model.where = "interrupt"
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    engine = _build(ranks, 3)
+    model = engine.module
+    model.blocks[2].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine(torch.ones(2, 7))
     with engine.gathered(modifier_rank=0):

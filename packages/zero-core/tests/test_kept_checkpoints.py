@@ -183,16 +183,15 @@ def test_checkpoint_is_verified_described_and_exported_without_an_engine(tmp_pat
     train_small(engine)
     engine.save_checkpoint(tmp_path, "t", {"epoch": 3})
     told = []
-
-    def note(done, total):
-        told.append((done, total))
-
     found = zero_core.inspect_checkpoint(tmp_path)
-    assert zero_core.verify_checkpoint(tmp_path, progress=note) == found["bytes"]
+    assert (
+        zero_core.verify_checkpoint(tmp_path, progress=lambda *now: told.append(now))
+        == found["bytes"]
+    )
     assert told[-1] == (found["bytes"], found["bytes"])
     assert (found["step"], found["tags"], found["client_state"]) == (1, ["t"], ["epoch"])
     written = zero_core.export_checkpoint(
-        tmp_path, tmp_path / "hf", dtype=torch.bfloat16, progress=note
+        tmp_path, tmp_path / "hf", dtype=torch.bfloat16, progress=lambda *now: told.append(now)
     )
     assert told[-1] == (len(written), found["parameters"])
     exported = load_file(tmp_path / "hf" / "model.safetensors")

