@@ -10,10 +10,11 @@ fixed seed and writes `LIST`. ``run`` applies one mutant at a time to a copy of 
 test files that reach its line, stops at the first failure, and saves each verdict in `LIST`: first
 those named like the source, then the fastest, `MOST_FILES` in all. So "survived" may be wrong,
 "killed" is not: survivors were run again by hand on the files that see what they change, and
-"equivalent" is a judgement, and "gone" a line that the sources lost. All three continue where they stopped. A file that runs `PATIENCE_S`
-longer than without the mutant counts as a failure. A file that is newer than ``reach`` is taken to
-reach what the files did whose tests it has (``former_tests.tsv``), else every line if it is named
-like the source. The environment must have all packages with their test groups, and coverage.
+"equivalent" is a judgement, and "gone" a line that the sources lost. All three continue where they
+stopped. A file that runs `PATIENCE_S` longer than without the mutant counts as a failure. A file
+that is newer than ``reach`` is taken to reach what the files did whose tests it has
+(``former_tests.tsv``), else every line if it is named like the source. The environment must have
+all packages with their test groups, and coverage.
 """
 
 from __future__ import annotations
