@@ -294,8 +294,10 @@ def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(ranks
     assert engine.skipped_steps == 0
 
 
-def _train(ranks, way, stage):
-    engine, _ = _build(ranks, stage, way)
+def _train(ranks, way, stage, *, is_compiled=False):
+    engine, model = _build(ranks, stage, way)
+    if is_compiled:
+        model.compile(backend="aot_eager")
     train(engine, [_ids(step, ranks.rank).to(ranks.device) for step in range(3)])
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
     engine.close()
@@ -312,41 +314,7 @@ def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late():
         assert_same(found, expected)
 
 
-class _Layer(nn.Linear):
-    """A block with a forward of its own, which torch 2.10 compiles: not that with the loop."""
-
-    def forward(self, x):
-        return torch.tanh(super().forward(x))
-
-
-class _Head(nn.Module):
-    """A model without hooks of its own, which reads its head past its module."""
-
-    def __init__(self):
-        super().__init__()
-        with seeded(0):
-            self.embed = nn.Embedding(7, WIDTH)
-            self.blocks = nn.ModuleList(_Layer(WIDTH, WIDTH) for _ in range(DEPTH))
-            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return functional.linear(x, self.head.weight).square().mean()
-
-
 @on_processes(2)
 def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits(ranks):
-    found = []
-    for is_compiled in (False, True):
-        model = _Head()
-        engine = Case(3).build(model=model)
-        assert engine.layout.has_tail
-        if is_compiled:
-            model.compile(backend="aot_eager")
-        losses = train(engine, [_ids(step, ranks.rank) for step in range(3)])
-        found.append((losses, engine.full_state_dict()))
-        engine.close()
+    assert_same(*(_train(ranks, "read last", 3, is_compiled=how) for how in (False, True)))
     assert counters["stats"]["unique_graphs"] >= 1
-    assert_same(*found)
