@@ -121,11 +121,36 @@ def saved_by_autograd(model, inputs):
     return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in own)
 
 
-# On a CPU bf16 LayerNorm keeps its statistics in bf16, on meta and accelerators in fp32.
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 0.0), ("bf16", 0.05)])
-def test_activations_are_what_autograd_saves(dtype, tolerance):
-    inputs = batch(0, 0, 0)
-    model = make_model()
+class Attention(nn.Module):
+    """A model with causal, masked and grouped-query attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(32, 32)
+        self.heads = nn.Linear(32, 16)
+
+    def forward(self, x):
+        attend = nn.functional.scaled_dot_product_attention
+        q = self.project(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k = self.heads(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+        masked = attend(q, q, q, attn_mask=mask)
+        y = masked + attend(q, k, k, is_causal=True, enable_gqa=True)
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "dtype", "tolerance"),
+    [
+        (make_model, batch(0, 0, 0), "fp32", 0.0),
+        # On a CPU bf16 LayerNorm keeps its statistics in bf16, on meta and accelerators in fp32.
+        (make_model, batch(0, 0, 0), "bf16", 0.05),
+        (Attention, {"x": torch.ones(2, 64, 32)}, "fp32", 0.0),
+        (Attention, {"x": torch.ones(2, 64, 32, dtype=torch.bfloat16)}, "bf16", 0.0),
+    ],
+)
+def test_activations_are_what_autograd_saves(make, inputs, dtype, tolerance):
+    model = make()
     before = {n: (p.dtype, p.device) for n, p in model.named_parameters()}
     planned = zero_core.plan(model, make_config(3, dtype), 2, example_inputs=inputs)
     assert {n: (p.dtype, p.device) for n, p in model.named_parameters()} == before
@@ -171,34 +196,6 @@ class _Casts(TorchDispatchMode):
             storage = made.untyped_storage()
             self.made.append((tuple(made.shape), StorageWeakRef(storage), storage.nbytes()))
         return made
-
-
-class Attention(nn.Module):
-    """A model with causal, masked and grouped-query attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(32, 32)
-        self.heads = nn.Linear(32, 16)
-
-    def forward(self, x):
-        attend = nn.functional.scaled_dot_product_attention
-        q = self.project(x).unflatten(-1, (4, 8)).transpose(1, 2)
-        k = self.heads(x).unflatten(-1, (2, 8)).transpose(1, 2)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
-        masked = attend(q, q, q, attn_mask=mask)
-        y = masked + attend(q, k, k, is_causal=True, enable_gqa=True)
-        return y.sum()
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_attention_saves_what_a_fused_kernel_saves(dtype):
-    model = Attention()
-    x = torch.randn(2, 64, 32)
-    planned = zero_core.plan(model, make_config(3, dtype), 2, example_inputs=(x,))
-    if dtype == "bf16":
-        model, x = model.bfloat16(), x.bfloat16()
-    assert planned.memory.device["activations"] == saved_by_autograd(model, {"x": x})
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -89,10 +89,6 @@ def engine_of(make, stage, ranks, **zero):
     )
 
 
-def values_of(engine):
-    return engine.full_state_dict(dtype=torch.float32)
-
-
 def trained(engine, rank, steps):
     train(engine, [batch(step, 0, rank) for step in steps])
     return engine
@@ -104,13 +100,7 @@ def train_whole(make, ranks, steps=STEPS):
     wrapped = SimulatedDDP(model, ranks)
     for step in range(steps):
         step_ddp(wrapped, optimizer, batch(step, 0, ranks.rank))
-    return {name: p.detach() for name, p in model.named_parameters()}, optimizer
-
-
-def check_equal(engine, expected, what=None):
-    found = values_of(engine)
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), (key, what)
+    return dict(model.state_dict()), optimizer
 
 
 @pytest.mark.parametrize(
@@ -128,7 +118,7 @@ def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(ranks, name
         grid += [(0, {}), (1, {}), (3, {})]
     for stage, zero in grid:
         engine = trained(engine_of(make, stage, ranks, **zero), ranks.rank, range(STEPS))
-        check_equal(engine, expected, (stage, zero))
+        assert_same(engine.full_state_dict(), expected)
         ours = engine.optimizer.param_groups[0]
         assert ours.get("num_calls") == theirs.param_groups[0].get("num_calls")
         engine.close()
@@ -171,14 +161,14 @@ def _resumes(ranks, name, stages, folder, sizes):
     else:  # stage 0 from the same checkpoint: no rank lacks anything there
         engine = engine_of(make, 0, ranks)
         engine.load_checkpoint(folder)
-        expected = values_of(trained(engine, ranks.rank, range(2, 4)))
+        expected = trained(engine, ranks.rank, range(2, 4)).full_state_dict()
     engine = engine_of(make, stages[1], ranks)
     engine.load_checkpoint(folder)
     assert engine.optimizer.param_groups[0].get("num_calls", 2) == 2
     if name == "of two kinds":  # numbers beside slices stay numbers
         counts = [repr(state["count"]) for state in engine.optimizer.state.values()]
         assert max(counts) == "2"
-    check_equal(trained(engine, ranks.rank, range(2, 4)), expected)
+    assert_same(trained(engine, ranks.rank, range(2, 4)).full_state_dict(), expected)
 
 
 @pytest.mark.parametrize(
@@ -248,13 +238,13 @@ def test_own_states_are_restored_all_or_none(ranks, name, stage):
     fresh = own(engine)
     trained(engine, ranks.rank, range(2))
     with other.gathered(modifier_rank=0) as module:
-        module.load_state_dict(values_of(engine))
+        module.load_state_dict(engine.full_state_dict())
     saved = own(engine)
     other.states.load_own(saved)
     assert [scalars for scalars, _ in own(other).values()] == [s for s, _ in saved.values()]
     for one in (engine, other):
         trained(one, ranks.rank, range(2, 4))
-    check_equal(other, values_of(engine))
+    assert_same(other.full_state_dict(), engine.full_state_dict())
     before = own(other)
     name = next((n for n in reversed(names) if before[n][1]), None)
     if name is not None:
