@@ -1,6 +1,7 @@
 """The vertical schedule: the horizontal one's bits, two passes of gathers, and what it refuses."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,13 +56,6 @@ class _UnevenBlock(nn.Module):
     def forward(self, x):
         y = self.inner(x)
         return {"x": x + (self.side(y) if x.shape[0] % 2 else y), "gate": y.sigmoid().mean()}
-
-
-class _Box:
-    """An object of no known type that hides a tensor."""
-
-    def __init__(self, held):
-        self.held = held
 
 
 class _Decoder(nn.Module):
@@ -138,7 +132,7 @@ def _crosses(net, x):
 
 
 def _boxes(net, x):
-    box = _Box(net.first(x))
+    box = SimpleNamespace(held=net.first(x))  # an object of no known type that hides a tensor
     for block in net.blocks:
         x, _ = block(x, memory=box)
     return x
