@@ -71,8 +71,7 @@ def _norm(model):
 
 
 def _build(ranks=None, **case):
-    model = make_model()
-    return Case(**case).build(ranks, model, optimizer=adamw(model))
+    return Case(**case).build(ranks)
 
 
 @pytest.mark.sampled(3)

@@ -141,15 +141,11 @@ def _on_device(schedule, **further):
     return _plan(schedule, device_type="accelerator", **further).memory.device
 
 
-def test_plan_counts_inputs_and_gradients_of_all_micro_batches_or_two_beside_the_host():
+def test_plan_counts_gradients_of_all_micro_batches_or_two_beside_the_host():
     here, away = (_on_device("vertical", is_on_host=on) for on in (False, True))
-    moved = STEPS * DEPTH * INPUT_BYTES
-    assert here["activations"] - away["activations"] == moved - 2 * INPUT_BYTES
     assert here["gradients of tied weights"] == STEPS * GRADIENT_BYTES
     assert away["gradients of tied weights"] == 2 * GRADIENT_BYTES
-    here, away = (_on_device("horizontal", is_on_host=on) for on in (False, True))
-    assert here["activations"] - away["activations"] == (DEPTH - 2) * INPUT_BYTES
-    assert "gradients of tied weights" not in here
+    assert "gradients of tied weights" not in _on_device("horizontal")
     here, away = (
         _plan("vertical", is_on_host=on, device_type="cpu").memory for on in (False, True)
     )
