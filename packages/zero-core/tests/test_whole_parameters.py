@@ -188,12 +188,14 @@ def test_checkpoint_resumes_with_other_ranks_and_another_stage(tmp_path, name, s
     simulate(_resumes, sizes[1], name, stages, str(tmp_path), sizes)
 
 
-def _states_by_name(ranks, name):
+@pytest.mark.parametrize("name", ["LionLike", "Adafactor"])  # whose states have shapes of their own
+@on_ranks(3)
+def test_states_are_read_and_set_by_name_and_each_is_on_one_rank(ranks, name):
     _, theirs = train_whole(OPTIMIZERS[name], ranks)
     engine = trained(engine_of(OPTIMIZERS[name], 3, ranks), ranks.rank, range(STEPS))
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
     params = dict(zip(names, theirs.param_groups[0]["params"], strict=True))
-    numel = 0
+    numel = whole = 0
     for key, param in params.items():
         expected = theirs.state.get(param, {})
         assert set(engine.states.of(key)) in (set(), set(expected))
@@ -201,6 +203,7 @@ def _states_by_name(ranks, name):
             assert torch.equal(engine.states.get_full(key, what), value), (key, what)
             if what == "exp_avg":
                 numel += engine.states.get_local(key, what).numel()
+                whole += value.numel()
     assert set(engine.optimizer.state) <= set(engine.module.parameters())
     held = engine.optimizer.state.values()
     assert sum(v["exp_avg"].numel() for v in held if "exp_avg" in v) == numel
@@ -213,16 +216,9 @@ def _states_by_name(ranks, name):
         engine.states.set_full(key, torch.ones(*shape, 2), what)
     with pytest.raises(KeyError, match="no state 'momentum'"):
         engine.states.get_full(key, "momentum")
-    return numel, bool(engine.states.of(key))
-
-
-@pytest.mark.parametrize("name", ["LionLike", "Adafactor"])  # whose states have shapes of their own
-def test_states_are_read_and_set_by_name_and_each_is_on_one_rank(name):
-    numels, is_held = zip(*simulate(_states_by_name, 3, name), strict=True)
-    assert sum(is_held) == 1
-    if name == "LionLike":
-        assert min(numels) > 0
-        assert sum(numels) == simulate(_states_by_name, 1, name)[0][0]
+    held = torch.tensor([numel, bool(engine.states.of(key))])
+    assert ranks.connect().sum(held).tolist() == [whole, 1]
+    assert (numel > 0) == (name == "LionLike")
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -277,7 +273,8 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def _sends_block_by_block(ranks):
+@on_ranks(3)
+def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     model, found = Deep(), []
     engine = zero_core.build(
         model, config_of(3), optimizer=LionLike(model.parameters()), process_group=ranks
@@ -287,21 +284,15 @@ def _sends_block_by_block(ranks):
         (row,) = [row for row in engine.comm_report() if row.content == "whole parameters"]
         assert row.num_calls == 12  # each block apart, to its owner and back
         found.append(row.sent_bytes)
-    numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
-    return *found, sum(numels) * 4, model.blocks[0].weight.nbytes
-
-
-def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones():
-    rows = simulate(_sends_block_by_block, 3)
-    (matrix,) = {matrix for *_, matrix in rows}
+    matrix = model.blocks[0].weight.nbytes
     # 2/3 of a matrix with its gradient go to the owner, 2/3 of the new values to the others.
-    sent = [sum(row[i] for row in rows) for i in (0, 1)]
-    assert sent[0] == pytest.approx(6 * 2 * matrix, rel=0.03)
-    assert sent[1] == pytest.approx(2 * 2 * matrix, rel=0.03)
+    sent = ranks.connect().sum(torch.tensor(found)).tolist()
+    assert sent == pytest.approx([6 * 2 * matrix, 2 * 2 * matrix], rel=0.03)
     settings = {**config_of(3), **ADAFACTOR}
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
     owned = 2 * matrix  # by each rank
-    assert {row[2] for row in rows} == {owned}
+    numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
+    assert 4 * sum(numels) == owned
     assert 2 * owned < planned <= 2 * (owned + 2 * matrix)
 
 
