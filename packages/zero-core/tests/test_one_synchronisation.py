@@ -136,7 +136,9 @@ def _order_of_a_step(engine):
     return [what for what in seen if what == "wait" or "_fused_adamw_" in what]
 
 
-def _the_update_is_enqueued_before_the_host_reads_the_decision(folder):
+@alone
+def test_the_update_is_enqueued_before_the_host_reads_the_decision():
+    late_device.load()
     engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
     engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change the groups
@@ -156,20 +158,22 @@ class BrokenOff(MadeTier):
             raise KeyboardInterrupt
 
 
-def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder):
+@alone
+def test_a_step_that_was_broken_off_after_its_update_needs_a_load(tmp_path):
+    late_device.load()
     engine = Training(dtype="bf16").build(model=make(), state_tier=BrokenOff.made)
     found = []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH, device="late")))
         if not found:
             engine.step()
-            engine.save_checkpoint(folder)
+            engine.save_checkpoint(tmp_path)
         else:
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
             with pytest.raises(RuntimeError, match=r"step\(\) was left in the middle"):
                 engine.step()
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(tmp_path)
         found.append(
             [engine.sharded_state.tier.read_scalars(0), *engine.full_state_dict().values()]
         )
@@ -179,7 +183,9 @@ def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder):
     engine.close()
 
 
-def _groups_with_other_kernels_are_updated_after_the_decision(folder):
+@alone
+def test_groups_with_other_kernels_are_updated_after_the_decision():
+    late_device.load()
     model = make()
     groups = [
         {"params": [*model.first.parameters(), *model.head.parameters()], "fused": True},
@@ -192,18 +198,3 @@ def _groups_with_other_kernels_are_updated_after_the_decision(folder):
     after = engine.full_state_dict()
     assert not any(torch.equal(before[name], after[name]) for name in before)
     engine.close()
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        _the_update_is_enqueued_before_the_host_reads_the_decision,
-        _groups_with_other_kernels_are_updated_after_the_decision,
-        _a_step_that_was_broken_off_after_its_update_needs_a_load,
-    ],
-    ids=lambda what: what.__name__.strip("_"),
-)
-@alone
-def test_a_late_device(what, tmp_path):
-    late_device.load()
-    what(tmp_path)
