@@ -123,18 +123,13 @@ def test_device_has_two_gradients_however_many_micro_batches():
     assert many - few < 4 * INPUT_BYTES + GRADIENT_BYTES / 2
 
 
-def _plan(
-    schedule, model=None, *, inputs=None, world_size=1, is_on_host=False, steps=STEPS, **further
-):
+def _plan(schedule, model=None, *, inputs=None, is_on_host=False, **further):
     with torch.device("meta"):
         model = model or _Net()
         inputs = torch.zeros(ROWS, dtype=torch.long) if inputs is None else inputs
-    config = _config(
-        steps=steps,
-        accumulation_schedule=schedule,
-        activation_checkpointing={"cpu_checkpointing": is_on_host},
-    )
-    return zero_core.plan(model, config, world_size, example_inputs=[inputs], **further)
+    again = {"cpu_checkpointing": is_on_host}
+    config = _config(accumulation_schedule=schedule, activation_checkpointing=again)
+    return zero_core.plan(model, config, 1, example_inputs=[inputs], **further)
 
 
 def _on_device(schedule, **further):
