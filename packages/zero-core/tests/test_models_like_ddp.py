@@ -338,23 +338,6 @@ def test_losses_and_values_are_those_of_ddp(ranks, name, stage):
     check_like_ddp(ranks, make, draw, case, steps=steps, atol=atol)
 
 
-@on_ranks(3)
-def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks):
-    ddp, engine = SimulatedDDP(make_tower(), ranks), Case(3).build(ranks, make_tower())
-    optimizer = adamw(ddp.module)
-    for number, left_out in enumerate([(3, None), (None, 3), (1, 3), (0, 2)]):
-        used = [[b for b in range(4) if b != block or ranks.rank == 0] for block in left_out]
-        x = rows(number, ranks.rank)
-        losses = [sum(model(x, blocks) for blocks in used) for model in (ddp, engine)]
-        for loss in losses:
-            loss.backward()
-        ddp.average_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step()
-        assert torch.equal(*losses)
-
-
 @on_processes(2)
 def test_processes_end_when_one_leaves_out_or_skips_blocks(ranks):
     for draw in (_branching, _without_blocks):
@@ -387,34 +370,41 @@ def test_accumulation_hook_sees_the_gradient_only_when_registered_before_build(r
     assert seen[1] is None
 
 
-def _penalized(model, x):
+def _penalized(model, number, rank):
     """Return a loss with penalties on the gradient and on a gradient of that."""
+    x = rows(number, rank).requires_grad_()
     out = model(x)
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
     (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
     return out + grad.square().mean() + second.square().mean()
 
 
+def _of_two_forwards(model, number, rank):
+    """Return a loss of two forwards, of which each leaves out a block on all ranks but one."""
+    left_out = [(3, None), (None, 3), (1, 3), (0, 2)][number]
+    used = [[b for b in range(4) if b != block or rank == 0] for block in left_out]
+    return sum(model(rows(number, rank), blocks) for blocks in used)
+
+
+@pytest.mark.parametrize("loss_of", [_penalized, _of_two_forwards])
 @on_ranks(3)
-def test_gradient_penalty_follows_torch_at_every_stage(ranks):
+def test_losses_beside_a_forward_follow_ddp_at_every_stage(ranks, loss_of):
     engines = [Case(stage).build(ranks, make_tower()) for stage in range(4)]
-    model = make_tower()
-    ddp = SimulatedDDP(model, ranks)
-    optimizer = adamw(model)
-    for step in range(3):
-        x = rows(step, ranks.rank).requires_grad_()
-        loss = _penalized(ddp, x)
+    ddp = SimulatedDDP(make_tower(), ranks)
+    optimizer = adamw(ddp.module)
+    for number in range(4):
+        loss = loss_of(ddp, number, ranks.rank)
         loss.backward()
         ddp.average_gradients()
         optimizer.step()
         optimizer.zero_grad()
         for engine in engines:
-            found = _penalized(engine, x)
+            found = loss_of(engine, number, ranks.rank)
             assert torch.equal(found, loss)
             engine.backward(found)
             engine.step()
     for engine in engines:
-        assert_same(engine.full_state_dict(), dict(model.state_dict()))
+        assert_same(engine.full_state_dict(), dict(ddp.module.state_dict()))
 
 
 @pytest.mark.parametrize(("stage", "again"), [(0, {}), (1, None), (2, {}), (3, None)])

@@ -17,7 +17,7 @@ from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Links
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import HostQueues
-from zero_core.testing import spawn
+from zero_core.testing import on_processes
 
 NUMEL = 37  # of a shard: odd, and divides by nothing
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
@@ -191,7 +191,13 @@ def _check(native):
     _refusals(native)
 
 
-def _exchange(rank, world_size, per_node):
+@pytest.mark.parametrize(
+    ("world_size", "per_node"),
+    [(1, 1), (3, 1), (3, 3), (4, 2), pytest.param(6, 3, marks=pytest.mark.slow)],
+)
+@on_processes()
+def test_hosts_exchange_what_torch_distributed_would(ranks, per_node):
+    rank, world_size = ranks.rank, ranks.size
     native, _ = connect(rank, world_size, per_node)
     _check(native)
     _jobs(native)
@@ -205,17 +211,11 @@ def _exchange(rank, world_size, per_node):
         dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "per_node"),
-    [(1, 1), (3, 1), (3, 3), (4, 2), pytest.param(6, 3, marks=pytest.mark.slow)],
-)
-def test_hosts_exchange_what_torch_distributed_would(world_size, per_node):
-    spawn(_exchange, world_size, per_node)
-
-
-def _exchange_by_library(rank, world_size, per_node):
-    links = Links(world_size, per_node, is_ring=True)
-    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
+@on_processes(4)
+def test_a_library_exchanges_the_same(ranks):
+    rank = ranks.rank
+    links = Links(4, 2, is_ring=True)
+    library = ProcessLibrary(None, rank=rank, world_size=4, device=CPU)
     native = DeviceCollectives(library, links=links, queues=HostQueues())
     _check(native)
     halves = native.subgroup(range(rank // 2 * 2, rank // 2 * 2 + 2))
@@ -223,7 +223,3 @@ def _exchange_by_library(rank, world_size, per_node):
     _swaps(halves, seed=50 * (rank // 2))
     alone = native.subgroup([rank])
     _gathers(alone, seed=rank)
-
-
-def test_a_library_exchanges_the_same():
-    spawn(_exchange_by_library, 4, 2)

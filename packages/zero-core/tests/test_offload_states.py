@@ -12,7 +12,7 @@ from zero_core.runtime import device_states
 from zero_core.testing import late_device
 from zero_core.testing.models import RootAndBlocks, batch
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import alone, run_alone
+from zero_core.testing.ranks import alone
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same
 from zero_core.testing.training import train as trained
@@ -49,7 +49,11 @@ def train(ranks, case, parts, non_blocking, done):
     return [[loss.item() for loss in losses], values]
 
 
-def _compare(device, world_size):
+@pytest.mark.parametrize(
+    ("device", "world_size"), [("cpu", 3), pytest.param("late", 2, marks=pytest.mark.slow)]
+)
+@alone
+def test_training_goes_on_with_the_same_bits(device, world_size):
     if device == "late":
         late_device.load()
         late_device.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
@@ -62,15 +66,6 @@ def _compare(device, world_size):
         assert_same(
             simulate(train, world_size, case, parts, is_late, done, device=device), expected
         )
-
-
-def test_training_goes_on_with_the_same_bits():
-    _compare("cpu", 3)
-
-
-@pytest.mark.slow
-def test_training_goes_on_with_the_same_bits_on_a_device():
-    run_alone(_compare, "late", 2)
 
 
 def _allocated(ranks):

@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_core.testing import Case, alone, late_device, make_tower, simulate
 
 WIDTH, NUM_STEPS = 16, 5
-OPTIMIZERS = {"AdamW": {"lr": 1e-2}, "SGD": {"lr": 1e-2, "momentum": 0.9}}
+OPTIMIZERS = {"AdamW": {"lr": 1e-2}, "SGD": {"lr": 1e-2}}
 STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 
@@ -59,7 +59,6 @@ TOGETHER = [
     for stage, numbers in enumerate([(0, 2), (1, 3), (0, 2), (1, 3)])
     for dtype, how in [WAYS[number] for number in numbers]
 ]
-PLAIN_SGD = Case(top={"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}})
 
 
 def blocks_of(number, *, is_twice=False):
@@ -81,6 +80,8 @@ def train(ranks, case):
         # Not on all ranks: where the last block is used here alone, it is updated there, too.
         used = blocks_of(step + ranks.rank, is_twice=case.is_twice)
         before = count_waits(ranks) if is_late else 0
+        if step == 2 and case.optimizer == "SGD":  # whose states begin behind a step not taken
+            engine.optimizer.param_groups[0]["momentum"] = 0.9
         for x in inputs:
             engine.backward(engine(x, used))
             if case.max_norm and engine.is_gradient_accumulation_boundary():
@@ -89,6 +90,8 @@ def train(ranks, case):
         if is_late and not engine.optimizer.overflow:
             waits.append(count_waits(ranks) - before)
         results.append((engine.skipped_steps, engine.get_global_grad_norm(), engine.loss_scale))
+        if case.optimizer == "SGD":
+            results.append(engine.sharded_state.state_names())
     results += engine.full_state_dict(dtype=torch.float32).values()
     for name, _ in model.named_parameters():
         results += [engine.states.get_full(name, what) for what in STATES[case.optimizer]]
@@ -104,11 +107,15 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [pytest.param(1, ALONE, marks=pytest.mark.slow), (1, ALONE[3:4]), (2, TOGETHER)],
+    ids=["all", "SGD", "together"],
+)
 @alone
-def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size):
+def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size, cases):
     late_device.load()
-    for case in ALONE if world_size == 1 else TOGETHER:
+    for case in cases:
         expected = simulate(train, world_size, case)
         late_device.set_delays(seed=world_size, kernel_s=2e-5, copy_s=2e-4)
         found = simulate(train, world_size, case, device="late")
@@ -129,40 +136,14 @@ def _order_of_a_step(engine):
     return [what for what in seen if what == "wait" or "_fused_adamw_" in what]
 
 
-def _the_update_is_enqueued_before_the_host_reads_the_decision(folder):
+@alone
+def test_the_update_is_enqueued_before_the_host_reads_the_decision():
+    late_device.load()
     engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
     engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change the groups
     assert _order_of_a_step(engine) == ["wait", "aten::_fused_adamw_"]
     engine.close()
-
-
-def _raise_momentum(ranks):
-    """Train with SGD whose momentum is 0 until a step that is not taken."""
-    model = make()
-    engine = PLAIN_SGD.build(ranks, model)
-    results = []
-    for step in range(NUM_STEPS):
-        # The last block's first gradient with momentum comes later than that of the others.
-        used = blocks_of(int(step == 3))
-        if step == 2:
-            engine.optimizer.param_groups[0]["momentum"] = 0.9
-        x = torch.full((2, WIDTH), torch.nan if step == 2 else 1.0 + step)
-        engine.backward(engine(x.to(ranks.device), used))
-        engine.step()
-        results.append((engine.skipped_steps, engine.get_global_grad_norm()))
-        results.append(list(engine.sharded_state.tier.state_names()))
-    results += engine.full_state_dict(dtype=torch.float32).values()
-    results += [engine.states.get_full(n, "momentum_buffer") for n, _ in model.named_parameters()]
-    engine.close()
-    return results
-
-
-def _states_of_a_step_that_is_not_taken_are_dropped(folder):
-    (expected,) = simulate(_raise_momentum, 1)
-    late_device.set_delays(seed=1, kernel_s=2e-5, copy_s=2e-4)
-    (found,) = simulate(_raise_momentum, 1, device="late")
-    assert all(map(same, found, expected)), (found, expected)
 
 
 class BrokenOff(MadeTier):
@@ -177,20 +158,22 @@ class BrokenOff(MadeTier):
             raise KeyboardInterrupt
 
 
-def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder):
+@alone
+def test_a_step_that_was_broken_off_after_its_update_needs_a_load(tmp_path):
+    late_device.load()
     engine = Training(dtype="bf16").build(model=make(), state_tier=BrokenOff.made)
     found = []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH, device="late")))
         if not found:
             engine.step()
-            engine.save_checkpoint(folder)
+            engine.save_checkpoint(tmp_path)
         else:
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
             with pytest.raises(RuntimeError, match=r"step\(\) was left in the middle"):
                 engine.step()
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(tmp_path)
         found.append(
             [engine.sharded_state.tier.read_scalars(0), *engine.full_state_dict().values()]
         )
@@ -200,7 +183,9 @@ def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder):
     engine.close()
 
 
-def _groups_with_other_kernels_are_updated_after_the_decision(folder):
+@alone
+def test_groups_with_other_kernels_are_updated_after_the_decision():
+    late_device.load()
     model = make()
     groups = [
         {"params": [*model.first.parameters(), *model.head.parameters()], "fused": True},
@@ -213,19 +198,3 @@ def _groups_with_other_kernels_are_updated_after_the_decision(folder):
     after = engine.full_state_dict()
     assert not any(torch.equal(before[name], after[name]) for name in before)
     engine.close()
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        _the_update_is_enqueued_before_the_host_reads_the_decision,
-        _groups_with_other_kernels_are_updated_after_the_decision,
-        _a_step_that_was_broken_off_after_its_update_needs_a_load,
-        _states_of_a_step_that_is_not_taken_are_dropped,
-    ],
-    ids=lambda what: what.__name__.strip("_"),
-)
-@alone
-def test_a_late_device(what, tmp_path):
-    late_device.load()
-    what(tmp_path)

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import zero_core
 from zero_core import ConfigError, Lion
 from zero_core.optim.adam import Adam
-from zero_core.testing.models import batch, make_model, make_tower, rows
+from zero_core.testing.models import make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
 from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, step_ddp, train
@@ -204,14 +204,10 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])
 @on_ranks()
 def test_summed_gradients_step_as_far_as_ddp_does_with_a_rate_times_the_ranks(ranks, stage):
-    batches = [batch(step, 0, ranks.rank) for step in range(2)]
-    model, own = make_model(), make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * ranks.size)
-    for inputs in batches:
-        step_ddp(SimulatedDDP(model, ranks), optimizer, inputs)
-    config = {**Case(stage).config(), "gradient_allreduce_op": "sum"}
-    given = torch.optim.SGD(own.parameters(), lr=0.01)
-    engine = zero_core.build(own, config, optimizer=given, process_group=ranks)
-    train(engine, batches)
-    values = dict(model.state_dict())
-    torch.testing.assert_close(engine.full_state_dict(), values, rtol=1e-5, atol=1e-7)
+    def case(rate, **more):
+        sgd = {"type": "SGD", "params": {"lr": rate}}
+        return Case(stage, top={"optimizer": sgd, **more})
+
+    found = run_engine(case(0.01, gradient_allreduce_op="sum"), ranks.rank, 2, process_group=ranks)
+    expected = run_ddp(case(0.01 * ranks.size), ranks.rank, 2, ranks)
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-5, atol=1e-7)

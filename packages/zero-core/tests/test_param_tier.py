@@ -4,6 +4,7 @@ The tier here keeps them in a dict and fills a buffer only when it is waited for
 the buffer too early gives NaN.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,12 @@ class _Late:
 
 
 class Shelf:
-    """A `ParamTier` that keeps its shards in a dict.
+    """A `ParamTier` that keeps its shards in a dict, and a factory of it.
 
     ``has_homes``: whether its memory may be written from outside.
     """
 
-    def __init__(self, shards, *, has_homes):
+    def __init__(self, *, shards, device, config, has_homes=False):
         self.shards = {s: torch.full((n,), float("nan"), dtype=d) for s, n, d in shards}
         self.has_homes = has_homes
         self.log = []
@@ -60,20 +61,6 @@ class Shelf:
         return {"host parameters": sum(t.nbytes for t in self.shards.values())}
 
 
-class Shelves:
-    """A `ParamTierFactory` that remembers what it made."""
-
-    def __init__(self, *, has_homes=False):
-        self.has_homes = has_homes
-        self.made = []
-
-    def __call__(self, *, shards, device, config):
-        shelf = Shelf(shards, has_homes=self.has_homes)
-        assert isinstance(shelf, ParamTier)
-        self.made.append(shelf)
-        return shelf
-
-
 def _case(dtype="fp32", **zero):
     return Case(stage=3, dtype=dtype, zero={**EVERYTHING, **zero})
 
@@ -81,15 +68,21 @@ def _case(dtype="fp32", **zero):
 @on_processes(2)
 def test_offloaded_shards_follow_ddp_where_ranks_share_memory(ranks):
     expected = run_ddp(Case(), ranks.rank, 4, ranks)
-    found = run_engine(_case(), ranks.rank, 4, param_tier=Shelves(), process_group=ranks)
+    found = run_engine(_case(), ranks.rank, 4, param_tier=Shelf, process_group=ranks)
     assert found.losses == expected.losses
     assert_same(found.values, expected.values)
 
 
 def _tower(dtype="fp32", process_group=None, **zero):
     """Return an engine of five blocks and the tiers made for it."""
-    shelves, case = Shelves(), _case(dtype, **zero)
-    return case.build(process_group, make_tower(5), param_tier=shelves), shelves.made
+    made = []
+
+    def make(**given):
+        made.append(Shelf(**given))
+        assert isinstance(made[0], ParamTier)
+        return made[0]
+
+    return _case(dtype, **zero).build(process_group, make_tower(5), param_tier=make), made
 
 
 def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed():
@@ -158,7 +151,7 @@ def _construct(ranks, folder, models):
     with torch.device("meta"):
         empty = Hard()
     for model, keys in ((models[ranks.rank], {}), (empty, {"pretrained": folder})):
-        engine = _case().build(ranks, model, param_tier=Shelves(), **keys)
+        engine = _case().build(ranks, model, param_tier=Shelf, **keys)
         engine.export_safetensors(Path(folder) / "again")
         assert_same(load_file(Path(folder) / "again" / "model.safetensors"), expected)
         assert engine.memory_report()["gathered units"] == 0  # nothing was gathered for it
@@ -184,7 +177,7 @@ def test_a_shard_that_cannot_be_read_fails_the_forward_with_the_tiers_error():
 
 def test_a_param_tier_below_stage_3_is_refused():
     with pytest.raises(zero_core.ConfigError, match="stage 3, found 2"):
-        Case(stage=2).build(model=make_tower(), param_tier=Shelves())
+        Case(stage=2).build(model=make_tower(), param_tier=Shelf)
 
 
 def test_on_a_cpu_shards_are_used_where_they_lie(caplog):
@@ -199,8 +192,7 @@ def test_on_a_cpu_shards_are_used_where_they_lie(caplog):
 
 @pytest.mark.parametrize("has_homes", [False, True])
 def test_the_only_rank_closes_with_its_values_in_the_model(*, has_homes):
-    tier = Shelves(has_homes=has_homes)
-    engine = _case().build(model=make_tower(), param_tier=tier)
+    engine = _case().build(model=make_tower(), param_tier=partial(Shelf, has_homes=has_homes))
     train(engine, [rows(0, 0)])
     expected = engine.full_state_dict()
     engine.close()

@@ -56,12 +56,20 @@ def test_floating_inputs_are_cast_to_the_compute_dtype():
     assert engine(rows(0, 0)).dtype == torch.bfloat16
 
 
+# A factor on the gradient shows in the weights, which Adam would hide.
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+
+
+def _sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @on_ranks(2)
 def test_the_declared_dtype_is_communicated_after_no_sync(ranks, name, dtype):
     plain = make_model()
     ddp, params = SimulatedDDP(plain, ranks), list(plain.parameters())
-    optimizer = torch.optim.SGD((p for p in params if p.requires_grad), lr=0.5)
+    optimizer = _sgd(plain)
     for step in range(3):
         optimizer.zero_grad()
         for micro in range(3):
@@ -72,9 +80,10 @@ def test_the_declared_dtype_is_communicated_after_no_sync(ranks, name, dtype):
         ddp.average_gradients()
         optimizer.step()
     expected = plain.state_dict()
-    top = {"communication_data_type": name, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
     for stage in range(4):
-        case = Case(stage, accumulation=3, is_local=True, top=top)
+        case = Case(
+            stage, accumulation=3, is_local=True, top={"communication_data_type": name, **SGD}
+        )
         found = run_engine(case, ranks.rank, 3, process_group=ranks).values
         assert all(torch.equal(found[key], expected[key]) for key in found), stage
 
@@ -195,18 +204,13 @@ NORMS = (1.0, 2.0, 3.0, math.inf)
 STEPS = 3
 
 
-def _optimizer(model):
-    # SGD: a factor on the gradient shows in the weights, which Adam would hide.
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-
-
 def _max_norm(norm_type, step):
     return 1e6 if step == 1 else {1.0: 2.0, 2.0: 0.3, 3.0: 0.2, math.inf: 0.1}[norm_type]
 
 
 def _clipped_ddp(norm_type, ranks):
     model = make_model()
-    ddp, optimizer, norms = SimulatedDDP(model, ranks), _optimizer(model), []
+    ddp, optimizer, norms = SimulatedDDP(model, ranks), _sgd(model), []
 
     def clip(model):
         limit = _max_norm(norm_type, len(norms))
@@ -217,12 +221,6 @@ def _clipped_ddp(norm_type, ranks):
     return norms, dict(model.state_dict())
 
 
-def _build_sgd(ranks, case):
-    model = make_model()
-    optimizer = _optimizer(model)
-    return case.build(ranks, model, optimizer=optimizer)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -230,7 +228,7 @@ def _build_sgd(ranks, case):
 def test_each_norm_clips_as_torch_does_on_ddp(ranks, norm_type):
     norms, values = _clipped_ddp(norm_type, ranks)
     assert norms[0] > _max_norm(norm_type, 0), "the first step must be clipped"
-    engines = [_build_sgd(ranks, Case(stage)) for stage in range(4)]
+    engines = [Case(stage, top=SGD).build(ranks) for stage in range(4)]
     for step, norm in enumerate(norms):
         for engine in engines:
             engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
@@ -246,7 +244,7 @@ def test_each_norm_clips_as_torch_does_on_ddp(ranks, norm_type):
 
 @on_ranks(2)
 def test_clippings_follow_one_another_and_last_for_one_step(ranks):
-    engine = _build_sgd(ranks, Case(stage=2, clipping=0.05))
+    engine = Case(stage=2, clipping=0.05, top=SGD).build(ranks)
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
     before = engine.clip_grad_norm_(1.0, math.inf)
     engine.clip_grad_norm_(0.1)

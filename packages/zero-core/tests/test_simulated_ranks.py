@@ -44,7 +44,9 @@ def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(world_size, tm
 DEVICE = "late:1"
 
 
-def _a_missing_wait_or_record_stream_shows():
+@alone
+def test_a_missing_wait_or_record_stream_shows():
+    late_device.load()
     side = torch.Stream(DEVICE, priority=-1)
     source = torch.arange(1000.0, device=DEVICE)
     out = torch.zeros(1000, device=DEVICE)
@@ -73,7 +75,9 @@ def _a_missing_wait_or_record_stream_shows():
     assert not use(waits=False, records=True, late="kernels")
 
 
-def _only_pinned_copies_do_not_block():
+@alone
+def test_only_pinned_copies_do_not_block():
+    late_device.load()
     host = torch.arange(100.0).pin_memory()
     assert host.is_pinned()
     assert not torch.zeros(1).is_pinned()
@@ -91,17 +95,3 @@ def _only_pinned_copies_do_not_block():
     device.to("cpu", non_blocking=False)
     device.to("cpu", torch.float64, non_blocking=True)  # another dtype
     assert late_device.counters(1).syncs["copy"] == 3
-
-
-@pytest.mark.parametrize(
-    "promise",
-    [
-        _a_missing_wait_or_record_stream_shows,
-        _only_pinned_copies_do_not_block,
-    ],
-    ids=lambda promise: promise.__name__.strip("_"),
-)
-@alone
-def test_the_device_keeps_its_promise(promise):
-    late_device.load()
-    promise()

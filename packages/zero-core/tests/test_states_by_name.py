@@ -10,7 +10,7 @@ import zero_core
 from zero_core.testing.models import batch, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes
-from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import adamw, assert_same, train, train_steps
 
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes")
@@ -77,7 +77,11 @@ def _new(name, what, shape):
     return torch.rand(shape, generator=generator) * 0.1
 
 
-def _sets(ranks, is_local):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_what_is_set_is_what_the_step_uses(ranks, is_local):
     reference = _Reference(ranks)
     whats = [(name, what) for name in NAMES for what in ("master_weight", "grad", *MOMENTS)]
     with torch.no_grad():
@@ -111,13 +115,6 @@ def _sets(ranks, is_local):
                 after[name], reference.params[name].detach(), rtol=0.0, atol=1e-7
             )
         assert engine(**batch(5, 0, ranks.rank))["loss"].item() == pytest.approx(loss, abs=1e-5)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("is_local", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_is_set_is_what_the_step_uses(world_size, is_local):
-    simulate(_sets, world_size, is_local)
 
 
 def test_what_is_not_there_is_refused_by_name():

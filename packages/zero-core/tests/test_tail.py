@@ -180,40 +180,28 @@ def _is_awaited(log, what):
     return f"waited for {what}" in log[log.index(what) :]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "num_late"),
+    # Nothing in backward uses a gathered gradient again, nor stage 1's full_grad, which is kept.
+    # Else a buffer is used again by the unit after the next.
+    [(0, 1, 4), (0, 2, 4), (1, 1, 4), (2, 1, 2), (3, 1, 2)],
+)
 @on_ranks(2)
-def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage):
+def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage, accumulation, num_late):
     logged = _Logging(device_collectives(ranks), [])
-    engine = Case(stage).build(ranks, collectives=lambda native, **_: logged)
-    # At stage 1 full_grad is kept: nothing in backward uses it again. Else a buffer is used again
-    # by the unit after the next.
-    num_late = 4 if stage == 1 else 2
-    for step in range(2):
-        logged.log.clear()
-        engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
-        reductions = _launched(logged.log, "reduce")
-        assert len(reductions) == 4
-        assert not any(_is_awaited(logged.log, one) for one in reductions[-num_late:])
-        engine.step()
-        assert all(_is_awaited(logged.log, one) for one in reductions)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@on_ranks(2)
-def test_no_gather_of_gradients_is_waited_for_in_backward(ranks, accumulation):
-    logged = _Logging(device_collectives(ranks), [])
-    case = Case(0, accumulation=accumulation)
+    case = Case(stage, accumulation=accumulation)
     engine = case.build(ranks, collectives=lambda native, **_: logged)
     for step in range(2):
         logged.log.clear()
         for micro in range(accumulation):
             engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
-            # The gathers of the step's last reductions may start in `step`.
-            assert not _launched(logged.log, "waited for gather of gradients")
+            launched = _launched(logged.log, "reduce" if stage else "gather of gradients")
+            assert len(launched) == 4 or not stage  # these gathers may start in `step`
+            assert not any(_is_awaited(logged.log, one) for one in launched[-num_late:])
             engine.step()
-        gathers = _launched(logged.log, "gather of gradients")
-        assert len(gathers) == 4
-        assert all(_is_awaited(logged.log, one) for one in gathers)
+        launched = _launched(logged.log, "reduce" if stage else "gather of gradients")
+        assert len(launched) == 4
+        assert all(_is_awaited(logged.log, one) for one in launched)
 
 
 class _LoggingTier(MadeTier):
@@ -294,8 +282,10 @@ def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(ranks
     assert engine.skipped_steps == 0
 
 
-def _train(ranks, way, stage):
-    engine, _ = _build(ranks, stage, way)
+def _train(ranks, way, stage, *, is_compiled=False):
+    engine, model = _build(ranks, stage, way)
+    if is_compiled:
+        model.compile(backend="aot_eager")
     train(engine, [_ids(step, ranks.rank).to(ranks.device) for step in range(3)])
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
     engine.close()
@@ -312,41 +302,7 @@ def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late():
         assert_same(found, expected)
 
 
-class _Layer(nn.Linear):
-    """A block with a forward of its own, which torch 2.10 compiles: not that with the loop."""
-
-    def forward(self, x):
-        return torch.tanh(super().forward(x))
-
-
-class _Head(nn.Module):
-    """A model without hooks of its own, which reads its head past its module."""
-
-    def __init__(self):
-        super().__init__()
-        with seeded(0):
-            self.embed = nn.Embedding(7, WIDTH)
-            self.blocks = nn.ModuleList(_Layer(WIDTH, WIDTH) for _ in range(DEPTH))
-            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return functional.linear(x, self.head.weight).square().mean()
-
-
 @on_processes(2)
 def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits(ranks):
-    found = []
-    for is_compiled in (False, True):
-        model = _Head()
-        engine = Case(3).build(model=model)
-        assert engine.layout.has_tail
-        if is_compiled:
-            model.compile(backend="aot_eager")
-        losses = train(engine, [_ids(step, ranks.rank) for step in range(3)])
-        found.append((losses, engine.full_state_dict()))
-        engine.close()
+    assert_same(*(_train(ranks, "read last", 3, is_compiled=how) for how in (False, True)))
     assert counters["stats"]["unique_graphs"] >= 1
-    assert_same(*found)

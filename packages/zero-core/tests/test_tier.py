@@ -13,10 +13,11 @@ SIZES = (100, 700, 33, 1, 512, 257, 900)
 STARTS = [sum(-(-size // 32) * 32 for size in SIZES[:index]) for index in range(len(SIZES))]
 PIECES = [(start, start + size, 0) for start, size in zip(STARTS, SIZES, strict=True)]
 EVERY = list(range(len(SIZES)))
-ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
 OPTIMIZERS = [
-    ADAMW,
+    (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
     (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     (torch.optim.SGD, {"lr": 1e-2}),
     (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3}),
@@ -76,15 +77,10 @@ def _make(optimizer_class, options, kind=DeviceTier, dtype=torch.float32):
     return tier, group, shards
 
 
-def _offer(tier, step, dtype=torch.float32, scale=1.0):
-    grad = (_drawn(10 + step) / scale).to(dtype)
+def _offer(tier, step, dtype=torch.float32):
+    grad = _drawn(10 + step).to(dtype)
     tier.offer_grad(SPLIT, grad[SPLIT:].clone())
     tier.offer_grad(0, grad[:SPLIT].clone())
-
-
-def _step(tier, group, step, active):
-    _offer(tier, step)
-    tier.step([group], active, grad_scale=1.0)
 
 
 def _read(tier):
@@ -95,15 +91,22 @@ def _parts(flat):
     return [flat[start:stop] for start, stop, _ in PIECES]
 
 
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [DeviceTier, InTurns])
 @pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=IDS)
-def test_slices_follow_torch_bit_by_bit_and_inactive_pieces_rest(optimizer_class, options):
-    tier, group, _ = _make(optimizer_class, options)
+def test_slices_follow_torch_bit_by_bit_and_inactive_pieces_rest(
+    optimizer_class, options, kind, grad_dtype
+):
+    tier, group, _ = _make(optimizer_class, options, kind, grad_dtype)
     params = [nn.Parameter(part.clone()) for part in _parts(_drawn(1))]
     plain = optimizer_class(params, **options)
     for step in range(5):
         active = EVERY if step % 2 else [0, 2, 4, 5]
-        _step(tier, group, step, active)
-        for index, grad in enumerate(_parts(_drawn(10 + step))):
+        _offer(tier, step, grad_dtype)
+        for some in (active[:2], active[2:]):  # a gradient is scaled once for all calls
+            tier.step([group], some, grad_scale=0.3)
+        tier.discard_grads()
+        for index, grad in enumerate(_parts(_drawn(10 + step).to(grad_dtype).float() * 0.3)):
             params[index].grad = grad if index in active else None
         plain.step()
     for mine, theirs in zip(_parts(_read(tier)), params, strict=True):
@@ -120,7 +123,8 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
         if step == 3:  # as a load of a checkpoint does in which this one has no state
             tier.write_scalars(4, {"num_steps": 0.0})
             del plain.state[params[4]]
-        _step(tier, group, step, EVERY)
+        _offer(tier, step)
+        tier.step([group], EVERY, grad_scale=1.0)
         for param, grad in zip(params, _parts(_drawn(10 + step)), strict=True):
             param.grad = grad
         beside = [p for p in params if p is not params[4]]
@@ -129,43 +133,6 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
             plain.step()
     for mine, theirs in zip(_parts(_read(tier)), params, strict=True):
         assert torch.equal(mine, theirs.detach())
-
-
-def test_a_gradient_is_scaled_once_however_many_calls_a_step_takes():
-    found = []
-    for scale, calls in ((1.0, [EVERY]), (0.25, [EVERY]), (0.25, [[0, 2], [1, 3, 4, 5, 6]])):
-        tier, group, _ = _make(*ADAMW)
-        _offer(tier, 0, scale=scale)
-        for active in calls:
-            tier.step([group], active, grad_scale=scale)
-        found.append(_read(tier))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-        (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
-        (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}),
-        (torch.optim.NAdam, {"lr": 1e-2}),
-    ],
-)
-def test_turns_change_no_bit(optimizer, options, grad_dtype):
-    tiers = [_make(optimizer, options, kind, torch.bfloat16) for kind in (DeviceTier, InTurns)]
-    for step, active in enumerate([[0, 2, 3], EVERY, EVERY, [1, 5, 6]]):
-        for tier, group, _ in tiers:
-            _offer(tier, step, grad_dtype)
-            tier.step([group], active, grad_scale=0.3)
-            tier.discard_grads()
-    (one, _, _), (other, _, _) = tiers
-    assert one.state_names() == other.state_names()
-    for name in one.state_names():
-        assert torch.equal(one.read_state(name, 0, NUMEL), other.read_state(name, 0, NUMEL)), name
-    for piece in EVERY:
-        assert one.read_scalars(piece) == other.read_scalars(piece)
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zero_core
 from zero_core import ConfigError
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks, fold
-from zero_core.testing import Case, late_device, run_alone, spawn
+from zero_core.testing import Case, alone, late_device, on_processes, spawn
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,9 @@ def _count(environment):
     return count_per_node(control, ranks)
 
 
-def _launchers(rank, world_size):
-    half = str(rank // 2)
+@on_processes(4)
+def test_each_launcher_tells_its_nodes(ranks):
+    rank, half = ranks.rank, str(ranks.rank // 2)
     assert _count({}) == 4  # one host
     assert _count({"LOCAL_WORLD_SIZE": "4"}) == 4
     assert _count({"LOCAL_WORLD_SIZE": "2"}) == 2
@@ -73,10 +74,6 @@ def _launchers(rank, world_size):
     assert _count({"SLURM_NODEID": "0"} if rank else {}) == 4
 
 
-def test_each_launcher_tells_its_nodes():
-    spawn(_launchers, 4)
-
-
 def _build(**keywords):
     torch.manual_seed(0)
     return zero_core.build(nn.Linear(5, 3), Case(3).config(), **keywords)
@@ -89,7 +86,8 @@ def _sent(engine):
     return row.within_node_bytes, row.between_nodes_bytes
 
 
-def _meshes(rank, world_size):
+@on_processes(4)
+def test_a_mesh_tells_the_ranks_and_the_nodes(ranks):
     engine = _build()
     (segment,) = engine.layout.segments
     shard = 4 * segment.shard_numel
@@ -104,10 +102,10 @@ def _meshes(rank, world_size):
     assert _sent(_build(mesh=flat)) == (3 * shard, 0)
     # A part of the ranks: each row is a training of its own.
     part = _build(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
-    assert (part.world_size, part.rank) == (2, rank % 2)
+    assert (part.world_size, part.rank) == (2, ranks.rank % 2)
     deep = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     part = _build(mesh=deep["b", "c"])
-    assert (part.world_size, part.rank) == (2, rank % 2)
+    assert (part.world_size, part.rank) == (2, ranks.rank % 2)
     assert _sent(part) == (0, 4 * part.layout.segments[0].shard_numel)
     with pytest.raises(ConfigError, match=r"process_group or mesh, found both"):
         _build(mesh=flat, process_group=dist.group.WORLD)
@@ -115,10 +113,6 @@ def _meshes(rank, world_size):
         _build(mesh=init_device_mesh("cpu", (2, 2, 1)))
     with pytest.raises(ConfigError, match="ascending ranks"):
         _build(mesh=DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]])))
-
-
-def test_a_mesh_tells_the_ranks_and_the_nodes():
-    spawn(_meshes, 4)
 
 
 def _found(**environment):
@@ -129,7 +123,8 @@ def _found(**environment):
     return str(device)
 
 
-def _choices():
+@alone
+def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank():
     late_device.load(4)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
@@ -145,10 +140,6 @@ def _choices():
     assert _found(LOCAL_RANK="3") == "late:1"
     assert 3 not in late_device.contexts()
     dist.destroy_process_group()
-
-
-def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank():
-    run_alone(_choices)
 
 
 def _devices(rank, world_size):

@@ -1,6 +1,7 @@
 """The vertical schedule: the horizontal one's bits, two passes of gathers, and what it refuses."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import zero_core
 from zero_core.errors import AccumulationScheduleError
 from zero_core.testing.models import seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import alone, run_alone, run_on_processes
+from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train
 
@@ -55,13 +56,6 @@ class _UnevenBlock(nn.Module):
     def forward(self, x):
         y = self.inner(x)
         return {"x": x + (self.side(y) if x.shape[0] % 2 else y), "gate": y.sigmoid().mean()}
-
-
-class _Box:
-    """An object of no known type that hides a tensor."""
-
-    def __init__(self, held):
-        self.held = held
 
 
 class _Decoder(nn.Module):
@@ -138,7 +132,7 @@ def _crosses(net, x):
 
 
 def _boxes(net, x):
-    box = _Box(net.first(x))
+    box = SimpleNamespace(held=net.first(x))  # an object of no known type that hides a tensor
     for block in net.blocks:
         x, _ = block(x, memory=box)
     return x
@@ -191,6 +185,9 @@ def _make(kind):
     if kind.endswith("frozen blocks"):
         for part in (net.first, *net.blocks[: int(kind[0])]):
             part.requires_grad_(False)
+    elif kind == "compiled":
+        for block in net.blocks:
+            block.compile(backend="aot_eager")
     elif kind == "hooks":
         net.out.weight.register_hook(lambda grad: grad * 0.5)
         net.blocks[1][0].weight.register_hook(lambda grad: grad * 0.5)
@@ -269,21 +266,19 @@ def test_bits_are_the_same_with(world_size, stage, name):
     assert [0 < num < 8 for num in skipped] == [name == "clipping and overflow"] * world_size
 
 
-def _draws_the_same(ranks, further):
-    for stage in (0, 3):
-        _same_bits(ranks, "dropout", _config(stage) | further)
-
-
-@pytest.mark.slow
-def test_dropout_draws_the_same_numbers():
-    run_alone(_draws_the_same, None, {})
-    run_on_processes(_draws_the_same, 2, {})
-    run_on_processes(_draws_the_same, 2, {"world_size_invariant": True})
-
-
-def test_step_draws_the_same_numbers_after_auto_refused_the_vertical_schedule():
-    kind = "a weight with a hook and dropout"
-    run_on_processes(_same_bits, 2, kind, _config(), "auto")
+@pytest.mark.parametrize(
+    ("kind", "schedule", "further"),
+    [
+        pytest.param("dropout", "vertical", {}, marks=pytest.mark.slow),
+        ("dropout", "vertical", {"world_size_invariant": True}),
+        ("a weight with a hook and dropout", "auto", {}),  # which auto refuses
+        ("compiled", "vertical", {"activation_checkpointing": None}),
+        ("compiled", "vertical", {}),
+    ],
+)
+def test_bits_are_the_same_on_processes(kind, schedule, further):
+    world_size = 1 if kind == "compiled" else 2
+    run_on_processes(_same_bits, world_size, kind, _config() | further, schedule)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -293,20 +288,6 @@ def test_bits_are_those_of_a_loop_of_forward_backward_and_step(ranks, stage):
     train(engine, [x for step in range(STEPS) for x in _batches(step, ranks.rank)])
     vertical = _train(_make("tied"), _config(stage) | VERTICAL, ranks)
     assert_same(vertical[2], engine.full_state_dict(dtype=torch.float32))
-
-
-@alone
-def test_bits_are_the_same_with_compiled_blocks():
-    for block in (None, {}):
-        found = []
-        for schedule in ("horizontal", "vertical"):
-            model = _make("plain")
-            for module in model.blocks:
-                module.compile(backend="aot_eager")
-            config = _config(activation_checkpointing=block, accumulation_schedule=schedule)
-            found.append(_train(model, config, None))
-        assert found[0][:2] == found[1][:2]
-        assert_same(found[0][2], found[1][2])
 
 
 @pytest.mark.sampled(3)

@@ -89,10 +89,6 @@ def engine_of(make, stage, ranks, **zero):
     )
 
 
-def values_of(engine):
-    return engine.full_state_dict(dtype=torch.float32)
-
-
 def trained(engine, rank, steps):
     train(engine, [batch(step, 0, rank) for step in steps])
     return engine
@@ -104,13 +100,7 @@ def train_whole(make, ranks, steps=STEPS):
     wrapped = SimulatedDDP(model, ranks)
     for step in range(steps):
         step_ddp(wrapped, optimizer, batch(step, 0, ranks.rank))
-    return {name: p.detach() for name, p in model.named_parameters()}, optimizer
-
-
-def check_equal(engine, expected, what=None):
-    found = values_of(engine)
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), (key, what)
+    return dict(model.state_dict()), optimizer
 
 
 @pytest.mark.parametrize(
@@ -128,7 +118,7 @@ def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(ranks, name
         grid += [(0, {}), (1, {}), (3, {})]
     for stage, zero in grid:
         engine = trained(engine_of(make, stage, ranks, **zero), ranks.rank, range(STEPS))
-        check_equal(engine, expected, (stage, zero))
+        assert_same(engine.full_state_dict(), expected)
         ours = engine.optimizer.param_groups[0]
         assert ours.get("num_calls") == theirs.param_groups[0].get("num_calls")
         engine.close()
@@ -171,14 +161,14 @@ def _resumes(ranks, name, stages, folder, sizes):
     else:  # stage 0 from the same checkpoint: no rank lacks anything there
         engine = engine_of(make, 0, ranks)
         engine.load_checkpoint(folder)
-        expected = values_of(trained(engine, ranks.rank, range(2, 4)))
+        expected = trained(engine, ranks.rank, range(2, 4)).full_state_dict()
     engine = engine_of(make, stages[1], ranks)
     engine.load_checkpoint(folder)
     assert engine.optimizer.param_groups[0].get("num_calls", 2) == 2
     if name == "of two kinds":  # numbers beside slices stay numbers
         counts = [repr(state["count"]) for state in engine.optimizer.state.values()]
         assert max(counts) == "2"
-    check_equal(trained(engine, ranks.rank, range(2, 4)), expected)
+    assert_same(trained(engine, ranks.rank, range(2, 4)).full_state_dict(), expected)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +188,14 @@ def test_checkpoint_resumes_with_other_ranks_and_another_stage(tmp_path, name, s
     simulate(_resumes, sizes[1], name, stages, str(tmp_path), sizes)
 
 
-def _states_by_name(ranks, name):
+@pytest.mark.parametrize("name", ["LionLike", "Adafactor"])  # whose states have shapes of their own
+@on_ranks(3)
+def test_states_are_read_and_set_by_name_and_each_is_on_one_rank(ranks, name):
     _, theirs = train_whole(OPTIMIZERS[name], ranks)
     engine = trained(engine_of(OPTIMIZERS[name], 3, ranks), ranks.rank, range(STEPS))
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
     params = dict(zip(names, theirs.param_groups[0]["params"], strict=True))
-    numel = 0
+    numel = whole = 0
     for key, param in params.items():
         expected = theirs.state.get(param, {})
         assert set(engine.states.of(key)) in (set(), set(expected))
@@ -211,6 +203,7 @@ def _states_by_name(ranks, name):
             assert torch.equal(engine.states.get_full(key, what), value), (key, what)
             if what == "exp_avg":
                 numel += engine.states.get_local(key, what).numel()
+                whole += value.numel()
     assert set(engine.optimizer.state) <= set(engine.module.parameters())
     held = engine.optimizer.state.values()
     assert sum(v["exp_avg"].numel() for v in held if "exp_avg" in v) == numel
@@ -223,16 +216,9 @@ def _states_by_name(ranks, name):
         engine.states.set_full(key, torch.ones(*shape, 2), what)
     with pytest.raises(KeyError, match="no state 'momentum'"):
         engine.states.get_full(key, "momentum")
-    return numel, bool(engine.states.of(key))
-
-
-@pytest.mark.parametrize("name", ["LionLike", "Adafactor"])  # whose states have shapes of their own
-def test_states_are_read_and_set_by_name_and_each_is_on_one_rank(name):
-    numels, is_held = zip(*simulate(_states_by_name, 3, name), strict=True)
-    assert sum(is_held) == 1
-    if name == "LionLike":
-        assert min(numels) > 0
-        assert sum(numels) == simulate(_states_by_name, 1, name)[0][0]
+    held = torch.tensor([numel, bool(engine.states.of(key))])
+    assert ranks.connect().sum(held).tolist() == [whole, 1]
+    assert (numel > 0) == (name == "LionLike")
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -248,13 +234,13 @@ def test_own_states_are_restored_all_or_none(ranks, name, stage):
     fresh = own(engine)
     trained(engine, ranks.rank, range(2))
     with other.gathered(modifier_rank=0) as module:
-        module.load_state_dict(values_of(engine))
+        module.load_state_dict(engine.full_state_dict())
     saved = own(engine)
     other.states.load_own(saved)
     assert [scalars for scalars, _ in own(other).values()] == [s for s, _ in saved.values()]
     for one in (engine, other):
         trained(one, ranks.rank, range(2, 4))
-    check_equal(other, values_of(engine))
+    assert_same(other.full_state_dict(), engine.full_state_dict())
     before = own(other)
     name = next((n for n in reversed(names) if before[n][1]), None)
     if name is not None:
@@ -287,7 +273,8 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def _sends_block_by_block(ranks):
+@on_ranks(3)
+def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     model, found = Deep(), []
     engine = zero_core.build(
         model, config_of(3), optimizer=LionLike(model.parameters()), process_group=ranks
@@ -297,21 +284,15 @@ def _sends_block_by_block(ranks):
         (row,) = [row for row in engine.comm_report() if row.content == "whole parameters"]
         assert row.num_calls == 12  # each block apart, to its owner and back
         found.append(row.sent_bytes)
-    numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
-    return *found, sum(numels) * 4, model.blocks[0].weight.nbytes
-
-
-def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones():
-    rows = simulate(_sends_block_by_block, 3)
-    (matrix,) = {matrix for *_, matrix in rows}
+    matrix = model.blocks[0].weight.nbytes
     # 2/3 of a matrix with its gradient go to the owner, 2/3 of the new values to the others.
-    sent = [sum(row[i] for row in rows) for i in (0, 1)]
-    assert sent[0] == pytest.approx(6 * 2 * matrix, rel=0.03)
-    assert sent[1] == pytest.approx(2 * 2 * matrix, rel=0.03)
+    sent = ranks.connect().sum(torch.tensor(found)).tolist()
+    assert sent == pytest.approx([6 * 2 * matrix, 2 * 2 * matrix], rel=0.03)
     settings = {**config_of(3), **ADAFACTOR}
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
     owned = 2 * matrix  # by each rank
-    assert {row[2] for row in rows} == {owned}
+    numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
+    assert 4 * sum(numels) == owned
     assert 2 * owned < planned <= 2 * (owned + 2 * matrix)
 
 
