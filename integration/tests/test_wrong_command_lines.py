@@ -202,7 +202,9 @@ def test_a_mistake_is_one_line_and_a_code(verb, arguments, expected, folder, mon
         assert done.stdout == ""
 
 
-@pytest.mark.parametrize("verb", ["plan --ranks 0", "verify @/none", "prune @ --keep-last 1"])
+@pytest.mark.parametrize(
+    "verb", ["plan --ranks 0", "verify @", "prune @ --keep-last 1", "report @"]
+)
 def test_a_mistake_is_json_where_a_report_would_be(verb: str, folder: Path) -> None:
     words = verb.replace("@", str(folder / "none")).split()
     done = CliRunner().invoke(app, [*words, "--json"])
