@@ -29,7 +29,6 @@ from zero_engine.train.settings import fresh_run
 FILES = {
     "deep.json": '{"a": ' * 100_000 + "1" + "}" * 100_000,
     "list.json": "[1]",
-    "empty.json": "",
     "unknown.json": '{"train_batch_size": 8, "zero_optimisation": {}}',
     "none.json": '{"train_batch_size": 8}',
     "auto.json": '{"train_batch_size": "auto"}',
@@ -69,11 +68,8 @@ TRAIN = [
     ("--size 1m --sample-tokens 128", "--sample-tokens 128: must be below --context 128"),
     ("--checkpoints nothing-like-it://x", "--checkpoints nothing-like-it://x cannot be opened"),
     ("--config @/nothing.json", "nothing.json"),
-    ("--config @", "not a regular file"),
     ("--config /dev/zero", "not a regular file"),
     ("--config @/deep.json", "nested more than 32 deep"),
-    ("--config @/list.json", "expected a JSON object"),
-    ("--config @/empty.json", "is not JSON"),
     ("--config @/bytes.json", "utf-8"),
     ("--config @/unknown.json", "did you mean 'zero_optimization'"),
     ("--config @/none.json", "names no optimizer"),
@@ -86,14 +82,11 @@ TRAIN = [
 ]
 PLAN = [
     *((f"--{name} 0", f"--{name} 0: must be from 1") for name in ("layers", "width", "heads")),
-    ("--layers -2", "--layers -2: must be from 1"),
     ("--layers 1000000000", "--layers 1000000000: must be from 1"),
     ("--vocab 0", "--vocab 0: must be from 1"),
     ("--tokens -5", "--seq-length -5: must be from 1"),
-    ("--tokens 0", "--seq-length 0: must be from 1"),
     ("--width 100 --heads 7", "must be a multiple of --heads 7"),
     ("--ranks 0", "--world-size 0: must be from 1"),
-    ("--ranks -1 --tokens 8", "--world-size -1: must be from 1"),
     ("--ranks 99999999999", "--world-size 99999999999: must be from 1"),
     ("--layers 1 --ranks 7 --ranks-per-node 3", "must divide world_size = 7"),
     ("--layers 1 --ranks-per-node 0", "ranks_per_node = 0"),
@@ -119,18 +112,14 @@ PLAN = [
     ("--model @/number.json", "expected a Hugging Face config.json"),
     ("--model @/model.json", "no-such-model"),
     ("--model @/sizes.json", "n_layer"),
-    ("--config @/deep.json", "nested more than"),
-    ("--config @/unknown.json", "did you mean 'zero_optimization'"),
     ("--config @/none.json", "no optimizer"),
     ("--layers two", None),
 ]
 RUN = [
     ("--nproc-per-node 0 @/script.py", "--nproc-per-node 0: must be at least 1"),
-    ("--nproc-per-node -2 @/script.py", "--nproc-per-node -2: must be at least 1"),
     ("--nproc-per-node two @/script.py", "--nproc-per-node or --nnodes"),
     ("--nnodes 0 @/script.py", "--nnodes 0"),
     ("--nnodes 3:1 @/script.py", "--nnodes 3:1"),
-    ("--nnodes x @/script.py", "--nnodes"),
     ("@/nothing.py", "there is no script"),
     ("-m", None),
     ("", None),
@@ -152,7 +141,6 @@ CHECKPOINTS = [
     ("prune", "@ --keep-last 0", None),
     ("prune", "@ --keep-last 1 --keep-every 0", None),
     ("import", "@/none @/out", "@/none"),
-    ("import", "@ @/out", "@"),
     ("import", "@ @/list.json --tag x", "@"),
 ]
 OTHERS = [
