@@ -181,10 +181,8 @@ def test_the_first_sentence_names_the_cause_and_its_gain(tmp_path, changes, word
     ("threads", "cores", "num_ranks", "device", "scaling"),
     [
         (1, 2, 1, "cpu", 0.85 * 2),
-        (1, 16, 4, "cpu", 0.85 * 4),
         (2, 8, 2, "cpu", 0.85 * 2),
         (4, 8, 2, "cpu", None),
-        (1, 8, 8, "cpu", None),
         (1, 8, 1, "cuda", None),
     ],
 )
