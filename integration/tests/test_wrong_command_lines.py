@@ -6,22 +6,16 @@ Nothing is written.
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import run_program
-from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
 
-import zero_core
 from benchmarks.harness.forked_python import forked_python
-from zero_core.errors import CheckpointError, ConfigError
-from zero_core.testing import run_alone
+from zero_core.errors import ConfigError
 from zero_engine.cli import app
-from zero_engine.launch.ranks import fail
 from zero_engine.train.data import read_text
 from zero_engine.train.options import Start
 from zero_engine.train.settings import fresh_run
@@ -220,24 +214,3 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
     assert "too short for one window of 128" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     fresh_run({"output": str(output)}, Start.NEW)  # nothing there to be kept
-
-
-def _end_by_a_checkpoint(folder: str, is_save: bool) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-    engine = zero_core.build(torch.nn.Linear(3, 3), config)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        if not is_save:
-            engine.load_checkpoint(folder)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a full disk
-        engine.save_checkpoint(folder)
-    except CheckpointError as error:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        fail(error)
-
-
-@pytest.mark.parametrize(("is_save", "code"), [(True, 1), (False, 2)])
-def test_full_disk_may_pass_and_a_missing_checkpoint_does_not(is_save, code, tmp_path):
-    with pytest.raises(ProcessExitedException) as ended:
-        run_alone(_end_by_a_checkpoint, str(tmp_path), is_save)
-    assert ended.value.exit_code == code
