@@ -19,7 +19,13 @@ from typer.testing import CliRunner
 
 import zero_core
 import zero_engine
-from zero_core.errors import CheckpointError, CollectiveError, ConfigError, RankMismatchError
+from zero_core.errors import (
+    CheckpointError,
+    CheckpointFailedError,
+    CollectiveError,
+    ConfigError,
+    RankMismatchError,
+)
 from zero_engine import doctor
 from zero_engine.cli import app, main
 from zero_engine.launch.ranks import fail
@@ -101,7 +107,10 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [(ConfigError, 2), (CheckpointError, 2), (CollectiveError, 1), (RankMismatchError, 1)],
+    [
+        *((ConfigError, 2), (CheckpointError, 2), (CheckpointFailedError, 1)),  # a full disk
+        *((CollectiveError, 1), (RankMismatchError, 1)),
+    ],
 )
 def test_error_ends_a_rank_with_its_code_and_leaves_its_file(kind, code, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))

@@ -27,6 +27,7 @@ from zero_engine.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilde
 
 STEPS = 4
 WD = {"weight_decay": 0.1}
+MOMENTUM = {"lr": 0.05, "momentum": 0.9, **WD}
 PLAIN, DECOUPLED = {**WD, "bias_correction": False}, {"decoupled_weight_decay": True}
 ADAMW = (torch.optim.AdamW, {"weight_decay": 0.1})
 LION = (zero_core.Lion, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1})
@@ -40,6 +41,7 @@ PAIRS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "DeepSpeedCPUAdagrad": (DeepSpeedCPUAdagrad, WD, torch.optim.Adagrad, WD),
     "DeepSpeedCPULion": (DeepSpeedCPULion, WD, *LION),
     "FusedLion": (FusedLion, WD, *LION),
+    "SGD": (torch.optim.SGD, MOMENTUM, torch.optim.SGD, MOMENTUM),
 }
 
 

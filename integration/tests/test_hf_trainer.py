@@ -26,7 +26,7 @@ from transformers import (
 from tests.support.lm_models import make_lm, token_rows
 from zero_core import CheckpointError, ConfigError, load_config
 from zero_core.testing import spawn
-from zero_engine.hf import PRESETS, ZeroSeq2SeqTrainer, ZeroTrainer
+from zero_engine.hf import ZeroSeq2SeqTrainer, ZeroTrainer
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
 from zero_engine.hf.arguments import fill_config, fill_schedule, read_zero
 from zero_engine.script.sharded_ddp import tell_after
@@ -247,17 +247,6 @@ def test_engine_is_like_the_plain_trainer(program: Any, tmp_path: Path) -> None:
 def _defaults(tmp_path: Path, **changes: Any) -> TrainingArguments:
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
     return TrainingArguments(**{**settings, **changes})
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_preset_is_a_whole_configuration(name: str, tmp_path: Path) -> None:
-    args = _defaults(tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.5, bf16=True)
-    config = load_config(fill_config(read_zero(name), args), world_size=1)
-    assert f"stage{config.zero_optimization.stage}" == name.partition("-")[0]
-    is_on_host = "offload" in name or "twin-flow" in name
-    assert (config.zero_optimization.offload_optimizer.device == "cpu") == is_on_host
-    sizes = (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
-    assert (*sizes, config.gradient_clipping, config.bf16.enabled) == (8, 3, 0.5, True)
 
 
 def test_unknown_preset_gets_the_nearest() -> None:

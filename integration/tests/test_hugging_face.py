@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from transformers import GPT2LMHeadModel, GPT2Model
 
 import zero_core
 from tests.support.lm_models import CLASSES, lm_config, make_lm
@@ -61,18 +60,6 @@ def test_deferred_and_loaded_models_are_ordinary_ones(tmp_path: Path) -> None:
         make_lm(kind).save_pretrained(tmp_path / kind, max_shard_size="10KB")
         assert len(list((tmp_path / kind).glob("*.safetensors"))) > 1
     spawn(_starts, 3, tmp_path)
-
-
-@pytest.mark.parametrize("is_base", [True, False])
-def test_a_model_is_built_from_the_folder_of_its_base_or_its_own(tmp_path, is_base):
-    torch.manual_seed(1)
-    saved = GPT2Model(lm_config("gpt2")) if is_base else make_lm("gpt2", seed=1)
-    saved.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(lm_config("gpt2"))
-    engine = zero_core.build(model, Case(0).config(), pretrained=tmp_path)
-    expected = dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict())
-    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
 
 
 # Greedy tokens, sampled ones and those of four beams.

@@ -20,7 +20,6 @@ import zero_core
 import zero_offload
 from tests.support.host_optimizers import OPTIMIZERS
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, train
-from zero_core.testing.training import assert_same
 
 TIMEOUT_S = 120.0
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -234,42 +233,3 @@ def test_with_a_size_of_the_log_steps_begin_in_backward_else_after_the_decision(
     engine = build(config_of(update_in_backward=None))
     assert "undo log" not in engine.memory_report()
     engine.close()
-
-
-SHARES: dict[str, dict[str, Any]] = {
-    "0.3": {"ratio": 0.3},
-    "0.999": {"ratio": 0.999},
-    "auto": {"ratio": "auto"},
-    "names": {"parameters": ["blocks.1.*", "*.norm.bias", "embed.weight"]},
-    "budget": {"device_budget": 5_000},
-}
-NADAM = {"type": "NAdam", "params": {"lr": 1e-2}}
-"""Has scalars beside its moments (``mu_product``), and only torch's own update."""
-
-
-def _build_shared(
-    stage: int, share: str, optimizer: dict[str, Any], ranks: SimulatedRanks | None = None
-) -> zero_core.Engine:
-    zero = {"offload_optimizer": {"device": "cpu", **SHARES[share]}}
-    case = Case(stage, clipping=0.5, zero=zero, top={"optimizer": optimizer})
-    return zero_core.build(make_model(), case.config(), process_group=ranks)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_a_checkpoint_at_one_ratio_goes_on_at_any_share(ranks, tmp_path):
-    before, after, other = (
-        [batch(step, 0, ranks.rank) for step in steps]
-        for steps in (range(4), range(4, 8), range(20, 23))
-    )
-    saved = _build_shared(2, "0.3", NADAM, ranks)
-    train(saved, before)
-    saved.save_checkpoint(tmp_path)
-    expected = train(saved, after), saved.full_state_dict(dtype=torch.float32)
-    saved.close()
-    for stage, share in ((1, "0.999"), (3, "auto"), (2, "names"), (2, "budget")):
-        engine = _build_shared(stage, share, NADAM, ranks)
-        train(engine, other)  # another run's state, which is replaced
-        engine.load_checkpoint(tmp_path)
-        assert_same((train(engine, after), engine.full_state_dict(dtype=torch.float32)), expected)
-        engine.close()

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import zero_core
 from zero_core.config import load_config
-from zero_core.errors import ConfigError
 from zero_core.record.records import DetailRecord, EventRecord, RecordFile, RunRecord, StepRecord
 from zero_core.testing import make_tower, rows, train
 from zero_engine.cli import app
@@ -182,10 +181,8 @@ def test_the_first_sentence_names_the_cause_and_its_gain(tmp_path, changes, word
     ("threads", "cores", "num_ranks", "device", "scaling"),
     [
         (1, 2, 1, "cpu", 0.85 * 2),
-        (1, 16, 4, "cpu", 0.85 * 4),
         (2, 8, 2, "cpu", 0.85 * 2),
         (4, 8, 2, "cpu", None),
-        (1, 8, 8, "cpu", None),
         (1, 8, 1, "cuda", None),
     ],
 )
@@ -324,22 +321,8 @@ def test_records_of_an_engine_have_its_configuration(tmp_path: Path, zero: Any) 
         assert kept[kind] == expected[kind], kind
 
 
-def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
-    assert "engine.record(folder)" in json.loads(result.stdout)["error"]
-    with pytest.raises(ConfigError, match=r"engine\.record"):
-        read_run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"config": {}}, "run.config"),
-        ({"rank": "<b>"}, "run.rank"),
-        ({"world_size": 0}, "run.world_size"),
-    ],
-)
-def test_a_start_with_a_wrong_field_is_one_error(tmp_path, change, named):
+@pytest.mark.parametrize("change", [{"config": {}}, {"rank": "<b>"}, {"world_size": 0}])
+def test_a_start_with_a_wrong_field_is_one_error(tmp_path, change):
     _write(tmp_path, num_ranks=1)
     (file,) = tmp_path.glob("steps-rank*.jsonl")
     first, *others = file.read_text(encoding="utf-8").splitlines()
@@ -347,4 +330,4 @@ def test_a_start_with_a_wrong_field_is_one_error(tmp_path, change, named):
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
-    assert named in result.stderr
+    assert f"run.{next(iter(change))}" in result.stderr

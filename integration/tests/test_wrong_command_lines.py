@@ -6,22 +6,16 @@ Nothing is written.
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import run_program
-from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
 
-import zero_core
 from benchmarks.harness.forked_python import forked_python
-from zero_core.errors import CheckpointError, ConfigError
-from zero_core.testing import run_alone
+from zero_core.errors import ConfigError
 from zero_engine.cli import app
-from zero_engine.launch.ranks import fail
 from zero_engine.train.data import read_text
 from zero_engine.train.options import Start
 from zero_engine.train.settings import fresh_run
@@ -29,7 +23,6 @@ from zero_engine.train.settings import fresh_run
 FILES = {
     "deep.json": '{"a": ' * 100_000 + "1" + "}" * 100_000,
     "list.json": "[1]",
-    "empty.json": "",
     "unknown.json": '{"train_batch_size": 8, "zero_optimisation": {}}',
     "none.json": '{"train_batch_size": 8}',
     "auto.json": '{"train_batch_size": "auto"}',
@@ -69,11 +62,8 @@ TRAIN = [
     ("--size 1m --sample-tokens 128", "--sample-tokens 128: must be below --context 128"),
     ("--checkpoints nothing-like-it://x", "--checkpoints nothing-like-it://x cannot be opened"),
     ("--config @/nothing.json", "nothing.json"),
-    ("--config @", "not a regular file"),
     ("--config /dev/zero", "not a regular file"),
     ("--config @/deep.json", "nested more than 32 deep"),
-    ("--config @/list.json", "expected a JSON object"),
-    ("--config @/empty.json", "is not JSON"),
     ("--config @/bytes.json", "utf-8"),
     ("--config @/unknown.json", "did you mean 'zero_optimization'"),
     ("--config @/none.json", "names no optimizer"),
@@ -86,14 +76,11 @@ TRAIN = [
 ]
 PLAN = [
     *((f"--{name} 0", f"--{name} 0: must be from 1") for name in ("layers", "width", "heads")),
-    ("--layers -2", "--layers -2: must be from 1"),
     ("--layers 1000000000", "--layers 1000000000: must be from 1"),
     ("--vocab 0", "--vocab 0: must be from 1"),
     ("--tokens -5", "--seq-length -5: must be from 1"),
-    ("--tokens 0", "--seq-length 0: must be from 1"),
     ("--width 100 --heads 7", "must be a multiple of --heads 7"),
     ("--ranks 0", "--world-size 0: must be from 1"),
-    ("--ranks -1 --tokens 8", "--world-size -1: must be from 1"),
     ("--ranks 99999999999", "--world-size 99999999999: must be from 1"),
     ("--layers 1 --ranks 7 --ranks-per-node 3", "must divide world_size = 7"),
     ("--layers 1 --ranks-per-node 0", "ranks_per_node = 0"),
@@ -119,18 +106,14 @@ PLAN = [
     ("--model @/number.json", "expected a Hugging Face config.json"),
     ("--model @/model.json", "no-such-model"),
     ("--model @/sizes.json", "n_layer"),
-    ("--config @/deep.json", "nested more than"),
-    ("--config @/unknown.json", "did you mean 'zero_optimization'"),
     ("--config @/none.json", "no optimizer"),
     ("--layers two", None),
 ]
 RUN = [
     ("--nproc-per-node 0 @/script.py", "--nproc-per-node 0: must be at least 1"),
-    ("--nproc-per-node -2 @/script.py", "--nproc-per-node -2: must be at least 1"),
     ("--nproc-per-node two @/script.py", "--nproc-per-node or --nnodes"),
     ("--nnodes 0 @/script.py", "--nnodes 0"),
     ("--nnodes 3:1 @/script.py", "--nnodes 3:1"),
-    ("--nnodes x @/script.py", "--nnodes"),
     ("@/nothing.py", "there is no script"),
     ("-m", None),
     ("", None),
@@ -152,7 +135,6 @@ CHECKPOINTS = [
     ("prune", "@ --keep-last 0", None),
     ("prune", "@ --keep-last 1 --keep-every 0", None),
     ("import", "@/none @/out", "@/none"),
-    ("import", "@ @/out", "@"),
     ("import", "@ @/list.json --tag x", "@"),
 ]
 OTHERS = [
@@ -202,7 +184,9 @@ def test_a_mistake_is_one_line_and_a_code(verb, arguments, expected, folder, mon
         assert done.stdout == ""
 
 
-@pytest.mark.parametrize("verb", ["plan --ranks 0", "verify @/none", "prune @ --keep-last 1"])
+@pytest.mark.parametrize(
+    "verb", ["plan --ranks 0", "verify @", "prune @ --keep-last 1", "report @"]
+)
 def test_a_mistake_is_json_where_a_report_would_be(verb: str, folder: Path) -> None:
     words = verb.replace("@", str(folder / "none")).split()
     done = CliRunner().invoke(app, [*words, "--json"])
@@ -230,24 +214,3 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
     assert "too short for one window of 128" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     fresh_run({"output": str(output)}, Start.NEW)  # nothing there to be kept
-
-
-def _end_by_a_checkpoint(folder: str, is_save: bool) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-    engine = zero_core.build(torch.nn.Linear(3, 3), config)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        if not is_save:
-            engine.load_checkpoint(folder)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a full disk
-        engine.save_checkpoint(folder)
-    except CheckpointError as error:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        fail(error)
-
-
-@pytest.mark.parametrize(("is_save", "code"), [(True, 1), (False, 2)])
-def test_full_disk_may_pass_and_a_missing_checkpoint_does_not(is_save, code, tmp_path):
-    with pytest.raises(ProcessExitedException) as ended:
-        run_alone(_end_by_a_checkpoint, str(tmp_path), is_save)
-    assert ended.value.exit_code == code

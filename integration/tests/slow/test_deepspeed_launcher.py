@@ -26,7 +26,7 @@ from zero_core.errors import ConfigError
 from zero_engine.deepspeed.served import reason_to_refuse
 from zero_engine.script.deepspeed_options import add_options, carry_out, process_number_saved
 from zero_engine.script.hook import install
-from zero_engine.script.hosts import filtered, read_host_file
+from zero_engine.script.hosts import read_host_file
 from zero_engine.script.mends import mend_loading
 from zero_engine.script.run import run_program
 
@@ -232,13 +232,6 @@ def test_broken_host_file_is_refused_by_line(tmp_path: Path, lines: str, message
     path.write_text(lines, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         read_host_file(path)
-
-
-def test_filters_keep_the_order_of_hosts_and_slots() -> None:
-    hosts = {"a": (0, 1), "b": (0, 1, 2), "c": (0,)}
-    assert filtered(hosts, include="b:2,0,2@a", exclude="") == {"a": (0, 1), "b": (0, 2)}
-    assert filtered(hosts, include="", exclude="b:1@a") == {"b": (0, 2), "c": (0,)}
-    assert list(filtered(hosts, include="c@a", exclude="")) == ["a", "c"]
 
 
 @pytest.mark.usefixtures("own_environment")
