@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import subprocess
@@ -23,7 +22,15 @@ from typer.testing import CliRunner
 from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
 from zero_core.testing import preload, run_alone
-from zero_core.testing.sampled_rows import mark_rows_slow
+from zero_core.testing.sampled_rows import (  # pytest finds them here
+    pytest_collection as pytest_collection,
+)
+from zero_core.testing.sampled_rows import (
+    pytest_collection_modifyitems as pytest_collection_modifyitems,
+)
+from zero_core.testing.sampled_rows import (
+    pytest_runtestloop as pytest_runtestloop,
+)
 from zero_engine.calibration import kept
 from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only
@@ -53,25 +60,6 @@ CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600
 """How `subprocess.run` runs what may fail."""
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection() -> None:
-    """Disable garbage collection while test files import libraries, which make little garbage."""
-    gc.disable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the rows of long grids that the gate leaves out, before ``-m`` deselects any."""
-    mark_rows_slow(items)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop() -> None:
-    """Collect garbage from here on, except among the objects that imports made."""
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from zero_core.testing import (
     make_tower,
     on_ranks,
     rows,
+    simulate,
 )
 
 WIDTH, STEPS = 13, 3
@@ -159,6 +160,29 @@ def test_gradients_are_read_clipped_and_dropped(ranks, stage, ratio, name):
     for key in (name, "blocks.1.0.weight", "head.bias"):
         found, expected = (each.states.get_full(key, "grad") for each in (engine, fresh))
         assert torch.equal(found, expected), key
+
+
+def _in_order_of_micro_batches(
+    ranks: SimulatedRanks, stage: int, ratio: float
+) -> tuple[dict[str, Tensor], list[float | None]]:
+    top = {"train_batch_size": 8, "world_size_invariant": True}
+    config = _config(stage, "bf16", 4 // ranks.size, ratio, 0.1, **top)
+    engine = _build(config, ranks)
+    norms = []
+    for step in range(STEPS):
+        for first in range(0, 4, ranks.size):
+            engine.backward(engine(_batch(step, first + ranks.rank, 0, torch.bfloat16)))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return engine.full_state_dict(dtype=torch.float32), norms
+
+
+def test_the_bits_are_those_of_one_rank_when_asked() -> None:
+    values, norms = simulate(_in_order_of_micro_batches, 1, 1, 1.0)[0]
+    for world_size, stage, ratio in ((2, 2, 0.4), (4, 3, 1.0), (4, 0, 0.4)):
+        for found in simulate(_in_order_of_micro_batches, world_size, stage, ratio):
+            assert found[1] == norms
+            assert all(torch.equal(found[0][name], value) for name, value in values.items())
 
 
 def test_a_gradient_that_an_update_in_backward_has_used_is_told_as_missing(caplog):

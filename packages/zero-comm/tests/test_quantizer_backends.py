@@ -36,7 +36,6 @@ from zero_comm.quantizer.torch_backend import BACKEND as REFERENCE
 
 KINDS = ("int8", "int4", "e4m3", "e5m2")
 GAP = 16  # bytes between rows, which belong to someone else
-every_isa = pytest.mark.parametrize("target", [t for t in HOSTS if t.name == "native"], ids=str)
 
 
 def name_of(fmt: BlockFormat) -> str:

@@ -1,21 +1,35 @@
-"""Long grids of tests, of which the gate runs some rows: the marker ``sampled``."""
+"""Hooks of pytest for a ``conftest.py``: the marker ``sampled`` of long grids, and fast imports."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 
-def mark_rows_slow(items: Iterable[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Disable garbage collection while test files import libraries, which make little garbage."""
+    gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from here on, except among the objects that imports made."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     """Keep one row in ``n`` of each test marked ``sampled(n)``, and mark the others ``slow``.
 
-    Further rows are kept until each value of a parameter that several rows share is in one of them.
-    Which rows they are depends on a digest of their names: every process keeps the same ones.
+    Before ``-m`` deselects any: the gate leaves them out. Further rows are kept until each value of
+    a parameter that several rows share is in one of them. Which rows they are depends on a digest
+    of their names: every process keeps the same ones.
     """
     rows_of: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:

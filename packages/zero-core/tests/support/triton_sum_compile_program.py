@@ -6,11 +6,9 @@ Started as ``python triton_sum_compile_program.py``, it prints a JSON object of 
 import json
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
+from triton.compiler import ASTSource
 
 from zero_core.comm.triton_sum import LAUNCH_OPTIONS, NORM_TILE, TILE, norm_kernel, sum_kernel
 
@@ -59,27 +57,13 @@ def compile_norm() -> str:
     return assembly(norm_kernel, arguments, {"TILE": NORM_TILE}, "cuda")
 
 
-def specialize_sum(offset: int) -> str:
-    """Return the key by which a launch's kernel is found.
-
-    ``offset``: where the launch's flags begin in memory, in bytes.
-    """
-    backend = make_backend(TARGETS["cuda"])
-    bind = create_function_from_signature(sum_kernel.signature, sum_kernel.params, backend)
-    floats = [torch.empty(64) for _ in range(3)]
-    flags = torch.empty(64, dtype=torch.uint8)[offset:]
-    _, specialization, _ = bind(*floats, flags, 64, 2, "fp32", "fp32", True, True, TILE)
-    return str(specialization)
-
-
 def main() -> None:
     """Compile the kernels and print their assembly."""
     pairs = [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")]
     cuda = {f"{dtype} to {out}": compile_sum(dtype, out, "cuda") for dtype, out in pairs}
     hip = {"bf16 to fp32": compile_sum("bf16", "fp32", "hip")}
     fp64 = compile_sum("fp64", "fp64", "cuda")
-    found = {"cuda": cuda, "hip": hip, "fp64": fp64, "norm": compile_norm()}
-    print(json.dumps({**found, "keys": [specialize_sum(offset) for offset in (0, 8, 3)]}))
+    print(json.dumps({"cuda": cuda, "hip": hip, "fp64": fp64, "norm": compile_norm()}))
 
 
 if __name__ == "__main__":
