@@ -116,7 +116,7 @@ def _set_lr(engine: zero_core.Engine) -> None:
         (lambda e: e.clip_grad_norm_(1.0), "clipping gradients: too late"),
         (lambda e: e.optimizer.zero_grad(), "dropping gradients: too late"),
         (lambda e: e.states.get_full("blocks.0.weight", "grad"), "gradients: too late"),
-        (lambda e: e(torch.ones(2, 8)), "a forward was run between backward and step"),
+        (lambda e: e.backward(e(torch.ones(2, 8))), "a further backward of the same step"),
         (_set_lr, "settings between backward and step: too late"),
     ],
 )

@@ -101,29 +101,6 @@ def test_offloaded_training_left_at_any_moment_goes_on_or_the_engine_says_how(
     check_left_anywhere(case.config(), tmp_path, num_moments, packages)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(2)
-def test_no_forward_and_no_reader_sees_what_backward_has_half_updated(ranks, stage):
-    offload = {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}
-    engine = Case(stage, zero=offload, top=UNDECIDED).build(ranks)
-    param = next(engine.module.parameters())
-    engine.backward(engine(**batch(3, 0, ranks.rank))["loss"])
-    for _ in range(2):
-        assert not engine.holds_value(param)
-        with pytest.raises(RuntimeError, match=r"was read (between backward|where stage 3)"):
-            param.sum()
-        for call in (engine.gathered, partial(_evaluate, engine, ranks)):
-            with pytest.raises(RuntimeError, match=r"between backward and step\(\)"):
-                call()
-    engine.step()
-    _evaluate(engine, ranks)
-
-
-def _evaluate(engine: zero_core.Engine, ranks: SimulatedRanks) -> None:
-    with torch.no_grad():
-        engine(**batch(3, 0, ranks.rank))
-
-
 SHARDED = "parameter blocks.1.inner.weight was read where stage 3 holds only"
 EARLY = "parameter blocks.1.inner.weight was read between backward and step()"
 

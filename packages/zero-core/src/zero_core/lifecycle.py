@@ -240,19 +240,20 @@ def _leave_whole(values: FlatParams, state: ShardedState) -> None:
     access.open_all(values.shown.read_params)
     for position, param in enumerate(values.params):
         spec = state.layout.params[values.segment.slots[position].param]
-        param.data = spec.to_values(values.read_part(position).detach())
+        param.data = spec.to_values(values.part_of(position, shard))
 
 
 @torch.no_grad()
 def _local_shards(values: FlatParams, state: ShardedState) -> Iterator[LeftShard]:
     segment, control = values.segment, state.control
     access.open_all(values.shown.read_params)  # for the caller, who gives them values
+    shard = values.source.read().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
     for position, param in enumerate(values.params):
         slot = segment.slots[position]
         spans = [slot.common(*each) for each in ranges]
         spec = state.layout.params[slot.param]
-        yield LeftShard(param, spec, control, spans, values.read_part(position).detach())
+        yield LeftShard(param, spec, control, spans, values.part_of(position, shard))
 
 
 def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -229,7 +229,6 @@ class ShardedModel:
                 at stage 3 without ``modifier_rank``.
         """
         self._device_states.check("gathered()")
-        self._passes.units.check_whole("gathered() was entered")
         self._device_states.before_write()
         if params is None:
             return self._gathering.all_params(modifier_rank)

@@ -98,8 +98,8 @@ SHARDED = (
     "{write}, which all ranks enter",
 )
 EARLY = (
-    "between backward and step(), where values are half updated, as units are updated in backward: "
-    "do it before backward or after step(), or set "
+    "between backward and step(), where it is half updated, as units are updated in backward: do "
+    "it before backward or after step(), or set "
     "zero_optimization.offload_optimizer.update_in_backward to false",
 ) * 2
 AWAY = ("while parameters are offloaded: call reload_states() first, on every rank",) * 2
@@ -136,7 +136,8 @@ class _Closed:
         if func in NEEDS_NO_VALUE or (func == _SET_DATA and args[0] is args[1]):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
         target: Any = args[0] if args else next(iter(kwargs.values()), None)
-        if func in _CONVERSIONS and "memory_format" not in kwargs:
+        form = kwargs.get("memory_format", torch.preserve_format)
+        if func in _CONVERSIONS and form is torch.preserve_format:
             # Converting a placeholder would take memory for all of its elements.
             empty = torch.empty((0,) * target.dim(), dtype=target.dtype, device=target.device)
             with DisableTorchFunction():
@@ -453,9 +454,9 @@ class ShownParams:
         Its other users would overwrite it.
         """
         if self.is_shown:
-            # Found with two passes in C where nothing was changed.
             addresses = list(map(Tensor.data_ptr, self.params))
-            if addresses != self._shown.addresses and self._moved is None:
+            is_moved = addresses != self._shown.addresses or self._views.is_opaque
+            if is_moved and self._moved is None:
                 self._moved = self._find_moved()
             if list(map(_get_version, self.params)) != self._versions:
                 self._note_written()
@@ -478,7 +479,7 @@ class ShownParams:
             refuse(self.read_params)
 
     def open(self) -> None:
-        """Let them be read as they are."""
+        """Open them as they are."""
         if self.is_closed:
             open_all(self.read_params)
             self.is_closed = False

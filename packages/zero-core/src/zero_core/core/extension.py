@@ -124,7 +124,7 @@ class Extension:
         """Gradients are about to add up on their rank, unreduced."""
 
     def before_update(self, number: int) -> None:
-        """``step()`` of step ``number`` has begun, the first event of it.
+        """Called first in ``step()``, of step ``number``.
 
         An exception leaves values as they are, but for units that were updated in backward.
         """
@@ -136,7 +136,8 @@ class Extension:
         """The ranks have exchanged what they know of the step's gradient, and all of it is reduced.
 
         All ranks may raise the same `UnusedParameterError` here: the step can be repeated. After
-        any other exception the engine needs a load. With a follower no update is enqueued ahead.
+        any other exception the engine needs a load. An extension that follows this event keeps
+        updates from being enqueued ahead.
         """
 
     def before_decision(self, number: int) -> None:

@@ -9,7 +9,7 @@ on the device.
 
 [Note: slots]
 Whoever has something to agree on is a `Filler`. It fills its slots before the sum, and reads the
-sums of all ranks after it. There are those of `slots_of` alone.
+sums of all ranks after it. Only the slots of `slots_of` exist.
 """
 
 from __future__ import annotations

@@ -307,13 +307,13 @@ class FlatParams:
             return
         if full is None:
             if self._is_deferred:
-                self._is_deferred = False
                 self.shown.hide()
+                self._is_deferred = False
             return
         if self._work is not None:
             self.finish_gather()
-        self._is_deferred = False
         self.shown.withdraw()
+        self._is_deferred = False
         self._pool.release(full)
         self.full = None
         self._full_version = _NO_VERSION
@@ -379,8 +379,8 @@ class FlatParams:
 
     def refresh(self) -> None:
         """Wait for kept values that are on their way. Starts no exchange with other ranks."""
-        is_whole = self.shown.why_refused not in (access.AWAY, access.EARLY)
-        if self.is_kept and is_whole and (self.is_gathered or not self._needs_gather):
+        is_here = self.shown.why_refused is not access.AWAY
+        if self.is_kept and is_here and (self.is_gathered or not self._needs_gather):
             self.gather()
             self.wait()
 
@@ -393,13 +393,13 @@ class FlatParams:
 
     # ---------------------------------------------------------- from outside
 
-    def read_part(self, position: int) -> Tensor:
-        """Return this rank's elements of the parameter at ``position``, 1-D. Not to be changed."""
+    def part_of(self, position: int, shard: Tensor) -> Tensor:
+        """Return the elements of ``shard``, read from the source, of the parameter there."""
         slot = self.segment.slots[position]
         low = self.segment.shard_range(self.rank)[0]
         first, last = slot.common(*self.segment.shard_range(self.rank))
         start = max(0, slot.start + first - low)
-        return self.source.read()[start : start + last - first]
+        return shard[start : start + last - first]
 
     def edit(self, start: int, values: Tensor) -> None:
         """Overwrite values as `write`, by others than the training, and note whose they are."""

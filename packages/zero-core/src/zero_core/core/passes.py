@@ -545,7 +545,6 @@ class ForwardPass:
     def _begin(self, unit: Unit) -> None:
         self._place.check_finished("a forward")
         self._backward.drop_unended()
-        self._units.check_whole("a forward was run")
         if torch.is_grad_enabled():
             self._forward = self._order.begin_forward()
             if self._units.has_sharded_params:
@@ -571,10 +570,7 @@ class ForwardPass:
         units = self._units
         if is_in_backward():
             self._backward.enter_recompute(unit)
-            return
-        if not self._running:
-            units.check_whole(f"a part of {unit!r} was called")
-        if units.has_sharded_params and not self._running and torch.is_grad_enabled():
+        elif units.has_sharded_params and not self._running and torch.is_grad_enabled():
             raise RuntimeError(
                 f"rank {self._communicator.rank}: a part of {unit!r} was called by itself, with "
                 "gradients: call the engine (or its module), or use "

@@ -94,7 +94,6 @@ class UnitSet:
         self._communicator = communicator
         if self.tail is not None and has_sharded_params:
             self._tail_reads = _TailReads(self, self.tail)
-        self._is_half_updated = False  # in backward: `values_changed` follows the step's decision
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
@@ -251,12 +250,6 @@ class UnitSet:
             if flat.segment is segment:
                 flat.updated_early()
         self.ready.discard(segment.unit)
-        self._is_half_updated = True
-
-    def check_whole(self, what: str) -> None:
-        """Raise if ``what`` happened while some units alone have been updated in backward."""
-        if self._is_half_updated:
-            raise RuntimeError(f"rank {self._communicator.rank}: {what} {access.EARLY[0]}")
 
     def values_changed(self, flats: Iterable[FlatParams] | None = None) -> None:
         """Note that shards hold new values, and publish them. Every rank must call it.
@@ -267,7 +260,6 @@ class UnitSet:
             if not self.part_hooks.handles:
                 self.part_hooks.resume()
             if flats is None:
-                self._is_half_updated = False
                 self.ready.clear()
                 flats = [flat for unit in self.units for flat in unit.params]
             for flat in flats:

@@ -1,4 +1,4 @@
-"""Quantized parameters, whose components are gathered for each use, during forwards."""
+"""Hooks on modules that use quantized parameters, whose components are gathered for each use."""
 
 from __future__ import annotations
 

@@ -314,6 +314,6 @@ def _has_own_slice(full: _FullParam, spec: ParamSpec) -> bool:
     start, stop = full.slot.common(*flat.segment.shard_range(flat.rank))
     if start == stop:
         return True
-    shard = flat.read_part(full.position)
+    shard = flat.part_of(full.position, flat.source.read())
     own = spec.to_elements(full.tensor)[start:stop].to(shard.device)
     return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))

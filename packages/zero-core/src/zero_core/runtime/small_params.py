@@ -63,7 +63,7 @@ class SmallParams:
         start = 0
         for flat, position in held:
             flat.source.wait_update()
-            part = flat.read_part(position).view(torch.uint8)
+            part = flat.part_of(position, flat.source.read()).view(torch.uint8)
             own[start : start + part.numel()].copy_(part)
             start += part.numel()
         rows = self._state.control.gather_on_device(own).view(-1, self._nbytes)

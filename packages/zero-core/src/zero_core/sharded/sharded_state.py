@@ -195,7 +195,7 @@ class ShardedState:
 
         Of a parameter of several components their bytes, a copy.
         """
-        parts = [f.read_part(position) for f, position in self.places_of[id(param)]]
+        parts = [f.part_of(position, f.source.read()) for f, position in self.places_of[id(param)]]
         return parts[0].view(param.dtype) if len(parts) == 1 else torch.cat(parts)
 
     def quiesce(self) -> None:

@@ -54,6 +54,8 @@ TIMEOUT_S = 120.0
 """Longest wait for another rank, unless `simulate` is given another."""
 
 _cores = itertools.cycle(sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [0])
+for _ in range(os.getpid() % 64):  # processes that begin together take different ones
+    next(_cores)
 
 
 class _Network:
@@ -283,11 +285,11 @@ def simulate(
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)  # as `spawn`: a sum's rounding depends on the threads
-        if sys.platform == "linux":
-            # Each operation of torch hands the interpreter's lock to another rank, which costs
-            # several times as much across cores. Threads that a rank starts are on its core, too.
-            os.sched_setaffinity(0, {core})
         try:
+            if sys.platform == "linux":
+                # Each operation of torch hands the interpreter's lock to another rank, which costs
+                # several times as much across cores. Threads that a rank starts stay on its core.
+                os.sched_setaffinity(0, {core})
             ranks = network.ranks(rank, per_node)
             results[rank] = program(ranks, *args)
             if ranks.device.type == LATE:  # what its jobs raise is raised here
