@@ -89,6 +89,7 @@ def test_every_update_of_every_block_counts(
         for block in blocks:
             expected[block] += 1
     pipeline.flush()
+    pipeline.abandon()  # waits for what was prefetched and not taken
     _check(file, expected)
     file.close()
 
