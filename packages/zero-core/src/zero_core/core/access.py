@@ -142,8 +142,10 @@ class _Closed:
             empty = torch.empty((0,) * target.dim(), dtype=target.dtype, device=target.device)
             with DisableTorchFunction():
                 found = func(empty, *args[1:], **kwargs)
-            if found is empty or not isinstance(found, Tensor):
-                return target if found is empty else found
+            if found is empty:
+                return target
+            if not isinstance(found, Tensor):
+                return found
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, _Closed):
                 name = getattr(func, "__name__", "")  # foreign: torch's functions

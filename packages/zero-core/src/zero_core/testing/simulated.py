@@ -53,9 +53,7 @@ _MOST_UNCOLLECTED = 50_000
 TIMEOUT_S = 120.0
 """Longest wait for another rank, unless `simulate` is given another."""
 
-_cores = itertools.cycle(sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [0])
-for _ in range(os.getpid() % 64):  # processes that begin together take different ones
-    next(_cores)
+_turns = itertools.count(os.getpid())  # processes that begin together take different cores
 
 
 class _Network:
@@ -281,7 +279,7 @@ def simulate(
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
 
-    core = next(_cores)
+    turn = next(_turns)
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)  # as `spawn`: a sum's rounding depends on the threads
@@ -289,7 +287,8 @@ def simulate(
             if sys.platform == "linux":
                 # Each operation of torch hands the interpreter's lock to another rank, which costs
                 # several times as much across cores. Threads that a rank starts stay on its core.
-                os.sched_setaffinity(0, {core})
+                cores = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, {cores[turn % len(cores)]})
             ranks = network.ranks(rank, per_node)
             results[rank] = program(ranks, *args)
             if ranks.device.type == LATE:  # what its jobs raise is raised here
