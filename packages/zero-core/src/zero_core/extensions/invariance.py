@@ -135,21 +135,16 @@ class SequentialGrads(FlatGrads):
                 "in another order at another world size: checkpoint with use_reentrant=False"
             )
         self._added.add(position)
-        # One rank sends nothing, and rounds its gradients as those of several are rounded.
-        super().add(position, grad.to(self.plan.communicated) if self._has_one_rank else grad)
+        if self.segment.world_size == 1:  # it sends nothing, and rounds as if it did
+            grad = grad.to(self.plan.communicated)
+        super().add(position, grad)
 
     def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
-        if self._is_empty and target.dtype is sum_dtype(full.dtype):
+        if self.shard.is_empty and target.dtype is sum_dtype(full.dtype):
             return super()._start_reduction(target, full)
-        if self._is_empty:
+        if self.shard.is_empty:
             target.fill_(self._missing)
         return self._communicator.reduce_add(target, full, self.segment.index)
-
-    def _find_target(self) -> Tensor:
-        shard = self._shard
-        assert shard is not None, "a sequential plan keeps it"
-        self._wait_until_copied()
-        return shard
 
 
 _MANTISSA_BITS = 24

@@ -242,7 +242,7 @@ class StepGradient:
         self._norms[index] = reduced.norm
         if self.policy.is_final:
             grads.wait()
-        grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
+        grads.shard.release(self._tier.offer_grad(self._starts[index], reduced.shard))
         return self._reduced(grads)
 
     def _add_to_tier(self, grads: FlatGrads, shard: Tensor, *, is_last: bool) -> bool:
@@ -250,7 +250,7 @@ class StepGradient:
         tier, index = self._accumulating_tier, grads.segment.index
         assert tier is not None, "so it was planned"
         start = self._starts[index]
-        grads.release(tier.add_grad(start, shard, is_last=is_last))
+        grads.shard.release(tier.add_grad(start, shard, is_last=is_last))
         if not is_last:
             return False
         self._tier_sums[index] = tier.square_sum(start, start + shard.numel())
@@ -313,7 +313,7 @@ class StepGradient:
             if self._tier.owns_grads:
                 reduced = grads.changed_result()
                 self._tier_sums.pop(index, None)
-                grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
+                grads.shard.release(self._tier.offer_grad(self._starts[index], reduced.shard))
                 assert reduced.norm is not None, "it is the whole gradient"
                 self._norms[index] = reduced.norm
             else:  # it reads the memory that was changed
