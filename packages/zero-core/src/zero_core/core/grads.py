@@ -17,9 +17,9 @@ from zero_core.comm.control import ControlGroup
 from zero_core.comm.fused_sum import norm_of
 from zero_core.comm.topology import Ranks
 from zero_core.config import Config
-from zero_core.core.gradient_plan import GradientCase, GradientPlan
 from zero_core.core.pool import BufferPool, SegmentViews, Wait
 from zero_core.layout.arithmetic import Segment
+from zero_core.layout.gradient_plan import GradientCase, GradientPlan
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 
 _STRIDED = torch.strided

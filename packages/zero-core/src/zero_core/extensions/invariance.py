@@ -111,7 +111,7 @@ class Invariance(Extension):
 class SequentialGrads(FlatGrads):
     """Gradients that are added to the step's sum rank by rank, as a sequential plan has it.
 
-    See [Note: the same bits at any world size] in `zero_core.core.gradient_plan`.
+    See [Note: the same bits at any world size] in `zero_core.layout.gradient_plan`.
     """
 
     _missing = -0.0  # changes no bit of a sum
