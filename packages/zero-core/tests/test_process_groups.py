@@ -19,8 +19,8 @@ from zero_core import ConfigError
 from zero_core._torch import count_groups, timeout_of
 from zero_core.comm import groups
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.control import Lane
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.device_library import Lane
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.meter import Links
 from zero_core.comm.queues import HostQueues

@@ -2,6 +2,12 @@
 
 On an accelerator they are collectives of its library (`zero_core.comm.groups`), among hosts direct
 messages (`zero_core.comm.host`).
+
+[Note: communicators and lanes]
+A **communicator** is one connection of some ranks. A library (NCCL, say) runs the collectives of
+one communicator one after another, in the order in which each rank starts them, which must be the
+same on all of them. So what may interleave differently on different ranks has communicators of its
+own: a **lane** each for gathers and for reductions, beside the caller's for control.
 """
 
 from __future__ import annotations
@@ -12,12 +18,12 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from zero_core.comm.device_library import ControlLibrary
 from zero_core.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -25,6 +31,7 @@ from zero_core.errors import (
     CollectiveError,
     ConfigError,
 )
+from zero_core.protocols import Work
 from zero_core.watch.beats import OTHER_BLOCKS, count_ranks
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import Place
@@ -38,16 +45,71 @@ _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
 _T = TypeVar("_T")
 
 
-class Exchange(Protocol):
-    """Bytes between ranks, and errors that all of them raise.
+class Lane(Enum):
+    """Purpose of a communicator. Those of different lanes share no order."""
 
-    Attributes:
-        rank: this rank within the group.
-        world_size: number of ranks.
-        place: where this rank is in its program.
+    GATHERS = "gathers"
+    REDUCTIONS = "reductions"
+
+
+class ControlLibrary(Protocol):
+    """Collectives of the control group. Each is started by every rank, in the same order.
+
+    Tensors are 1-D (for `all_reduce` and `broadcast`: of any shape), contiguous and on the rank's
+    device. What they read and write is ordered after the current stream of the caller, and
+    ``wait`` of the result makes the current stream of its caller wait for it. Buffers belong to the
+    caller and may be reused only then.
     """
 
-    rank: int
+    rank: int  # within the communicator
+    world_size: int
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        """Start to fill ``out`` with every rank's ``shard`` (any dtype), in rank order.
+
+        ``shard`` may be this rank's slice of ``out``.
+        """
+
+    def exchange(
+        self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Work:
+        """Start to send slices of different lengths.
+
+        ``parts`` are this rank's slices by target, ``out`` receives those for it by source, each
+        one after another without gaps. ``sent`` and ``received`` are their elements, by rank.
+        """
+
+    def all_reduce(self, values: Tensor) -> Work:
+        """Start to sum every rank's ``values`` in place, to the same bits on every rank."""
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        """Start to overwrite ``tensor``, of any dtype, with rank ``source``'s."""
+
+
+class DeviceLibrary(ControlLibrary, Protocol):
+    """Collectives over one communicator of an accelerator's library."""
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+        """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``, any dtype.
+
+        Both have ``world_size`` equal slices; they do not overlap.
+        """
+
+    def subgroup(self, ranks: Sequence[int], lane: Lane) -> DeviceLibrary:
+        """Return the communicator of ``lane`` among ``ranks``, renumbered in that order.
+
+        Every rank of this communicator calls it equally often, in the same order and for the same
+        lane, each with the subgroup that it is in: a partition of all ranks, or all of them.
+        """
+
+    def close(self) -> None:
+        """End what `subgroup` has made, on this rank alone, with nothing under way on it."""
+
+
+class Exchange(Protocol):
+    """Bytes between ranks, and errors that all of them raise."""
+
+    rank: int  # within the group
     world_size: int
     place: Place
 
@@ -62,10 +124,8 @@ class Exchange(Protocol):
     def together(self, what: str, act: Callable[[], _T]) -> _T:
         """Return ``act()`` on every rank. If it fails on one, raise on all, instead of a hang.
 
-        Raises:
-            CheckpointCorruptError: that is what it was on some rank.
-            CheckpointError: so it was, or a ConfigError, which another attempt would repeat.
-            CheckpointFailedError: anything else.
+        A mistake that another attempt would repeat (CheckpointError, ConfigError) is raised as
+        CheckpointError, a corrupt checkpoint as what it is, and the rest as CheckpointFailedError.
         """
         failure: list[str] = []
         found: list[_T] = []
@@ -93,11 +153,7 @@ class Exchange(Protocol):
 class ControlGroup(Exchange):
     """Small exchanges beside the data path: statistics of a step, names, checksums.
 
-    Bytes and numbers only, because object collectives would unpickle a peer's data. They go over
-    the library of a device, or over messages between hosts.
-
-    Attributes:
-        watch: what the other ranks say of their places; None if they cannot.
+    Bytes and numbers only, because object collectives would unpickle a peer's data.
     """
 
     def __init__(
@@ -108,7 +164,7 @@ class ControlGroup(Exchange):
         watch: Watch | None = None,
     ) -> None:
         self.place = Place() if place is None else place
-        self.watch = watch
+        self.watch = watch  # what the other ranks say of their places; None if they cannot
         self.rank = library.rank
         self.world_size = library.world_size
         self._library = library

@@ -32,8 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_core._torch import timeout_of
-from zero_core.comm.control import ControlGroup
-from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.control import ControlGroup, DeviceLibrary, Lane
 from zero_core.comm.fused_sum import (
     add_in_rank_order,
     find_nonfinite,

@@ -316,7 +316,7 @@ class _HostReduction:
 
 
 class HostLibrary:
-    """`zero_core.comm.device_library.ControlLibrary` among hosts.
+    """`zero_core.comm.control.ControlLibrary` among hosts.
 
     See [Note: messages of different sizes never meet].
     """

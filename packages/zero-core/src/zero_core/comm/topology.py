@@ -37,14 +37,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._torch import set_timeout, timeout_of
-from zero_core.comm.control import ControlGroup, Exchange
-from zero_core.comm.device_library import ControlLibrary, DeviceLibrary
+from zero_core.comm.control import ControlGroup, ControlLibrary, DeviceLibrary, Exchange
 from zero_core.comm.groups import (
     GroupBeats,
     ProcessLibrary,
     StoreExchange,
     backend_on,
-    exchange_by_store,
     group_of_mesh,
 )
 from zero_core.comm.host import HostLibrary
@@ -222,10 +220,14 @@ def check_devices(ranks: Ranks) -> None:
     if ranks.device.type == "cuda":  # independent of its index
         identity = str(torch.cuda.get_device_properties(ranks.device).uuid)
     card = [socket.gethostname(), identity, str(ranks.device)]
-    rows = exchange_by_store(
-        ranks.group, json.dumps(card).encode(), rank=ranks.rank, world_size=ranks.size
+    exchange = StoreExchange(
+        ranks.group,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=timeout_of(ranks.group, ranks.device),
+        what="the ranks' devices",
     )
-    cards = [json.loads(row) for row in rows]
+    cards = [json.loads(row) for row in exchange.gather_bytes(json.dumps(card).encode())]
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (host, identity, _) in enumerate(cards):
         users.setdefault((host, identity), []).append(rank)
