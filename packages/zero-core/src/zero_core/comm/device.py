@@ -107,26 +107,6 @@ _MESSAGE_ALIGNMENT = 16
 """Bytes of which messages of a codec are multiples."""
 
 
-class _Scratch:
-    """Memory of reductions, which run one by one: a buffer for each purpose."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
-
-    def take(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return ``numel`` elements, for one job, with undefined contents."""
-        nbytes = numel * dtype.itemsize
-        kept = self.buffers.get(purpose)
-        if kept is None or kept.nbytes < nbytes:
-            # Freed first: the larger one may take its place.
-            kept = None
-            self.buffers.pop(purpose, None)
-            with torch.inference_mode(False):
-                kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self.buffers[purpose] = kept
-        return _typed(kept, numel, dtype)
-
-
 class DeviceCollectives(Transport):
     """`zero_core.protocols.TransportCollectives` of an accelerator. See there for the contract."""
 
@@ -150,7 +130,7 @@ class DeviceCollectives(Transport):
         self._members = list(range(library.world_size) if members is None else members)
         super().__init__(self._members.index(library.rank), links, queues, meter)
         self._codec: SliceCodec | None = None
-        self._scratch = _Scratch()
+        self._buffers: dict[str, Tensor] = {}  # by purpose: reductions run one by one
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each queue has a communicator of its own.
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
@@ -162,6 +142,21 @@ class DeviceCollectives(Transport):
             near = library.subgroup(range(node * per_node, (node + 1) * per_node), Lane.REDUCTIONS)
             far = library.subgroup(range(place, self.world_size, per_node), Lane.REDUCTIONS)
             self._nodes = near, far
+
+    def _scratch(
+        self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return ``numel`` elements, for one job, with undefined contents."""
+        nbytes = numel * dtype.itemsize
+        kept = self._buffers.get(purpose)
+        if kept is None or kept.nbytes < nbytes:
+            # Freed first: the larger one may take its place.
+            kept = None
+            self._buffers.pop(purpose, None)
+            with torch.inference_mode(False):
+                kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._buffers[purpose] = kept
+        return _typed(kept, numel, dtype)
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         self._check_subgroup(ranks)
@@ -218,7 +213,7 @@ class DeviceCollectives(Transport):
             if nodes is not None:
                 self._reduce_in_two_levels(*nodes, out, full, norm, nonfinite)
                 return
-            received = self._scratch.take("received", full.numel(), full.dtype, full.device)
+            received = self._scratch("received", full.numel(), full.dtype, full.device)
             coded_nbytes = self._exchange(self._reductions, received, full, self._members)
             if coded_nbytes is not None:
                 self._meter.add("reduce_scatter", GRADIENTS, (0, coded_nbytes))
@@ -247,7 +242,7 @@ class DeviceCollectives(Transport):
             library.all_to_all(out, parts).wait()
             return None
         device, most = parts.device, codec.max_nbytes(parts.dtype, numel)
-        messages = self._scratch.take("messages", (size - 1) * most, torch.uint8, device)
+        messages = self._scratch("messages", (size - 1) * most, torch.uint8, device)
         sent, end = [0] * size, 0
         for peer in range(size):
             if peer != own:
@@ -263,7 +258,7 @@ class DeviceCollectives(Transport):
                     f"rank {senders[own]} expects at most {most} bytes of a coded gradient of rank "
                     f"{sender}, which announces {nbytes}: the ranks reduce different units"
                 )
-        arrived = self._scratch.take("arrived", sum(received), torch.uint8, device)
+        arrived = self._scratch("arrived", sum(received), torch.uint8, device)
         library.exchange(arrived, messages[:end], sent, received).wait()
         for peer, message in enumerate(torch.split(arrived, received)):
             if peer != own:
@@ -285,7 +280,7 @@ class DeviceCollectives(Transport):
         ``nonfinite`` is set for the ranks of this node.
         """
         num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
-        scratch = self._scratch.take("received", full.numel(), full.dtype, full.device)
+        scratch = self._scratch("received", full.numel(), full.dtype, full.device)
         sent = scratch.view(per_node, num_nodes, numel)
         sent.copy_(full.view(num_nodes, per_node, numel).transpose(0, 1))
         near.all_to_all(full, scratch).wait()
@@ -308,7 +303,7 @@ class DeviceCollectives(Transport):
 
         def job() -> None:
             for numel, dtype, _ in wanted:
-                self._scratch.take("received", numel, dtype, device)
+                self._scratch("received", numel, dtype, device)
             # Sums of a few zeros have the kernels compiled.
             for dtype, out_dtype in {(dtype, out_dtype) for _, dtype, out_dtype in wanted}:
                 norm = torch.empty((), dtype=sum_dtype(out_dtype), device=device)
@@ -324,11 +319,11 @@ class DeviceCollectives(Transport):
         self.launch(job, is_reduction=True).wait()
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        return {"buffers": list(self._scratch.buffers.values())}
+        return {"buffers": list(self._buffers.values())}
 
     @property
     def exchange_nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._scratch.buffers.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)

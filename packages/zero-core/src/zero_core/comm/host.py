@@ -1,8 +1,8 @@
 """Collectives among hosts, by direct exchange between each pair of ranks.
 
 gloo's own all-gather is a ring of copies and its reduce-scatter a whole all-reduce. A direct
-exchange moves the same bytes in about a third of the time. [Note: near and far]
-in `zero_core.comm.p2p` explains what is sent.
+exchange takes about a third of the time. [Note: near and far] in `zero_core.comm.p2p` explains what
+is sent.
 
 [Note: once per node]
 Where there are several nodes of several ranks, a shard is sent to each other node once, to the rank
@@ -14,10 +14,9 @@ node first would be another sum.
 [Note: messages of different sizes never meet]
 Ranks that take different branches start different exchanges. gloo's collectives match them by their
 order alone, and where two of different sizes meet, gloo ends the process of the receiver with
-``std::terminate``. `HostLibrary` finds a message by its sender and its tag, and the tag has the
-exchange and the number of bytes. So ranks on different branches wait for each other, until the
-wait's timeout raises an error that names them. Only sizes that differ by a multiple of `_NUM_SIZES`
-bytes share a tag.
+``std::terminate``. `HostLibrary` finds a message by its sender and its tag, which has the exchange
+and the number of bytes (modulo `_NUM_SIZES`). So ranks on different branches wait for each other,
+until the wait's timeout raises an error that names them.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ class Transport:
     ) -> None:
         """Allocate and compile on ``device`` what reductions need, ahead of the first backward.
 
-        ``wanted`` has the number of elements of each gradient that will be reduced, its dtype and
-        that of its sum. Among hosts there is nothing to do.
+        ``wanted``: the elements of each gradient to be reduced, its dtype and that of its sum.
         """
 
     def _check_subgroup(self, ranks: Sequence[int]) -> None:
@@ -115,11 +113,7 @@ class HostCollectives(Transport):
         queues: CommQueues | None = None,
         meter: Meter | None = None,
     ) -> None:
-        """Every rank makes one. ``messages`` carry bytes between single ranks.
-
-        ``shared`` is memory that some ranks read from each other. ``ranks_per_node`` None: all.
-        ``meter`` counts what is sent.
-        """
+        """Every rank makes one. ``ranks_per_node`` None: all. ``meter`` counts what is sent."""
         links = Links(world_size, ranks_per_node or world_size, is_ring=False)
         super().__init__(rank, links, HostQueues() if queues is None else queues, meter)
         self._shared = shared
@@ -142,10 +136,7 @@ class HostCollectives(Transport):
         return found
 
     def coded(self, codec: SliceCodec) -> HostCollectives:
-        """See `zero_core.protocols.TransportCollectives`.
-
-        [Note: coded slices] in `zero_core.comm.p2p` explains what is sent.
-        """
+        """[Note: coded slices] in `zero_core.comm.p2p` explains what is sent."""
         found = copy.copy(self)
         found._coded = CodedSlices(codec, self._wire, self._buffers)
         return found
@@ -171,7 +162,7 @@ class HostCollectives(Transport):
         offset = wire.locate(shard)
         parcels = [wire.exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in within]
         if not is_once_per_node:
-            return _Exchange(parcels)
+            return _Several(parcels)
         rows = out.view(-1, per_node, shard.numel())
         others = [(node + k) % len(rows) for k in range(1, len(rows))]
         remote = {
@@ -186,8 +177,7 @@ class HostCollectives(Transport):
                 for peer in within:
                     into = rows[n, peer % per_node]
                     works += wire.swap(rows[n, place], into, peer, Kind.SPREAD, unit)
-            for parcel in parcels:
-                parcel.receive_into()
+            wait_all(parcels)
             wait_all(works)
 
         return self._queues.launch(pass_on, is_reduction=False)
@@ -216,13 +206,12 @@ class HostCollectives(Transport):
         arrival: Work = _DONE
         sent = self._links.direct(slices[0].nbytes)
         if codes is not None and coded:
-            exchange = codes.start(slices, parts, coded, unit)
+            finish = codes.start(slices, parts, coded, unit)
 
-            def finish() -> None:
-                far_nbytes = codes.finish(exchange)
-                self._count("reduce_scatter", EXACT_GRADIENTS, (sent[0], far_nbytes))
+            def job() -> None:
+                self._count("reduce_scatter", EXACT_GRADIENTS, (sent[0], finish()))
 
-            arrival = self._queues.launch(finish, is_reduction=True)
+            arrival = self._queues.launch(job, is_reduction=True)
         else:
             self._count("reduce_scatter", EXACT_GRADIENTS, sent)
         sources = list(slices)
@@ -239,7 +228,7 @@ class HostCollectives(Transport):
         parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._wire.peers)
         slices[self.rank].copy_(given[self.rank])
         is_near = self._wire.locate(parts) is not None
-        return _Exchange(list(parcels.values()), self._wire if is_near else None, unit)
+        return _Several(list(parcels.values()), self._wire if is_near else None, unit)
 
     def _exchange_slices(
         self, given: Tensor, into: Tensor, kind: Kind, unit: int, peers: Sequence[int]
@@ -256,38 +245,32 @@ class HostCollectives(Transport):
 
 
 @dataclass(eq=False)
-class _Exchange:
-    """A gather or an all-to-all under way. The latter acknowledges over ``wire``."""
+class _Several:
+    """Works that are waited for together. An all-to-all then acknowledges over ``wire``."""
 
-    parcels: Sequence[Parcel]
+    works: Sequence[Work]
     wire: PeerToPeer | None = None
     unit: int = 0
 
     def wait(self) -> None:
-        """Bring every peer's bytes to their place. Once."""
-        parcels, self.parcels = self.parcels, ()
-        for parcel in parcels:
-            parcel.receive_into()
+        """Wait for all. At the first call: a peer's bytes are read once."""
+        works, self.works = self.works, ()
+        wait_all(works)
         wire, self.wire = self.wire, None
         if wire is not None:
             wire.acknowledge(Kind.SWAP_READ, self.unit).wait()
 
 
-_DONE = _Exchange(())
+_DONE = _Several(())
 
 
 @dataclass(eq=False)
 class _HostReduction:
-    """A reduction under way: `zero_core.protocols.InPlaceReduction`.
-
-    Attributes:
-        sources: this rank's slices; `wait` puts every rank's part of the sum there.
-        arrival: of the parts that are there already as places to be filled.
-    """
+    """A reduction under way: `zero_core.protocols.InPlaceReduction`."""
 
     owner: HostCollectives
     out: Tensor
-    sources: list[Tensor]
+    sources: list[Tensor]  # this rank's slices, or places that ``arrival`` fills; then every part
     parcels: dict[int, Parcel]
     received: Tensor | None
     unit: int
@@ -322,12 +305,7 @@ class HostLibrary:
     """
 
     def __init__(
-        self,
-        messages: Messages,
-        *,
-        rank: int,
-        world_size: int,
-        channel: int = CONTROL_CHANNEL,
+        self, messages: Messages, *, rank: int, world_size: int, channel: int = CONTROL_CHANNEL
     ) -> None:
         """``channel`` is another one for a thread beside the others'."""
         self.rank = rank
@@ -362,7 +340,7 @@ class HostLibrary:
         return _Sum(works, values, rows)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        """See `ControlLibrary`. A binomial tree: no rank sends more than log2(ranks) times."""
+        """A binomial tree: no rank sends more than log2(ranks) times."""
         size = self.world_size
         place = (self.rank - source) % size
         # A rank receives from the one without its lowest bit, and sends to those with lower bits.
@@ -388,21 +366,14 @@ class HostLibrary:
 
 
 @dataclass(eq=False)
-class _Several:
+class _Sum:
     works: Sequence[Work]
-
-    def wait(self) -> None:
-        wait_all(self.works)
-
-
-@dataclass(eq=False)
-class _Sum(_Several):
     values: Tensor
     rows: Tensor
 
     def wait(self) -> None:
         """Sum in rank order."""
-        super().wait()
+        wait_all(self.works)
         first, *others = self.rows
         add_in_rank_order(first, others)
         self.values.copy_(first.view_as(self.values))

@@ -38,6 +38,7 @@ from zero_core.core.grads import Arithmetic, FlatGrads
 from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import CHUNK_NUMEL
 from zero_core.optim.train_state import TrainState
+from zero_core.protocols import AddingCollectives
 
 
 class Invariance(Extension):
@@ -212,7 +213,7 @@ class Invariant(Arithmetic):
     grads_class = SequentialGrads
 
     def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
-        if not communicator.can_add:
+        if not isinstance(communicator.transport, AddingCollectives):
             raise ConfigError(
                 "world_size_invariant needs collectives with reduce_add, as of zero_core.protocols."
                 f"AddingCollectives: {type(communicator.transport).__name__} has none"
