@@ -219,7 +219,7 @@ class ProcessLibrary:
         if not parts:
             return None
         with _numbered(tuple(members[r] for r in own), number):
-            if _known_group(None).bound_device_id is None:
+            if known_group(None).bound_device_id is None:
                 return make(own, use_local_synchronization=True) if own in parts else None
             if any(list(part) != sorted(part) for part in parts):
                 raise ConfigError(
@@ -246,7 +246,7 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
     found = made.get(tuple(ranks))
     if found is not None:
         return found
-    if _known_group(None).bound_device_id is not None:
+    if known_group(None).bound_device_id is not None:
         raise ConfigError(
             f"build(mesh=...) of two dimensions over ranks {ranks} alone, with a device bound by "
             "init_process_group(device_id=...): NCCL makes their group with all ranks of the job; "
@@ -273,7 +273,7 @@ class GroupBeats:
     def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
         """Every rank makes those of a process group in one order."""
         number = _next_of(group, "beats")
-        store = _known_group(group).get_group_store()
+        store = known_group(group).get_group_store()
         self.host, address = "the store of the process group", store_address(store)
         if address is not None:
             is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -346,7 +346,7 @@ class StoreExchange(Exchange):
         try:
             if self._store is None:
                 # A store serves one blocking call at a time.
-                self._store = clone_store(_known_group(self._group).get_group_store())
+                self._store = clone_store(known_group(self._group).get_group_store())
             self._store.set(keys[self.rank], data.decode())
             began = asked = time.monotonic()
             missing = list(range(self.world_size))
@@ -425,7 +425,7 @@ def _of_job() -> _Job:
     return _jobs.setdefault(dist.group.WORLD, _Job())
 
 
-def _known_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def known_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     assert found is not None
     return found
@@ -433,7 +433,7 @@ def _known_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _next_of(group: dist.ProcessGroup | None, use: str) -> int:
     """Return the number of one more ``use`` of the group's store, the same on all ranks."""
-    counts = _counts.setdefault(_known_group(group), Counter())
+    counts = _counts.setdefault(known_group(group), Counter())
     counts[use] += 1
     return counts[use] - 1
 

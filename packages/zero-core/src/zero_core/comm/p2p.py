@@ -2,7 +2,7 @@
 
 [Note: near and far]
 A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer
-shares memory (`zero_core.comm.shared_memory`) and gets a **token** (`zero_core.comm.mailbox`): the
+shares memory (`zero_core.comm.shared_memory`) and gets a **token** (`Mailbox`): the
 offset and number of the bytes, which it reads in place when it waits. So a gather costs one copy
 and a reduction none. Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use
 the same kind in the same call.
@@ -45,8 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_core.comm.mailbox import Letter, Mailbox
-from zero_core.comm.shared_memory import SharedMemory
+from zero_core.comm.shared_memory import Letter, Mailbox, SharedMemory
 from zero_core.errors import CollectiveError
 from zero_core.protocols import SliceCodec, Work
 
