@@ -7,7 +7,9 @@ import torch
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostCollectives
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import ProcessMessages
+from zero_core.comm.queues import HostQueues
 from zero_core.comm.shared_memory import SharedMemory
 
 CPU = torch.device("cpu")
@@ -27,10 +29,5 @@ def connect(
     shared = SharedMemory(control_of(rank, world_size), timeout_s=300, ranks_per_node=per_node)
     node = rank // per_node * per_node
     assert shared.peers == set(range(node, node + per_node)) - {rank}
-    return HostCollectives(
-        ProcessMessages(None),
-        rank=rank,
-        world_size=world_size,
-        shared=shared,
-        ranks_per_node=per_node,
-    ), shared
+    meter = Meter(Links(world_size, per_node, is_ring=False))
+    return HostCollectives(ProcessMessages(None), rank, shared, HostQueues(), meter), shared

@@ -41,7 +41,7 @@ from zero_core.comm.fused_sum import (
     sum_slices,
 )
 from zero_core.comm.host import HostCollectives, Transport
-from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
+from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.queues import CommQueues, queues_of
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks
@@ -71,36 +71,19 @@ def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMe
 
 
 def make_transport(
-    ranks: Ranks,
-    per_node: int,
-    shared: SharedMemory | None,
-    meter: Meter,
-    *,
-    is_sequential: bool = False,
+    ranks: Ranks, shared: SharedMemory | None, meter: Meter
 ) -> HostCollectives | DeviceCollectives:
-    """The engine's own collectives. Every rank must call it.
-
-    ``is_sequential``: gradients are added in rank order whatever the nodes are.
-    """
+    """The engine's own collectives, over the links of ``meter``. Every rank must call it."""
     queues = queues_of(ranks.device)
     if ranks.size == 1 or ranks.device.type == "cpu":
-        return HostCollectives(
-            ranks.messages(),
-            rank=ranks.rank,
-            world_size=ranks.size,
-            shared=shared,
-            ranks_per_node=per_node,
-            queues=queues,
-            meter=meter,
-        )
+        return HostCollectives(ranks.messages(), ranks.rank, shared, queues, meter)
     if ranks.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         _log.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one hardware queue, so gathers, "
             "reductions and copies wait for the computation that was enqueued before them; unset "
             "it (CUDA's default is 8)"
         )
-    links = Links(ranks.size, per_node, is_ring=True, is_sequential=is_sequential)
-    return DeviceCollectives(ranks.library(), links=links, queues=queues, meter=meter)
+    return DeviceCollectives(ranks.library(), queues, meter)
 
 
 _MESSAGE_ALIGNMENT = 16
@@ -115,19 +98,17 @@ class DeviceCollectives(Transport):
     def __init__(
         self,
         library: DeviceLibrary,
-        *,
-        links: Links,
         queues: CommQueues,
-        meter: Meter | None = None,
+        meter: Meter,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank of ``library`` must call it.
+        """Every rank of ``library`` must call it. ``meter`` knows the links between them.
 
         ``members`` are the ranks of ``library`` that take part, this one among them; None: all.
-        ``meter`` counts what is sent.
         """
         self._library = library
         self._members = list(range(library.world_size) if members is None else members)
+        links = meter.links if members is None else meter.links.among(members)
         super().__init__(self._members.index(library.rank), links, queues, meter)
         self._codec: SliceCodec | None = None
         self._buffers: dict[str, Tensor] = {}  # by purpose: reductions run one by one
@@ -160,13 +141,8 @@ class DeviceCollectives(Transport):
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         self._check_subgroup(ranks)
-        return DeviceCollectives(
-            self._library,
-            links=self._links.among(ranks),
-            queues=self._queues,
-            meter=self._meter,
-            members=[self._members[r] for r in ranks],
-        )
+        members = [self._members[r] for r in ranks]
+        return DeviceCollectives(self._library, self._queues, self._meter, members)
 
     def close(self) -> None:
         self._library.close()

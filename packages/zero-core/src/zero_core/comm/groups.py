@@ -42,6 +42,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -60,7 +61,7 @@ from zero_core._torch import (
     timeout_of,
 )
 from zero_core.comm.control import ControlGroup, Exchange, Lane
-from zero_core.comm.p2p import TimedWork
+from zero_core.comm.queues import Pending
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import Work
 from zero_core.watch.place import Place
@@ -131,7 +132,9 @@ class ProcessLibrary:
         return self._limited(work)
 
     def _limited(self, work: Any) -> Work:
-        return cast(Work, work if self._timeout_s is None else TimedWork(work, self._timeout_s))
+        if self._timeout_s is None:
+            return cast(Work, work)
+        return Pending(partial(work.wait, timedelta(seconds=self._timeout_s)))
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
         """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups]."""

@@ -41,7 +41,7 @@ from zero_core.comm.p2p import (
     tag_of,
     wait_all,
 )
-from zero_core.comm.queues import CommQueues, HostQueues
+from zero_core.comm.queues import CommQueues, Pending
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, Work
 
@@ -52,10 +52,8 @@ _NUM_SIZES = 32_749
 class Transport:
     """Base of the collectives of hosts and of accelerators: jobs, counting, scratch memory."""
 
-    def __init__(
-        self, rank: int, links: Links, queues: CommQueues, meter: Meter | None = None
-    ) -> None:
-        self._meter = Meter() if meter is None else meter
+    def __init__(self, rank: int, links: Links, queues: CommQueues, meter: Meter) -> None:
+        self._meter = meter
         self._queues = queues
         self.rank = rank
         self.world_size = links.world_size
@@ -105,21 +103,17 @@ class HostCollectives(Transport):
     def __init__(
         self,
         messages: Messages,
-        *,
         rank: int,
-        world_size: int,
-        shared: SharedMemory | None = None,
-        ranks_per_node: int | None = None,
-        queues: CommQueues | None = None,
-        meter: Meter | None = None,
+        shared: SharedMemory | None,
+        queues: CommQueues,
+        meter: Meter,
     ) -> None:
-        """Every rank makes one. ``ranks_per_node`` None: all. ``meter`` counts what is sent."""
-        links = Links(world_size, ranks_per_node or world_size, is_ring=False)
-        super().__init__(rank, links, HostQueues() if queues is None else queues, meter)
+        """Every rank makes one. ``meter`` knows the links, and counts what is sent over them."""
+        super().__init__(rank, meter.links, queues, meter)
         self._shared = shared
         self._coded: CodedSlices | None = None
         self._buffers = ExchangeBuffers()
-        self._wire = PeerToPeer(messages, range(world_size), rank=rank, shared=shared)
+        self._wire = PeerToPeer(messages, range(self.world_size), rank=rank, shared=shared)
 
     @property
     def exchange_nbytes(self) -> int:
@@ -337,7 +331,14 @@ class HostLibrary:
         rows[self.rank] = values.view(-1)
         works = [self._receive(rows[p], p, Kind.CONTROL_SUM) for p in self._peers]
         works += [self._send(rows[self.rank], p, Kind.CONTROL_SUM) for p in self._peers]
-        return _Sum(works, values, rows)
+
+        def add_up() -> None:
+            wait_all(works)
+            first, *others = rows
+            add_in_rank_order(first, others)
+            values.copy_(first.view_as(values))
+
+        return Pending(add_up)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
         """A binomial tree: no rank sends more than log2(ranks) times."""
@@ -363,17 +364,3 @@ class HostLibrary:
     def _receive(self, tensor: Tensor, source: int, kind: Kind) -> Work:
         tag = tag_of(self._channel, kind, tensor.nbytes % _NUM_SIZES)
         return self._messages.irecv(tensor, source, tag)
-
-
-@dataclass(eq=False)
-class _Sum:
-    works: Sequence[Work]
-    values: Tensor
-    rows: Tensor
-
-    def wait(self) -> None:
-        """Sum in rank order."""
-        wait_all(self.works)
-        first, *others = self.rows
-        add_in_rank_order(first, others)
-        self.values.copy_(first.view_as(self.values))

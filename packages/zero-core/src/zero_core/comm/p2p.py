@@ -2,10 +2,10 @@
 
 [Note: near and far]
 A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer
-shares memory (`zero_core.comm.shared_memory`) and gets a **token** (`Mailbox`): the
-offset and number of the bytes, which it reads in place when it waits. So a gather costs one copy
-and a reduction none. Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use
-the same kind in the same call.
+shares memory (`zero_core.comm.shared_memory`) and gets a **token**: the offset and number of the
+bytes, which it reads in place when it waits. So a gather costs one copy and a reduction none.
+Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use the same kind in the
+same call.
 
 Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
 end with an **acknowledgement**. Gathers have none: shards change only after an exchange in which
@@ -38,14 +38,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from itertools import count
-from typing import Protocol, cast
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_core.comm.shared_memory import Letter, Mailbox, SharedMemory
+from zero_core.comm.queues import Pending
+from zero_core.comm.shared_memory import Letter, SharedMemory
 from zero_core.errors import CollectiveError
 from zero_core.protocols import SliceCodec, Work
 
@@ -102,19 +103,6 @@ class Messages(Protocol):
         """Return a number that no other user of the group has. Every rank must call it."""
 
 
-class TimedWork:
-    """An operation of torch.distributed whose ``wait`` blocks the host, for a limited time."""
-
-    __slots__ = ("_limit", "_work")
-
-    def __init__(self, work: dist.Work, timeout_s: float) -> None:
-        self._work = work
-        self._limit = timedelta(seconds=timeout_s)
-
-    def wait(self) -> None:
-        self._work.wait(self._limit)
-
-
 class _Message:
     """A message under way, kept alive until it has been waited for.
 
@@ -122,15 +110,18 @@ class _Message:
     is done stays at the head of that order for good, and no later message of any tag arrives.
     """
 
-    __slots__ = ("_under_way", "_work")
+    __slots__ = ("_limits", "_under_way", "_work")
 
-    def __init__(self, work: Work, under_way: set[_Message]) -> None:
+    def __init__(
+        self, work: dist.Work, limits: Sequence[timedelta], under_way: set[_Message]
+    ) -> None:
         self._work = work
+        self._limits = limits  # of the wait: one or none
         self._under_way = under_way
         under_way.add(self)
 
     def wait(self) -> None:
-        self._work.wait()
+        self._work.wait(*self._limits)
         self._under_way.discard(self)
 
 
@@ -147,22 +138,20 @@ class ProcessMessages:
         elif group is None:
             group = dist.group.WORLD
         self._group = group
-        self._timeout_s = timeout_s
+        self._limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
         self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
 
     # Not by `dist.isend` and `dist.irecv`, whose checks of each call take as long as the message.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         assert self._group is not None, "a single rank sends nothing"
-        return self._start(self._group.send([_real(tensor)], target, tag))
+        work = self._group.send([_real(tensor)], target, tag)
+        return _Message(work, self._limits, self._under_way)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         assert self._group is not None, "a single rank receives nothing"
-        return self._start(self._group.recv([_real(tensor)], source, tag))
-
-    def _start(self, work: dist.Work) -> Work:
-        timed = work if self._timeout_s is None else TimedWork(work, self._timeout_s)
-        return _Message(cast(Work, timed), self._under_way)
+        work = self._group.recv([_real(tensor)], source, tag)
+        return _Message(work, self._limits, self._under_way)
 
     def next_channel(self) -> int:
         name = "" if self._group is None else self._group.group_name
@@ -187,28 +176,16 @@ class Parcel:
 
     def receive(self) -> Tensor:
         """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
-        if self.token is not None:
-            return self.wire.read(self.peer, self.token, self.into)
-        wait_all(self.works)
-        return self.into
+        if self.token is None:
+            wait_all(self.works)
+            return self.into
+        return self.wire.read(self.peer, self.token, self.into)
 
     def wait(self) -> None:
         """Wait, and copy the peer's bytes to ``into`` if they are not there. Once."""
         found = self.receive()
         if found.data_ptr() != self.into.data_ptr():
             self.into.copy_(found)
-
-
-@dataclass(slots=True, eq=False)
-class Acknowledgement:
-    """Reports of the near ranks that they have read this rank's bytes."""
-
-    mailbox: Mailbox
-    reports: Sequence[Letter]
-
-    def wait(self) -> None:
-        for report in self.reports:
-            self.mailbox.wait(report)
 
 
 class PeerToPeer:
@@ -289,7 +266,7 @@ class PeerToPeer:
             )
         return self._shared.at(self.members[peer], offset, like.numel(), like.dtype)
 
-    def acknowledge(self, kind: Kind, unit: int) -> Acknowledgement:
+    def acknowledge(self, kind: Kind, unit: int) -> Work:
         """Report to the near peers that their bytes were read. Waiting waits for their reports."""
         tag = tag_of(self._channel, kind, unit)
         assert self._shared is not None, "it has near peers"
@@ -297,7 +274,7 @@ class PeerToPeer:
         reports = [mailbox.expect(member, tag) for member in near]
         for member in near:
             mailbox.post(member, tag, 0, 0)
-        return Acknowledgement(mailbox, reports)
+        return Pending(lambda: [mailbox.wait(report) for report in reports])
 
 
 class ExchangeBuffers:

@@ -21,6 +21,14 @@ import torch
 
 from zero_core.protocols import Work
 
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """An operation under way, and what waits for it: `zero_core.protocols.Work`."""
+
+    wait: Callable[[], object]
+
+
 _Job = Callable[[], None]
 _Tasks = SimpleQueue["tuple[_Job, _Outcome, bool] | None"]
 """Jobs, and whether their callers are in inference mode. None ends the queue."""
@@ -78,7 +86,14 @@ class StreamQueues:
             stream.wait_stream(current)
             with stream:
                 outcome.run(job)
-        return _Enqueued(outcome, stream.record_event(), self._device)
+        done = stream.record_event()  # all operations of the job are on its stream
+
+        def wait() -> None:
+            outcome.wait()
+            # The caller's current stream waits for the job: it reads what the job wrote.
+            torch.accelerator.current_stream(self._device).wait_event(done)
+
+        return Pending(wait)
 
 
 CommQueues = HostQueues | StreamQueues
@@ -100,20 +115,6 @@ class _Outcome(Future[None]):
     def wait(self) -> None:
         """Wait for the job. Raise what it raised, at each call."""
         self.result()
-
-
-@dataclass(eq=False)
-class _Enqueued:
-    """A job whose operations are all on its stream."""
-
-    outcome: _Outcome
-    done: torch.Event
-    device: torch.device
-
-    def wait(self) -> None:
-        """Have the caller's current stream wait for the job: it reads what the job wrote."""
-        self.outcome.wait()
-        torch.accelerator.current_stream(self.device).wait_event(self.done)
 
 
 def _serve(queue: _Tasks) -> None:

@@ -206,10 +206,10 @@ class SimulatedRanks(Ranks):
 def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> DeviceCollectives:
     """Return the collectives that accelerators use, for simulated ranks. Each of them calls it.
 
-    ``meter`` counts what is sent.
+    ``meter`` counts what is sent, over the links of such ranks.
     """
     links = Links(ranks.size, ranks.per_node or ranks.size, is_ring=True)
-    return DeviceCollectives(ranks.library(), links=links, queues=HostQueues(), meter=meter)
+    return DeviceCollectives(ranks.library(), HostQueues(), meter or Meter(links))
 
 
 class _Gated(Exchange):
