@@ -5,7 +5,7 @@ In a profile each collective is a range with the same name. `zero_core.watch` na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -147,24 +147,23 @@ class Communicator:
             self.place.clock.launch(name)
         return NamedWork(self, work, name)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
-        """Start `Collectives.reduce_scatter` of a segment. `CollectiveError` if it cannot."""
-        return self._reduce(self.transport.reduce_scatter, out, full, segment)
-
-    def reduce_add(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
-        """Start `AddingCollectives.reduce_add` of a segment. `CollectiveError` if it cannot."""
-        transport = cast(AddingCollectives, self.transport)  # checked when the engine was built
-        return self._reduce(transport.reduce_add, out, full, segment)
-
-    def _reduce(
-        self, start: Callable[..., Work], out: Tensor, full: Tensor, segment: int
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, segment: int, *, is_added: bool = False
     ) -> NamedReduction:
+        """Start `Collectives.reduce_scatter` of a segment. `CollectiveError` if it cannot.
+
+        ``is_added``: to what is in ``out``, by `AddingCollectives.reduce_add`.
+        """
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
             self.place.clock.launch(name)
         try:
             with profiled_range(f"rank {self.rank}: {name}"):
-                work = start(out, full, unit=segment)
+                if is_added:  # `build` has checked that the collectives can
+                    adding = cast(AddingCollectives, self.transport)
+                    work = adding.reduce_add(out, full, unit=segment)
+                else:
+                    work = self.transport.reduce_scatter(out, full, unit=segment)
         except RuntimeError as error:
             self.fail(name, error)
         protocols = self._protocols.get(type(work))

@@ -184,10 +184,7 @@ class ControlGroup(Exchange):
                 self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the device.
-
-        With one rank that is ``tensor`` itself.
-        """
+        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the device."""
         if self.world_size == 1:
             return tensor
         local = tensor.to(self._device)
@@ -197,11 +194,7 @@ class ControlGroup(Exchange):
         return out
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send the slices of 1-D ``parts`` to the ranks, in rank order, and return what arrives.
-
-        ``sent`` and ``received`` are the elements of each slice, by rank. The result is on the
-        device, in the order of the sources.
-        """
+        """Return what arrives on the device: see `ControlLibrary.exchange`."""
         if self.world_size == 1:
             return parts
         out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
@@ -210,11 +203,10 @@ class ControlGroup(Exchange):
         return out
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the start and the values of each piece of all ranks' 1-D ``tensor``.
+        """Yield the start and the values of each piece of all ranks' 1-D ``tensor``, equally long.
 
-        Tensors are equally long. The values are [world_size, n], in rank order, on the device, of
-        at most `PIECE_BYTES`. The caller copies a piece that it keeps. Every rank must iterate to
-        the end.
+        The values are [world_size, n] on the device, of at most `PIECE_BYTES`. The caller copies a
+        piece that it keeps. Every rank must iterate to the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:
@@ -239,10 +231,7 @@ class ControlGroup(Exchange):
         return whole.view(-1)
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:
-        """Gather every rank's 1-D ``tensor`` (equally long), in rank order, into ``out``.
-
-        Both are on the CPU.
-        """
+        """Gather every rank's 1-D ``tensor`` (equally long) into ``out``, both on the CPU."""
         if self.world_size > 1 and self._device == out.device:  # without a copy in between
             with self._named("gather", tensor):
                 self._library.all_gather(out, tensor).wait()
@@ -260,10 +249,7 @@ class ControlGroup(Exchange):
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
     def differences(self, facts: Mapping[str, str]) -> str:
-        """Return in which of ``facts``, by name, ranks differ: the first few, with the ranks.
-
-        It has one text on all ranks, and is empty where they agree.
-        """
+        """Say, alike on all ranks, which ``facts`` differ on which ranks: the first few."""
         rows = [json.loads(row) for row in self.gather_bytes(json.dumps(dict(facts)).encode())]
         said = []
         for name in dict.fromkeys(name for row in rows for name in row):
@@ -292,10 +278,7 @@ class ControlGroup(Exchange):
         self.gather_bytes(b"")
 
     def error(self, what: str, error: RuntimeError) -> CollectiveError:
-        """Return what ``error`` of the collective ``what`` is for the user.
-
-        It names the rank that is the cause, if that is known.
-        """
+        """Return what ``error`` of the collective ``what`` is for the user, with its cause."""
         named = f"rank {self.rank}: {what} failed or timed out"
         is_explained = isinstance(error, CollectiveError)
         cause = "" if self.watch is None or is_explained else self.watch.explain()

@@ -1,17 +1,16 @@
 """Collectives among accelerators, by their library (NCCL, say), and the choice of a transport.
 
-All-gather and all-to-all are the library's; a reduction is an all-to-all and a local sum in rank
-order (`zero_core.comm.fused_sum`). Both are enqueued on the stream of reductions, so that nothing
-of it delays backward: the compute stream waits for it when it uses the sum.
+All-gather and all-to-all are the library's. A reduction is an all-to-all and a local sum in rank
+order (`zero_core.comm.fused_sum`), both on the stream of reductions: the compute stream waits for
+them when it uses the sum.
 
 [Note: two levels]
 N nodes of R ranks; rank n * R + l has place l on node n, and every rank has a slice of s elements
 for each rank. An all-to-all among all would send (N - 1) R slices to other nodes. Instead the ranks
 of a node exchange slices first, each getting those for the ranks of its own place on all nodes. It
 adds them in rank order in fp32: the N partial sums of its node. Ranks of equal place exchange these
-and add them in the order of nodes. So N - 1 partial sums leave the node per rank. The order of
-additions is fixed: one tree for all stages and runs. It is that of rank order where there is one
-node, or one rank per node.
+and add them in the order of nodes. So N - 1 partial sums leave the node per rank. The tree of
+additions is the same for all stages and runs.
 
 [Note: coded exchanges]
 With a codec (`zero_core.protocols.SliceCodec`) an exchange with ranks of other nodes alone carries
@@ -91,7 +90,7 @@ _MESSAGE_ALIGNMENT = 16
 
 
 class DeviceCollectives(Transport):
-    """`zero_core.protocols.TransportCollectives` of an accelerator. See there for the contract."""
+    """`zero_core.protocols.TransportCollectives` of an accelerator."""
 
     reduces_in_place = False
 
@@ -155,7 +154,7 @@ class DeviceCollectives(Transport):
         return self._gathers.all_gather(out, shard)
 
     def coded(self, codec: SliceCodec) -> DeviceCollectives:
-        """See `zero_core.protocols.TransportCollectives` and [Note: coded exchanges]."""
+        """See [Note: coded exchanges]."""
         found = copy.copy(self)
         found._codec = codec
         return found
@@ -169,7 +168,7 @@ class DeviceCollectives(Transport):
         return self._reduce(out, full, is_added=False)
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.AddingCollectives`. It never takes two levels."""
+        """It never takes two levels."""
         return self._reduce(out, full, is_added=True)
 
     def _reduce(self, out: Tensor, full: Tensor, *, is_added: bool) -> Work:
@@ -206,10 +205,9 @@ class DeviceCollectives(Transport):
     def _exchange(
         self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
     ) -> int | None:
-        """All-to-all of slices, as messages if they are coded.
+        """All-to-all of slices, as messages if they are coded: then it returns their bytes.
 
-        Returns the bytes of these, None of slices as they are. ``senders`` are the ranks of
-        ``library``, for errors.
+        ``senders`` are the ranks of ``library``, for errors.
         """
         size, own = library.world_size, library.rank
         rows, into = parts.view(size, -1), out.view(size, -1)
@@ -251,10 +249,7 @@ class DeviceCollectives(Transport):
         norm: Tensor,
         nonfinite: Tensor,
     ) -> None:
-        """Sum ``full`` into ``out``: [Note: two levels]. It overwrites ``full``.
-
-        ``nonfinite`` is set for the ranks of this node.
-        """
+        """See [Note: two levels]. ``full`` is overwritten, ``nonfinite`` set for this node."""
         num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
         scratch = self._scratch("received", full.numel(), full.dtype, full.device)
         sent = scratch.view(per_node, num_nodes, numel)
@@ -275,8 +270,6 @@ class DeviceCollectives(Transport):
     def prepare_reductions(
         self, wanted: Sequence[tuple[int, torch.dtype, torch.dtype]], device: torch.device
     ) -> None:
-        """See `Transport.prepare_reductions`."""
-
         def job() -> None:
             for numel, dtype, _ in wanted:
                 self._scratch("received", numel, dtype, device)

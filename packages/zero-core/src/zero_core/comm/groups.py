@@ -17,7 +17,7 @@ torch makes a group in one of three ways, each with a condition that the caller 
 
 An engine with all ranks of the job takes the first way, from their highest counter. One with some
 of them takes the third if a device is bound and the second otherwise, with a number that its ranks
-agree on and have used for no group of these ranks before (`zero_core._torch.counting_groups`).
+agree on and have used for no group before (`zero_core._torch.counting_groups`).
 
 [Note: shared groups]
 A group is found again by its backend, ranks and lane: by the subgroups of one engine (ZeRO++'s two
@@ -38,7 +38,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -103,35 +103,25 @@ class ProcessLibrary:
         self._device = device
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        work = _all_gather_single(_bytes(out), _bytes(shard), group=self._group, async_op=True)
-        return self._limited(work)
+        return self._start(_all_gather_single, _bytes(out), _bytes(shard))
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
-        work = dist.all_to_all_single(_bytes(out), _bytes(parts), group=self._group, async_op=True)
-        return self._limited(work)
+        return self._start(dist.all_to_all_single, _bytes(out), _bytes(parts))
 
     def exchange(
         self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Work:
-        size = parts.itemsize
-        work = dist.all_to_all_single(
-            _bytes(out),
-            _bytes(parts),
-            output_split_sizes=[numel * size for numel in received],
-            input_split_sizes=[numel * size for numel in sent],
-            group=self._group,
-            async_op=True,
-        )
-        return self._limited(work)
+        arriving, leaving = ([n * parts.itemsize for n in numels] for numels in (received, sent))
+        return self._start(dist.all_to_all_single, _bytes(out), _bytes(parts), arriving, leaving)
 
     def all_reduce(self, values: Tensor) -> Work:
-        return self._limited(dist.all_reduce(values, group=self._group, async_op=True))
+        return self._start(dist.all_reduce, values)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        work = dist.broadcast(_bytes(tensor), group=self._group, group_src=source, async_op=True)
-        return self._limited(work)
+        return self._start(dist.broadcast, _bytes(tensor), group_src=source)
 
-    def _limited(self, work: Any) -> Work:
+    def _start(self, collective: Callable[..., Any], *tensors: Any, **options: Any) -> Work:
+        work = collective(*tensors, group=self._group, async_op=True, **options)
         if self._timeout_s is None:
             return cast(Work, work)
         return Pending(partial(work.wait, timedelta(seconds=self._timeout_s)))
@@ -149,7 +139,7 @@ class ProcessLibrary:
             ranks=list(ranks),
             lane=lane.value,
             name="" if shared is None else shared.group.group_name,
-            number=group_names_begin_at() if is_everybody else _next_number(chosen),
+            number=group_names_begin_at() if is_everybody else _next_number(),
         )
         rows = ControlGroup(self, self._device).gather_bytes(json.dumps(card).encode())
         cards = [_Card(*json.loads(row)) for row in rows]
@@ -221,7 +211,7 @@ class ProcessLibrary:
             return dict(zip(parts, map(make, parts), strict=True)).get(own)
         if not parts:
             return None
-        with _numbered(tuple(members[r] for r in own), number):
+        with _numbered(number):
             if known_group(None).bound_device_id is None:
                 return make(own, use_local_synchronization=True) if own in parts else None
             if any(list(part) != sorted(part) for part in parts):
@@ -256,12 +246,12 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
             f"on all of them, call group = torch.distributed.new_group({ranks}), and build("
             "process_group=group) on these"
         )
-    numbers = torch.tensor([_next_number(tuple(ranks))])
+    numbers = torch.tensor([_next_number()])
     for dim in (1, 0):  # within each row; then the rows of all
         rank, size = mesh.get_local_rank(dim), mesh.size(dim)
         line = ProcessLibrary(mesh.get_group(dim), rank=rank, world_size=size, device=device)
         numbers = ControlGroup(line, device).gather(numbers)
-    with _numbered(tuple(ranks), int(numbers.max())):
+    with _numbered(int(numbers.max())):
         group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     made[tuple(ranks)] = group
     return group
@@ -416,7 +406,7 @@ class _Job:
 
     shared: list[_SharedGroup] = field(default_factory=list)  # in the order of their making
     of_meshes: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    numbers: dict[tuple[int, ...], int] = field(default_factory=dict)  # lowest for the next group
+    next_number: int = 0  # lowest for the next group that its members make alone
 
 
 _jobs: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()
@@ -453,14 +443,14 @@ def _end_unused() -> None:
         dist.destroy_process_group(shared.group)
 
 
-def _next_number(ranks: tuple[int, ...]) -> int:
-    """Return the lowest number by which a new group of ``ranks`` may be named on this rank."""
-    return max(count_groups(), _of_job().numbers.get(ranks, 0))
+def _next_number() -> int:
+    """Return the lowest number by which a new group may be named on this rank."""
+    return max(count_groups(), _of_job().next_number)
 
 
-def _numbered(ranks: tuple[int, ...], number: int) -> AbstractContextManager[None]:
-    """Name a group of ``ranks`` that is made in this context by ``number``, once."""
-    _of_job().numbers[ranks] = number + 1
+def _numbered(number: int) -> AbstractContextManager[None]:
+    """Name groups that their members make alone in this context by ``number``, once."""
+    _of_job().next_number = number + 1
     return counting_groups(number)
 
 

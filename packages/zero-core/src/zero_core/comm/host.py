@@ -96,7 +96,7 @@ class Transport:
 
 
 class HostCollectives(Transport):
-    """`zero_core.protocols.TransportCollectives` among hosts. See there for the contract."""
+    """`zero_core.protocols.TransportCollectives` among hosts."""
 
     reduces_in_place = True
 
@@ -113,7 +113,7 @@ class HostCollectives(Transport):
         self._shared = shared
         self._coded: CodedSlices | None = None
         self._buffers = ExchangeBuffers()
-        self._wire = PeerToPeer(messages, range(self.world_size), rank=rank, shared=shared)
+        self._wire = PeerToPeer(messages, range(self.world_size), rank, shared)
 
     @property
     def exchange_nbytes(self) -> int:
@@ -180,7 +180,6 @@ class HostCollectives(Transport):
         return self._reduce(out, full, unit, is_added=False)
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.AddingCollectives`."""
         return self._reduce(out, full, unit, is_added=True)
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
@@ -293,10 +292,7 @@ class _HostReduction:
 
 
 class HostLibrary:
-    """`zero_core.comm.control.ControlLibrary` among hosts.
-
-    See [Note: messages of different sizes never meet].
-    """
+    """`ControlLibrary` among hosts. See [Note: messages of different sizes never meet]."""
 
     def __init__(
         self, messages: Messages, *, rank: int, world_size: int, channel: int = CONTROL_CHANNEL

@@ -124,10 +124,10 @@ class Links:
 
 
 class Meter:
-    """Adds up what this rank sends in a step, over ``links``. None: one rank alone."""
+    """Adds up what this rank sends in a step, over ``links``."""
 
-    def __init__(self, links: Links | None = None) -> None:
-        self.links = links or Links(1, 1, is_ring=False)
+    def __init__(self, links: Links) -> None:
+        self.links = links
         self._lock = threading.Lock()  # threads of queues count, too
         self._open: dict[tuple[str, str], list[int]] = {}
         self._last: tuple[Traffic, ...] = ()

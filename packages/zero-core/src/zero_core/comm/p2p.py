@@ -33,7 +33,8 @@ per unit at 200 Mbit/s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -59,7 +60,7 @@ CONTROL_CHANNEL = 0
 """Channel of the control groups of a process group. A rank may have made more of them than others,
 where a build failed on it. Like its collectives, their exchanges are in one order on all ranks."""
 
-_numbers: dict[str, Iterator[int]] = {}
+_numbers: defaultdict[str, count[int]] = defaultdict(count)
 """Channel numbers of each process group, so that two engines over one group share none."""
 _under_way: WeakKeyDictionary[dist.ProcessGroup, set[_Message]] = WeakKeyDictionary()
 """Messages of each process group that nobody has waited for."""
@@ -69,17 +70,13 @@ class Kind(IntEnum):
     """Purpose of a message. Messages of different kinds never share a tag."""
 
     GATHER = 0
-    SPREAD = 1
-    """A shard of another node, passed on within the node."""
+    SPREAD = 1  # a shard of another node, passed on within the node
     REDUCE = 2
-    REDUCE_READ = 3
-    """The acknowledgement of a reduction."""
+    REDUCE_READ = 3  # the acknowledgement of a reduction
     SWAP = 4
     SWAP_READ = 5
-    REDUCE_REST = 6
-    """The second part of a coded slice, which was longer than expected."""
-    CONTROL_GATHER = 7
-    """From here on: see `zero_core.comm.host`."""
+    REDUCE_REST = 6  # the second part of a coded slice, which was longer than expected
+    CONTROL_GATHER = 7  # this and the next ones: of `zero_core.comm.host.HostLibrary`
     CONTROL_SUM = 8
     CONTROL_BROADCAST = 9
     CONTROL_EXCHANGE = 10
@@ -126,13 +123,13 @@ class _Message:
 
 
 class ProcessMessages:
-    """`Messages` between processes, by torch.distributed.
-
-    ``group`` None is the default group, or none at all for a single rank.
-    """
+    """`Messages` between processes, by torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        """Waits fail after ``timeout_s`` seconds. None: the timeout that the group began with."""
+        """``group`` None is the default group, or none at all for a single rank.
+
+        Waits fail after ``timeout_s`` seconds. None: the timeout that the group began with.
+        """
         if not dist.is_available() or not dist.is_initialized():
             group = None
         elif group is None:
@@ -155,8 +152,7 @@ class ProcessMessages:
 
     def next_channel(self) -> int:
         name = "" if self._group is None else self._group.group_name
-        number = next(_numbers.setdefault(name, count()))
-        return CONTROL_CHANNEL + 1 + number % (_NUM_CHANNELS - 1)
+        return CONTROL_CHANNEL + 1 + next(_numbers[name]) % (_NUM_CHANNELS - 1)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -189,20 +185,13 @@ class Parcel:
 
 
 class PeerToPeer:
-    """Connections of this rank with the members of a group.
+    """Connections of this rank with the ``members`` of a group, by their numbers in ``messages``.
 
-    Attributes:
-        rank: this rank within the group.
-        members: the group's ranks, as ``messages`` numbers them.
+    ``rank`` and the peers are numbered within the group.
     """
 
     def __init__(
-        self,
-        messages: Messages,
-        members: Sequence[int],
-        *,
-        rank: int,
-        shared: SharedMemory | None,
+        self, messages: Messages, members: Sequence[int], rank: int, shared: SharedMemory | None
     ) -> None:
         """Every rank makes the connections of a process group in one order."""
         self.rank = rank
@@ -219,9 +208,8 @@ class PeerToPeer:
 
     def among(self, ranks: Sequence[int]) -> PeerToPeer:
         """Return the connections of a subgroup that this rank is in."""
-        rank = list(ranks).index(self.rank)
         members = [self.members[r] for r in ranks]
-        return PeerToPeer(self._messages, members, rank=rank, shared=self._shared)
+        return PeerToPeer(self._messages, members, list(ranks).index(self.rank), self._shared)
 
     def locate(self, tensor: Tensor) -> int | None:
         """Return the offset at which near peers read ``tensor``. None if it is not shared."""
@@ -230,10 +218,7 @@ class PeerToPeer:
     def exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> Parcel:
-        """Start to exchange as many elements with one peer.
-
-        ``offset`` is that of ``given`` in shared memory, if any.
-        """
+        """Start to exchange as many elements with a peer. ``offset``: see `locate` of ``given``."""
         if offset is None or peer not in self.near:
             return Parcel(self, self.swap(given, into, peer, kind, unit), into, peer)
         assert self._shared is not None, "it has near peers"
@@ -247,12 +232,10 @@ class PeerToPeer:
         return [self.receive(into, peer, kind, unit), self.send(given, peer, kind, unit)]
 
     def send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
-        tag = tag_of(self._channel, kind, unit)
-        return self._messages.isend(given, self.members[peer], tag)
+        return self._messages.isend(given, self.members[peer], tag_of(self._channel, kind, unit))
 
     def receive(self, into: Tensor, peer: int, kind: Kind, unit: int) -> Work:
-        tag = tag_of(self._channel, kind, unit)
-        return self._messages.irecv(into, self.members[peer], tag)
+        return self._messages.irecv(into, self.members[peer], tag_of(self._channel, kind, unit))
 
     def read(self, peer: int, token: Letter, like: Tensor) -> Tensor:
         """Wait for a near peer's bytes: in place, with the length and dtype of ``like``."""

@@ -144,7 +144,7 @@ class SequentialGrads(FlatGrads):
             return super()._start_reduction(target, full)
         if self._is_empty:
             target.fill_(self._missing)
-        return self._communicator.reduce_add(target, full, self.segment.index)
+        return self._communicator.reduce_scatter(target, full, self.segment.index, is_added=True)
 
     def _find_target(self) -> Tensor:
         shard = self._shard
