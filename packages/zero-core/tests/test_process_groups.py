@@ -21,7 +21,7 @@ from zero_core.comm import groups
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import Lane
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.groups import ProcessLibrary
+from zero_core.comm.groups import Members, ProcessLibrary
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
@@ -33,7 +33,7 @@ CONFIG = Case(3).config()
 
 def _connect(group: dist.ProcessGroup | None) -> DeviceCollectives:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    library = ProcessLibrary(group, rank=rank, world_size=size, device=CPU)
+    library = ProcessLibrary(Members(group, rank, size, CPU))
     return DeviceCollectives(library, HostQueues(), Meter(Links(size, size, is_ring=True)))
 
 

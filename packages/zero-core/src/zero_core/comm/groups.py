@@ -40,7 +40,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -76,31 +76,31 @@ _LOOK_S = 1.0
 _all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a process group, seen from one of them."""
+
+    group: dist.ProcessGroup | None  # None: the default group, or none at all if ``size`` is 1
+    rank: int  # within the group
+    size: int
+    device: torch.device  # where this rank computes
+    per_node: int | None = None  # ranks of a node, if a mesh says so
+    timeout_s: float | None = None  # longest wait for another rank; None: the group's timeout
+
+
 class ProcessLibrary:
     """`zero_core.comm.control.DeviceLibrary` over a process group of torch.distributed.
 
     Tensors of any dtype travel as bytes: NCCL has no type for some (int16, complex).
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float | None = None,
-    ) -> None:
-        """``group`` None is the default group, or none at all if ``world_size`` is 1.
-
-        Where waiting blocks the host, it fails after ``timeout_s`` seconds; None: the group's
-        timeout.
-        """
-        self.rank = rank
-        self.world_size = world_size
-        self._timeout_s = timeout_s
-        self._group = group
-        self._device = device
+    def __init__(self, members: Members) -> None:
+        """The ``timeout_s`` of ``members`` limits waiting where that blocks the host."""
+        self.rank = members.rank
+        self.world_size = members.size
+        self._group = members.group
+        self._device = members.device
+        self._members = members
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
         return self._start(_all_gather_single, _bytes(out), _bytes(shard))
@@ -122,9 +122,10 @@ class ProcessLibrary:
 
     def _start(self, collective: Callable[..., Any], *tensors: Any, **options: Any) -> Work:
         work = collective(*tensors, group=self._group, async_op=True, **options)
-        if self._timeout_s is None:
+        timeout_s = self._members.timeout_s
+        if timeout_s is None:
             return cast(Work, work)
-        return Pending(partial(work.wait, timedelta(seconds=self._timeout_s)))
+        return Pending(partial(work.wait, timedelta(seconds=timeout_s)))
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
         """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups]."""
@@ -162,23 +163,18 @@ class ProcessLibrary:
             shared = _SharedGroup(made, key)
             known.append(shared)
         assert shared is not None
-        library = ProcessLibrary(
-            shared.group,
-            rank=own.index(self.rank),
-            world_size=len(own),
-            device=self._device,
-            timeout_s=self._timeout_s,
-        )
+        rank, size = own.index(self.rank), len(own)
+        library = ProcessLibrary(replace(self._members, group=shared.group, rank=rank, size=size))
         shared.users.add(self)
         _end_unused()
         if made is not None:  # connect its ranks now: a backward must not be the first to fail
-            sent = torch.full((1,), library.rank, dtype=torch.int64, device=self._device)
-            found = torch.empty(library.world_size, dtype=torch.int64, device=self._device)
+            sent = torch.full((1,), rank, dtype=torch.int64, device=self._device)
+            found = torch.empty(size, dtype=torch.int64, device=self._device)
             if lane is Lane.GATHERS:
                 library.all_gather(found, sent).wait()
             else:
-                library.all_to_all(found, sent.repeat(library.world_size)).wait()
-            assert found.tolist() == list(range(library.world_size))
+                library.all_to_all(found, sent.repeat(size)).wait()
+            assert found.tolist() == list(range(size))
         return library
 
     def _make(
@@ -248,9 +244,8 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
         )
     numbers = torch.tensor([_next_number()])
     for dim in (1, 0):  # within each row; then the rows of all
-        rank, size = mesh.get_local_rank(dim), mesh.size(dim)
-        line = ProcessLibrary(mesh.get_group(dim), rank=rank, world_size=size, device=device)
-        numbers = ControlGroup(line, device).gather(numbers)
+        line = Members(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), device)
+        numbers = ControlGroup(ProcessLibrary(line), device).gather(numbers)
     with _numbered(int(numbers.max())):
         group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     made[tuple(ranks)] = group
@@ -263,18 +258,18 @@ class GroupBeats:
     It has a connection of its own: a store serves one blocking call at a time.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
+    def __init__(self, members: Members) -> None:
         """Every rank makes those of a process group in one order."""
-        number = _next_of(group, "beats")
-        store = known_group(group).get_group_store()
+        number = _next_of(members.group, "beats")
+        store = known_group(members.group).get_group_store()
         self.host, address = "the store of the process group", store_address(store)
         if address is not None:
             is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             who = "torchrun's agent" if is_agents else "rank 0 of the job"
             self.host = f"{who} (it hosts {self.host} at {address})"
         self._store = clone_store(store)
-        self._keys = [f"zero_core beats {number} of rank {r}" for r in range(world_size)]
-        self._rank = rank
+        self._keys = [f"zero_core beats {number} of rank {r}" for r in range(members.size)]
+        self._rank = members.rank
         self._known: set[int] = set()
 
     def publish(self, beat: str) -> None:
@@ -297,33 +292,27 @@ class StoreExchange(Exchange):
     on each rank.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        watch: Watch | None = None,
-        what: str = "a save beside training",
-    ) -> None:
+    def __init__(self, members: Members, what: str, watch: Watch | None = None) -> None:
         """Every rank makes the exchanges of a process group in one order.
 
-        ``timeout`` is the longest wait for another rank, and the wait for one that ``watch`` finds
-        dead ends at once. One rank alone needs no group. ``what`` it is for, in errors.
+        ``what`` it is for is named in errors. The wait for a rank that ``watch`` finds dead ends at
+        once, others after the timeout of the group.
         """
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = members.rank
+        self.world_size = members.size
         self.place = Place()
-        self._longest_wait_s = timeout.total_seconds()
+        self.longest_wait_s = 0.0
         self._watch = watch
-        self._group = group
+        self._group = members.group
         self._what = what
         self._num_uses = 0
         self._num_rounds = 0
         self._is_broken = False
         self._store: Any = None
-        self._number = _next_of(group, "exchange") if world_size > 1 else 0
+        self._number = 0
+        if members.size > 1:
+            self._number = _next_of(members.group, "exchange")
+            self.longest_wait_s = timeout_of(members.group, members.device).total_seconds()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """See `Exchange`. ``data`` is ASCII.
@@ -349,7 +338,7 @@ class StoreExchange(Exchange):
                     asked = now
                     missing = [r for r in missing if not self._store.check([keys[r]])]
                     dead = "" if self._watch is None else self._watch.find_dead(missing)
-                    if dead or now - began >= self._longest_wait_s:
+                    if dead or now - began >= self.longest_wait_s:
                         raise RuntimeError(dead or f"no answer of ranks {missing[:4]} in time")
                 time.sleep(min(max((now - began) / 4, 0.001), _LOOK_S))
             rows = [self._store.get(key) for key in keys]

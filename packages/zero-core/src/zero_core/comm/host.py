@@ -159,18 +159,19 @@ class HostCollectives(Transport):
             return _Several(parcels)
         rows = out.view(-1, per_node, shard.numel())
         others = [(node + k) % len(rows) for k in range(1, len(rows))]
-        remote = {
-            n: wire.swap(shard, rows[n, place], n * per_node + place, Kind.GATHER, unit)
+        remote = [
+            wire.exchange(shard, None, rows[n, place], n * per_node + place, Kind.GATHER, unit)
             for n in others
-        }
+        ]
 
         def pass_on() -> None:
             works = []
-            for n in others:
-                wait_all(remote[n])
+            for n, parcel in zip(others, remote, strict=True):
+                parcel.wait()
+                arrived = rows[n, place]
                 for peer in within:
                     into = rows[n, peer % per_node]
-                    works += wire.swap(rows[n, place], into, peer, Kind.SPREAD, unit)
+                    works.append(wire.exchange(arrived, None, into, peer, Kind.SPREAD, unit))
             wait_all(parcels)
             wait_all(works)
 

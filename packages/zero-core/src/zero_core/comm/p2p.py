@@ -175,7 +175,16 @@ class Parcel:
         if self.token is None:
             wait_all(self.works)
             return self.into
-        return self.wire.read(self.peer, self.token, self.into)
+        wire, peer, into = self.wire, self.peer, self.into
+        assert wire.shared is not None, "it has near peers"
+        offset, nbytes = wire.shared.mailbox.wait(self.token)
+        if nbytes != into.nbytes:
+            raise CollectiveError(
+                f"rank {wire.members[wire.rank]} expects {into.nbytes} bytes of rank "
+                f"{wire.members[peer]}, which has {nbytes}: the ranks exchange different dtypes or "
+                "units"
+            )
+        return wire.shared.at(wire.members[peer], offset, into.numel(), into.dtype)
 
     def wait(self) -> None:
         """Wait, and copy the peer's bytes to ``into`` if they are not there. Once."""
@@ -203,33 +212,30 @@ class PeerToPeer:
         self.near = frozenset(peer for peer in self.peers if self.members[peer] in near)
         self.has_far = len(self.near) < len(self.peers)
         self._messages = messages
-        self._shared = shared
+        self.shared = shared
         self._channel = messages.next_channel()
 
     def among(self, ranks: Sequence[int]) -> PeerToPeer:
         """Return the connections of a subgroup that this rank is in."""
         members = [self.members[r] for r in ranks]
-        return PeerToPeer(self._messages, members, list(ranks).index(self.rank), self._shared)
+        return PeerToPeer(self._messages, members, list(ranks).index(self.rank), self.shared)
 
     def locate(self, tensor: Tensor) -> int | None:
         """Return the offset at which near peers read ``tensor``. None if it is not shared."""
-        return None if self._shared is None else self._shared.locate(tensor)
+        return None if self.shared is None else self.shared.locate(tensor)
 
     def exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> Parcel:
         """Start to exchange as many elements with a peer. ``offset``: see `locate` of ``given``."""
         if offset is None or peer not in self.near:
-            return Parcel(self, self.swap(given, into, peer, kind, unit), into, peer)
-        assert self._shared is not None, "it has near peers"
+            works = [self.receive(into, peer, kind, unit), self.send(given, peer, kind, unit)]
+            return Parcel(self, works, into, peer)
+        assert self.shared is not None, "it has near peers"
         member, tag = self.members[peer], tag_of(self._channel, kind, unit)
-        theirs = self._shared.mailbox.expect(member, tag)
-        self._shared.mailbox.post(member, tag, offset, given.nbytes)
+        theirs = self.shared.mailbox.expect(member, tag)
+        self.shared.mailbox.post(member, tag, offset, given.nbytes)
         return Parcel(self, (), into, peer, theirs)
-
-    def swap(self, given: Tensor, into: Tensor, peer: int, kind: Kind, unit: int) -> list[Work]:
-        """Start to send ``given`` to a peer and to receive as much from it."""
-        return [self.receive(into, peer, kind, unit), self.send(given, peer, kind, unit)]
 
     def send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
         return self._messages.isend(given, self.members[peer], tag_of(self._channel, kind, unit))
@@ -237,23 +243,11 @@ class PeerToPeer:
     def receive(self, into: Tensor, peer: int, kind: Kind, unit: int) -> Work:
         return self._messages.irecv(into, self.members[peer], tag_of(self._channel, kind, unit))
 
-    def read(self, peer: int, token: Letter, like: Tensor) -> Tensor:
-        """Wait for a near peer's bytes: in place, with the length and dtype of ``like``."""
-        assert self._shared is not None
-        offset, nbytes = self._shared.mailbox.wait(token)
-        if nbytes != like.nbytes:
-            raise CollectiveError(
-                f"rank {self.members[self.rank]} expects {like.nbytes} bytes of rank "
-                f"{self.members[peer]}, which has {nbytes}: the ranks exchange different dtypes or "
-                "units"
-            )
-        return self._shared.at(self.members[peer], offset, like.numel(), like.dtype)
-
     def acknowledge(self, kind: Kind, unit: int) -> Work:
         """Report to the near peers that their bytes were read. Waiting waits for their reports."""
         tag = tag_of(self._channel, kind, unit)
-        assert self._shared is not None, "it has near peers"
-        mailbox, near = self._shared.mailbox, [self.members[peer] for peer in self.near]
+        assert self.shared is not None, "it has near peers"
+        mailbox, near = self.shared.mailbox, [self.members[peer] for peer in self.near]
         reports = [mailbox.expect(member, tag) for member in near]
         for member in near:
             mailbox.post(member, tag, 0, 0)

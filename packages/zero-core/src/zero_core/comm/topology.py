@@ -26,7 +26,6 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import groupby
 from typing import Self
 
@@ -34,10 +33,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core._torch import set_timeout, timeout_of
+from zero_core._torch import set_timeout
 from zero_core.comm.control import ControlGroup, ControlLibrary, DeviceLibrary, Exchange
 from zero_core.comm.groups import (
     GroupBeats,
+    Members,
     ProcessLibrary,
     StoreExchange,
     backend_on,
@@ -56,15 +56,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Ranks(Members):
     """The data-parallel ranks, seen from one of them."""
-
-    group: dist.ProcessGroup | None  # None: the default group, or none at all if ``size`` is 1
-    rank: int  # within the group
-    size: int
-    device: torch.device  # where this rank computes
-    per_node: int | None = None  # ranks of a node, if a mesh says so
-    timeout_s: float | None = None  # longest wait for another rank; None: the group's timeout
 
     @property
     def has_own_device(self) -> bool:
@@ -93,7 +86,7 @@ class Ranks:
         has_group = dist.is_available() and dist.is_initialized()
         if self.size > 1 and named_within_s is not None and has_group:
             watch = Watch(
-                ThreadedBoard(GroupBeats(self.group, rank=self.rank, world_size=self.size)),
+                ThreadedBoard(GroupBeats(self)),
                 place,
                 rank=self.rank,
                 world_size=self.size,
@@ -111,22 +104,13 @@ class Ranks:
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
         """Return an exchange for a thread beside training. Every rank makes them in one order."""
-        timeout = timeout_of(self.group, self.device) if self.size > 1 else timedelta()
-        return StoreExchange(
-            self.group, rank=self.rank, world_size=self.size, timeout=timeout, watch=watch
-        )
+        return StoreExchange(self, "a save beside training", watch)
 
     def messages(self) -> Messages:
         return ProcessMessages(self.group, self.timeout_s)
 
     def library(self) -> DeviceLibrary:
-        return ProcessLibrary(
-            self.group,
-            rank=self.rank,
-            world_size=self.size,
-            device=self.device,
-            timeout_s=self.timeout_s,
-        )
+        return ProcessLibrary(self)
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
@@ -196,14 +180,8 @@ def check_devices(ranks: Ranks) -> None:
         identity = str(torch.cuda.get_device_properties(ranks.device).uuid)
     card = [socket.gethostname(), identity, str(ranks.device)]
     # NCCL refuses the first collective of ranks that share a device, and names none of them.
-    exchange = StoreExchange(
-        ranks.group,
-        rank=ranks.rank,
-        world_size=ranks.size,
-        timeout=timeout_of(ranks.group, ranks.device),
-        what="the ranks' devices",
-    )
-    cards = [json.loads(row) for row in exchange.gather_bytes(json.dumps(card).encode())]
+    rows = StoreExchange(ranks, "the ranks' devices").gather_bytes(json.dumps(card).encode())
+    cards = [json.loads(row) for row in rows]
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (host, identity, _) in enumerate(cards):
         users.setdefault((host, identity), []).append(rank)
