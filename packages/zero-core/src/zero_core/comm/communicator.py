@@ -50,7 +50,7 @@ class NamedWork:
     _name: str
 
     def wait(self) -> None:
-        """Wait. Raise `CollectiveError` if the collective failed or timed out."""
+        """Raise `CollectiveError` if the collective failed or timed out."""
         owner, what = self._owner, self._name
         owner.place.begin_wait(what)
         try:
@@ -105,7 +105,7 @@ class Communicator:
     def __init__(
         self, transport: Collectives, control: ControlGroup, names: Mapping[int, str]
     ) -> None:
-        """``names`` say in messages of which unit each segment is."""
+        """``names`` of the segments say in messages of which unit each is."""
         self.transport = transport
         self.control = control
         self.place = control.place
@@ -173,11 +173,7 @@ class Communicator:
         return NamedReduction(self, work, name, protocols)
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
-        """Raise ``error`` of the collective ``name`` as a `CollectiveError`.
-
-        `torch.OutOfMemoryError` is no failure of the ranks' exchange and stays what it is.
-        """
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError):  # no failure of the ranks' exchange
             raise error
         raise self.control.error(name, error) from error
 

@@ -41,7 +41,7 @@ PIECE_BYTES = 64 << 20
 """Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
 _MAX_NAMED = 4
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
-"""Errors of `Exchange.together`: that of several ranks is the first of theirs."""
+"""Errors of `Exchange.together`: of those of several ranks the first here is raised."""
 _T = TypeVar("_T")
 
 
@@ -56,9 +56,8 @@ class ControlLibrary(Protocol):
     """Collectives of the control group. Each is started by every rank, in the same order.
 
     Tensors are 1-D (for `all_reduce` and `broadcast`: of any shape), contiguous and on the rank's
-    device. What they read and write is ordered after the current stream of the caller, and
-    ``wait`` of the result makes the current stream of its caller wait for it. Buffers belong to the
-    caller and may be reused only then.
+    device. Collectives run after what is on the caller's current stream, and ``wait`` makes the
+    current stream of its caller wait for them. Only then may the buffers be reused.
     """
 
     rank: int  # within the communicator

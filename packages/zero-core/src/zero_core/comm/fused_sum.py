@@ -52,15 +52,11 @@ def norm_of(values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) ->
 def sum_slices(
     slices: Tensor, out: Tensor, norm: Tensor | None = None, nonfinite: Tensor | None = None
 ) -> None:
-    """Sum the rows of ``slices`` from the first to the last, in fp32 (float64 for float64).
+    """Sum the rows of ``slices`` [ranks, n] in their order, in fp32 (float64 for float64).
 
-    Everything is enqueued on the current stream; the host does not wait.
-
-    Args:
-        slices: [ranks, n], contiguous, floating point.
-        out: [n], contiguous, any floating dtype; receives the sum, rounded once.
-        norm: 0-dimensional, `sum_dtype` of ``out``; receives the 2-norm of ``out``.
-        nonfinite: bool, [ranks]; set to True where a row has NaN or Inf, else unchanged.
+    ``out`` [n] receives the sum, rounded once, and ``norm`` (0-dimensional, `sum_dtype` of ``out``)
+    its 2-norm. ``nonfinite`` (bool, [ranks]) is set where a row has NaN or Inf, else unchanged.
+    All are contiguous. Everything is enqueued on the current stream.
     """
     torch.ops.zero_core.sum_slices(slices, out, norm, nonfinite)
 

@@ -228,7 +228,7 @@ class ProcessLibrary:
 def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
     """Return the process group of a 2-D mesh over some of the job's ranks, in its order.
 
-    It is made once, by the ranks of the mesh, and kept. See [Note: groups that cannot hang].
+    Its ranks make it once. See [Note: groups that cannot hang].
     """
     ranks: list[int] = mesh.mesh.flatten().tolist()
     made = _of_job().of_meshes
@@ -287,9 +287,8 @@ class GroupBeats:
 class StoreExchange(Exchange):
     """`zero_core.comm.control.Exchange` in the store of a process group, without collectives.
 
-    It is for what no backend may carry yet, and for one thread beside training. The collectives of
-    a group belong to the thread that trains: those of another would be launched in another order
-    on each rank.
+    It is for what no backend may carry yet, and for one thread beside training, whose collectives
+    would be launched in another order on each rank.
     """
 
     def __init__(self, members: Members, what: str, watch: Watch | None = None) -> None:
@@ -315,12 +314,7 @@ class StoreExchange(Exchange):
             self.longest_wait_s = timeout_of(members.group, members.device).total_seconds()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """See `Exchange`. ``data`` is ASCII.
-
-        Raises:
-            CollectiveError: a rank is dead or does not answer within the timeout, or the store has
-                ended.
-        """
+        """See `Exchange`. ``data`` is ASCII. A rank that is dead or late is a `CollectiveError`."""
         if self.world_size == 1:
             return [data]
         keys, before = self._keys(self._num_rounds), self._keys(self._num_rounds - 1)

@@ -1,8 +1,19 @@
 """Collectives among hosts, by direct exchange between each pair of ranks.
 
 gloo's own all-gather is a ring of copies and its reduce-scatter a whole all-reduce. A direct
-exchange takes about a third of the time. [Note: near and far] in `zero_core.comm.p2p` explains what
-is sent.
+exchange takes about a third of the time.
+
+[Note: near and far]
+A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer
+shares memory (`zero_core.comm.shared_memory`) and gets a **token**: the offset and number of the
+bytes, which it reads in place when it waits. So a gather costs one copy and a reduction none.
+Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use the same kind in the
+same call.
+
+Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
+end with an **acknowledgement**. Gathers have none: shards change only after an exchange in which
+every rank takes part once it has waited for its gathers (in a step: the sum of the gradient's
+statistics; see `zero_core.protocols.Collectives`).
 
 [Note: once per node]
 Where there are several nodes of several ranks, a shard is sent to each other node once, to the rank
@@ -10,6 +21,18 @@ in the same place there, which passes it on within its node: (N - 1) shards betw
 (N - 1) R, on the narrower link. Passing on needs the shard to be there, so the gather is a job of
 the queue of gathers. Reductions stay direct, W - R slices between nodes: a sum taken within the
 node first would be another sum.
+
+[Note: coded slices]
+With a codec (`zero_core.protocols.SliceCodec`) a rank of another node gets a message of its slice.
+It is decoded to the place where the slice itself would have arrived, so the sum, its order and each
+rank's part are the same. Coding is a job of the queue of reductions: it takes a pass over the
+slices, while backward goes on.
+
+A message's length is not known before. Both ranks know how long the last one of the unit was, and
+expect a little more. So many bytes are sent, with the true length in front, and their receiver asks
+for them before they are made. What is longer is sent as a second part. A length that travels first
+would wait behind other data in the queue of the link, as would the request that follows it: 18 ms
+per unit at 200 Mbit/s.
 
 [Note: messages of different sizes never meet]
 Ranks that take different branches start different exchanges. gloo's collectives match them by their
@@ -32,19 +55,21 @@ from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.p2p import (
     CONTROL_CHANNEL,
-    CodedSlices,
     ExchangeBuffers,
     Kind,
     Messages,
-    Parcel,
-    PeerToPeer,
     tag_of,
     wait_all,
 )
 from zero_core.comm.queues import CommQueues, Pending
-from zero_core.comm.shared_memory import SharedMemory
+from zero_core.comm.shared_memory import Letter, SharedMemory
+from zero_core.errors import CollectiveError
 from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, Work
 
+_ALIGNMENT = 64
+"""Bytes at whose multiples messages of coded slices begin, and of the length in front of each."""
+_SLACK = 128
+"""A message is expected to be at most longer than the last one by one part in so many."""
 _NUM_SIZES = 32_749
 """The largest prime below 2**15: tags are 31 bits."""
 
@@ -110,10 +135,21 @@ class HostCollectives(Transport):
     ) -> None:
         """Every rank makes one. ``meter`` knows the links, and counts what is sent over them."""
         super().__init__(rank, meter.links, queues, meter)
+        self._messages = messages
         self._shared = shared
-        self._coded: CodedSlices | None = None
+        self._join(range(self.world_size), rank)
+
+    def _join(self, members: Sequence[int], rank: int) -> None:
+        """Take part in exchanges among ``members``, by their numbers in the messages."""
+        self.rank, self.world_size = rank, len(members)
+        self._members = members
+        # From the right neighbour on, so that no rank is everybody's first target.
+        self._peers = [(rank + k) % len(members) for k in range(1, len(members))]
+        near = frozenset[int]() if self._shared is None else self._shared.peers
+        self._near = frozenset(peer for peer in self._peers if members[peer] in near)
+        self._channel = self._messages.next_channel()
         self._buffers = ExchangeBuffers()
-        self._wire = PeerToPeer(messages, range(self.world_size), rank, shared)
+        self._coded: _CodedSlices | None = None
 
     @property
     def exchange_nbytes(self) -> int:
@@ -122,17 +158,14 @@ class HostCollectives(Transport):
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
         self._check_subgroup(ranks)
         found = copy.copy(self)
-        found._wire = self._wire.among(ranks)
-        found._coded = None  # it would send to the ranks of the whole group
-        found._buffers = ExchangeBuffers()
         found._links = self._links.among(ranks)
-        found.rank, found.world_size = found._wire.rank, len(ranks)
+        found._join([self._members[r] for r in ranks], list(ranks).index(self.rank))
         return found
 
     def coded(self, codec: SliceCodec) -> HostCollectives:
-        """[Note: coded slices] in `zero_core.comm.p2p` explains what is sent."""
+        """See [Note: coded slices]."""
         found = copy.copy(self)
-        found._coded = CodedSlices(codec, self._wire, self._buffers)
+        found._coded = _CodedSlices(codec, self)
         return found
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -149,18 +182,18 @@ class HostCollectives(Transport):
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        per_node, wire = self._links.ranks_per_node, self._wire
+        per_node = self._links.ranks_per_node
         node, place = divmod(self.rank, per_node)
         is_once_per_node = 1 < per_node < self.world_size
-        within = [p for p in wire.peers if p // per_node == node or not is_once_per_node]
-        offset = wire.locate(shard)
-        parcels = [wire.exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in within]
+        within = [p for p in self._peers if p // per_node == node or not is_once_per_node]
+        offset = self._locate(shard)
+        parcels = [self._exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in within]
         if not is_once_per_node:
             return _Several(parcels)
         rows = out.view(-1, per_node, shard.numel())
         others = [(node + k) % len(rows) for k in range(1, len(rows))]
         remote = [
-            wire.exchange(shard, None, rows[n, place], n * per_node + place, Kind.GATHER, unit)
+            self._exchange(shard, None, rows[n, place], n * per_node + place, Kind.GATHER, unit)
             for n in others
         ]
 
@@ -171,7 +204,7 @@ class HostCollectives(Transport):
                 arrived = rows[n, place]
                 for peer in within:
                     into = rows[n, peer % per_node]
-                    works.append(wire.exchange(arrived, None, into, peer, Kind.SPREAD, unit))
+                    works.append(self._exchange(arrived, None, into, peer, Kind.SPREAD, unit))
             wait_all(parcels)
             wait_all(works)
 
@@ -184,18 +217,17 @@ class HostCollectives(Transport):
         return self._reduce(out, full, unit, is_added=True)
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
-        wire = self._wire
         slices = full.view(self.world_size, -1)
         codes, coded = self._coded, list[int]()  # peers that are sent messages, not slices
         if codes is not None and codes.codec.serves(full.dtype, out.numel()):
             per_node = self._links.ranks_per_node
-            coded = [p for p in wire.peers if p // per_node != self.rank // per_node]
-        is_near = wire.locate(full) is not None
+            coded = [p for p in self._peers if p // per_node != self.rank // per_node]
+        is_near = self._locate(full) is not None
         received = None
-        if not is_near or wire.has_far:
+        if not is_near or len(self._near) < len(self._peers):
             received = self._buffers.take(full.numel(), full.dtype)
         parts = slices if received is None else received.view(self.world_size, -1)
-        exact = [peer for peer in wire.peers if peer not in coded]
+        exact = [peer for peer in self._peers if peer not in coded]
         parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit, exact)
         arrival: Work = _DONE
         sent = self._links.direct(slices[0].nbytes)
@@ -219,18 +251,51 @@ class HostCollectives(Transport):
         self._check_all_to_all(out, parts)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
         self._count("all_to_all", EXACT_GRADIENTS, self._links.direct(given[0].nbytes))
-        parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._wire.peers)
+        parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._peers)
         slices[self.rank].copy_(given[self.rank])
-        is_near = self._wire.locate(parts) is not None
-        return _Several(list(parcels.values()), self._wire if is_near else None, unit)
+        is_near = self._locate(parts) is not None
+        return _Several(list(parcels.values()), self if is_near else None, unit)
 
     def _exchange_slices(
         self, given: Tensor, into: Tensor, kind: Kind, unit: int, peers: Sequence[int]
-    ) -> dict[int, Parcel]:
-        wire = self._wire
+    ) -> dict[int, _Parcel]:
         return {
-            p: wire.exchange(given[p], wire.locate(given[p]), into[p], p, kind, unit) for p in peers
+            p: self._exchange(given[p], self._locate(given[p]), into[p], p, kind, unit)
+            for p in peers
         }
+
+    def _locate(self, tensor: Tensor) -> int | None:
+        """Return the offset at which near peers read ``tensor``. None if it is not shared."""
+        return None if self._shared is None else self._shared.locate(tensor)
+
+    def _exchange(
+        self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
+    ) -> _Parcel:
+        """Start to exchange as many elements with a peer. ``offset`` is that of ``given``."""
+        if offset is None or peer not in self._near:
+            works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
+            return _Parcel(self, works, into, peer)
+        assert self._shared is not None, "it has near peers"
+        member, tag = self._members[peer], tag_of(self._channel, kind, unit)
+        theirs = self._shared.mailbox.expect(member, tag)
+        self._shared.mailbox.post(member, tag, offset, given.nbytes)
+        return _Parcel(self, (), into, peer, theirs)
+
+    def _send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
+        return self._messages.isend(given, self._members[peer], tag_of(self._channel, kind, unit))
+
+    def _receive(self, into: Tensor, peer: int, kind: Kind, unit: int) -> Work:
+        return self._messages.irecv(into, self._members[peer], tag_of(self._channel, kind, unit))
+
+    def _acknowledge(self, kind: Kind, unit: int) -> Work:
+        """Report to the near peers that their bytes were read. Waiting waits for their reports."""
+        tag = tag_of(self._channel, kind, unit)
+        assert self._shared is not None, "it has near peers"
+        mailbox, near = self._shared.mailbox, [self._members[peer] for peer in self._near]
+        reports = [mailbox.expect(member, tag) for member in near]
+        for member in near:
+            mailbox.post(member, tag, 0, 0)
+        return Pending(lambda: [mailbox.wait(report) for report in reports])
 
     def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
         if self.world_size > 1:
@@ -238,21 +303,54 @@ class HostCollectives(Transport):
             self._meter.add(collective, content, sent)
 
 
+@dataclass(slots=True, eq=False)
+class _Parcel:
+    """One peer's bytes on their way."""
+
+    owner: HostCollectives
+    works: Sequence[Work]
+    into: Tensor
+    peer: int
+    token: Letter | None = None
+
+    def receive(self) -> Tensor:
+        """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
+        if self.token is None:
+            wait_all(self.works)
+            return self.into
+        shared, members, into = self.owner._shared, self.owner._members, self.into
+        assert shared is not None, "it has near peers"
+        offset, nbytes = shared.mailbox.wait(self.token)
+        if nbytes != into.nbytes:
+            raise CollectiveError(
+                f"rank {members[self.owner.rank]} expects {into.nbytes} bytes of rank "
+                f"{members[self.peer]}, which has {nbytes}: the ranks exchange different dtypes or "
+                "units"
+            )
+        return shared.at(members[self.peer], offset, into.numel(), into.dtype)
+
+    def wait(self) -> None:
+        """Wait, and copy the peer's bytes to ``into`` if they are not there. Once."""
+        found = self.receive()
+        if found.data_ptr() != self.into.data_ptr():
+            self.into.copy_(found)
+
+
 @dataclass(eq=False)
 class _Several:
-    """Works that are waited for together. An all-to-all then acknowledges over ``wire``."""
+    """Works that are waited for together. An all-to-all of near bytes then acknowledges them."""
 
     works: Sequence[Work]
-    wire: PeerToPeer | None = None
+    reader: HostCollectives | None = None
     unit: int = 0
 
     def wait(self) -> None:
         """Wait for all. At the first call: a peer's bytes are read once."""
         works, self.works = self.works, ()
         wait_all(works)
-        wire, self.wire = self.wire, None
-        if wire is not None:
-            wire.acknowledge(Kind.SWAP_READ, self.unit).wait()
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            reader._acknowledge(Kind.SWAP_READ, self.unit).wait()
 
 
 _DONE = _Several(())
@@ -265,7 +363,7 @@ class _HostReduction:
     owner: HostCollectives
     out: Tensor
     sources: list[Tensor]  # this rank's slices, or places that ``arrival`` fills; then every part
-    parcels: dict[int, Parcel]
+    parcels: dict[int, _Parcel]
     received: Tensor | None
     unit: int
     arrival: Work
@@ -289,7 +387,81 @@ class _HostReduction:
         self.contributions = ()
         if self.received is not None:
             self.owner._buffers.release(self.received)
-        return self.owner._wire.acknowledge(Kind.REDUCE_READ, self.unit) if self.is_near else _DONE
+        return self.owner._acknowledge(Kind.REDUCE_READ, self.unit) if self.is_near else _DONE
+
+
+def coded_room(max_nbytes: int) -> int:
+    """Return the bytes of the buffer for a message of at most ``max_nbytes``, each way."""
+    return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _CodedSlices:
+    """Exchanges coded slices with ranks of other nodes. See [Note: coded slices]."""
+
+    def __init__(self, codec: SliceCodec, owner: HostCollectives) -> None:
+        self.codec = codec
+        self._owner = owner
+        # Bytes that are expected of a unit's next message, by peer: to it, and from it.
+        self._expected: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def start(
+        self, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
+    ) -> Callable[[], int]:
+        """Ask for the messages of ``peers``, whose slices are decoded to ``parts``.
+
+        Returns the job that codes and sends the slices and decodes those of the peers. It returns
+        the bytes sent.
+        """
+        owner, codec = self._owner, self.codec
+        members, pool = owner._members, owner._buffers
+        most = codec.max_nbytes(slices.dtype, slices.shape[1])
+        room = coded_room(most)
+        first = room * 3 // 4 // _ALIGNMENT * _ALIGNMENT
+        buffers = [pool.take(len(peers) * room, torch.uint8) for _ in range(2)]
+        given, taken = (buffer.view(-1, room) for buffer in buffers)
+        expected = [self._expected.get((unit, peer), (first, first)) for peer in peers]
+        receives = [
+            owner._receive(row[:of], peer, Kind.REDUCE, unit)
+            for peer, row, (_, of) in zip(peers, taken, expected, strict=True)
+        ]
+
+        def finish() -> int:
+            sends: list[Work] = []
+            sent_nbytes: list[int] = []
+            for peer, row, (to, _) in zip(peers, given, expected, strict=True):
+                nbytes = codec.pack(slices[peer], row[_ALIGNMENT : _ALIGNMENT + most])
+                row[:8].view(torch.int64)[0] = nbytes
+                sends.append(owner._send(row[:to], peer, Kind.REDUCE, unit))
+                rest = row[to : _ALIGNMENT + nbytes]
+                if rest.numel():
+                    sends.append(owner._send(rest, peer, Kind.REDUCE_REST, unit))
+                sent_nbytes.append(nbytes)
+            taken_nbytes: list[int] = []
+            for peer, row, (_, of), work in zip(peers, taken, expected, receives, strict=True):
+                work.wait()
+                nbytes = int(row[:8].view(torch.int64))
+                if not 0 <= nbytes <= most:
+                    raise CollectiveError(
+                        f"rank {members[owner.rank]} expects at most {most} bytes of a coded "
+                        f"gradient of rank {members[peer]}, which announces {nbytes}: the "
+                        "ranks reduce different units"
+                    )
+                rest = row[of : _ALIGNMENT + nbytes]
+                if rest.numel():
+                    owner._receive(rest, peer, Kind.REDUCE_REST, unit).wait()
+                message = row[_ALIGNMENT : _ALIGNMENT + nbytes]
+                codec.unpack(message, parts[peer], sender=members[peer])
+                taken_nbytes.append(nbytes)
+            wait_all(sends)
+            for peer, *lengths in zip(peers, sent_nbytes, taken_nbytes, strict=True):
+                to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in lengths)
+                self._expected[unit, peer] = to, of
+            for buffer in buffers:
+                pool.release(buffer)
+            firsts = [to for to, _ in expected]
+            return sum(max(a, _ALIGNMENT + b) for a, b in zip(firsts, sent_nbytes, strict=True))
+
+        return finish
 
 
 class HostLibrary:

@@ -99,8 +99,8 @@ class Links:
     def codes_slices(self) -> bool:
         """Whether reductions may code what goes to other nodes.
 
-        An accelerator's library takes one way for all slices of an exchange: where slices for the
-        own node and for others travel together, none is coded.
+        An accelerator's library takes one way for all slices of an exchange: where those for its
+        own node travel with them, none is coded.
         """
         is_mixed = self.is_ring and self.ranks_per_node > 1 and not self.sums_in_two_levels
         return self.num_nodes > 1 and not is_mixed

@@ -223,10 +223,7 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
 
 
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
-    """Count the consecutive ranks that share a node, given each rank's node.
-
-    ``is_told``: log what had to be given up.
-    """
+    """Count the consecutive ranks that share a node. ``is_told``: log what had to be given up."""
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):
         if is_told:
