@@ -41,7 +41,7 @@ from zero_core.comm.fused_sum import (
 )
 from zero_core.comm.host import HostCollectives, Transport
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
-from zero_core.comm.queues import CommQueues, queues_of
+from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
@@ -73,7 +73,8 @@ def make_transport(
     ranks: Ranks, shared: SharedMemory | None, meter: Meter
 ) -> HostCollectives | DeviceCollectives:
     """The engine's own collectives, over the links of ``meter``. Every rank must call it."""
-    queues = queues_of(ranks.device)
+    is_host = ranks.device.type in ("cpu", "meta")
+    queues = HostQueues() if is_host else StreamQueues(ranks.device)
     if ranks.size == 1 or ranks.device.type == "cpu":
         return HostCollectives(ranks.messages(), ranks.rank, shared, queues, meter)
     if ranks.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":

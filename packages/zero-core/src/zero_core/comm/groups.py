@@ -196,9 +196,9 @@ class ProcessLibrary:
             options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
         def make(part: Sequence[int], **how: Any) -> dist.ProcessGroup:
-            if list(part) != sorted(part):
-                how["sort_ranks"] = False  # torch 2.10 does not know it
             ranks = [members[r] for r in part]
+            if ranks != sorted(ranks):
+                how["sort_ranks"] = False  # torch 2.10 does not know it
             group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, **how, **options)
             return group
 
@@ -215,7 +215,8 @@ class ProcessLibrary:
                     f"subgroups {[list(part) for part in parts]}: expected ascending ranks, as "
                     "torch splits a group with a bound device in that order"
                 )
-            return dist.split_group(self._group, [list(part) for part in parts], **options)
+            group = dist.split_group(self._group, [list(part) for part in parts], **options)
+            return group if own in parts else None
 
     def close(self) -> None:
         """End the groups of which this was the last user. See [Note: shared groups]."""

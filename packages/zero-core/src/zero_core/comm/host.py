@@ -53,14 +53,7 @@ from torch import Tensor
 
 from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
-from zero_core.comm.p2p import (
-    CONTROL_CHANNEL,
-    ExchangeBuffers,
-    Kind,
-    Messages,
-    tag_of,
-    wait_all,
-)
+from zero_core.comm.p2p import CONTROL_CHANNEL, Kind, Messages, tag_of, wait_all
 from zero_core.comm.queues import CommQueues, Pending
 from zero_core.comm.shared_memory import Letter, SharedMemory
 from zero_core.errors import CollectiveError
@@ -148,7 +141,7 @@ class HostCollectives(Transport):
         near = frozenset[int]() if self._shared is None else self._shared.peers
         self._near = frozenset(peer for peer in self._peers if members[peer] in near)
         self._channel = self._messages.next_channel()
-        self._buffers = ExchangeBuffers()
+        self._buffers = _Buffers()
         self._coded: _CodedSlices | None = None
 
     @property
@@ -388,6 +381,27 @@ class _HostReduction:
         if self.received is not None:
             self.owner._buffers.release(self.received)
         return self.owner._acknowledge(Kind.REDUCE_READ, self.unit) if self.is_near else _DONE
+
+
+class _Buffers:
+    """Buffers for what arrives in reductions, kept from one to the next. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0  # of all of them
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer of ``numel`` elements, which nobody else has until it is released."""
+        free = self._free.setdefault((numel, dtype), [])
+        try:
+            return free.pop()  # another thread may have taken the last one
+        except IndexError:
+            self.nbytes += numel * dtype.itemsize
+            with torch.inference_mode(False):  # it serves training too
+                return torch.empty(numel, dtype=dtype)
+
+    def release(self, buffer: Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
 
 
 def coded_room(max_nbytes: int) -> int:

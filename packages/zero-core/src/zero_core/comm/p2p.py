@@ -128,27 +128,6 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class ExchangeBuffers:
-    """Buffers for what arrives in reductions, kept from one to the next. Any thread may ask."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0  # of all of them
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer of ``numel`` elements, which nobody else has until it is released."""
-        free = self._free.setdefault((numel, dtype), [])
-        try:
-            return free.pop()  # another thread may have taken the last one
-        except IndexError:
-            self.nbytes += numel * dtype.itemsize
-            with torch.inference_mode(False):  # it serves training too
-                return torch.empty(numel, dtype=dtype)
-
-    def release(self, buffer: Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
-
-
 def wait_all(works: Sequence[Work]) -> None:
     for work in works:
         work.wait()

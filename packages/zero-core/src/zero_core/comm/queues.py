@@ -99,10 +99,6 @@ class StreamQueues:
 CommQueues = HostQueues | StreamQueues
 
 
-def queues_of(device: torch.device) -> CommQueues:
-    return HostQueues() if device.type in ("cpu", "meta") else StreamQueues(device)
-
-
 class _Outcome(Future[None]):
     def run(self, job: _Job) -> None:
         try:
