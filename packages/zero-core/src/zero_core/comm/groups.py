@@ -38,7 +38,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -120,7 +120,7 @@ class ProcessLibrary:
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
         return self._start(dist.broadcast, _bytes(tensor), group_src=source)
 
-    def _start(self, collective: Callable[..., Any], *tensors: Any, **options: Any) -> Work:
+    def _start(self, collective: Any, *tensors: Any, **options: Any) -> Work:
         work = collective(*tensors, group=self._group, async_op=True, **options)
         timeout_s = self._members.timeout_s
         if timeout_s is None:
