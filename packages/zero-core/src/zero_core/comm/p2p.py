@@ -1,10 +1,10 @@
 """Messages between single ranks, each found by its sender and tag.
 
 [Note: channels and threads]
-A tag is the channel (one per subgroup, and other ones for
-every engine over a process group), the unit and the kind of exchange. So engines, subgroups, units
-and queues may interleave in any way, as long as the messages of one tag are sent and received in
-the same order. Any thread may send and receive: gloo's pairs and the mailbox lock themselves.
+A tag is the channel (one per subgroup, and other ones for every engine over a process group), the
+unit and the kind of exchange. So engines, subgroups, units and queues may interleave in any way, as
+long as the messages of one tag are sent and received in the same order. Any thread may send and
+receive: gloo's pairs and the mailbox lock themselves.
 """
 
 from __future__ import annotations

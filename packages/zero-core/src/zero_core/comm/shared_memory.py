@@ -6,17 +6,16 @@ in place.
 
 [Note: one window per rank]
 Each rank has a **window**: one memfd, an anonymous file that no file system holds and no
-``/dev/shm`` limits. It is as large as the host's memory, and costs nothing until it is written to:
-pages exist from their first write on. All peers map the whole window when the engine is built,
-through ``/proc/PID/fd``; ranks that cannot (another host, user or namespace of processes) share no
-memory. Buffers are then carved from the window in order, and an offset in it means the same to
-every rank.
+``/dev/shm`` limits. It is as large as the host's memory, and its pages exist from their first write
+on. All peers map the whole window when the engine is built, through ``/proc/PID/fd``; ranks that
+cannot (another host, user or namespace of processes) share no memory. Buffers are carved from the
+window in order, and an offset in it means the same to every rank.
 
 The window is **sealed** at its size: no process can shrink it, which would kill all that have it
 mapped at their next read (SIGBUS). One without that seal is not mapped.
 
-What is mapped stays readable until the reader drops it. So nobody waits for anybody at the end: a
-rank may end, drop its engine or be killed while a slower peer still reads its last gather.
+What is mapped stays readable until the reader drops it. So a rank may end, drop its engine or be
+killed while a slower peer still reads its last gather.
 
 [Note: pipes]
 Each rank has a pipe from every other one, which opens it in the same way. A message is one write of

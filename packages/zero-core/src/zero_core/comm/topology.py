@@ -116,7 +116,7 @@ class Ranks(Members):
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
     """Find the ranks of ``group`` or ``mesh``, or all. Every rank of them must call it.
 
-    The rank's accelerator becomes the current one. See [Note: a rank's device].
+    The rank's accelerator becomes the current one.
     """
     if mesh is not None and group is not None:
         raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
@@ -125,7 +125,17 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
     if dist.is_available() and dist.is_initialized():
         if mesh is not None and mesh.ndim == 1:
             group = mesh.get_group()
-        device = _find_device(group)
+        device = accelerator()
+        if dist.get_backend(group) == "gloo" or backend_on(group, device) is None:
+            device = torch.device("cpu")
+        if device.type != "cpu":  # see [Note: a rank's device]
+            bound = known_group(group).bound_device_id
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            if bound is not None:
+                device = torch.device(bound.type, bound.index)
+            elif device.index == 0 and local_rank < torch.accelerator.device_count():
+                device = torch.device(device.type, local_rank)
+            torch.accelerator.set_device_index(device)
         per_node = None
         if mesh is not None and mesh.ndim != 1:
             members: list[int] = mesh.mesh.flatten().tolist()
@@ -152,23 +162,6 @@ def accelerator() -> torch.device:
     found = torch.accelerator.current_accelerator()
     assert found is not None
     return torch.device(found.type, torch.accelerator.current_device_index())
-
-
-def _find_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Choose this rank's device and make it the current one. See [Note: a rank's device]."""
-    device = accelerator()
-    if device.type == "cpu":
-        return device
-    if dist.get_backend(group) == "gloo" or backend_on(group, device) is None:
-        return torch.device("cpu")
-    bound = known_group(group).bound_device_id
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if bound is not None:
-        device = torch.device(bound.type, bound.index)
-    elif device.index == 0 and local_rank < torch.accelerator.device_count():
-        device = torch.device(device.type, local_rank)
-    torch.accelerator.set_device_index(device)
-    return device
 
 
 def check_devices(ranks: Ranks) -> None:
