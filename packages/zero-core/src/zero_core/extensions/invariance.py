@@ -38,6 +38,7 @@ from zero_core.core.grads import Arithmetic, FlatGrads
 from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import CHUNK_NUMEL
 from zero_core.optim.train_state import TrainState
+from zero_core.protocols import AddingCollectives
 
 
 class Invariance(Extension):
@@ -144,7 +145,7 @@ class SequentialGrads(FlatGrads):
             return super()._start_reduction(target, full)
         if self.shard.is_empty:
             target.fill_(self._missing)
-        return self._communicator.reduce_add(target, full, self.segment.index)
+        return self._communicator.reduce_scatter(target, full, self.segment.index, is_added=True)
 
 
 _MANTISSA_BITS = 24
@@ -207,7 +208,7 @@ class Invariant(Arithmetic):
     grads_class = SequentialGrads
 
     def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
-        if not communicator.can_add:
+        if not isinstance(communicator.transport, AddingCollectives):
             raise ConfigError(
                 "world_size_invariant needs collectives with reduce_add, as of zero_core.protocols."
                 f"AddingCollectives: {type(communicator.transport).__name__} has none"

@@ -22,8 +22,8 @@ from torch import nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.comm.fused_sum import sum_dtype
+from zero_core.comm.host import coded_room
 from zero_core.comm.meter import Links
-from zero_core.comm.p2p import coded_room
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype

@@ -4,7 +4,7 @@ A rank is a thread that builds an engine over `SimulatedRanks`, or over `LateRan
 accelerator of its own (`zero_core.testing.late_device`). The engine's transport, layout, runtime
 and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
 between single ranks (`zero_core.comm.p2p.Messages`) and an accelerator's library
-(`zero_core.comm.device_library.DeviceLibrary`). Memory shared between processes, process groups and
+(`zero_core.comm.control.DeviceLibrary`). Memory shared between processes, process groups and
 signals are not simulated; tests of those start processes (`spawn`).
 
 Threads share torch's global generator, so a program draws its model in one thread at a time
@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import renew_autograd_after_fork
-from zero_core.comm.control import ControlGroup, Exchange
+from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import Messages
@@ -156,7 +155,7 @@ class _SimulatedMessages:
 
 
 class SimulatedLibrary(HostLibrary):
-    """`zero_core.comm.device_library.DeviceLibrary` of one simulated rank."""
+    """`zero_core.comm.control.DeviceLibrary` of one simulated rank."""
 
     def __init__(self, network: _Network, members: Sequence[int], rank: int, key: Any) -> None:
         """``members`` are ranks of ``network``, ``rank`` is this one's place among them."""
@@ -207,10 +206,10 @@ class SimulatedRanks(Ranks):
 def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> DeviceCollectives:
     """Return the collectives that accelerators use, for simulated ranks. Each of them calls it.
 
-    ``meter`` counts what is sent.
+    ``meter`` counts what is sent, over the links of such ranks.
     """
     links = Links(ranks.size, ranks.per_node or ranks.size, is_ring=True)
-    return DeviceCollectives(ranks.library(), links=links, queues=HostQueues(), meter=meter)
+    return DeviceCollectives(ranks.library(), HostQueues(), meter or Meter(links))
 
 
 class _Gated(Exchange):

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup, Exchange
-from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.topology import Ranks
 from zero_core.protocols import Work
 from zero_core.testing.late_device import NAME, load
@@ -53,7 +52,7 @@ class LateWorld:
 
 
 class LateLibrary:
-    """`zero_core.comm.device_library.DeviceLibrary` over late devices."""
+    """`zero_core.comm.control.DeviceLibrary` over late devices."""
 
     def __init__(
         self, world: LateWorld, name: str, members: Sequence[int], rank: int, device: torch.device
