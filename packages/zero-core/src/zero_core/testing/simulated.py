@@ -1,8 +1,7 @@
 """Simulated ranks: threads of one process in place of processes, for tests of partitioning.
 
-A rank is a thread that builds an engine over `SimulatedRanks`, or over `LateRanks`: then it has an
-accelerator of its own (`zero_core.testing.late_device`). The engine's transport, layout, runtime
-and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
+A rank is a thread that builds an engine over `SimulatedRanks`. The engine's transport, layout,
+runtime and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
 between single ranks (`zero_core.comm.p2p.Messages`) and an accelerator's library
 (`zero_core.comm.device_library.DeviceLibrary`). Memory shared between processes, process groups and
 signals are not simulated; tests of those start processes (`spawn`).
@@ -23,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
-from zero_core.testing.late_device import NAME as LATE
-from zero_core.testing.late_device.library import LateWorld
 from zero_core.testing.ranks import of_size
 from zero_core.watch.watch import Watch
 
@@ -54,6 +51,19 @@ TIMEOUT_S = 120.0
 """Longest wait for another rank, unless `simulate` is given another."""
 
 _turns = itertools.count(os.getpid())  # processes that begin together take different cores
+
+
+class Network(Protocol):
+    """Maker of the ranks of a simulation."""
+
+    failed: int | None
+    """Rank that failed first."""
+
+    def ranks(self, rank: int, per_node: int) -> Ranks:
+        """Return the ranks as ``rank`` sees them, ``per_node`` of them on a node."""
+
+    def fail(self, rank: int) -> None:
+        """Wake every rank that waits, because ``rank`` has failed."""
 
 
 class _Network:
@@ -263,19 +273,16 @@ def simulate(
     world_size: int,
     *args: Any,
     ranks_per_node: int | None = None,
-    device: str = "cpu",
     timeout_s: float = TIMEOUT_S,
+    network: Network | None = None,
 ) -> list[_T]:
     """Run ``program(ranks, *args)`` on simulated ranks and return their results in order.
 
-    ``ranks`` are `SimulatedRanks`, or `LateRanks` with ``device`` "late", which needs a process of
-    its own (`zero_core.testing.run_alone`). Ranks must not change ``args``. An error is that of the
-    rank that failed first.
+    ``ranks`` are `SimulatedRanks`, or those of ``network``. Ranks must not change ``args``. An
+    error is that of the rank that failed first.
     """
     per_node = ranks_per_node or world_size
-    network: LateWorld | _Network = _Network(world_size, timeout_s)
-    if device == LATE:
-        network = LateWorld(world_size, timeout_s)
+    network = network or _Network(world_size, timeout_s)
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
 
@@ -289,10 +296,7 @@ def simulate(
                 # several times as much across cores. Threads that a rank starts stay on its core.
                 cores = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, {cores[turn % len(cores)]})
-            ranks = network.ranks(rank, per_node)
-            results[rank] = program(ranks, *args)
-            if ranks.device.type == LATE:  # what its jobs raise is raised here
-                torch.accelerator.synchronize(ranks.device)
+            results[rank] = program(network.ranks(rank, per_node), *args)
         except BaseException as error:  # raised in the caller's thread
             errors[rank] = error
             network.fail(rank)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from support.late_device import NAME, load
 from zero_core.comm.control import ControlGroup, Exchange
 from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.topology import Ranks
 from zero_core.protocols import Work
-from zero_core.testing.late_device import NAME, load
 from zero_core.watch.watch import Watch
 
 _numbers = itertools.count()
