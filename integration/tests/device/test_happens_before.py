@@ -39,7 +39,7 @@ from zero_core.testing import (
     rows,
     run_alone,
 )
-from zero_core.vertical.partial_grads import HostGradients, PartialGrads
+from zero_core.vertical.segments import HostGradients, PartialGrads
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat import geometry
 from zero_offload.flat.grads import GradLedger
@@ -416,13 +416,13 @@ def _gradients_on_the_host() -> None:
     partials = [PartialGrads(host) for _ in range(3)]
     for _ in range(2):
         for number, partial_grads in enumerate(partials):
-            with partial_grads.turn():
-                partial_grads.put(0, torch.full((1024,), float(number), device="late:0").square())
+            partial_grads.put(0, torch.full((1024,), float(number), device="late:0").square())
+            partial_grads.end_turn()
         for partial_grads, following in zip(partials, [*partials[1:], partials[0]], strict=True):
             following.prefetch([0])
-            with partial_grads.turn():
-                for _, grad in partial_grads.take_all():
-                    grad.add_(1.0)
+            for _, grad in partial_grads.take_all():
+                grad.add_(1.0)
+            partial_grads.end_turn()
     host.settle()
 
 

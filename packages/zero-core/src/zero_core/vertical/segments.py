@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,84 @@ from zero_core._torch import (
     pytree,
     sequence_number,
 )
-from zero_core.vertical.partial_grads import PartialGrads
+from zero_core.runtime.host_inputs import HostCopies, HostCopy
+
+
+class HostGradients:
+    """Host memory for the partial gradients of a step's micro-batches.
+
+    The device has those of two turns at a time: the stream that computes waits until those of the
+    turn before are on the host, and their memory is free then.
+    """
+
+    def __init__(self, copies: HostCopies, num_micro_batches: int) -> None:
+        """``copies`` copies them. Their sizes are asked for ``num_micro_batches`` times."""
+        self.copies = copies
+        self._num_micro_batches = num_micro_batches
+        self._leaving: list[tuple[Tensor, HostCopy]] = []
+
+    def store(self, grad: Tensor) -> HostCopy | Tensor:
+        """Begin to copy a gradient down. One that cannot be moved is returned."""
+        stored = self.copies.store(grad, self._num_micro_batches)
+        if stored is None:
+            return grad
+        self._leaving.append((grad, stored))
+        return stored
+
+    def settle(self) -> None:
+        """Drop what is being copied down, once the current stream has waited for that."""
+        for _, stored in self._leaving:
+            self.copies.wait(stored)
+        self._leaving.clear()
+
+
+class PartialGrads:
+    """Gradients of one micro-batch of parameters that several segments use, by id.
+
+    They are complete when the last segment has added its part, and on the host between turns.
+    """
+
+    def __init__(self, host: HostGradients | None) -> None:
+        """Keep partial gradients in ``host``, or on their device if it is None."""
+        self._host = host
+        self._grads: dict[int, Tensor | HostCopy] = {}
+
+    def put(self, param: int, grad: Tensor) -> None:
+        self._grads[param] = grad
+
+    def discard(self, param: int) -> None:
+        self._grads.pop(param, None)
+
+    def get(self, param: int) -> Tensor | None:
+        """Return the sum so far, None without one. It stays on its own device to the turn's end."""
+        found = self._grads.get(param)
+        if isinstance(found, HostCopy):
+            assert self._host is not None, "it has the copy"
+            found = self._grads[param] = self._host.copies.take(found)
+        return found
+
+    def take_all(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield all with their parameters, and drop them."""
+        for param in list(self._grads):
+            grad = self.get(param)
+            assert grad is not None
+            self.discard(param)
+            yield param, grad
+
+    def prefetch(self, params: Iterable[int]) -> None:
+        """Begin to copy back what waits on the host of the gradients of ``params``."""
+        if self._host is not None:
+            for param in params:
+                if isinstance(found := self._grads.get(param), HostCopy):
+                    self._host.copies.fetch(found)
+
+    def end_turn(self) -> None:
+        """Move what is left at the end of a turn to the host."""
+        if self._host is not None:
+            self._host.settle()
+            for param, grad in self._grads.items():
+                if isinstance(grad, Tensor):
+                    self._grads[param] = self._host.store(grad)
 
 
 class SegmentCrossing(Exception):
@@ -73,6 +150,10 @@ class _Border(torch.autograd.Function):
         if grad is not None:
             ctx.gradient.grad = grad
         return None, None, None
+
+
+_BORDER: Any = _Border._backward_cls
+"""Class of the nodes of `_Border` in a graph."""
 
 
 class _Between(TorchFunctionMode):
@@ -136,6 +217,11 @@ class Segments:
     def number(self) -> int:
         return len(self._segments) - 1
 
+    @property
+    def next_block(self) -> int:
+        """Number of the block that the forward is in or about to enter."""
+        return max(0, self.number - 1)
+
     def begin(self) -> None:
         self._segments.append(_Segment(next_sequence_number()))
         self._entries = {k: (ref, b) for k, (ref, b) in self._entries.items() if ref() is not None}
@@ -195,7 +281,8 @@ class Segments:
         self._search(number, [tensor.grad_fn])
         gradient = _Gradient(self._anchor)
         self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
-        return _put(self._anchor, tensor.detach(), gradient)
+        border: Tensor = _Border.apply(self._anchor, tensor.detach(), gradient)  # type: ignore[no-untyped-call]
+        return border
 
     def _number_of(self, node: Any) -> int:
         """Number of the segment that made ``node``."""
@@ -260,12 +347,3 @@ class Segments:
                 roots.append(get_gradient_edge(param))
                 grads.append(grad)
         torch.autograd.backward(roots, grads)
-
-
-def _put(anchor: Tensor, values: Tensor, gradient: _Gradient) -> Tensor:
-    border: Tensor = _Border.apply(anchor, values, gradient)  # type: ignore[no-untyped-call]
-    return border
-
-
-_LEAF = torch.zeros((), device="cpu", requires_grad=True)
-_BORDER: Any = type(_put(_LEAF, torch.zeros((), device="cpu"), _Gradient(_LEAF)).grad_fn)
