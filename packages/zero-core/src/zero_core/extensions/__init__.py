@@ -16,11 +16,9 @@ from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.extensions.components import hook_components
+from zero_core.extensions.guards import RepeatedRounds, ReplicaCheck, UnusedParameters
 from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.extensions.invariance import Invariance
-from zero_core.extensions.repeated_rounds import RepeatedRounds
-from zero_core.extensions.replicas import ReplicaCheck
-from zero_core.extensions.unused import UnusedParameters
 from zero_core.lifecycle import Ownership, Removable
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
