@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -19,15 +19,8 @@ class Failure(Exception):
 
 Call = tuple[str, int]
 """A function's name, and which call of it is meant."""
-
-
 _ONE_AT_A_TIME = threading.Lock()
-
-
-def set_profile(trace: Callable[[FrameType, str, Any], object] | None) -> None:
-    """Set this thread's profile function. Python refuses to while another thread does so."""
-    with _ONE_AT_A_TIME:
-        sys.setprofile(trace)
+"""Python refuses to set a thread's profile function while another thread sets its own."""
 
 
 @contextmanager
@@ -47,11 +40,13 @@ def failing(call: Call | None, event: str, file: str | None) -> Iterator[list[Ca
             if calls[-1] == call:
                 raise Failure(call)
 
-    set_profile(trace)
+    with _ONE_AT_A_TIME:
+        sys.setprofile(trace)
     try:
         yield calls
     finally:
-        set_profile(None)
+        with _ONE_AT_A_TIME:
+            sys.setprofile(None)
 
 
 def described(model: nn.Module, optimizer: torch.optim.Optimizer, *, has_places: bool) -> Any:

@@ -55,12 +55,6 @@ class Interruption:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def _build(config: Mapping[str, Any]) -> Engine:
-    engine = zero_core.build(make_model(), dict(config))
-    assert isinstance(engine, Engine)
-    return engine
-
-
 def _step(engine: Engine, inputs: Mapping[str, Any]) -> None:
     engine.backward(engine(**inputs)["loss"])
     engine.step()
@@ -78,7 +72,7 @@ def _train_left(
     handler.emit = warnings.append  # type: ignore[assignment]
     logger = logging.getLogger("zero_core")
     logger.addHandler(handler)
-    engine, told = _build(config), []
+    engine, told = zero_core.build(make_model(), config), []
     try:
         _step(engine, batch(0, 0, 0))
         engine.save_checkpoint(folder)
@@ -86,7 +80,7 @@ def _train_left(
         for _ in range(6):
             try:
                 if "build the engine again" in cure:
-                    engine = _build(config)
+                    engine = zero_core.build(make_model(), config)
                 if "checkpoint" in cure:
                     engine.load_checkpoint(folder)
                 elif is_left and drops:

@@ -19,10 +19,9 @@ import os
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,25 +52,12 @@ TIMEOUT_S = 120.0
 _turns = itertools.count(os.getpid())  # processes that begin together take different cores
 
 
-class Network(Protocol):
-    """Maker of the ranks of a simulation."""
-
-    failed: int | None
-    """Rank that failed first."""
-
-    def ranks(self, rank: int, per_node: int) -> Ranks:
-        """Return the ranks as ``rank`` sees them, ``per_node`` of them on a node."""
-
-    def fail(self, rank: int) -> None:
-        """Wake every rank that waits, because ``rank`` has failed."""
-
-
-class _Network:
-    """Mailboxes between the ranks, by sender, receiver and tag."""
+class Network:
+    """Mailboxes between the ranks of a simulation, by sender, receiver and tag."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size  # number of ranks
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s  # longest wait of a rank for another
         self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
         self.failed: int | None = None  # the rank that failed first
@@ -87,7 +73,7 @@ class _Network:
         with self._arrived[target]:
             box = self._boxes[source, target, tag]
             is_there = self._arrived[target].wait_for(
-                lambda: bool(box) or self.failed is not None, self._timeout_s
+                lambda: bool(box) or self.failed is not None, self.timeout_s
             )
             if box:
                 return box.popleft()
@@ -97,10 +83,11 @@ class _Network:
             )
         raise CollectiveError(
             f"rank {target} got nothing from rank {source} under tag {tag} in "
-            f"{self._timeout_s:.0f} s: the ranks took different branches"
+            f"{self.timeout_s:.0f} s: the ranks took different branches"
         )
 
-    def ranks(self, rank: int, per_node: int) -> SimulatedRanks:
+    def ranks(self, rank: int, per_node: int) -> Ranks:
+        """Return the ranks as ``rank`` sees them, ``per_node`` of them on a node."""
         device = torch.device("cpu")
         size = self.world_size
         carrier = _SimulatedMessages(self, range(size), rank)
@@ -123,7 +110,7 @@ class _Sent:
 class _Receipt:
     """A message to arrive in ``into``."""
 
-    def __init__(self, network: _Network, source: int, target: int, tag: Any, into: Tensor) -> None:
+    def __init__(self, network: Network, source: int, target: int, tag: Any, into: Tensor) -> None:
         self._network = network
         self._address = source, target, tag
         self._into: Tensor | None = into
@@ -143,7 +130,7 @@ class _SimulatedMessages:
     """`zero_core.comm.p2p.Messages` of one simulated rank."""
 
     def __init__(
-        self, network: _Network, members: Sequence[int], rank: int, key: Any = None
+        self, network: Network, members: Sequence[int], rank: int, key: Any = None
     ) -> None:
         """Messages to ``members`` of the network. Those of another ``key`` are others."""
         self._network = network
@@ -168,7 +155,7 @@ class _SimulatedMessages:
 class SimulatedLibrary(HostLibrary):
     """`zero_core.comm.device_library.DeviceLibrary` of one simulated rank."""
 
-    def __init__(self, network: _Network, members: Sequence[int], rank: int, key: Any) -> None:
+    def __init__(self, network: Network, members: Sequence[int], rank: int, key: Any) -> None:
         """``members`` are ranks of ``network``, ``rank`` is this one's place among them."""
         messages = _SimulatedMessages(network, members, rank, key)
         super().__init__(messages, rank=rank, world_size=len(members))
@@ -195,7 +182,7 @@ class SimulatedLibrary(HostLibrary):
 class SimulatedRanks(Ranks):
     """The ranks of a simulation, seen from one of them: ``build(..., process_group=ranks)``."""
 
-    network: _Network = field(kw_only=True)
+    network: Network = field(kw_only=True)
     carrier: _SimulatedMessages = field(kw_only=True)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
@@ -246,28 +233,6 @@ class GatedRanks(SimulatedRanks):
         return _Gated(super().exchange_beside(watch), self.gate)
 
 
-@contextmanager
-def _collecting_here() -> Iterator[Callable[[], None]]:
-    """Have garbage collected by no other thread than the caller's, when it calls what is yielded.
-
-    Torch holds the lock of its random generator while it allocates a tensor for the generator's
-    state. If that starts a collection, and a tensor in the garbage gives up the interpreter's lock,
-    another rank may wait for the generator with the interpreter's lock: both wait for ever.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-
-    def collect() -> None:
-        if was_enabled and gc.get_count()[0] > _MOST_UNCOLLECTED:
-            gc.collect(1)
-
-    try:
-        yield collect
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def simulate(
     program: Callable[..., _T],
     world_size: int,
@@ -278,14 +243,13 @@ def simulate(
 ) -> list[_T]:
     """Run ``program(ranks, *args)`` on simulated ranks and return their results in order.
 
-    ``ranks`` are `SimulatedRanks`, or those of ``network``. Ranks must not change ``args``. An
-    error is that of the rank that failed first.
+    ``ranks`` are `SimulatedRanks`, or those of a subclass of `Network`. Ranks must not change
+    ``args``. An error is that of the rank that failed first.
     """
     per_node = ranks_per_node or world_size
-    network = network or _Network(world_size, timeout_s)
+    network = network or Network(world_size, timeout_s)
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
-
     turn = next(_turns)
 
     def run(rank: int) -> None:
@@ -307,13 +271,23 @@ def simulate(
     ]
     num_threads = torch.get_num_threads()
     renew_autograd_after_fork()
-    with _collecting_here() as collect:
+    # Torch holds the lock of its random generator while it allocates a tensor for the generator's
+    # state. If that starts a collection, and a tensor in the garbage gives up the interpreter's
+    # lock, another rank may wait for the generator with the interpreter's lock: both wait for ever.
+    # So no other thread than this one collects garbage.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
         for thread in threads:
             thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(_COLLECT_S)
-                collect()
+                if was_enabled and gc.get_count()[0] > _MOST_UNCOLLECTED:
+                    gc.collect(1)
+    finally:
+        if was_enabled:
+            gc.enable()
     torch.set_num_threads(num_threads)
     if network.failed is not None:
         raise errors[network.failed]
