@@ -39,7 +39,7 @@ from zero_core.testing import (
     rows,
     run_alone,
 )
-from zero_core.vertical.segments import HostGradients, PartialGrads
+from zero_core.vertical.segments import PartialGrads
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat import geometry
 from zero_offload.flat.grads import GradLedger
@@ -412,18 +412,17 @@ def _inputs_on_the_host() -> None:
 
 def _gradients_on_the_host() -> None:
     """Keep partial gradients of three micro-batches on the host, and add to each in its turn."""
-    host = HostGradients(HostInputs(torch.device("late:0")).copies, 3)
-    partials = [PartialGrads(host) for _ in range(3)]
+    sums = PartialGrads(3, HostInputs(torch.device("late:0")).copies)
     for _ in range(2):
-        for number, partial_grads in enumerate(partials):
-            partial_grads.put(0, torch.full((1024,), float(number), device="late:0").square())
-            partial_grads.end_turn()
-        for partial_grads, following in zip(partials, [*partials[1:], partials[0]], strict=True):
-            following.prefetch([0])
-            for _, grad in partial_grads.take_all():
+        for number in range(3):
+            sums.put(number, 0, torch.full((1024,), float(number), device="late:0").square())
+            sums.end_turn(number)
+        for number in range(3):
+            sums.prefetch((number + 1) % 3, [0])
+            for _, grad in sums.take_all(number):
                 grad.add_(1.0)
-            partial_grads.end_turn()
-    host.settle()
+            sums.end_turn(number)
+    sums.settle()
 
 
 def _saved_beside_training() -> None:

@@ -52,7 +52,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.micro_batches import MicroBatches, ScaledLoss
-from zero_core.vertical.segments import HostGradients, PartialGrads, SegmentCrossing, Segments
+from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
 from zero_core.watch.place import OUTSIDE
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ class MicroBatch:
     ) -> None:
         """Prepare. The thread enqueues as the caller does on ``device``."""
         self.number = number  # in the step, from 0 on
-        self.segments = Segments(partial)  # its graph
+        self.partial = partial  # gradients that are not complete, of all micro-batches
+        self.segments = Segments(partial, number)  # its graph
         self.states: tuple[Tensor, ...] | None = None  # of random generators, between turns
         self.is_done = False  # whether its forward has ended
         self._batch = batch
@@ -272,18 +273,18 @@ class VerticalSchedule(MicroBatches):
             return self._run_together(batches, loss_of, seed)
 
     def _run_together(self, batches: Sequence[Any], loss_of: ScaledLoss, seed: int) -> list[Tensor]:
-        host = None
-        if self._host_inputs is not None:
-            host = HostGradients(self._host_inputs.copies, len(batches))
+        host_inputs = self._host_inputs
+        copies = None if host_inputs is None else host_inputs.copies
+        partial = PartialGrads(len(batches), copies)
         micro_batches = [
-            MicroBatch(number, batch, loss_of, self._state.device, PartialGrads(host))
+            MicroBatch(number, batch, loss_of, self._state.device, partial)
             for number, batch in enumerate(batches)
         ]
         self._forward.enter(self._root, self._state.module)
         self._units.saved.leave_thread()  # each micro-batch watches its own
         self._passes.driver = Driver(self._enter, self._leave, self._take)
-        if self._host_inputs is not None:
-            self._host_inputs.begin_turns(len(batches))
+        if host_inputs is not None:
+            host_inputs.begin_turns(len(batches))
         try:
             if self._in_attributes is not None:
                 self._in_attributes = _tensors_in_attributes(self._state.module)
@@ -317,10 +318,9 @@ class VerticalSchedule(MicroBatches):
                 self._units.release_all()
             raise
         finally:
-            if self._host_inputs is not None:
-                self._host_inputs.end_turns()
-            if host is not None:
-                host.settle()
+            if host_inputs is not None:
+                host_inputs.end_turns()
+            partial.settle()
         return [one.loss for one in micro_batches]
 
     def _enter(self, unit: Unit, module: nn.Module) -> None:
@@ -404,9 +404,9 @@ class VerticalSchedule(MicroBatches):
             reductions.begin_unit(unit.index)
         one.segments.backward(segment, loss)
         if unit is self._root:
-            for param, grad in one.segments.partial.take_all():
+            for param, grad in one.partial.take_all(one.number):
                 self._add(*self._owners[param], grad)
-        one.segments.partial.end_turn()
+        one.partial.end_turn(one.number)
         self._turn = None
         if unit is not None and unit.grads and self._backward.will_reduce():
             reductions.start(unit.index)
@@ -421,10 +421,10 @@ class VerticalSchedule(MicroBatches):
         one, own = self._turn
         param = id(grads.params[position])
         if unit is own:
-            one.segments.partial.discard(param)
+            one.partial.discard(one.number, param)
             self._add(unit, grads, position, grad)
         else:  # of the root: `_check_params`
-            one.segments.partial.put(param, grad)
+            one.partial.put(one.number, param, grad)
 
     # ----------------------------------------------------------------- checks
 

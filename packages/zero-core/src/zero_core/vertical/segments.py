@@ -43,81 +43,68 @@ from zero_core._torch import (
 from zero_core.runtime.host_inputs import HostCopies, HostCopy
 
 
-class HostGradients:
-    """Host memory for the partial gradients of a step's micro-batches.
+class PartialGrads:
+    """Gradients of parameters that several segments use, by micro-batch and id of the parameter.
 
-    The device has those of two turns at a time: the stream that computes waits until those of the
-    turn before are on the host, and their memory is free then.
+    They are complete when the last segment has added its part. Between two turns of a micro-batch
+    they are on the host, if there are ``copies``. The device then has those of two turns at a time:
+    the stream that computes waits until those of the turn before are on the host, and their memory
+    is free then.
     """
 
-    def __init__(self, copies: HostCopies, num_micro_batches: int) -> None:
-        """``copies`` copies them. Their sizes are asked for ``num_micro_batches`` times."""
-        self.copies = copies
-        self._num_micro_batches = num_micro_batches
+    def __init__(self, num_micro_batches: int, copies: HostCopies | None) -> None:
+        self._grads: list[dict[int, Tensor | HostCopy]] = [{} for _ in range(num_micro_batches)]
+        self._copies = copies
         self._leaving: list[tuple[Tensor, HostCopy]] = []
 
-    def store(self, grad: Tensor) -> HostCopy | Tensor:
-        """Begin to copy a gradient down. One that cannot be moved is returned."""
-        stored = self.copies.store(grad, self._num_micro_batches)
-        if stored is None:
-            return grad
-        self._leaving.append((grad, stored))
-        return stored
+    def put(self, number: int, param: int, grad: Tensor) -> None:
+        """Set the sum so far of micro-batch ``number``."""
+        self._grads[number][param] = grad
+
+    def discard(self, number: int, param: int) -> None:
+        self._grads[number].pop(param, None)
+
+    def get(self, number: int, param: int) -> Tensor | None:
+        """Return the sum so far, None without one. It stays on its own device to the turn's end."""
+        found = self._grads[number].get(param)
+        if isinstance(found, HostCopy):
+            assert self._copies is not None, "they made it"
+            found = self._grads[number][param] = self._copies.take(found)
+        return found
+
+    def take_all(self, number: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield all with their parameters, and drop them."""
+        for param in list(self._grads[number]):
+            grad = self.get(number, param)
+            assert grad is not None
+            self.discard(number, param)
+            yield param, grad
+
+    def prefetch(self, number: int, params: Iterable[int]) -> None:
+        """Begin to copy back what waits on the host of the gradients of ``params``."""
+        if self._copies is not None:
+            for param in params:
+                if isinstance(found := self._grads[number].get(param), HostCopy):
+                    self._copies.fetch(found)
+
+    def end_turn(self, number: int) -> None:
+        """Begin to copy down what can be moved."""
+        if self._copies is not None:
+            self.settle()
+            grads = self._grads[number]
+            for param, grad in grads.items():
+                if isinstance(grad, Tensor):
+                    stored = self._copies.store(grad, len(self._grads))
+                    if stored is not None:
+                        self._leaving.append((grad, stored))
+                        grads[param] = stored
 
     def settle(self) -> None:
         """Drop what is being copied down, once the current stream has waited for that."""
-        for _, stored in self._leaving:
-            self.copies.wait(stored)
-        self._leaving.clear()
-
-
-class PartialGrads:
-    """Gradients of one micro-batch of parameters that several segments use, by id.
-
-    They are complete when the last segment has added its part, and on the host between turns.
-    """
-
-    def __init__(self, host: HostGradients | None) -> None:
-        """Keep partial gradients in ``host``, or on their device if it is None."""
-        self._host = host
-        self._grads: dict[int, Tensor | HostCopy] = {}
-
-    def put(self, param: int, grad: Tensor) -> None:
-        self._grads[param] = grad
-
-    def discard(self, param: int) -> None:
-        self._grads.pop(param, None)
-
-    def get(self, param: int) -> Tensor | None:
-        """Return the sum so far, None without one. It stays on its own device to the turn's end."""
-        found = self._grads.get(param)
-        if isinstance(found, HostCopy):
-            assert self._host is not None, "it has the copy"
-            found = self._grads[param] = self._host.copies.take(found)
-        return found
-
-    def take_all(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield all with their parameters, and drop them."""
-        for param in list(self._grads):
-            grad = self.get(param)
-            assert grad is not None
-            self.discard(param)
-            yield param, grad
-
-    def prefetch(self, params: Iterable[int]) -> None:
-        """Begin to copy back what waits on the host of the gradients of ``params``."""
-        if self._host is not None:
-            for param in params:
-                if isinstance(found := self._grads.get(param), HostCopy):
-                    self._host.copies.fetch(found)
-
-    def end_turn(self) -> None:
-        """Move what is left at the end of a turn to the host."""
-        if self._host is not None:
-            self._host.settle()
-            for param, grad in self._grads.items():
-                if isinstance(grad, Tensor):
-                    self._grads[param] = self._host.store(grad)
+        if self._copies is not None:
+            for _, stored in self._leaving:
+                self._copies.wait(stored)
+            self._leaving.clear()
 
 
 class SegmentCrossing(Exception):
@@ -204,8 +191,10 @@ class Segments:
     forward.
     """
 
-    def __init__(self, partial: PartialGrads) -> None:
-        self.partial = partial  # gradients of parameters of which more is to come
+    def __init__(self, partial: PartialGrads, micro_batch: int) -> None:
+        """Keep in ``partial`` what other segments add to the gradient of a parameter."""
+        self._partial = partial
+        self._micro_batch = micro_batch
         self._segments = [_Segment(0)]
         # Borders of blocks' inputs, and what they stand for, by node and number of the output. What
         # nobody can pass to a block again is not kept.
@@ -323,7 +312,7 @@ class Segments:
 
     def prefetch(self, number: int) -> None:
         """Begin to fetch the partial gradients that the backward of segment ``number`` needs."""
-        self.partial.prefetch(self._segments[number].params)
+        self._partial.prefetch(self._micro_batch, self._segments[number].params)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
         """Go backward through one segment, later ones first. Its graph is freed."""
@@ -343,7 +332,7 @@ class Segments:
                 roots.append(GradientEdge(node, 0))
                 grads.append(gradient.grad)
         for key, param in segment.params.items():
-            if (grad := self.partial.get(key)) is not None:
+            if (grad := self._partial.get(self._micro_batch, key)) is not None:
                 roots.append(get_gradient_edge(param))
                 grads.append(grad)
         torch.autograd.backward(roots, grads)
