@@ -88,10 +88,9 @@ class Network:
 
     def ranks(self, rank: int, per_node: int) -> Ranks:
         """Return the ranks as ``rank`` sees them, ``per_node`` of them on a node."""
-        device = torch.device("cpu")
-        size = self.world_size
+        size, device = self.world_size, torch.device("cpu")
         carrier = _SimulatedMessages(self, range(size), rank)
-        return SimulatedRanks(None, rank, size, device, per_node, network=self, carrier=carrier)
+        return SimulatedRanks(None, rank, size, device, per_node, carrier=carrier)
 
     def fail(self, rank: int) -> None:
         """Wake every rank that waits, because ``rank`` has failed."""
@@ -107,61 +106,59 @@ class _Sent:
         """Return at once: the network has a copy."""
 
 
+@dataclass(eq=False)
 class _Receipt:
     """A message to arrive in ``into``."""
 
-    def __init__(self, network: Network, source: int, target: int, tag: Any, into: Tensor) -> None:
-        self._network = network
-        self._address = source, target, tag
-        self._into: Tensor | None = into
+    network: Network
+    address: tuple[int, int, Any]  # sender, receiver and tag
+    into: Tensor | None
 
     def wait(self) -> None:
         """Wait for the message and copy it, at the first call."""
-        into, self._into = self._into, None
+        into, self.into = self.into, None
         if into is None:
             return
-        found = self._network.receive(*self._address)
+        found = self.network.receive(*self.address)
         if found.nbytes != into.nbytes:
             raise CollectiveError(f"expected a message of {into.nbytes} bytes, got {found.nbytes}")
         into.view(-1).view(torch.uint8).copy_(found.view(-1).view(torch.uint8))
 
 
+@dataclass(eq=False)
 class _SimulatedMessages:
     """`zero_core.comm.p2p.Messages` of one simulated rank."""
 
-    def __init__(
-        self, network: Network, members: Sequence[int], rank: int, key: Any = None
-    ) -> None:
-        """Messages to ``members`` of the network. Those of another ``key`` are others."""
-        self._network = network
-        self._members = members
-        self._rank = members[rank]
-        self._key = key
-        self._num_channels = 0
+    network: Network
+    members: Sequence[int]  # ranks of the network
+    rank: int  # this one of them
+    key: Any = None  # messages of another key are others
+    num_channels: int = 0
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        self._network.send(self._rank, self._members[target], (self._key, tag), tensor)
+        self.network.send(self.rank, self.members[target], (self.key, tag), tensor)
         return _Sent()
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        address = self._members[source], self._rank, (self._key, tag)
-        return _Receipt(self._network, *address, tensor)
+        return _Receipt(self.network, (self.members[source], self.rank, (self.key, tag)), tensor)
 
     def next_channel(self) -> int:
-        self._num_channels += 1
-        return self._num_channels
+        self.num_channels += 1
+        return self.num_channels
+
+    def among(self, members: Sequence[int], key: Any) -> _SimulatedMessages:
+        """Return messages of their own among some ``members``."""
+        chosen = [self.members[member] for member in members]
+        return _SimulatedMessages(self.network, chosen, self.rank, (self.key, key))
 
 
 class SimulatedLibrary(HostLibrary):
     """`zero_core.comm.device_library.DeviceLibrary` of one simulated rank."""
 
-    def __init__(self, network: Network, members: Sequence[int], rank: int, key: Any) -> None:
-        """``members`` are ranks of ``network``, ``rank`` is this one's place among them."""
-        messages = _SimulatedMessages(network, members, rank, key)
-        super().__init__(messages, rank=rank, world_size=len(members))
-        self._network = network
-        self._members = members
-        self._key = key
+    def __init__(self, carrier: _SimulatedMessages) -> None:
+        rank, size = carrier.members.index(carrier.rank), len(carrier.members)
+        super().__init__(carrier, rank=rank, world_size=size)
+        self._carrier = carrier
         self._num_subgroups = 0
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
@@ -170,9 +167,7 @@ class SimulatedLibrary(HostLibrary):
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> SimulatedLibrary:
         self._num_subgroups += 1
-        members = [self._members[r] for r in ranks]
-        key = (self._key, self._num_subgroups, lane)
-        return SimulatedLibrary(self._network, members, list(ranks).index(self.rank), key)
+        return SimulatedLibrary(self._carrier.among(ranks, (self._num_subgroups, lane)))
 
     def close(self) -> None:
         """See `DeviceLibrary.close`. There is nothing to end."""
@@ -182,7 +177,6 @@ class SimulatedLibrary(HostLibrary):
 class SimulatedRanks(Ranks):
     """The ranks of a simulation, seen from one of them: ``build(..., process_group=ranks)``."""
 
-    network: Network = field(kw_only=True)
     carrier: _SimulatedMessages = field(kw_only=True)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
@@ -197,8 +191,8 @@ class SimulatedRanks(Ranks):
         return self.carrier
 
     def library(self) -> DeviceLibrary:
-        tag = ("library", self.carrier.next_channel())
-        return SimulatedLibrary(self.network, range(self.size), self.rank, tag)
+        key = ("library", self.carrier.next_channel())
+        return SimulatedLibrary(self.carrier.among(range(self.size), key))
 
 
 def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> DeviceCollectives:
