@@ -32,4 +32,7 @@ class Board:
         return 0.0
 
     def flush(self, limit_s: float) -> None:
-        """Do nothing, because every beat is in the table."""
+        pass
+
+    def close(self) -> None:
+        pass

@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,13 +53,10 @@ class Beat(NamedTuple):
     def from_json(cls, text: str) -> Beat:
         """Return the beat of `to_json`."""
         values = json.loads(text)
-        if not isinstance(values, list) or tuple(map(type, values)) != _TYPES:
+        types = [int, str, str, int, float, str, bool, int, str]
+        if not isinstance(values, list) or list(map(type, values)) != types:
             raise ValueError(f"expected the state of a rank of this version, found {text:.200}")
         return cls(*values)
-
-
-_TYPES = (int, str, str, int, float, str, bool, int, str)
-"""Types of a beat's values."""
 
 
 class Verdict(NamedTuple):
@@ -95,7 +93,6 @@ class Beats:
         self._rank = rank
         self._world_size = world_size
         self._seen: dict[int, _Seen] = {}
-        self._namespace = process_namespace()
 
     def forget(self) -> None:
         self._seen.clear()
@@ -120,19 +117,16 @@ class Beats:
         beaten for ``silence_s`` is without a sign of life. One that is busy in a place for less
         than ``patience_s`` moves.
         """
-        found: list[str] = []
-        for rank, seen in sorted(self._seen.items()):
-            if rank != self._rank and not seen.beat.has_given_up:
-                found += self._failure(rank, seen, silence_s)
-        if found:
-            return Verdict(_join(found), logging.ERROR, True)
+        others = {rank: seen for rank, seen in sorted(self._seen.items()) if rank != self._rank}
+        at_work = {rank: seen for rank, seen in others.items() if not seen.beat.has_given_up}
+        failures = [_failure(rank, seen, silence_s) for rank, seen in at_work.items()]
+        if any(failures):
+            return Verdict(_join(failures), logging.ERROR, True)
         if len(self._seen) < self._world_size:
             return None
-        others = {rank: seen for rank, seen in self._seen.items() if rank != self._rank}
-        at_work = {r: s for r, s in others.items() if not s.beat.has_given_up}
         if any(seen.at - seen.place_since < silence_s for seen in at_work.values()):
             return None
-        busy = {r: s for r, s in at_work.items() if not s.beat.waits_for}
+        busy = {rank: seen for rank, seen in at_work.items() if not seen.beat.waits_for}
         if any(seen.still_s < patience_s for seen in busy.values()):
             return None
         if busy:
@@ -143,13 +137,12 @@ class Beats:
                 more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
                 said.append(f"rank {rank} has been in {place} for {seen.still_s:.1f} s{more}")
             return Verdict(_join(said), logging.WARNING, False)
-        waits: dict[str, list[int]] = {}
-        own = {r: s for r, s in self._seen.items() if r == self._rank}
-        for rank, seen in sorted((at_work | own).items()):
-            waits.setdefault(seen.beat.waits_for, []).append(rank)
-        waits.pop("", None)
         if others and not at_work:
             return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.INFO, True)
+        waits: dict[str, list[int]] = {}
+        for rank, seen in sorted(self._seen.items()):
+            if seen.beat.waits_for and (rank == self._rank or rank in at_work):
+                waits.setdefault(seen.beat.waits_for, []).append(rank)
         if len(waits) < 2:
             return None
         said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]
@@ -160,32 +153,35 @@ class Beats:
         """Say which of ``ranks`` have ended, or have not beaten for ``silence_s``."""
         said = []
         for rank, seen in sorted(self._seen.items()):
-            is_dead = self._state_of(seen.beat) in _ENDED or seen.silent_s >= silence_s
+            is_dead = _state_of(seen.beat) in _ENDED or seen.silent_s >= silence_s
             if rank in ranks and is_dead:
-                said += self._failure(rank, seen, silence_s)
+                said.append(_failure(rank, seen, silence_s))
         return _join(said)
 
-    def _failure(self, rank: int, seen: _Seen, silence_s: float) -> list[str]:
-        beat = seen.beat
-        if beat.cause:
-            return [f"rank {rank}: {beat.cause}"]
-        state = self._state_of(beat)
-        if state in _ENDED:
-            return [f"the process of rank {rank} has ended, last seen in {beat.place}"]
-        if state in _STOPPED or seen.silent_s >= silence_s:
-            how = _STOPPED.get(state, "its process runs" if state else "process or network")
-            where = f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
-            since = f"{seen.silent_s:.1f} s ({how}), last seen in {where}"
-            return [f"no sign of life of rank {rank} for {since}"]
-        return []
 
-    def _state_of(self, beat: Beat) -> str:
-        """Return the state of a process of this host, else an empty string."""
-        is_near = self._namespace == beat.namespace != ""
-        return process_state(beat.pid) if is_near else ""
+def _failure(rank: int, seen: _Seen, silence_s: float) -> str:
+    """Say how a rank failed, ended or fell silent, or nothing."""
+    beat, state = seen.beat, _state_of(seen.beat)
+    if beat.cause:
+        return f"rank {rank}: {beat.cause}"
+    if state in _ENDED:
+        return f"the process of rank {rank} has ended, last seen in {beat.place}"
+    if state not in _STOPPED and seen.silent_s < silence_s:
+        return ""
+    how = _STOPPED.get(state, "its process runs" if state else "process or network")
+    where = f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
+    silence = f"{seen.silent_s:.1f} s ({how})"
+    return f"no sign of life of rank {rank} for {silence}, last seen in {where}"
 
 
-def _join(said: list[str]) -> str:
+def _state_of(beat: Beat) -> str:
+    """Return the state of a process of this host, else an empty string."""
+    return process_state(beat.pid) if process_namespace() == beat.namespace != "" else ""
+
+
+def _join(texts: list[str]) -> str:
+    """Join those of ``texts`` that are not empty, and say how many more there are."""
+    said = list(filter(None, texts))
     more = [f"and {len(said) - _MAX_RANKS} more"] if len(said) > _MAX_RANKS else []
     return "; ".join(said[:_MAX_RANKS] + more)
 
@@ -197,6 +193,7 @@ def count_ranks(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {named}{more}"
 
 
+@cache
 def process_namespace() -> str:
     """Return what processes must have in common for their numbers to mean the same."""
     try:

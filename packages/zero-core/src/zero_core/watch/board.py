@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,102 +28,78 @@ class BeatStore(Protocol):
 
 
 class ThreadedBoard:
-    """A `BeatStore` whose calls do not block. See [Note: stores that do not answer]."""
+    """A `BeatStore` whose calls do not block. Its thread keeps it alive until `close`."""
 
     def __init__(self, store: BeatStore) -> None:
         self.host = store.host
-        self._calls = calls = _Calls()
+        self.is_lost = False  # the connection has failed: nothing is published or read any more
+        self._store = store
+        self._changed = threading.Condition()  # guards what follows
+        self._beat: str | None = None  # the newest that is not yet published, or None
+        self._ranks: Sequence[int] | None = None  # whose beats are to be read, or None
+        self._found: dict[int, str] = {}  # what was read
+        self._busy_since: float | None = None  # when the call under way began, or None
+        self._is_closed = False
         # A daemon: a store that does not answer must not keep the process from ending.
-        threading.Thread(
-            target=_serve, args=(store, calls), name="zero_core beats", daemon=True
-        ).start()
-        weakref.finalize(self, calls.close).atexit = False  # a last beat says how a process ends
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the connection has failed. Nothing is published or read any more."""
-        return self._calls.is_lost
+        threading.Thread(target=self._serve, name="zero_core beats", daemon=True).start()
 
     def publish(self, beat: str) -> None:
         """Have this rank's beat replaced."""
-        calls = self._calls
-        with calls.changed:
-            calls.beat = beat
-            calls.changed.notify_all()
+        with self._changed:
+            self._beat = beat
+            self._changed.notify_all()
 
     def request(self, ranks: Sequence[int]) -> None:
         """Have the beats of ``ranks`` read."""
-        calls = self._calls
-        with calls.changed:
-            calls.ranks = ranks
-            calls.changed.notify_all()
+        with self._changed:
+            self._ranks = ranks
+            self._changed.notify_all()
 
     def take(self) -> dict[int, str]:
         """Return the beats that were read since the last call."""
-        calls = self._calls
-        with calls.changed:
-            found, calls.found = calls.found, {}
+        with self._changed:
+            found, self._found = self._found, {}
         return found
 
     def unanswered_s(self) -> float:
         """Return for how long the store has not answered what it was asked."""
-        since = self._calls.busy_since
+        since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def flush(self, limit_s: float) -> None:
         """Return when the last beat is published, or after ``limit_s``."""
-        calls = self._calls
-        with calls.changed:
-            calls.changed.wait_for(lambda: calls.is_lost or calls.is_idle(), limit_s)
-
-
-class _Calls:
-    """Pending calls of the thread and their results, guarded by ``changed``."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.beat: str | None = None  # the newest that is not yet published, or None
-        self.ranks: Sequence[int] | None = None  # whose beats are to be read, or None
-        self.found: dict[int, str] = {}  # what was read
-        self.busy_since: float | None = None  # when the call under way began, or None
-        self.is_lost = False
-        self.is_closed = False
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_lost or self._is_idle(), limit_s)
 
     def close(self) -> None:
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
+        """End the thread once nothing is pending."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
-    def is_idle(self) -> bool:
-        return self.beat is None and self.ranks is None and self.busy_since is None
+    def _is_idle(self) -> bool:
+        return self._beat is None and self._ranks is None and self._busy_since is None
 
-    def next(self) -> tuple[str | None, Sequence[int] | None] | None:
-        """Wait for the next calls, and begin them. None after the last."""
-        with self.changed:
-            self.busy_since = None
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.is_closed or not self.is_idle())
-            if self.is_idle():
-                return None
-            asked = self.beat, self.ranks
-            self.beat = self.ranks = None
-            self.busy_since = time.monotonic()
-            return asked
-
-
-def _serve(store: BeatStore, calls: _Calls) -> None:
-    """Make the calls. The thread keeps no board, which may thus be dropped."""
-    try:
-        while (asked := calls.next()) is not None:
-            beat, ranks = asked
-            if beat is not None:
-                store.publish(beat)
-            if ranks is not None:
-                found = store.read(ranks)
-                with calls.changed:
-                    calls.found |= found
-    except RuntimeError:  # the store's host has ended
-        with calls.changed:
-            calls.is_lost = True
-            calls.busy_since = None
-            calls.changed.notify_all()
+    def _serve(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._busy_since = None
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_closed or not self._is_idle())
+                    if self._is_idle():
+                        return
+                    beat, ranks = self._beat, self._ranks
+                    self._beat = self._ranks = None
+                    self._busy_since = time.monotonic()
+                if beat is not None:
+                    self._store.publish(beat)
+                if ranks is not None:
+                    found = self._store.read(ranks)
+                    with self._changed:
+                        self._found |= found
+        except RuntimeError:  # the store's host has ended
+            with self._changed:
+                self.is_lost = True
+                self._busy_since = None
+                self._changed.notify_all()

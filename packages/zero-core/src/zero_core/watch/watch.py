@@ -26,11 +26,13 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
+
+import torch
 
 from zero_core.watch.beats import Beat, Beats, Verdict, process_namespace
 from zero_core.watch.board import ThreadedBoard
-from zero_core.watch.device_waits import DeviceWaits
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import OUTSIDE, Place
 
@@ -49,6 +51,67 @@ _READ = 1 / 16
 """Share of a long wait between two reads."""
 _FLUSH_S = 1.0
 """Longest wait for a beat that says how this rank failed or ended to be published."""
+_NUM_WATCHED = 1024
+"""Collectives of a device that are remembered at once: hosts do not run further ahead."""
+_LAST_WAIT_S = 10.0
+"""Longest wait of an engine that ends for collectives that are under way."""
+
+
+class DeviceWaits:
+    """Collectives that the streams of one device wait for, where the host does not.
+
+    An event is recorded behind each of them, on the stream that waits for it. The events of a CUDA
+    graph that is being captured cannot be queried: nothing is noted then. During a capture in mode
+    "global" no other thread may query any event: see docs/clusters.md.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._waited: deque[tuple[str, torch.Event]] = deque(maxlen=_NUM_WATCHED)
+        self._has_failed = False
+
+    def note(self, name: str) -> None:
+        """Note that the current stream waits for the collective ``name``."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        event = torch.accelerator.current_stream(self._device).record_event()
+        with self._lock:
+            if len(self._waited) % 64 == 0:
+                self._drop_ended()
+            if not self._has_failed:
+                self._waited.append((name, event))
+
+    def oldest(self) -> tuple[str, torch.Event] | None:
+        """Return the oldest collective that has not ended. Any thread may call it."""
+        torch.accelerator.set_device_index(self._device)  # a thread begins on the first one
+        with self._lock:
+            self._drop_ended()
+            return self._waited[0] if self._waited else None
+
+    def close(self) -> None:
+        """Return when what was noted has ended, has had its time, or never will end."""
+        deadline = time.monotonic() + _LAST_WAIT_S
+        while time.monotonic() < deadline:
+            with self._lock:
+                self._drop_ended()
+                if not self._waited:
+                    return
+            time.sleep(0.01)
+
+    def _drop_ended(self) -> None:
+        try:
+            while self._waited and self._waited[0][1].query():
+                self._waited.popleft()
+        except RuntimeError as error:  # every later call to the device raises the same
+            _log.error(
+                "%s has failed: %s. These collectives may not have ended: %s",
+                self._device,
+                error,
+                "; ".join(name for name, _ in self._waited),
+            )
+            self._has_failed = True
+            self._waited.clear()
 
 
 class Watch:
@@ -66,18 +129,20 @@ class Watch:
     ) -> None:
         """Publish the first beat. ``within_s`` 0: publish failures alone, and log nothing."""
         self.interval_s = _BEAT * within_s
+        self.device_waits = device_waits
         self._board = board
+        # Not at the exit: a last beat says how a process ends.
+        weakref.finalize(self, board.close).atexit = False
         self._place = place
         self._rank = rank
         self._world_size = world_size
         self._within_s = within_s
-        self.device_waits = device_waits
+        self._silence_s = max(_SILENCE * within_s, _MIN_SILENCE_S)
         self._beats = Beats(rank, world_size)
         self._number = 0
         self._cause = ""
         self._has_given_up = False
         self._has_misread = False
-        self._namespace = process_namespace()
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
@@ -107,8 +172,10 @@ class Watch:
                 if now - self._last_read >= _READ * waited_s:
                     self._window += is_due
                     self._request(now)
-                if is_due:
-                    self._log(what, waited_s, self._judge())
+                verdict = self._judge() if is_due else None
+                before = logging.INFO if self._logged is None else self._logged.level
+                if verdict is not None and verdict.level > before:
+                    self._log(what, waited_s, verdict)
             self._last_tick = now
 
     def _request(self, now: float) -> None:
@@ -140,17 +207,15 @@ class Watch:
         oldest = None if self.device_waits is None else self.device_waits.oldest()
         return (None, "") if oldest is None else (oldest, oldest[0])
 
-    def _log(self, what: str, waited_s: float, verdict: Verdict | None) -> None:
-        before = logging.INFO if self._logged is None else self._logged.level
-        if verdict is None or verdict.level <= before:
-            return
-        is_patient = verdict.level < logging.ERROR and any(p in verdict.text for p in _LONG_PHASES)
+    def _log(self, what: str, waited_s: float, verdict: Verdict) -> None:
+        is_error = verdict.level >= logging.ERROR
+        is_patient = not is_error and any(phase in verdict.text for phase in _LONG_PHASES)
         if is_patient and waited_s < _LONG * self._within_s:
             return
         self._logged = verdict
         line = f"rank {self._rank}: {what} has not ended for {waited_s:.1f} s: {verdict.text}"
         _log.log(verdict.level, "%s", line)
-        if verdict.level >= logging.ERROR and not self._place.waits_for:
+        if is_error and not self._place.waits_for:
             write_error_file("CollectiveError", line)  # the library ends this process in silence
 
     def _judge(self) -> Verdict | None:
@@ -166,10 +231,6 @@ class Watch:
             return verdict
         text = f"{board.host} has not answered for {unanswered_s:.1f} s (process or network)"
         return Verdict(text, logging.ERROR, True)
-
-    @property
-    def _silence_s(self) -> float:
-        return max(_SILENCE * self._within_s, _MIN_SILENCE_S)
 
     # ------------------------------------------------------------- both threads
 
@@ -190,7 +251,7 @@ class Watch:
             self._cause,
             self._has_given_up,
             os.getpid(),
-            self._namespace,
+            process_namespace(),
         )
         self._board.publish(beat.to_json())
 
