@@ -96,8 +96,3 @@ def crc_of(*tensors: Tensor) -> int:
         data = tensor.cpu().contiguous()  # alive while its bytes are read
         crc = zlib.crc32(bytes_of(data), crc)
     return crc
-
-
-def to_metadata(document: Document) -> dict[str, str]:
-    text = document.model_dump_json()
-    return {METADATA_KEY: text, CHECKSUM_KEY: str(zlib.crc32(text.encode()))}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, count
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from zero_core.checkpoint.model_files import TensorBuffer
 from zero_core.checkpoint.patches.document import (
+    CHECKSUM_KEY,
+    METADATA_KEY,
     Document,
     PatchedTensor,
     Piece,
     WeightPatch,
     crc_of,
-    to_metadata,
 )
 from zero_core.checkpoint.safetensors_files import dtype_name
 from zero_core.checkpoint.storage.local import no_room
@@ -41,7 +43,7 @@ class PatchWriter(Extension):
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
-        self._engine: str | None = None
+        self._engine = ""  # its name in patches, which the ranks share from the first one on
         self._buffers: dict[str, tuple[int, int]] = {}  # crc32, and the version that it came with
 
     @property
@@ -110,10 +112,8 @@ class PatchWriter(Extension):
 
     def _write(self, since: int | None, version: int, path: Path | None) -> WeightPatch:
         control, buffer = self._state.control, TensorBuffer(io.BytesIO())
-        engine = self._engine
-        if engine is None:
-            engine = control.gather_bytes(uuid4().hex.encode())[0].decode()
-            self._engine = engine
+        if not self._engine:
+            self._engine = control.gather_bytes(uuid4().hex.encode())[0].decode()
         raw = new = Path()
         if path is not None:  # tensors wait in the one, the other gets the name
             raw, new = (path.with_name(path.name + end) for end in (".raw.tmp", ".tmp"))
@@ -138,14 +138,16 @@ class PatchWriter(Extension):
                 tensor.model_copy(update={"pieces": tuple(sorted(of, key=lambda p: p.start))})
                 for tensor, of in tensors.items()
             )
-            document = Document(engine=engine, since=since, version=version, tensors=described)
+            whole = Document(engine=self._engine, since=since, version=version, tensors=described)
+            text = whole.model_dump_json()
+            metadata = {METADATA_KEY: text, CHECKSUM_KEY: str(zlib.crc32(text.encode()))}
             if path is None:
                 file = io.BytesIO()
-                buffer.write_to(file, to_metadata(document))
+                buffer.write_to(file, metadata)
                 return file.getvalue()
             try:
                 with new.open("wb") as named:
-                    buffer.write_to(named, to_metadata(document))
+                    buffer.write_to(named, metadata)
                 new.replace(path)
             except OSError as error:
                 raise no_room(path, error) from error
@@ -231,10 +233,11 @@ class PatchWriter(Extension):
             changed = self._state.changes.changed(segment.index, since, segment.shard_numel)
             if changed is None:
                 return [], []
-            near = form_of(changed.num_updates, segment.dtype.itemsize)
-            masks = [(near, changed.near), (Form.VALUES, changed.far)]
-            if near is Form.VALUES:
-                masks = [(near, changed.near | changed.far)]
+            near, far, num_updates = changed
+            form = form_of(num_updates, segment.dtype.itemsize)
+            masks = [(form, near), (Form.VALUES, far)]
+            if form is Form.VALUES:
+                masks = [(form, near | far)]
         shard = flat.source.read().detach()
         pieces: list[tuple[int, Piece]] = []
         parts: list[Tensor] = []
