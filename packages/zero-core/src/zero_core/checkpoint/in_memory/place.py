@@ -28,7 +28,7 @@ class Place:
     """A rank's use of the copies of a folder of checkpoints, until `close` or the process's end."""
 
     def __init__(self, path: str | None, directory: Location, rank: int) -> None:
-        """Open the folder for ``directory``: in the user's ``path``, or the launcher's."""
+        """Open ``folder`` for ``directory``: in the user's ``path``, or the launcher's."""
         self._locks: list[int] = []
         try:
             root = self._open_of_launcher() if path is None else Path(path)
@@ -72,7 +72,23 @@ class Place:
             _check_is_own(root)
             self._locks.append(_open(root / keeper.USERS))
             fcntl.flock(self._locks[-1], fcntl.LOCK_SH)
-            _start_keeper(root, launcher, start)
+            keeps = _open(
+                root / ".keeper"
+            )  # a keeper inherits the lock, which says that it is there
+            try:
+                if _has_lock(keeps):
+                    program = [sys.executable, "-I", "-S", keeper.__file__]
+                    kept = subprocess.Popen(
+                        [*program, str(root), str(launcher), start],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        pass_fds=[keeps],
+                        start_new_session=True,  # it does not end with the launcher's processes
+                    )
+                    kept.returncode = 0  # nobody waits for it
+            finally:
+                os.close(keeps)
         finally:
             os.close(lock)
         return root
@@ -81,8 +97,7 @@ class Place:
         while self._locks:
             os.close(self._locks.pop())
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
 
 def check_launcher() -> None:
@@ -99,9 +114,9 @@ def find_launcher() -> int:
     """Return the process that starts this rank anew.
 
     It is the nearest one above without the variables that the launcher gave to this rank: between
-    them may be a shell, which ends with the rank. A launcher below another launcher has variables
-    of the other one.
+    them may be a shell, which ends with the rank.
     """
+    # A launcher below another launcher has variables of the other one.
     own = {os.fsencode(f"{n}={os.environ[n]}") for n in (_MARK, _ERRORS) if n in os.environ}
     process = os.getppid()
     while own and process > 1:
@@ -143,22 +158,3 @@ def _has_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _start_keeper(root: Path, launcher: int, start: str) -> None:
-    """Start the folder's keeper, if it has none. It inherits a lock that says so."""
-    lock = _open(root / ".keeper")
-    try:
-        if not _has_lock(lock):
-            return
-        kept = subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__, str(root), str(launcher), start],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[lock],
-            start_new_session=True,  # what ends the launcher's processes does not end it
-        )
-        kept.returncode = 0  # nobody waits for it
-    finally:
-        os.close(lock)

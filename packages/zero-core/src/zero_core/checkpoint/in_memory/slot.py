@@ -1,7 +1,4 @@
-"""The two slots of a folder in memory, and their exchange between nodes.
-
-A slot has files that are written in place, and markers.
-"""
+"""The two slots of a folder in memory, of files and markers, and their exchange between nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +19,8 @@ from torch import Tensor
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
 from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
 from zero_core.checkpoint.storage.local import create, no_room, write_all
-from zero_core.comm.p2p import Messages, wait_all
+from zero_core.comm.p2p import wait_all
+from zero_core.comm.topology import Ranks
 from zero_core.errors import CheckpointError
 from zero_core.protocols import StateTier
 
@@ -66,8 +64,8 @@ class Slot:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder  # its files
-        self._files: dict[str, Tensor] = {}
+        self.folder = folder
+        self.files: dict[str, Tensor] = {}  # bytes of those that were opened here, by name
 
     def write(self, name: str, tensors: Mapping[str, Tensor | Blocks]) -> int:
         """Write a safetensors file in place, and return its bytes."""
@@ -81,7 +79,7 @@ class Slot:
 
     def file(self, name: str, size: int) -> Tensor:
         """Return the bytes of a file, as they are in memory. It gets ``size`` of them."""
-        found = self._files.get(name)
+        found = self.files.get(name)
         if found is None or found.numel() != size:
             try:
                 self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -95,11 +93,8 @@ class Slot:
                     os.close(descriptor)
             except OSError as error:
                 raise no_room(self.folder / name, error, _ADVICE) from error
-            found = self._files[name] = torch.frombuffer(mapped, dtype=torch.uint8)
+            found = self.files[name] = torch.frombuffer(mapped, dtype=torch.uint8)
         return found
-
-    def size(self, name: str) -> int:
-        return self._files[name].numel()
 
     def invalidate(self, rank: int) -> None:
         """Remove the marker of a rank, before its files are overwritten."""
@@ -148,23 +143,22 @@ def drop_others(folder: Path, attempt: str) -> None:
 
 def drop_strangers(folder: Path, ranks: set[int]) -> None:
     """Remove the files of all but these ``ranks``."""
-    for slot in slot_folders(folder):
-        for path in sorted(slot.glob("*")):
-            match = _OWNED.fullmatch(path.name)
-            owner = int(match[1]) if match else 0 if path.name == BUFFERS else -1
-            if owner not in ranks:
-                path.unlink(missing_ok=True)
+    for path in sorted(folder.glob("[01]/*")):
+        match = _OWNED.fullmatch(path.name)
+        owner = int(match[1]) if match else 0 if path.name == BUFFERS else -1
+        if owner not in ranks:
+            path.unlink(missing_ok=True)
 
 
 class Ring:
     """Connections of a rank with ``target``, which keeps its copy, and ``source``, the reverse."""
 
-    def __init__(self, messages: Messages, *, rank: int, world_size: int, per_node: int) -> None:
+    def __init__(self, ranks: Ranks, per_node: int) -> None:
         """Every rank makes its own, in one order."""
-        self.target = (rank + per_node) % world_size
-        self.source = (rank - per_node) % world_size
-        self._messages = messages
-        self._channel = messages.next_channel()
+        self.target = (ranks.rank + per_node) % ranks.size
+        self.source = (ranks.rank - per_node) % ranks.size
+        self._messages = ranks.messages()
+        self._channel = self._messages.next_channel()
 
     def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
         """Send ``files`` of ``slot`` and its marker, store the source's, on all ranks."""
