@@ -108,8 +108,7 @@ class Recorder(Extension):
             raise
         self._memory = MemoryMeter(device)
         # Of an engine that is dropped, too: nothing that these hold leads back to it.
-        held = (self._file, self._memory)
-        self._release = weakref.finalize(self, _abandon, os.getpid(), *held)
+        self._release = weakref.finalize(self, _abandon, os.getpid(), self._file, self._memory)
         self._clock = StepClock(device, self._place.doing, self._memory)
         self._input_shape: list[int] = []
         self._pending: _Pending | None = None
@@ -243,11 +242,17 @@ class Recorder(Extension):
             elif waits_for:
                 waits[_WAITS[_lane_of(waits_for)]] += stop - start
             else:
-                places[place_of(doing)] += stop - start
+                keys = (key for begin, key in _PLACES if doing.startswith(begin))
+                places[next(keys, doing)] += stop - start
         record["places"] = {name: round(seconds, 7) for name, seconds in places.items()}
         record["waits"] = {name: round(seconds, 7) for name, seconds in waits.items()}
-        beside = [(_lane_of(what), what, a, b) for what, a, b in marks.under_way()]
-        beside += [("copies", what, *marks.of_events(a, b)) for what, a, b in copies]
+        beside = [
+            (_lane_of(what), what, marks.seconds(a), marks.seconds(b))
+            for what, a, b in marks.under_way
+        ]
+        for what, begin, end in copies:
+            end.synchronize()
+            beside.append(("copies", what, marks.seconds(begin), marks.seconds(end)))
         for lane in ("gather", "reduce", "copies"):
             own = [(a, b) for of, _, a, b in beside if of == lane]
             if own:
@@ -262,9 +267,9 @@ class Recorder(Extension):
             for doing, waits_for, a, b in spans
         ]
         course += [(*one, False) for one in beside]
-        for begun, ended in updates:
-            since = marks.since_start(begun)
-            if since is not None and since + ended - begun > 0.0:
+        for begun, ended in updates if self._is_host else ():
+            since = marks.seconds(begun)
+            if since + ended - begun > 0.0:
                 course.append(("host", "update", since, since + ended - begun, False))
         found = [
             (lane, name, round(a, 7), round(b, 7), is_wait)
@@ -415,14 +420,6 @@ def _lane_of(what: str) -> str:
     return "reduce" if "reduce_scatter" in what else "ranks"
 
 
-def place_of(doing: str) -> str:
-    """Return the key of `StepRecord.places` for a place."""
-    for start, key in _PLACES:
-        if doing.startswith(start):
-            return key
-    return doing
-
-
 _PLACES = (
     ("forward of", "forward"),
     ("backward", "backward"),
@@ -430,6 +427,7 @@ _PLACES = (
     ("sum of the step", "step"),
     (OUTSIDE, "outside"),
 )
+"""Keys of `StepRecord.places`, by how places begin."""
 _WAITS = {"gather": "all_gather", "reduce": "reduce_scatter", "ranks": "ranks"}
 
 

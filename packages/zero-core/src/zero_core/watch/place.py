@@ -142,7 +142,7 @@ class StepClock:
 
     def restart(self, doing: str) -> None:
         self._marks: list[tuple[str, str, Mark]] = [(doing, "", self._now())]
-        self._carried: list[tuple[str, float, float]] = []
+        self._carried: list[tuple[str, Mark, Mark]] = []
 
     def begin_trail(self, begun: float, doing: str) -> None:
         """Note memory, too, from the time ``begun`` on."""
@@ -189,43 +189,26 @@ class StepClock:
 
 
 class StepMarks(NamedTuple):
-    """The marks of one step, and the collectives that were waited for in it."""
+    """The marks of one step, and the collectives that were under way in it, on a host."""
 
     marks: Sequence[tuple[str, str, Mark]]
-    carried: Sequence[tuple[str, float, float]]
+    under_way: Sequence[tuple[str, Mark, Mark]]
+
+    def seconds(self, mark: Any) -> float:
+        """Return the seconds from the step's begin to ``mark``, which is of the same kind."""
+        begin: Any = self.marks[0][2]
+        return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
 
     def spans(self) -> list[tuple[str, str, float, float]]:
         """Return the parts of the step, in order. On an accelerator, wait for its end.
 
         Each is its place, the collective that it waits for or an empty string, start and stop.
         """
-        begin: Any = self.marks[0][2]
-        ends: list[Any] = [mark for *_, mark in self.marks]
-        if isinstance(begin, torch.Event):
-            ends[-1].synchronize()
-            times = [begin.elapsed_time(mark) / 1e3 for mark in ends]
-        else:
-            times = [mark - begin for mark in ends]
+        *_, end = self.marks[-1]
+        if isinstance(end, torch.Event):
+            end.synchronize()
+        times = [self.seconds(mark) for *_, mark in self.marks]
         return [
             (doing, what, start, stop)
             for (doing, what, _), start, stop in zip(self.marks, times, times[1:], strict=False)
         ]
-
-    def under_way(self) -> list[tuple[str, float, float]]:
-        """Return name, start and stop in the step of each collective it waited for, on a host."""
-        begin = self.marks[0][2]
-        if isinstance(begin, torch.Event):
-            return []
-        return [(what, start - begin, stop - begin) for what, start, stop in self.carried]
-
-    def of_events(self, begun: torch.Event, ended: torch.Event) -> tuple[float, float]:
-        """Return start and stop in the step of work between two events. Waits for the second."""
-        begin = self.marks[0][2]
-        assert isinstance(begin, torch.Event)
-        ended.synchronize()
-        return begin.elapsed_time(begun) / 1e3, begin.elapsed_time(ended) / 1e3
-
-    def since_start(self, time: float) -> float | None:
-        """Return seconds since the step began of a `time.perf_counter`, on a host."""
-        begin = self.marks[0][2]
-        return None if isinstance(begin, torch.Event) else time - begin

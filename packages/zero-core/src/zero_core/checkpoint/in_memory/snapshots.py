@@ -86,6 +86,12 @@ class MemoryCheckpoints(Extension):
         self._serial = 0
         self._restart()
 
+    def _restart(self) -> None:
+        self._num_made = 0
+        self._attempt = ""  # set at the first snapshot
+        self._is_continued = False  # the snapshot that was restored is still needed
+        self._frozen_versions = [-1, -1]  # in each slot
+
     # ------------------------------------------------------------------ making
 
     def before_update(self, number: int) -> None:
@@ -280,12 +286,6 @@ class MemoryCheckpoints(Extension):
         if self._place is not None:
             self._restart()
             slots.drop_others(self._place.folder, "")
-
-    def _restart(self) -> None:
-        self._num_made = 0
-        self._attempt: str = ""  # set at the first snapshot
-        self._is_continued = False  # the snapshot that was restored is still needed
-        self._frozen_versions = [-1, -1]  # in each slot
 
     def remove(self) -> None:
         """Stop, on this rank alone. Snapshots stay for whoever is started anew.

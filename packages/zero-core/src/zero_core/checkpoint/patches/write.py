@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, count
@@ -19,8 +18,6 @@ from torch import Tensor
 
 from zero_core.checkpoint.model_files import TensorBuffer
 from zero_core.checkpoint.patches.document import (
-    CHECKSUM_KEY,
-    METADATA_KEY,
     Document,
     PatchedTensor,
     Piece,
@@ -139,8 +136,7 @@ class PatchWriter(Extension):
                 for tensor, of in tensors.items()
             )
             whole = Document(engine=self._engine, since=since, version=version, tensors=described)
-            text = whole.model_dump_json()
-            metadata = {METADATA_KEY: text, CHECKSUM_KEY: str(zlib.crc32(text.encode()))}
+            metadata = whole.to_metadata()
             if path is None:
                 file = io.BytesIO()
                 buffer.write_to(file, metadata)
