@@ -48,15 +48,23 @@ from zero_core.watch.place import OUTSIDE, UPDATE, MemoryMeter, StepClock, StepM
 
 _log = logging.getLogger(__name__)
 
-REPORTS = "zero_core.reports"
-"""Entry points of functions that draw a page from a folder of records."""
-
-_FIRST_DETAILS = (1, 3)
-"""Steps of a run whose course is recorded besides every ``detail_every``-th."""
-_MAX_ERROR = 500
-"""Characters of an error's first line."""
-_MAX_SPANS = 4000
-"""Of a step whose course is recorded."""
+REPORTS = "zero_core.reports"  # entry points that draw a page from a folder of records
+_FIRST_DETAILS = (1, 3)  # steps whose course is recorded besides every ``detail_every``-th
+_MAX_ERROR = 500  # characters of an error's first line
+_MAX_SPANS = 4000  # of a step whose course is recorded
+_STATE_KINDS = {  # kinds of a plan's memory, by those of `DeviceMemory`
+    "master_weights": "master weights",
+    "optimizer_states": "optimizer states",
+    "buffers": "widened gradients",
+}
+_PLACES = (  # keys of `StepRecord.places`, by how places begin
+    ("forward of", "forward"),
+    ("backward", "backward"),
+    ("step()", "step"),
+    ("sum of the step", "step"),
+    (OUTSIDE, "outside"),
+)
+_WAITS = {"gather": "all_gather", "reduce": "reduce_scatter", "ranks": "ranks"}
 
 
 class Subject(NamedTuple):
@@ -400,14 +408,6 @@ def _end(step: int, error: BaseException | None) -> EventRecord:
     return EventRecord(time.time(), step, "failed", text[:_MAX_ERROR])
 
 
-_STATE_KINDS = {
-    "master_weights": "master weights",
-    "optimizer_states": "optimizer states",
-    "buffers": "widened gradients",
-}
-"""Kinds of a plan's memory, by those of `DeviceMemory`."""
-
-
 def _storage(tensor: Tensor) -> tuple[int, int]:
     """Return address and bytes of the memory that a tensor is in."""
     storage = tensor.untyped_storage()
@@ -418,17 +418,6 @@ def _lane_of(what: str) -> str:
     if what.startswith(("all_gather", "gather")):
         return "gather"
     return "reduce" if "reduce_scatter" in what else "ranks"
-
-
-_PLACES = (
-    ("forward of", "forward"),
-    ("backward", "backward"),
-    ("step()", "step"),
-    ("sum of the step", "step"),
-    (OUTSIDE, "outside"),
-)
-"""Keys of `StepRecord.places`, by how places begin."""
-_WAITS = {"gather": "all_gather", "reduce": "reduce_scatter", "ranks": "ranks"}
 
 
 def _covered(intervals: Sequence[tuple[float, float]]) -> float:

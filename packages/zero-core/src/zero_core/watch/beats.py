@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,7 +51,6 @@ class Beat(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
-        """Return the beat of `to_json`."""
         values = json.loads(text)
         types = [int, str, str, int, float, str, bool, int, str]
         if not isinstance(values, list) or list(map(type, values)) != types:
@@ -77,8 +76,7 @@ class _Seen:
     place_since: float
 
     @property
-    def silent_s(self) -> float:
-        """Time without a new beat. What happened after the last read is not known."""
+    def silent_s(self) -> float:  # what happened after the last read is not known
         return self.at - self.since
 
     @property
@@ -97,25 +95,19 @@ class Beats:
     def forget(self) -> None:
         self._seen.clear()
 
-    def add(self, beats: Mapping[int, Beat], now: float) -> None:
-        for rank, beat in beats.items():
-            seen = self._seen.get(rank)
-            if seen is None:
-                self._seen[rank] = _Seen(beat, now, now, now)
-                continue
-            if seen.beat.num_changes != beat.num_changes:
-                seen.place_since = now
-            if seen.beat.number != beat.number:
-                seen.since = now
-            seen.beat = beat
-            seen.at = now
+    def add(self, rank: int, beat: Beat, now: float) -> None:
+        seen = self._seen.setdefault(rank, _Seen(beat, now, now, now))
+        if seen.beat.num_changes != beat.num_changes:
+            seen.place_since = now
+        if seen.beat.number != beat.number:
+            seen.since = now
+        seen.beat, seen.at = beat, now
 
     def judge(self, *, silence_s: float, patience_s: float) -> Verdict | None:
         """Return what keeps this rank waiting. See [Note: which rank the others wait for].
 
-        None if some rank moves or was not read, or all wait for the same. A rank that has not
-        beaten for ``silence_s`` is without a sign of life. One that is busy in a place for less
-        than ``patience_s`` moves.
+        None if some rank moves or was not read, or all wait for the same. A rank that is busy in a
+        place for less than ``patience_s`` moves.
         """
         others = {rank: seen for rank, seen in sorted(self._seen.items()) if rank != self._rank}
         at_work = {rank: seen for rank, seen in others.items() if not seen.beat.has_given_up}

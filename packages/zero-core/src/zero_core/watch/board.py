@@ -44,13 +44,11 @@ class ThreadedBoard:
         threading.Thread(target=self._serve, name="zero_core beats", daemon=True).start()
 
     def publish(self, beat: str) -> None:
-        """Have this rank's beat replaced."""
         with self._changed:
             self._beat = beat
             self._changed.notify_all()
 
     def request(self, ranks: Sequence[int]) -> None:
-        """Have the beats of ``ranks`` read."""
         with self._changed:
             self._ranks = ranks
             self._changed.notify_all()
@@ -62,7 +60,6 @@ class ThreadedBoard:
         return found
 
     def unanswered_s(self) -> float:
-        """Return for how long the store has not answered what it was asked."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+# `Place.doing` between two calls of the engine, and while the state tier has not published what is
+# needed next.
 OUTSIDE = "the program outside of the engine"
-"""`Place.doing` between two calls of the engine."""
-
 UPDATE = "the wait for updated parameters"
-"""`Place.doing` while the state tier has not published what is needed next."""
 
 Mark = float | torch.Event
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096

@@ -1,9 +1,8 @@
 """Publishes where this rank is, and logs whom it waits for once a wait is long.
 
 One thread of the process serves all engines. [Note: which rank the others wait for] in
-`zero_core.watch.beats` has the rules. Times are shares of the one that is set, ``within_s``: beats
-are published and compared every tenth, from 0.3 on others are observed, at 0.7 the line is logged.
-No lock is held and no thread but that of `zero_core.watch.board` waits while the store is asked.
+`zero_core.watch.beats` has the rules. No lock is held, and no thread but that of
+`zero_core.watch.board` waits, while the store is asked.
 
 [Note: reads of many ranks]
 All ranks that wait read beats from one store. So each reads those of at most `_WINDOW` ranks at a
@@ -38,23 +37,17 @@ from zero_core.watch.place import OUTSIDE, Place
 
 _log = logging.getLogger(__name__)
 
+# Shares of ``within_s``: between two beats; of a wait before others are observed; without a beat
+# before a rank is without a sign of life; of a wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
-"""Shares of ``within_s``: between two beats; of a wait before others are observed; without a beat
-before a rank is without a sign of life; of a wait before a line is logged."""
-_LONG = 6
-"""What touches disks is named so many times later, if its rank is alive."""
-_LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _MIN_SILENCE_S = 0.5
-_WINDOW = 64
-"""Ranks whose beats are read at once."""
-_READ = 1 / 16
-"""Share of a long wait between two reads."""
-_FLUSH_S = 1.0
-"""Longest wait for a beat that says how this rank failed or ended to be published."""
-_NUM_WATCHED = 1024
-"""Collectives of a device that are remembered at once: hosts do not run further ahead."""
-_LAST_WAIT_S = 10.0
-"""Longest wait of an engine that ends for collectives that are under way."""
+_LONG = 6  # what touches disks is named so many times later, if its rank is alive
+_LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
+_WINDOW = 64  # ranks whose beats are read at once
+_READ = 1 / 16  # share of a long wait between two reads
+_FLUSH_S = 1.0  # longest wait for a beat that says how this rank failed or ended
+_NUM_WATCHED = 1024  # collectives of a device at once: hosts do not run further ahead
+_LAST_WAIT_S = 10.0  # longest wait of an engine that ends for collectives under way
 
 
 class DeviceWaits:
@@ -188,15 +181,13 @@ class Watch:
         self._board.request([self._rank, *((self._rank + d) % self._world_size for d in behind)])
 
     def _add_answers(self, now: float) -> None:
-        found = {}
         for rank, text in self._board.take().items():
             try:
-                found[rank] = Beat.from_json(text)
+                self._beats.add(rank, Beat.from_json(text), now)
             except ValueError as error:
                 if not self._has_misread:
                     _log.warning("the beat of rank %d cannot be read: %s", rank, error)
                 self._has_misread = True
-        self._beats.add(found, now)
 
     def _find_wait(self) -> tuple[object, str]:
         """Return the identity and the name of the wait under way. Those of the host are first."""
@@ -240,11 +231,11 @@ class Watch:
             self._still = (place.num_changes, now)
         _, waits_for = self._find_wait()
         step = f" of step {place.num_steps + 1}"
-        after = f", after step {place.num_steps}"
+        where = f", after step {place.num_steps}" if place.doing == OUTSIDE else step
         self._number += 1
         beat = Beat(
             self._number,
-            place.doing + (after if place.doing == OUTSIDE else step),
+            place.doing + where,
             waits_for and waits_for + step,
             place.num_changes,
             now - self._still[1],
