@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
+from tempfile import TemporaryFile
 from uuid import uuid4
 
 import torch
@@ -111,18 +112,15 @@ class PatchWriter(Extension):
         control, buffer = self._state.control, TensorBuffer(io.BytesIO())
         if not self._engine:
             self._engine = control.gather_bytes(uuid4().hex.encode())[0].decode()
-        raw = new = Path()
-        if path is not None:  # tensors wait in the one, the other gets the name
-            raw, new = (path.with_name(path.name + end) for end in (".raw.tmp", ".tmp"))
-        is_file = path is not None and control.rank == 0
+        new = None if path is None else path.with_name(path.name + ".tmp")
         failure: list[Exception] = []
         tensors: dict[PatchedTensor, list[Piece]] = {}
 
         def open_raw() -> None:
-            if is_file:
+            if path is not None and control.rank == 0:
                 try:
-                    raw.parent.mkdir(parents=True, exist_ok=True)
-                    buffer.raw = raw.open("w+b")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    buffer.raw = TemporaryFile(dir=path.parent)  # noqa: SIM115
                 except OSError as error:
                     raise no_room(path, error) from error
 
@@ -137,7 +135,7 @@ class PatchWriter(Extension):
             )
             whole = Document(engine=self._engine, since=since, version=version, tensors=described)
             metadata = whole.to_metadata()
-            if path is None:
+            if path is None or new is None:
                 file = io.BytesIO()
                 buffer.write_to(file, metadata)
                 return file.getvalue()
@@ -168,9 +166,9 @@ class PatchWriter(Extension):
             source = control.together("weight_patch: write", finish)
         finally:
             buffer.raw.close()
-            for left in (raw, new) if is_file else ():
+            if new is not None and control.rank == 0:
                 with suppress(OSError):
-                    left.unlink(missing_ok=True)
+                    new.unlink(missing_ok=True)
         size = len(source) if isinstance(source, bytes) else source.stat().st_size if source else 0
         return WeightPatch(since, version, size, source)
 

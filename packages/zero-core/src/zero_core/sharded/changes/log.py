@@ -48,71 +48,30 @@ _CPU_NUMEL = 1 << 18  # old and new values of so many elements fit a core's cach
 _DEVICE_NUMEL = 1 << 25
 
 
-class Marks:
-    """Set of positions of a shard of ``numel`` elements: a bit for each, or gaps once compact."""
-
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
-        self._ranges: list[tuple[int, int]] = []
-        self._bits: Tensor | None = None
-        self._gaps: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(0 if kept is None else kept.numel() for kept in (self._bits, self._gaps))
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether a position is in the set."""
-        has_bits = self._bits is not None and bool(self._bits.any())
-        return bool(self._ranges) or has_bits or bool(self._gaps is not None and self._gaps.numel())
-
-    def add_range(self, start: int, stop: int) -> None:
-        """Mark ``[start, stop)``."""
-        if (start, stop) not in self._ranges:
-            self._ranges.append((start, stop))
-
-    def add(self, start: int, mask: Tensor) -> None:
-        """Mark the positions of ``mask``, bool on the CPU, which begins at ``start``."""
-        if self._bits is None:
-            self._bits = torch.zeros(num_bits_bytes(self.numel), dtype=torch.uint8)
-        if start % 8:
-            mask = torch.nn.functional.pad(mask, (start % 8, 0))
-        packed = pack_bits(mask)
-        self._bits[start // 8 : start // 8 + packed.numel()] |= packed
-
-    def compact(self) -> None:
-        """Keep gaps in place of bits, if these are shorter. Nothing is added any more."""
-        if self._bits is not None:
-            kind, encoded = encode(unpack_bits(self._bits, self.numel))
-            if kind is Kind.GAPS:
-                self._bits, self._gaps = None, encoded
-
-    def mark(self, mask: Tensor) -> None:
-        """Set the bool ``mask`` of the shard at the marked positions."""
-        for start, stop in self._ranges:
-            mask[start:stop] = True
-        if self._bits is not None:
-            mask |= unpack_bits(self._bits, self.numel)
-        if self._gaps is not None:
-            mask[decode_gaps(self._gaps)] = True
-
-
 class ShardChanges:
-    """Changes of one shard in one version."""
+    """Positions in a shard of ``numel`` elements that changed in one version.
+
+    They are two sets: all of them, and those moved by more than `NEAR` at once.
+    """
 
     def __init__(self, numel: int) -> None:
-        self.all = Marks(numel)  # the changed positions
-        self.far: Marks | None = Marks(numel)  # those moved by more than `NEAR` at once. None: all
         self.num_updates = 0  # how often a value may have changed
+        self._numel = numel
+        self._ranges: list[tuple[int, int]] = []  # in both sets
+        self._sets: list[tuple[Kind, Tensor]] = []  # the rest of each. One set: all moved far
         self._written: list[tuple[int, int]] = []  # by the last update: starts and stops, sorted
 
     @property
     def nbytes(self) -> int:
-        return self.all.nbytes + (0 if self.far is None else self.far.nbytes)
+        return sum(encoded.numel() for _, encoded in self._sets)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a position changed. Before `compact`."""
+        return bool(self._ranges) or any(bool(bits.any()) for _, bits in self._sets[:1])
 
     def add(self, start: int, changed: Tensor, far: Tensor) -> None:
-        """Mark what an update changed, by masks that begin at ``start``."""
+        """Add what an update changed, by masks on the CPU that begin at ``start``."""
         stop = start + changed.numel()
         place = bisect_right(self._written, start, key=itemgetter(1))
         is_again = place < len(self._written) and self._written[place][0] < stop
@@ -120,24 +79,40 @@ class ShardChanges:
             self.num_updates += 1
             self._written, place = [], 0
         self._written.insert(place, (start, stop))
-        self.all.add(start, changed)
-        if self.far is not None:
-            self.far.add(start, far)
+        if not self._sets:
+            size = num_bits_bytes(self._numel)
+            self._sets = [(Kind.BITS, torch.zeros(size, dtype=torch.uint8)) for _ in range(2)]
+        for (_, bits), mask in zip(self._sets, (changed, far), strict=True):
+            before = start % 8
+            packed = pack_bits(torch.nn.functional.pad(mask, (before, 0)) if before else mask)
+            bits[start // 8 : start // 8 + packed.numel()] |= packed
 
     def add_range(self, start: int, stop: int) -> None:
-        """Mark ``[start, stop)``, whose values may be any."""
-        for marks in (self.all, self.far):
-            if marks is not None:
-                marks.add_range(start, stop)
+        """Add ``[start, stop)``, whose values may be any."""
+        if (start, stop) not in self._ranges:
+            self._ranges.append((start, stop))
 
     def compact(self) -> None:
-        """End the version and keep little of it. Many far positions are merged with others."""
-        self.all.compact()
-        if self.far is not None:
-            self.far.compact()
-            if self.far.nbytes > self.all.numel // 32:
-                self.far = None
+        """End the version: gaps replace bits where they are shorter. Nothing is added any more."""
         self._written = []
+        for number, (_, bits) in enumerate(self._sets):
+            kind, encoded = encode(unpack_bits(bits, self._numel))
+            if kind is Kind.GAPS:
+                self._sets[number] = kind, encoded
+        if self._sets and self._sets[1][1].numel() > self._numel // 32:
+            del self._sets[1]  # many moved far: a set of its own costs more than it saves
+
+    def mark(self, changed: Tensor, far: Tensor) -> None:
+        """Set the bool masks of the shard, on the CPU, at the positions of the two sets."""
+        for mask, number in ((changed, 0), (far, -1)):
+            for start, stop in self._ranges:
+                mask[start:stop] = True
+            if self._sets:
+                kind, encoded = self._sets[number]
+                if kind is Kind.BITS:
+                    mask |= unpack_bits(encoded, self._numel)
+                else:
+                    mask[decode_gaps(encoded)] = True
 
 
 class ChangeLog:
@@ -229,7 +204,7 @@ class ChangeLog:
                 if first < last:
                     changes = self._open.setdefault(segment.index, ShardChanges(high - low))
                     changes.add_range(first - low, last - low)
-        return any(changes.all.is_marked for changes in self._open.values())
+        return any(changes.is_marked for changes in self._open.values())
 
     def close(self) -> None:
         """End the version that is open."""
@@ -262,8 +237,7 @@ class ChangeLog:
             found = [of[segment] for of in versions if segment in of]
         if not found:
             return None
-        near, far = (torch.zeros(numel, dtype=torch.bool) for _ in range(2))
+        changed, far = (torch.zeros(numel, dtype=torch.bool) for _ in range(2))
         for changes in found:
-            changes.all.mark(near)
-            (changes.all if changes.far is None else changes.far).mark(far)
-        return near & ~far, far, sum(changes.num_updates for changes in found)
+            changes.mark(changed, far)
+        return changed & ~far, far, sum(changes.num_updates for changes in found)
