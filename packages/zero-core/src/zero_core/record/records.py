@@ -218,7 +218,8 @@ class RecordFile:
         lines = [(record, to_line(record)) for record in read_records(self.path)]
         share = self._max_bytes * 3 // 8
         # Of the records that are no taken steps the newest stay, and the last start in any case.
-        kept, taken, room, left, has_start = set[int](), [], share, dict(_MOST), False
+        kept, taken = set[int](), []
+        room, left, has_start = share, dict(_MOST), False
         for i, (record, line) in reversed(list(enumerate(lines))):
             if isinstance(record, StepRecord) and record.is_taken:
                 taken.append((record.step, i))

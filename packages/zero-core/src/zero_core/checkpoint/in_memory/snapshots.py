@@ -22,9 +22,8 @@ from torch import Tensor
 from zero_core._libc import use_one_core
 from zero_core.checkpoint import save
 from zero_core.checkpoint.files import Reader, crc_of, newest_step
-from zero_core.checkpoint.in_memory import slot as slots
-from zero_core.checkpoint.in_memory.place import Place, check_launcher
-from zero_core.checkpoint.in_memory.slot import Ring, Slice, Slot, read_markers, slot_folders
+from zero_core.checkpoint.in_memory import place as memory
+from zero_core.checkpoint.in_memory.place import Place, Ring, Slice, Slot
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.load import check_fits, restore_from
 from zero_core.checkpoint.manifest import (
@@ -113,7 +112,7 @@ class MemoryCheckpoints(Extension):
             token = uuid.uuid4().hex
             self._attempt = state.control.gather_bytes(token.encode())[0].decode()
             if not self._is_continued:
-                slots.drop_others(place.folder, self._attempt)
+                memory.drop_others(place.folder, self._attempt)
         self._serial += 1
         self._num_made += 1
         content = {
@@ -174,7 +173,7 @@ class MemoryCheckpoints(Extension):
                     kept = set(range(rank, rank + self._per_node))
                     if self._ring is not None:
                         kept |= {(r - self._per_node) % facts["world_size"] for r in kept}
-                    slots.drop_strangers(slot.folder.parent, kept)
+                    memory.drop_strangers(slot.folder.parent, kept)
                 slot.invalidate(rank)
                 names, written = list(tier.state_names()), {}
                 for name in names:  # as a save writes them, one at a time
@@ -218,16 +217,16 @@ class MemoryCheckpoints(Extension):
         self.remove()
         control, path = self._state.control, self._settings.path
         if path is None:
-            check_launcher()
+            memory.check_launcher()
         place = control.together(
             "memory_checkpoint: open", lambda: Place(path, directory, control.rank)
         )
-        self._place, self._slots = place, [Slot(slot) for slot in slot_folders(place.folder)]
+        self._place, self._slots = place, [Slot(slot) for slot in memory.slot_folders(place.folder)]
         self._restart()
         own = [
             [m["serial"], m["attempt"], m["step"], m["world_size"], rank]
-            for slot in slot_folders(place.folder)
-            for rank, m in read_markers(slot).items()
+            for slot in memory.slot_folders(place.folder)
+            for rank, m in memory.read_markers(slot).items()
         ]
         cards = control.gather_bytes(json.dumps([last_step, own]).encode())
         lasts, rows = zip(*map(json.loads, cards), strict=True)
@@ -255,7 +254,7 @@ class MemoryCheckpoints(Extension):
         place = self._slots[serial % 2].folder
         here = {
             rank: marker
-            for rank, marker in read_markers(place).items()
+            for rank, marker in memory.read_markers(place).items()
             if (marker["serial"], marker["attempt"]) == (serial, attempt)
         }
         own = {r: here[r] for r, holder in sorted(holders.items()) if holder == control.rank}
@@ -285,7 +284,7 @@ class MemoryCheckpoints(Extension):
         """Let the next snapshot replace all others: the states were loaded from elsewhere."""
         if self._place is not None:
             self._restart()
-            slots.drop_others(self._place.folder, "")
+            memory.drop_others(self._place.folder, "")
 
     def remove(self) -> None:
         """Stop, on this rank alone. Snapshots stay for whoever is started anew.

@@ -120,13 +120,13 @@ def _patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> No
         )
     files = model_files(folder)
     is_indexed = files != [folder / "model.safetensors"]
-    stored: dict[Path, dict[str, StoredTensor]] = {}
-    metadata: dict[Path, dict[str, str]] = {}
+    stored: dict[str, dict[str, StoredTensor]] = {}
+    metadata: dict[str, dict[str, str]] = {}
     for path in files:
         with open_regular(path) as file:
-            stored[path], metadata[path] = read_open(file, path)
+            stored[path.name], metadata[path.name] = read_open(file, path)
     index: dict[str, Any] = {}
-    facts = metadata[files[0]]
+    facts = metadata[files[0].name]
     if is_indexed:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         facts = index.get("metadata") or {}
@@ -138,29 +138,29 @@ def _patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> No
             f"{folder} has a version that is none, {kept!r}: export the model again"
         ) from error
     patch.check_version(known, version, str(folder))
-    there = [(path, name, value) for path, of in stored.items() for name, value in of.items()]
-    required = {f"{name} in {path.name}": value for path, name, value in there}
-    paths = {id(value): path for path, _, value in there}
-    changed: dict[Path, dict[str, PatchedTensor]] = {}
-    for name, tensor, value in patch.match([(n, v) for _, n, v in there], required, str(folder)):
-        changed.setdefault(paths[id(value)], {})[name] = tensor
+    there = [(name, value) for of in stored.values() for name, value in of.items()]
+    required = {f"{name} in {value.path.name}": value for name, value in there}
+    changed: dict[str, dict[str, PatchedTensor]] = {}
+    for name, tensor, value in patch.match(there, required, str(folder)):
+        changed.setdefault(value.path.name, {})[name] = tensor
     facts = {**facts, _KEY: patch.version.model_dump_json()}
     try:
         if not is_indexed:
-            (path,) = files
-            new = path.with_name(path.name + ".tmp")
-            _rewrite(stored[path], new, facts, changed.get(path, {}), patch)
-            new.replace(path)
+            (old,) = files
+            new = old.with_name(old.name + ".tmp")
+            _rewrite(stored[old.name], new, facts, changed.get(old.name, {}), patch)
+            new.replace(old)
             sync_folder(folder)
             return
         new_names: dict[str, str] = {}
-        for path, tensors in changed.items():
+        for file_name, tensors in changed.items():
             # A new name each time: versions of two engines may have one number.
-            found = _VERSION_SUFFIX.search(path.stem)
+            old = Path(file_name)
+            found = _VERSION_SUFFIX.search(old.stem)
             number = 1 if found is None else int(found[1]) + 1
-            name = f"{_VERSION_SUFFIX.sub('', path.stem)}-patch{number}{path.suffix}"
-            _rewrite(stored[path], folder / name, metadata[path], tensors, patch)
-            new_names[path.name] = name
+            new = folder / f"{_VERSION_SUFFIX.sub('', old.stem)}-patch{number}{old.suffix}"
+            _rewrite(stored[file_name], new, metadata[file_name], tensors, patch)
+            new_names[file_name] = new.name
         weights = {t: new_names.get(name, name) for t, name in index["weight_map"].items()}
         text = json.dumps({**index, "metadata": facts, "weight_map": weights}, indent=2)
         new_index = folder / (INDEX + ".tmp")

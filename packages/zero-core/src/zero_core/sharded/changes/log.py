@@ -129,13 +129,10 @@ class ChangeLog:
     ) -> None:
         """Start without changes.
 
-        Args:
-            shards: of each compared segment: where its updated part begins in the local flat space,
-                that part, and the range of it that is this rank's slice of the segment.
-            spans: start in the local flat space and segment of all trainable segments, sorted.
-            store: takes the values of shards that are not compared and on the meta device.
-            num_versions: kept at most.
-            max_bytes: of all positions; older versions are dropped. None: no limit.
+        ``shards`` has, of each compared segment: where its updated part begins in the local flat
+        space, that part, and the range of it that is this rank's slice of the segment. ``spans``
+        has start and segment of all trainable segments, sorted. ``store`` takes the values of
+        shards that are not compared and on the meta device.
         """
         self.version = self.oldest = 0  # the newest version
         self._shards = dict(shards)
