@@ -283,7 +283,7 @@ def exchange_by_store(
 
 
 class GroupBeats:
-    """`zero_core.watch.board.BeatStore` in the store of a process group.
+    """`zero_core.watch.beats.BeatStore` in the store of a process group.
 
     It has a connection of its own: a store serves one blocking call at a time.
     """

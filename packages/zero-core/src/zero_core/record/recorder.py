@@ -144,12 +144,9 @@ class Recorder(Extension):
         self._num_backwards += 1
         if loss.numel() != 1 or self._is_closed:
             return
-        value = loss.detach()
-        if self._is_host:
-            self._losses.append(value.clone())
-        else:
-            kept = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
-            self._losses.append(kept.copy_(value.reshape(()), non_blocking=True))
+        value = loss.detach().reshape(())
+        kept = torch.empty_like(value, device="cpu", pin_memory=not self._is_host)
+        self._losses.append(kept.copy_(value, non_blocking=True))
 
     def idled(self) -> None:
         self._num_idle += 1

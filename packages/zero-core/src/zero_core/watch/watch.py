@@ -1,8 +1,8 @@
 """Publishes where this rank is, and logs whom it waits for once a wait is long.
 
 One thread of the process serves all engines. [Note: which rank the others wait for] in
-`zero_core.watch.beats` has the rules. No lock is held, and no thread but that of
-`zero_core.watch.board` waits, while the store is asked.
+`zero_core.watch.beats` has the rules. No lock is held, and no thread but that of the board waits,
+while the store is asked.
 
 [Note: reads of many ranks]
 All ranks that wait read beats from one store. So each reads those of at most `_WINDOW` ranks at a
@@ -30,8 +30,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_core.watch.beats import Beat, Beats, Verdict, process_namespace
-from zero_core.watch.board import ThreadedBoard
+from zero_core.watch.beats import Beat, Beats, ThreadedBoard, Verdict, process_namespace
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import OUTSIDE, Place
 
