@@ -58,8 +58,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
     }
-    memory = memory_limit_bytes()
-    if memory is not None:
+    if (memory := memory_limit_bytes()) is not None:
         found["host_memory"] = memory
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

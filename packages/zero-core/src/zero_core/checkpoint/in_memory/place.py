@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -181,27 +180,19 @@ def _has_lock(descriptor: int) -> bool:
     return True
 
 
-@dataclass(frozen=True)
 class Slice:
     """Elements ``[start, stop)`` of a state of ``tier``, read in blocks of ``block_numel``."""
 
-    tier: StateTier
-    name: str
-    start: int
-    stop: int
-    block_numel: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tier.read_state(self.name, self.start, min(self.start + 1, self.stop)).dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.stop - self.start,)
+    def __init__(self, tier: StateTier, name: str, start: int, stop: int, block_numel: int) -> None:
+        self.dtype = tier.read_state(name, start, min(start + 1, stop)).dtype
+        self.shape = (stop - start,)
+        self._blocks = (
+            tier.read_state(name, low, min(low + block_numel, stop))
+            for low in range(start, stop, block_numel)
+        )
 
     def __iter__(self) -> Iterator[Tensor]:
-        for low in range(self.start, self.stop, self.block_numel):
-            yield self.tier.read_state(self.name, low, min(low + self.block_numel, self.stop))
+        return self._blocks
 
 
 class Slot:

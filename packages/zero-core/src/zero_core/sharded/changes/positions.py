@@ -47,8 +47,7 @@ class Form(StrEnum):
         return 4 if self is Form.LOW4 else 8
 
 
-NEAR = 7
-"""Largest distance at which a change is near."""
+NEAR = 7  # largest distance at which a change is near
 
 
 def form_of(num_changes: int, value_bytes: int) -> Form:
