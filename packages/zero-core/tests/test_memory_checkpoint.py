@@ -16,7 +16,7 @@ from support.full_disk import files_up_to
 import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place, snapshots
-from zero_core.checkpoint.in_memory.slot import Ring, Slot
+from zero_core.checkpoint.in_memory.place import Ring, Slot
 from zero_core.step.update import updates_in_backward
 from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate
 

@@ -14,7 +14,6 @@ from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.testing import Case, make_tower, rows, train
 from zero_core.watch import beats
 from zero_core.watch import watch as watches
-from zero_core.watch.board import ThreadedBoard
 from zero_core.watch.place import OUTSIDE, Place
 from zero_core.watch.watch import Watch
 
@@ -34,8 +33,7 @@ class _Ranks:
         self.watches = []
         self.boards = []
         for rank, place in enumerate(self.places):
-            self.boards.append(Board(self.table, rank))
-            board = self.boards[rank]
+            self.boards.append(board := Board(self.table, rank))
             watch = Watch(board, place, rank=rank, world_size=size, within_s=within_s)
             watch.tick(0.0)
             self.watches.append(watch)
@@ -177,7 +175,7 @@ def test_a_rank_that_gave_up_is_not_the_cause():
 
 def test_a_store_that_does_not_answer_is_named_and_blocks_neither_thread(caplog):
     store, place = _Stalled(), Place()
-    board = ThreadedBoard(store)
+    board = beats.ThreadedBoard(store)
     watch = Watch(board, place, rank=1, world_size=2, within_s=2.0)
     place.begin_wait("all_gather of unit 1")
     watch.tick(begin := time.monotonic())

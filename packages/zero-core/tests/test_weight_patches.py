@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
-from zero_core.sharded.changes.log import Marks
+from zero_core.sharded.changes.log import ShardChanges
 from zero_core.sharded.changes.positions import (
     Form,
     Kind,
@@ -361,18 +361,18 @@ def test_values_that_changed_their_sign_are_far():
 
 @given(st.integers(1, 2000), st.lists(masks(), min_size=1, max_size=8), st.randoms())
 def test_marks_are_the_union_of_what_was_added(numel, added, random):
-    marks, expected = Marks(numel), torch.zeros(numel, dtype=torch.bool)
+    changes, expected = ShardChanges(numel), torch.zeros(numel, dtype=torch.bool)
     for mask in added:
         start = random.randrange(numel)
         part = mask[: numel - start]
-        marks.add(start, part)
+        changes.add(start, part, part)
         expected[start : start + part.numel()] |= part
-    for _ in range(2):
-        found = torch.zeros_like(expected)
-        marks.mark(found)
-        assert torch.equal(found, expected)
-        assert marks.is_marked == bool(expected.any())
-        marks.compact()
+    assert changes.is_marked == bool(expected.any())
+    found = torch.zeros((4, numel), dtype=torch.bool)
+    changes.mark(*found[:2])
+    changes.compact()
+    changes.mark(*found[2:])
+    assert torch.equal(found, expected.expand(4, -1))
 
 
 @pytest.mark.parametrize(

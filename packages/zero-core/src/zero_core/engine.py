@@ -76,7 +76,6 @@ class Engine(ShardedModel):
                 parts.state,
                 parts.train,
                 parts.meter,
-                self.place,
                 parts.memory,
                 parts.communicator,
             ),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Board:
-    """`zero_core.watch.board.ThreadedBoard` of one rank over a table that all ranks share."""
+    """`zero_core.watch.beats.ThreadedBoard` of one rank over a table that all ranks share."""
 
     host = "the table"
     is_lost = False
@@ -32,4 +32,7 @@ class Board:
         return 0.0
 
     def flush(self, limit_s: float) -> None:
-        """Do nothing, because every beat is in the table."""
+        pass
+
+    def close(self) -> None:
+        pass

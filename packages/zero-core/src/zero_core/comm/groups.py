@@ -254,7 +254,7 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
 
 
 class GroupBeats:
-    """`zero_core.watch.board.BeatStore` in the store of a process group.
+    """`zero_core.watch.beats.BeatStore` in the store of a process group.
 
     It has a connection of its own: a store serves one blocking call at a time.
     """

@@ -47,10 +47,9 @@ from zero_core.comm.groups import (
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
-from zero_core.watch.board import ThreadedBoard
-from zero_core.watch.device_waits import DeviceWaits
+from zero_core.watch.beats import ThreadedBoard
 from zero_core.watch.place import Place
-from zero_core.watch.watch import Watch, start
+from zero_core.watch.watch import DeviceWaits, Watch, start
 
 _log = logging.getLogger(__name__)
 

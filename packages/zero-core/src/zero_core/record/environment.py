@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def available_cores(root: Path = CGROUP) -> int:
     """Return the cores of this process's affinity, capped by the cgroup's quota, at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     fields = read_text(root / "cpu.max").split()  # version 2: "QUOTA PERIOD" or "max PERIOD"
     if not fields:  # version 1: two files, -1 for no quota
         fields = [read_text(root / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
@@ -45,9 +44,6 @@ def memory_limit_bytes(root: Path = CGROUP) -> int | None:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, device, cores, threads and memory of this rank."""
-    from importlib.metadata import PackageNotFoundError, version
-
     versions = {}
     for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-engine"):
         with suppress(PackageNotFoundError):
@@ -62,8 +58,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
     }
-    memory = memory_limit_bytes()
-    if memory is not None:
+    if (memory := memory_limit_bytes()) is not None:
         found["host_memory"] = memory
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

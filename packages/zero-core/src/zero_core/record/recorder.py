@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,20 +44,27 @@ from zero_core.record.records import (
 )
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.watch.place import OUTSIDE, UPDATE, Place
-from zero_core.watch.step_clock import MemoryMeter, Span, StepClock, StepMarks
+from zero_core.watch.place import OUTSIDE, UPDATE, MemoryMeter, StepClock, StepMarks
 
 _log = logging.getLogger(__name__)
 
-REPORTS = "zero_core.reports"
-"""Entry points of functions that draw a page from a folder of records."""
-
-_FIRST_DETAILS = (1, 3)
-"""Steps of a run whose course is recorded besides every ``detail_every``-th."""
-_MAX_ERROR = 500
-"""Characters of an error's first line."""
-_MAX_SPANS = 4000
-"""Of a step whose course is recorded."""
+REPORTS = "zero_core.reports"  # entry points that draw a page from a folder of records
+_FIRST_DETAILS = (1, 3)  # steps whose course is recorded besides every ``detail_every``-th
+_MAX_ERROR = 500  # characters of an error's first line
+_MAX_SPANS = 4000  # of a step whose course is recorded
+_STATE_KINDS = {  # kinds of a plan's memory, by those of `DeviceMemory`
+    "master_weights": "master weights",
+    "optimizer_states": "optimizer states",
+    "buffers": "widened gradients",
+}
+_PLACES = (  # keys of `StepRecord.places`, by how places begin
+    ("forward of", "forward"),
+    ("backward", "backward"),
+    ("step()", "step"),
+    ("sum of the step", "step"),
+    (OUTSIDE, "outside"),
+)
+_WAITS = {"gather": "all_gather", "reduce": "reduce_scatter", "ranks": "ranks"}
 
 
 class Subject(NamedTuple):
@@ -67,24 +74,18 @@ class Subject(NamedTuple):
     state: ShardedState
     train: TrainState
     meter: Meter
-    place: Place
     memory: Memory
     communicator: Communicator
 
 
-@dataclass
-class _Pending:
+class _Pending(NamedTuple):
     """A step that has ended, and what is not read yet."""
 
-    record: dict[str, Any]
+    record: dict[str, Any]  # fields of its `StepRecord`
+    detail: DetailRecord | None  # still without spans
+    marks: StepMarks | None
     losses: Sequence[Tensor]
     rates: Sequence[float | Tensor]
-    marks: StepMarks | None
-    is_detailed: bool
-    begun_at: float
-    memory: Sequence[tuple[float, int, str]]
-    kinds: Mapping[str, int]
-    host_kinds: Mapping[str, int]
     updates: Sequence[tuple[float, float]]
     copies: Sequence[tuple[str, torch.Event, torch.Event]]
 
@@ -102,6 +103,7 @@ class Recorder(Extension):
         """Begin. See `zero_core.Engine.record`."""
         self.folder = folder  # of the files of all ranks
         self._subject = subject
+        self._place = subject.communicator.place
         self._device = device = subject.state.device
         self._is_host = device.type == "cpu"
         self._detail_every = detail_every
@@ -114,11 +116,8 @@ class Recorder(Extension):
             raise
         self._memory = MemoryMeter(device)
         # Of an engine that is dropped, too: nothing that these hold leads back to it.
-        held = (self._file, self._memory)
-        self._release = weakref.finalize(self, _abandon, os.getpid(), *held)
-        self._clock = StepClock(device, subject.place.doing, self._memory)
-        self._losses: list[Tensor] = []
-        self._num_backwards = self._num_idle = 0
+        self._release = weakref.finalize(self, _abandon, os.getpid(), self._file, self._memory)
+        self._clock = StepClock(device, self._place.doing, self._memory)
         self._input_shape: list[int] = []
         self._pending: _Pending | None = None
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
@@ -145,12 +144,9 @@ class Recorder(Extension):
         self._num_backwards += 1
         if loss.numel() != 1 or self._is_closed:
             return
-        value = loss.detach()
-        if self._is_host:
-            self._losses.append(value.clone())
-        else:
-            kept = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
-            self._losses.append(kept.copy_(value.reshape(()), non_blocking=True))
+        value = loss.detach().reshape(())
+        kept = torch.empty_like(value, device="cpu", pin_memory=not self._is_host)
+        self._losses.append(kept.copy_(value, non_blocking=True))
 
     def idled(self) -> None:
         self._num_idle += 1
@@ -160,58 +156,53 @@ class Recorder(Extension):
         if self._is_closed:
             return
         now = time.perf_counter()
-        subject = self._subject
-        place, train = subject.place, subject.train
-        clock, place.clock = place.clock, None
-        work = {} if self._tier is None else self._tier.work_s()
-        copied = (0, 0) if self._tier is None else self._tier.copied_bytes()
-        detailed = self._tier if self._is_detailed else None
+        subject, tier, train = self._subject, self._tier, self._subject.train
+        clock, self._place.clock = self._place.clock, None
+        work = {} if tier is None else tier.work_s()
+        copied = (0, 0) if tier is None else tier.copied_bytes()
         held = self._memory.held()
-        trail = self._clock.trail or []
+        detail: DetailRecord | None = None
+        updates: Sequence[tuple[float, float]] = ()
+        copies: Sequence[tuple[str, torch.Event, torch.Event]] = ()
         if self._is_detailed:
-            trail.append((now - self._begun, held, place.doing))
+            trail = [*(self._clock.trail or ()), (now - self._begun, held, self._place.doing)]
+            host_kinds: Mapping[str, int] = {}
+            if tier is not None:
+                host_kinds = tier.host_memory_bytes()
+                updates, copies = tuple(tier.recent_updates()), tuple(tier.take_copies())
+            begun, kinds = self._begun_at, self._kinds()
+            detail = DetailRecord(ended.number, begun, (), trail[:_MAX_SPANS], kinds, host_kinds)
         # A program may run several backwards in one.
         micro_steps = max(ended.micro_steps, self._num_backwards + self._num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
-        sent = [
-            [t.collective, t.content, t.num_calls, t.within_node_bytes, t.between_nodes_bytes]
-            for t in subject.meter.report()
-        ]
-        pending = _Pending(
-            record={
-                "step": ended.number,
-                "at": time.time(),
-                "seconds": now - self._begun,
-                "is_taken": not ended.why_skipped,
-                "why_skipped": ended.why_skipped,
-                "grad_norm": train.grad_norm,
-                "loss_scale": train.scaler.scale,
-                "micro_steps": micro_steps,
-                "samples": batch * (micro_steps - self._num_idle),
-                "input_shape": self._input_shape,
-                "lanes": {lane: s - self._work.get(lane, 0.0) for lane, s in work.items()},
-                "sent": sent,
-                "copied": [copied[0] - self._copied[0], copied[1] - self._copied[1]],
-                "memory_bytes": held,
-                "peak_bytes": self._memory.peak(held),
-            },
-            losses=self._losses,
-            rates=[rate.clone() if isinstance(rate, Tensor) else rate for rate in ended.rates],
-            marks=None if clock is None else self._clock.take(),
-            is_detailed=self._is_detailed,
-            begun_at=self._begun_at,
-            memory=trail,
-            kinds=self._kinds() if self._is_detailed else {},
-            host_kinds={} if detailed is None else detailed.host_memory_bytes(),
-            updates=() if detailed is None else tuple(detailed.recent_updates()),
-            copies=() if detailed is None else tuple(detailed.take_copies()),
-        )
+        record = {
+            "step": ended.number,
+            "at": time.time(),
+            "seconds": now - self._begun,
+            "is_taken": not ended.why_skipped,
+            "why_skipped": ended.why_skipped,
+            "grad_norm": train.grad_norm,
+            "loss_scale": train.scaler.scale,
+            "micro_steps": micro_steps,
+            "samples": batch * (micro_steps - self._num_idle),
+            "input_shape": self._input_shape,
+            "lanes": {lane: s - self._work.get(lane, 0.0) for lane, s in work.items()},
+            "sent": [
+                [t.collective, t.content, t.num_calls, t.within_node_bytes, t.between_nodes_bytes]
+                for t in subject.meter.report()
+            ],
+            "copied": [copied[0] - self._copied[0], copied[1] - self._copied[1]],
+            "memory_bytes": held,
+            "peak_bytes": self._memory.peak(held),
+        }
+        marks = None if clock is None else self._clock.take()
+        rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in ended.rates]
+        pending = _Pending(record, detail, marks, self._losses, rates, updates, copies)
         self._work, self._copied = work, copied
+        self.flush()
+        self._pending = pending
         if self._is_host:
-            self._write(pending)
-        else:
             self.flush()
-            self._pending = pending
         self._num_steps += 1
         if not self._is_closed:
             self._begin(now)
@@ -222,56 +213,75 @@ class Recorder(Extension):
         self._is_detailed = (
             self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         )
-        self._losses, self._num_backwards, self._num_idle = [], 0, 0
+        self._losses: list[Tensor] = []
+        self._num_backwards = self._num_idle = 0
         self._clock.trail = None
         if self._is_detailed:
-            self._clock.begin_trail(now, self._subject.place.doing)
+            self._clock.begin_trail(now, self._place.doing)
         self._begun, self._begun_at = now, time.time() + now - time.perf_counter()
         if self._tier is not None:
             self._tier.time_copies(is_on=self._is_detailed)
         if self._is_host or self._is_detailed:
             if not self._is_host:
-                self._clock.restart(self._subject.place.doing)
-            self._subject.place.clock = self._clock
+                self._clock.restart(self._place.doing)
+            self._place.clock = self._clock
 
     def flush(self) -> None:
         """Have all steps that have ended in the file."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            self._write(pending)
-
-    def _write(self, pending: _Pending) -> None:
-        record = pending.record
-        values = [float(loss) for loss in pending.losses]
+        if pending is None:
+            return
+        record, detail, marks, losses, rates, updates, copies = pending
+        values = [float(loss) for loss in losses]
         record["loss"] = sum(values) / len(values) if values else None
-        record["lr"] = [float(rate) for rate in pending.rates]
-        if pending.marks is not None:
-            spans = pending.marks.spans()
-            carried = pending.marks.under_way()
-            places: dict[str, float] = defaultdict(float)
-            waits: dict[str, float] = defaultdict(float)
-            for span in spans:
-                seconds = span.stop - span.start
-                if span.doing == UPDATE:
-                    waits["update"] += seconds
-                elif span.waits_for:
-                    waits[_WAITS[_lane_of(span.waits_for)]] += seconds
-                else:
-                    places[place_of(span.doing)] += seconds
-            lanes = record["lanes"]
-            for lane in ("gather", "reduce"):
-                own = [(a, b) for what, a, b in carried if _lane_of(what) == lane]
-                if own:
-                    lanes[lane] = _covered(own)
-            copies = [(what, *pending.marks.of_events(a, b)) for what, a, b in pending.copies]
-            if copies:
-                lanes["copies"] = _covered([(a, b) for _, a, b in copies])
-            record |= {"places": _rounded(places), "waits": _rounded(waits)}
-            if self._is_host:
-                record["seconds"] = spans[-1].stop
+        record["lr"] = [float(rate) for rate in rates]
+        if marks is None:
+            self._put(StepRecord(**record))
+            return
+        spans = marks.spans()
+        places: dict[str, float] = defaultdict(float)
+        waits: dict[str, float] = defaultdict(float)
+        for doing, waits_for, start, stop in spans:
+            if doing == UPDATE:
+                waits["update"] += stop - start
+            elif waits_for:
+                waits[_WAITS[_lane_of(waits_for)]] += stop - start
+            else:
+                keys = (key for begin, key in _PLACES if doing.startswith(begin))
+                places[next(keys, doing)] += stop - start
+        record["places"] = {name: round(seconds, 7) for name, seconds in places.items()}
+        record["waits"] = {name: round(seconds, 7) for name, seconds in waits.items()}
+        beside = [
+            (_lane_of(what), what, marks.seconds(a), marks.seconds(b))
+            for what, a, b in marks.under_way
+        ]
+        for what, begin, end in copies:
+            end.synchronize()
+            beside.append(("copies", what, marks.seconds(begin), marks.seconds(end)))
+        for lane in ("gather", "reduce", "copies"):
+            own = [(a, b) for of, _, a, b in beside if of == lane]
+            if own:
+                record["lanes"][lane] = _covered(own)
+        if self._is_host:
+            record["seconds"] = spans[-1][-1]
         self._put(StepRecord(**record))
-        if pending.is_detailed and pending.marks is not None:
-            self._put(_detail(pending, record["step"], spans, carried, copies))
+        if detail is None:
+            return
+        course = [
+            ("compute", waits_for or doing, a, b, bool(waits_for) or doing == UPDATE)
+            for doing, waits_for, a, b in spans
+        ]
+        course += [(*one, False) for one in beside]
+        for begun, ended in updates if self._is_host else ():
+            since = marks.seconds(begun)
+            if since + ended - begun > 0.0:
+                course.append(("host", "update", since, since + ended - begun, False))
+        found = [
+            (lane, name, round(a, 7), round(b, 7), is_wait)
+            for lane, name, a, b, is_wait in course
+            if b - a >= 1e-6
+        ]
+        self._put(replace(detail, spans=found[:_MAX_SPANS]))
 
     def _put(self, record: Record) -> None:
         """Write a record. If it fails, warn and stop recording: the training goes on."""
@@ -320,7 +330,7 @@ class Recorder(Extension):
         return not self._release.alive
 
     def _stop(self) -> None:
-        self._subject.place.clock = None
+        self._place.clock = None
         if self._tier is not None:
             self._tier.time_copies(is_on=False)
         self._losses, self._pending = [], None
@@ -395,14 +405,6 @@ def _end(step: int, error: BaseException | None) -> EventRecord:
     return EventRecord(time.time(), step, "failed", text[:_MAX_ERROR])
 
 
-_STATE_KINDS = {
-    "master_weights": "master weights",
-    "optimizer_states": "optimizer states",
-    "buffers": "widened gradients",
-}
-"""Kinds of a plan's memory, by those of `DeviceMemory`."""
-
-
 def _storage(tensor: Tensor) -> tuple[int, int]:
     """Return address and bytes of the memory that a tensor is in."""
     storage = tensor.untyped_storage()
@@ -415,28 +417,6 @@ def _lane_of(what: str) -> str:
     return "reduce" if "reduce_scatter" in what else "ranks"
 
 
-def place_of(doing: str) -> str:
-    """Return the key of `StepRecord.places` for a place."""
-    for start, key in _PLACES:
-        if doing.startswith(start):
-            return key
-    return doing
-
-
-_PLACES = (
-    ("forward of", "forward"),
-    ("backward", "backward"),
-    ("step()", "step"),
-    ("sum of the step", "step"),
-    (OUTSIDE, "outside"),
-)
-_WAITS = {"gather": "all_gather", "reduce": "reduce_scatter", "ranks": "ranks"}
-
-
-def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(value, 7) for name, value in seconds.items()}
-
-
 def _covered(intervals: Sequence[tuple[float, float]]) -> float:
     """Return the length of the union of intervals, from the step's begin on."""
     total, reached = 0.0, 0.0
@@ -446,40 +426,6 @@ def _covered(intervals: Sequence[tuple[float, float]]) -> float:
             total += stop - start
             reached = stop
     return round(total, 7)
-
-
-def _detail(
-    pending: _Pending,
-    step: int,
-    spans: Sequence[Span],
-    carried: Sequence[tuple[str, float, float]],
-    copies: Sequence[tuple[str, float, float]],
-) -> DetailRecord:
-    assert pending.marks is not None
-    found: list[tuple[str, str, float, float, bool]] = []
-    for span in spans:
-        is_wait = bool(span.waits_for) or span.doing == UPDATE
-        name = span.waits_for or span.doing
-        found.append(("compute", name, span.start, span.stop, is_wait))
-    found += [(_lane_of(what), what, a, b, False) for what, a, b in carried]
-    found += [("copies", what, a, b, False) for what, a, b in copies]
-    for begun, ended in pending.updates:
-        start = pending.marks.since_start(begun)
-        if start is not None and start + ended - begun > 0.0:
-            found.append(("host", "update", start, start + ended - begun, False))
-    found = [
-        (lane, name, round(a, 7), round(b, 7), is_wait)
-        for lane, name, a, b, is_wait in found
-        if b - a >= 1e-6
-    ]
-    return DetailRecord(
-        step,
-        pending.begun_at,
-        found[:_MAX_SPANS],
-        pending.memory[:_MAX_SPANS],
-        pending.kinds,
-        pending.host_kinds,
-    )
 
 
 class StepRecords:

@@ -18,18 +18,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-VERSION = 1
-"""Of the format. A reader takes files of its own version and of those before."""
-FILE = "steps-rank{rank}.jsonl"
-"""Name of a rank's file in the folder of a run."""
-MAX_BYTES = 2**30
-"""Of a file that is read."""
+VERSION = 1  # of the format: a reader takes files of its own version and of those before
+FILE = "steps-rank{rank}.jsonl"  # a rank's file in the folder of a run
+MAX_BYTES = 2**30  # of a file that is read
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Number = Annotated[int, Field(ge=1, lt=2**63)]
 _Seconds = Annotated[float, Field(gt=-1e12, lt=1e12)]
-_Time = Annotated[float, Field(ge=0.0, lt=1e11)]
-"""Seconds since the epoch."""
+_Time = Annotated[float, Field(ge=0.0, lt=1e11)]  # seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class RunRecord:
     rank: _Count  # of the process group
     world_size: _Number  # number of ranks
     ranks_per_node: _Number  # ranks that share a host
-    started_at: _Time  # seconds since the epoch
+    started_at: _Time
     first_step: _Count  # steps that were taken before
     num_parameters: _Count  # elements of all parameters
     num_trainable: _Count  # those that are trained
@@ -118,6 +114,7 @@ class EventRecord:
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
+_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # that stay where a file is thinned
 _FORMS: Mapping[str, TypeAdapter[Any]] = {
     cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }
@@ -221,9 +218,11 @@ class RecordFile:
         lines = [(record, to_line(record)) for record in read_records(self.path)]
         share = self._max_bytes * 3 // 8
         # Of the records that are no taken steps the newest stay, and the last start in any case.
-        kept, room, left, has_start = set[int](), share, dict(_MOST), False
+        kept, taken = set[int](), []
+        room, left, has_start = share, dict(_MOST), False
         for i, (record, line) in reversed(list(enumerate(lines))):
-            if _is_taken(record):
+            if isinstance(record, StepRecord) and record.is_taken:
+                taken.append((record.step, i))
                 continue
             is_last_start = isinstance(record, RunRecord) and not has_start
             has_start |= is_last_start
@@ -231,13 +230,13 @@ class RecordFile:
                 kept.add(i)
                 left[record.kind] -= 1
                 room -= len(line)
-        taken = [i for i, (record, _) in enumerate(lines) if _is_taken(record)]
         while True:
-            taken = [i for i in taken if lines[i][0].step % self._stride == 0]  # type: ignore[union-attr]
-            if len(taken) <= 2 or sum(len(lines[i][1]) for i in taken) <= share:
+            taken = [(step, i) for step, i in taken if step % self._stride == 0]
+            if len(taken) <= 2 or sum(len(lines[i][1]) for _, i in taken) <= share:
                 break
             self._stride *= 2
-        text = "".join(lines[i][1] for i in sorted(kept.union(taken)))
+        kept.update(i for _, i in taken)
+        text = "".join(lines[i][1] for i in sorted(kept))
         aside = self.path.with_suffix(".partial")
         try:
             aside.write_text(text, encoding="utf-8")
@@ -254,11 +253,3 @@ class RecordFile:
         """Close the file. A line that could not be written before is given up."""
         with suppress(OSError):
             self._file.close()
-
-
-_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}
-"""Records of a kind that stay where a file is thinned, besides steps that were taken."""
-
-
-def _is_taken(record: Record) -> bool:
-    return isinstance(record, StepRecord) and record.is_taken

@@ -1,4 +1,4 @@
-"""Heartbeats of ranks, and what those of all ranks say of a wait.
+"""Heartbeats of ranks: their exchange through a store, and what those of all ranks say of a wait.
 
 [Note: which rank the others wait for]
 A rank publishes a beat every tenth of the time set, by a thread. So a stopped or dead process, or
@@ -9,6 +9,12 @@ rank. Their times are those of its own clock: clocks of hosts need not agree.
 2. Else, if any rank has moved meanwhile, it is slow, and nothing is said: slow steps are healthy.
 3. Else a rank that waits for no other is the cause. It is busy in one place, which may be healthy.
 4. Else all wait. If not for the same collective, they took different branches.
+
+[Note: stores that do not answer]
+A request to a store whose host is stopped blocks for ever, whatever the store's timeout: torch
+cancels the request, and waits without limit for the answer to that. So only the thread of a
+`ThreadedBoard` calls the store. Those who watch and those who wait read what it left, and how long
+its call has taken: a store that does not answer is a cause, too.
 """
 
 from __future__ import annotations
@@ -16,10 +22,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+import threading
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from zero_core.watch.place import OUTSIDE
 
@@ -50,15 +59,11 @@ class Beat(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
-        """Return the beat of `to_json`."""
         values = json.loads(text)
-        if not isinstance(values, list) or tuple(map(type, values)) != _TYPES:
+        types = [int, str, str, int, float, str, bool, int, str]
+        if not isinstance(values, list) or list(map(type, values)) != types:
             raise ValueError(f"expected the state of a rank of this version, found {text:.200}")
         return cls(*values)
-
-
-_TYPES = (int, str, str, int, float, str, bool, int, str)
-"""Types of a beat's values."""
 
 
 class Verdict(NamedTuple):
@@ -79,8 +84,7 @@ class _Seen:
     place_since: float
 
     @property
-    def silent_s(self) -> float:
-        """Time without a new beat. What happened after the last read is not known."""
+    def silent_s(self) -> float:  # what happened after the last read is not known
         return self.at - self.since
 
     @property
@@ -95,44 +99,34 @@ class Beats:
         self._rank = rank
         self._world_size = world_size
         self._seen: dict[int, _Seen] = {}
-        self._namespace = process_namespace()
 
     def forget(self) -> None:
         self._seen.clear()
 
-    def add(self, beats: Mapping[int, Beat], now: float) -> None:
-        for rank, beat in beats.items():
-            seen = self._seen.get(rank)
-            if seen is None:
-                self._seen[rank] = _Seen(beat, now, now, now)
-                continue
-            if seen.beat.num_changes != beat.num_changes:
-                seen.place_since = now
-            if seen.beat.number != beat.number:
-                seen.since = now
-            seen.beat = beat
-            seen.at = now
+    def add(self, rank: int, beat: Beat, now: float) -> None:
+        seen = self._seen.setdefault(rank, _Seen(beat, now, now, now))
+        if seen.beat.num_changes != beat.num_changes:
+            seen.place_since = now
+        if seen.beat.number != beat.number:
+            seen.since = now
+        seen.beat, seen.at = beat, now
 
     def judge(self, *, silence_s: float, patience_s: float) -> Verdict | None:
         """Return what keeps this rank waiting. See [Note: which rank the others wait for].
 
-        None if some rank moves or was not read, or all wait for the same. A rank that has not
-        beaten for ``silence_s`` is without a sign of life. One that is busy in a place for less
-        than ``patience_s`` moves.
+        None if some rank moves or was not read, or all wait for the same. A rank that is busy in a
+        place for less than ``patience_s`` moves.
         """
-        found: list[str] = []
-        for rank, seen in sorted(self._seen.items()):
-            if rank != self._rank and not seen.beat.has_given_up:
-                found += self._failure(rank, seen, silence_s)
-        if found:
-            return Verdict(_join(found), logging.ERROR, True)
+        others = {rank: seen for rank, seen in sorted(self._seen.items()) if rank != self._rank}
+        at_work = {rank: seen for rank, seen in others.items() if not seen.beat.has_given_up}
+        failures = [_failure(rank, seen, silence_s) for rank, seen in at_work.items()]
+        if any(failures):
+            return Verdict(_join(failures), logging.ERROR, True)
         if len(self._seen) < self._world_size:
             return None
-        others = {rank: seen for rank, seen in self._seen.items() if rank != self._rank}
-        at_work = {r: s for r, s in others.items() if not s.beat.has_given_up}
         if any(seen.at - seen.place_since < silence_s for seen in at_work.values()):
             return None
-        busy = {r: s for r, s in at_work.items() if not s.beat.waits_for}
+        busy = {rank: seen for rank, seen in at_work.items() if not seen.beat.waits_for}
         if any(seen.still_s < patience_s for seen in busy.values()):
             return None
         if busy:
@@ -143,13 +137,12 @@ class Beats:
                 more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
                 said.append(f"rank {rank} has been in {place} for {seen.still_s:.1f} s{more}")
             return Verdict(_join(said), logging.WARNING, False)
-        waits: dict[str, list[int]] = {}
-        own = {r: s for r, s in self._seen.items() if r == self._rank}
-        for rank, seen in sorted((at_work | own).items()):
-            waits.setdefault(seen.beat.waits_for, []).append(rank)
-        waits.pop("", None)
         if others and not at_work:
             return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.INFO, True)
+        waits: dict[str, list[int]] = {}
+        for rank, seen in sorted(self._seen.items()):
+            if seen.beat.waits_for and (rank == self._rank or rank in at_work):
+                waits.setdefault(seen.beat.waits_for, []).append(rank)
         if len(waits) < 2:
             return None
         said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]
@@ -160,32 +153,122 @@ class Beats:
         """Say which of ``ranks`` have ended, or have not beaten for ``silence_s``."""
         said = []
         for rank, seen in sorted(self._seen.items()):
-            is_dead = self._state_of(seen.beat) in _ENDED or seen.silent_s >= silence_s
+            is_dead = _state_of(seen.beat) in _ENDED or seen.silent_s >= silence_s
             if rank in ranks and is_dead:
-                said += self._failure(rank, seen, silence_s)
+                said.append(_failure(rank, seen, silence_s))
         return _join(said)
 
-    def _failure(self, rank: int, seen: _Seen, silence_s: float) -> list[str]:
-        beat = seen.beat
-        if beat.cause:
-            return [f"rank {rank}: {beat.cause}"]
-        state = self._state_of(beat)
-        if state in _ENDED:
-            return [f"the process of rank {rank} has ended, last seen in {beat.place}"]
-        if state in _STOPPED or seen.silent_s >= silence_s:
-            how = _STOPPED.get(state, "its process runs" if state else "process or network")
-            where = f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
-            since = f"{seen.silent_s:.1f} s ({how}), last seen in {where}"
-            return [f"no sign of life of rank {rank} for {since}"]
-        return []
 
-    def _state_of(self, beat: Beat) -> str:
-        """Return the state of a process of this host, else an empty string."""
-        is_near = self._namespace == beat.namespace != ""
-        return process_state(beat.pid) if is_near else ""
+def _failure(rank: int, seen: _Seen, silence_s: float) -> str:
+    """Say how a rank failed, ended or fell silent, or nothing."""
+    beat, state = seen.beat, _state_of(seen.beat)
+    if beat.cause:
+        return f"rank {rank}: {beat.cause}"
+    if state in _ENDED:
+        return f"the process of rank {rank} has ended, last seen in {beat.place}"
+    if state not in _STOPPED and seen.silent_s < silence_s:
+        return ""
+    how = _STOPPED.get(state, "its process runs" if state else "process or network")
+    where = f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
+    silence = f"{seen.silent_s:.1f} s ({how})"
+    return f"no sign of life of rank {rank} for {silence}, last seen in {where}"
 
 
-def _join(said: list[str]) -> str:
+def _state_of(beat: Beat) -> str:
+    """Return the state of a process of this host, else an empty string."""
+    return process_state(beat.pid) if process_namespace() == beat.namespace != "" else ""
+
+
+class BeatStore(Protocol):
+    """Place where ranks put their beats. Calls may block. Connection errors are RuntimeErrors."""
+
+    host: str  # what hosts it, such as "rank 0 of the job (it hosts the store at node1:29500)"
+
+    def publish(self, beat: str) -> None:
+        """Replace this rank's beat."""
+
+    def read(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the beats of those of ``ranks`` that have published one."""
+
+
+class ThreadedBoard:
+    """A `BeatStore` whose calls do not block. Its thread keeps it alive until `close`."""
+
+    def __init__(self, store: BeatStore) -> None:
+        self.host = store.host
+        self.is_lost = False  # the connection has failed: nothing is published or read any more
+        self._store = store
+        self._changed = threading.Condition()  # guards what follows
+        self._beat: str | None = None  # the newest that is not yet published, or None
+        self._ranks: Sequence[int] | None = None  # whose beats are to be read, or None
+        self._found: dict[int, str] = {}  # what was read
+        self._busy_since: float | None = None  # when the call under way began, or None
+        self._is_closed = False
+        # A daemon: a store that does not answer must not keep the process from ending.
+        threading.Thread(target=self._serve, name="zero_core beats", daemon=True).start()
+
+    def publish(self, beat: str) -> None:
+        with self._changed:
+            self._beat = beat
+            self._changed.notify_all()
+
+    def request(self, ranks: Sequence[int]) -> None:
+        with self._changed:
+            self._ranks = ranks
+            self._changed.notify_all()
+
+    def take(self) -> dict[int, str]:
+        """Return the beats that were read since the last call."""
+        with self._changed:
+            found, self._found = self._found, {}
+        return found
+
+    def unanswered_s(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def flush(self, limit_s: float) -> None:
+        """Return when the last beat is published, or after ``limit_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_lost or self._is_idle(), limit_s)
+
+    def close(self) -> None:
+        """End the thread once nothing is pending."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        return self._beat is None and self._ranks is None and self._busy_since is None
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._busy_since = None
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_closed or not self._is_idle())
+                    if self._is_idle():
+                        return
+                    beat, ranks = self._beat, self._ranks
+                    self._beat = self._ranks = None
+                    self._busy_since = time.monotonic()
+                if beat is not None:
+                    self._store.publish(beat)
+                if ranks is not None:
+                    found = self._store.read(ranks)
+                    with self._changed:
+                        self._found |= found
+        except RuntimeError:  # the store's host has ended
+            with self._changed:
+                self.is_lost = True
+                self._busy_since = None
+                self._changed.notify_all()
+
+
+def _join(texts: list[str]) -> str:
+    """Join those of ``texts`` that are not empty, and say how many more there are."""
+    said = list(filter(None, texts))
     more = [f"and {len(said) - _MAX_RANKS} more"] if len(said) > _MAX_RANKS else []
     return "; ".join(said[:_MAX_RANKS] + more)
 
@@ -197,6 +280,7 @@ def count_ranks(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {named}{more}"
 
 
+@cache
 def process_namespace() -> str:
     """Return what processes must have in common for their numbers to mean the same."""
     try:

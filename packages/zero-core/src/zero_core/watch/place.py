@@ -1,17 +1,27 @@
-"""Place of a rank in its program, as other ranks see it."""
+"""Place of a rank in its program, as other ranks see it, and the times of a step by place.
+
+On a host a mark is the time of `time.perf_counter`. On an accelerator it is an event on the current
+stream, so that the times are those of the device: a wait is the time in which its stream waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import Any, NamedTuple
 
-from zero_core.watch.step_clock import StepClock
+import torch
 
+# `Place.doing` between two calls of the engine, and while the state tier has not published what is
+# needed next.
 OUTSIDE = "the program outside of the engine"
-"""`Place.doing` between two calls of the engine."""
-
 UPDATE = "the wait for updated parameters"
-"""`Place.doing` while the state tier has not published what is needed next."""
+
+Mark = float | torch.Event
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Place:
@@ -72,3 +82,132 @@ class Place:
             yield
         finally:
             self.enter(before)
+
+
+class MemoryMeter:
+    """Bytes that this rank holds: on its accelerator, or resident on a host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_host = device.type == "cpu"
+        self._statm: int | None = None
+        if self._is_host:
+            with suppress(OSError):
+                self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+
+    def held(self) -> int:
+        if self._statm is not None:
+            return int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE
+        if self._is_host:
+            return self.peak(0)
+        return int(torch.accelerator.memory_allocated(self._device))
+
+    def peak(self, held: int) -> int:
+        """Return the most so far, or ``held`` where the system does not know."""
+        if not self._is_host:
+            return int(torch.accelerator.max_memory_allocated(self._device))
+        with suppress(ImportError):
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            # The system's own count may lag behind.
+            return max(held, peak if sys.platform == "darwin" else peak * 1024)
+        return held
+
+    def close(self) -> None:
+        if self._statm is not None:
+            os.close(self._statm)
+            self._statm = None
+
+
+class StepClock:
+    """Notes each change of a `Place`. It belongs to the thread that the place belongs to."""
+
+    # seconds since the step began, bytes held, and place, at each change of the place; None where
+    # these are not noted
+    trail: list[tuple[float, int, str]] | None = None
+
+    def __init__(self, device: torch.device, doing: str, memory: MemoryMeter) -> None:
+        """Begin the first step at the place ``doing``."""
+        self._device = device
+        self._is_host = device.type == "cpu"
+        # A copy stream may be the current one at a mark: the times are those of the computation.
+        self._stream = None if self._is_host else torch.accelerator.current_stream(device)
+        self._memory = memory
+        self._begun = 0.0
+        self._noted = ""  # the last place in the trail
+        self._under_way: dict[str, float] = {}
+        self.restart(doing)
+
+    def restart(self, doing: str) -> None:
+        self._marks: list[tuple[str, str, Mark]] = [(doing, "", self._now())]
+        self._carried: list[tuple[str, Mark, Mark]] = []
+
+    def begin_trail(self, begun: float, doing: str) -> None:
+        """Note memory, too, from the time ``begun`` on."""
+        self._begun, self._noted = begun, ""
+        self.trail = [(0.0, self._memory.held(), doing)]
+
+    def enter(self, doing: str) -> None:
+        if self.trail is not None and doing != self._noted:
+            self._noted = doing
+            self.trail.append((perf_counter() - self._begun, self._memory.held(), doing))
+        if doing != self._marks[-1][0]:
+            self._marks.append((doing, "", self._now()))
+
+    def begin_wait(self, what: str) -> None:
+        self._marks.append((self._marks[-1][0], what, self._now()))
+
+    def end_wait(self) -> None:
+        doing, what, _ = self._marks[-1]
+        self._marks.append((doing, "", self._now()))
+        started = self._under_way.pop(what, None)
+        if started is not None:
+            self._carried.append((what, started, perf_counter()))
+
+    def launch(self, what: str) -> None:
+        """Note that the collective ``what`` starts. Of starts without a wait the first counts."""
+        if self._is_host:
+            self._under_way.setdefault(what, perf_counter())
+
+    def take(self) -> StepMarks:
+        """End the step and begin the next one at the same place."""
+        marks, carried = self._marks, self._carried
+        end = self._now()
+        marks.append(("", "", end))
+        self._marks = [(marks[-2][0], "", end)]
+        self._carried = []
+        return StepMarks(marks, carried)
+
+    def _now(self) -> Mark:
+        if self._is_host:
+            return perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(self._stream)
+        return event
+
+
+class StepMarks(NamedTuple):
+    """The marks of one step, and the collectives that were under way in it, on a host."""
+
+    marks: Sequence[tuple[str, str, Mark]]
+    under_way: Sequence[tuple[str, Mark, Mark]]
+
+    def seconds(self, mark: Any) -> float:
+        """Return the seconds from the step's begin to ``mark``, which is of the same kind."""
+        begin: Any = self.marks[0][2]
+        return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
+
+    def spans(self) -> list[tuple[str, str, float, float]]:
+        """Return the parts of the step, in order. On an accelerator, wait for its end.
+
+        Each is its place, the collective that it waits for or an empty string, start and stop.
+        """
+        *_, end = self.marks[-1]
+        if isinstance(end, torch.Event):
+            end.synchronize()
+        times = [self.seconds(mark) for *_, mark in self.marks]
+        return [
+            (doing, what, start, stop)
+            for (doing, what, _), start, stop in zip(self.marks, times, times[1:], strict=False)
+        ]

@@ -1,9 +1,8 @@
 """Publishes where this rank is, and logs whom it waits for once a wait is long.
 
 One thread of the process serves all engines. [Note: which rank the others wait for] in
-`zero_core.watch.beats` has the rules. Times are shares of the one that is set, ``within_s``: beats
-are published and compared every tenth, from 0.3 on others are observed, at 0.7 the line is logged.
-No lock is held and no thread but that of `zero_core.watch.board` waits while the store is asked.
+`zero_core.watch.beats` has the rules. No lock is held, and no thread but that of the board waits,
+while the store is asked.
 
 [Note: reads of many ranks]
 All ranks that wait read beats from one store. So each reads those of at most `_WINDOW` ranks at a
@@ -26,29 +25,85 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
-from zero_core.watch.beats import Beat, Beats, Verdict, process_namespace
-from zero_core.watch.board import ThreadedBoard
-from zero_core.watch.device_waits import DeviceWaits
+import torch
+
+from zero_core.watch.beats import Beat, Beats, ThreadedBoard, Verdict, process_namespace
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import OUTSIDE, Place
 
 _log = logging.getLogger(__name__)
 
+# Shares of ``within_s``: between two beats; of a wait before others are observed; without a beat
+# before a rank is without a sign of life; of a wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
-"""Shares of ``within_s``: between two beats; of a wait before others are observed; without a beat
-before a rank is without a sign of life; of a wait before a line is logged."""
-_LONG = 6
-"""What touches disks is named so many times later, if its rank is alive."""
-_LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _MIN_SILENCE_S = 0.5
-_WINDOW = 64
-"""Ranks whose beats are read at once."""
-_READ = 1 / 16
-"""Share of a long wait between two reads."""
-_FLUSH_S = 1.0
-"""Longest wait for a beat that says how this rank failed or ended to be published."""
+_LONG = 6  # what touches disks is named so many times later, if its rank is alive
+_LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
+_WINDOW = 64  # ranks whose beats are read at once
+_READ = 1 / 16  # share of a long wait between two reads
+_FLUSH_S = 1.0  # longest wait for a beat that says how this rank failed or ended
+_NUM_WATCHED = 1024  # collectives of a device at once: hosts do not run further ahead
+_LAST_WAIT_S = 10.0  # longest wait of an engine that ends for collectives under way
+
+
+class DeviceWaits:
+    """Collectives that the streams of one device wait for, where the host does not.
+
+    An event is recorded behind each of them, on the stream that waits for it. The events of a CUDA
+    graph that is being captured cannot be queried: nothing is noted then. During a capture in mode
+    "global" no other thread may query any event: see docs/clusters.md.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._waited: deque[tuple[str, torch.Event]] = deque(maxlen=_NUM_WATCHED)
+        self._has_failed = False
+
+    def note(self, name: str) -> None:
+        """Note that the current stream waits for the collective ``name``."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        event = torch.accelerator.current_stream(self._device).record_event()
+        with self._lock:
+            if len(self._waited) % 64 == 0:
+                self._drop_ended()
+            if not self._has_failed:
+                self._waited.append((name, event))
+
+    def oldest(self) -> tuple[str, torch.Event] | None:
+        """Return the oldest collective that has not ended. Any thread may call it."""
+        torch.accelerator.set_device_index(self._device)  # a thread begins on the first one
+        with self._lock:
+            self._drop_ended()
+            return self._waited[0] if self._waited else None
+
+    def close(self) -> None:
+        """Return when what was noted has ended, has had its time, or never will end."""
+        deadline = time.monotonic() + _LAST_WAIT_S
+        while time.monotonic() < deadline:
+            with self._lock:
+                self._drop_ended()
+                if not self._waited:
+                    return
+            time.sleep(0.01)
+
+    def _drop_ended(self) -> None:
+        try:
+            while self._waited and self._waited[0][1].query():
+                self._waited.popleft()
+        except RuntimeError as error:  # every later call to the device raises the same
+            _log.error(
+                "%s has failed: %s. These collectives may not have ended: %s",
+                self._device,
+                error,
+                "; ".join(name for name, _ in self._waited),
+            )
+            self._has_failed = True
+            self._waited.clear()
 
 
 class Watch:
@@ -66,18 +121,20 @@ class Watch:
     ) -> None:
         """Publish the first beat. ``within_s`` 0: publish failures alone, and log nothing."""
         self.interval_s = _BEAT * within_s
+        self.device_waits = device_waits
         self._board = board
+        # Not at the exit: a last beat says how a process ends.
+        weakref.finalize(self, board.close).atexit = False
         self._place = place
         self._rank = rank
         self._world_size = world_size
         self._within_s = within_s
-        self.device_waits = device_waits
+        self._silence_s = max(_SILENCE * within_s, _MIN_SILENCE_S)
         self._beats = Beats(rank, world_size)
         self._number = 0
         self._cause = ""
         self._has_given_up = False
         self._has_misread = False
-        self._namespace = process_namespace()
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
@@ -107,8 +164,10 @@ class Watch:
                 if now - self._last_read >= _READ * waited_s:
                     self._window += is_due
                     self._request(now)
-                if is_due:
-                    self._log(what, waited_s, self._judge())
+                verdict = self._judge() if is_due else None
+                before = logging.INFO if self._logged is None else self._logged.level
+                if verdict is not None and verdict.level > before:
+                    self._log(what, waited_s, verdict)
             self._last_tick = now
 
     def _request(self, now: float) -> None:
@@ -121,15 +180,13 @@ class Watch:
         self._board.request([self._rank, *((self._rank + d) % self._world_size for d in behind)])
 
     def _add_answers(self, now: float) -> None:
-        found = {}
         for rank, text in self._board.take().items():
             try:
-                found[rank] = Beat.from_json(text)
+                self._beats.add(rank, Beat.from_json(text), now)
             except ValueError as error:
                 if not self._has_misread:
                     _log.warning("the beat of rank %d cannot be read: %s", rank, error)
                 self._has_misread = True
-        self._beats.add(found, now)
 
     def _find_wait(self) -> tuple[object, str]:
         """Return the identity and the name of the wait under way. Those of the host are first."""
@@ -140,17 +197,15 @@ class Watch:
         oldest = None if self.device_waits is None else self.device_waits.oldest()
         return (None, "") if oldest is None else (oldest, oldest[0])
 
-    def _log(self, what: str, waited_s: float, verdict: Verdict | None) -> None:
-        before = logging.INFO if self._logged is None else self._logged.level
-        if verdict is None or verdict.level <= before:
-            return
-        is_patient = verdict.level < logging.ERROR and any(p in verdict.text for p in _LONG_PHASES)
+    def _log(self, what: str, waited_s: float, verdict: Verdict) -> None:
+        is_error = verdict.level >= logging.ERROR
+        is_patient = not is_error and any(phase in verdict.text for phase in _LONG_PHASES)
         if is_patient and waited_s < _LONG * self._within_s:
             return
         self._logged = verdict
         line = f"rank {self._rank}: {what} has not ended for {waited_s:.1f} s: {verdict.text}"
         _log.log(verdict.level, "%s", line)
-        if verdict.level >= logging.ERROR and not self._place.waits_for:
+        if is_error and not self._place.waits_for:
             write_error_file("CollectiveError", line)  # the library ends this process in silence
 
     def _judge(self) -> Verdict | None:
@@ -167,10 +222,6 @@ class Watch:
         text = f"{board.host} has not answered for {unanswered_s:.1f} s (process or network)"
         return Verdict(text, logging.ERROR, True)
 
-    @property
-    def _silence_s(self) -> float:
-        return max(_SILENCE * self._within_s, _MIN_SILENCE_S)
-
     # ------------------------------------------------------------- both threads
 
     def _publish(self, now: float) -> None:
@@ -179,18 +230,18 @@ class Watch:
             self._still = (place.num_changes, now)
         _, waits_for = self._find_wait()
         step = f" of step {place.num_steps + 1}"
-        after = f", after step {place.num_steps}"
+        where = f", after step {place.num_steps}" if place.doing == OUTSIDE else step
         self._number += 1
         beat = Beat(
             self._number,
-            place.doing + (after if place.doing == OUTSIDE else step),
+            place.doing + where,
             waits_for and waits_for + step,
             place.num_changes,
             now - self._still[1],
             self._cause,
             self._has_given_up,
             os.getpid(),
-            self._namespace,
+            process_namespace(),
         )
         self._board.publish(beat.to_json())
 

@@ -3,11 +3,11 @@
 [Note: two slots]
 Each rank keeps its slice of every state in files of a folder in memory, one file per state in the
 form of a checkpoint's. Two slots take turns: one is written while the other is whole. A rank's
-*marker* is removed before its files are overwritten and renamed into place after them: it has all
-that is no tensor, and vouches for itself. A rank writes into a slot after an update, so after the
-statistics of that step's gradient were summed over all ranks; and each rank waits for its last copy
-before it adds to that sum. So the other slot is whole on every rank then, copies on other nodes
-included.
+*marker* has all that is no tensor, and vouches for itself. It is removed before the rank's files
+are overwritten, and renamed into place after them. A rank writes into a slot after an update, so
+after the statistics of that step's gradient were summed over all ranks; and it waits for its last
+copy before it adds to that sum. So the other slot is whole on every rank then, copies on other
+nodes included.
 
 Copies are made by a thread beside the next forward and backward, which do not write states. The
 next update waits for it.

@@ -10,10 +10,10 @@ import os
 import select
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-USERS = ".users"
-"""File of the folder on which every rank and the keeper hold a shared lock."""
+USERS = ".users"  # file of the folder on which every rank and the keeper hold a shared lock
 
 
 def status(pid: int) -> list[str]:
@@ -34,11 +34,8 @@ def keep(folder: Path, launcher: int, start: str) -> None:
     """Wait for the end of process ``launcher`` and of all users, and remove ``folder``."""
     users = os.open(folder / USERS, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(users, fcntl.LOCK_SH)
-    try:
+    with suppress(ProcessLookupError):
         process = os.pidfd_open(launcher)
-    except ProcessLookupError:
-        pass
-    else:
         if started_at(launcher) == start:
             select.select([process], [], [])
     fcntl.flock(users, fcntl.LOCK_EX)

@@ -1,34 +1,59 @@
-"""Folder in a host's memory that outlives a rank. See [Note: whose memory]."""
+"""Folder in a host's memory that outlives a rank, its two slots, and their exchange between nodes.
+
+See [Note: whose memory] and [Note: two slots]. A slot has files and markers.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import gc
 import hashlib
+import json
+import mmap
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from zero_core.checkpoint.in_memory import keeper
+from zero_core.checkpoint.manifest import BUFFERS, is_sealed
+from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
+from zero_core.checkpoint.storage.local import create, no_room, write_all
 from zero_core.checkpoint.storage.location import Location
+from zero_core.comm.p2p import wait_all
+from zero_core.comm.topology import Ranks
 from zero_core.errors import CheckpointError, ConfigError
+from zero_core.protocols import StateTier
 
 _BASE = Path("/dev/shm")
 # Variables that torchrun gives to what it starts, the latter with a path of each rank's own.
 _MARK, _ERRORS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _WAIT_S = 15.0  # longer than the workers of a data loader take to notice the end of their rank
+_BLOCK_BYTES = 8 << 20  # of a message
+_MAX_CARD_BYTES = 128 << 20
+_OWNED = re.compile(r".+-([0-9]{5})\.(?:json|safetensors)")
+_ADVICE = (
+    "make the memory larger (a container's by --shm-size), give a folder in larger memory as "
+    "memory_checkpoint.path, or leave memory_checkpoint out"
+)
 
 
 class Place:
     """A rank's use of the copies of a folder of checkpoints, until `close` or the process's end."""
 
     def __init__(self, path: str | None, directory: Location, rank: int) -> None:
-        """Open the folder for ``directory``: in the user's ``path``, or the launcher's."""
+        """Open ``folder`` for ``directory``: in the user's ``path``, or the launcher's."""
         self._locks: list[int] = []
         try:
             root = self._open_of_launcher() if path is None else Path(path)
@@ -58,8 +83,9 @@ class Place:
         launcher, user = find_launcher(), os.getuid()
         start = keeper.started_at(launcher)
         root = root_of(launcher, start)
-        lock = _open(_BASE / f"zero-core-{user}.lock")
-        try:
+        with ExitStack() as stack:
+            lock = _open(_BASE / f"zero-core-{user}.lock")
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
             for other in _BASE.glob(f"zero-core-{user}-*"):  # those that no process uses any more
                 with suppress(OSError):  # another user's, or its keeper is removing it
@@ -72,17 +98,26 @@ class Place:
             _check_is_own(root)
             self._locks.append(_open(root / keeper.USERS))
             fcntl.flock(self._locks[-1], fcntl.LOCK_SH)
-            _start_keeper(root, launcher, start)
-        finally:
-            os.close(lock)
+            kept = _open(root / ".keeper")  # the keeper inherits the lock, which says that it runs
+            stack.callback(os.close, kept)
+            if _has_lock(kept):
+                program = [sys.executable, "-I", "-S", keeper.__file__]
+                process = subprocess.Popen(
+                    [*program, str(root), str(launcher), start],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[kept],
+                    start_new_session=True,  # what ends the launcher's processes does not end it
+                )
+                process.returncode = 0  # nobody waits for it
         return root
 
     def close(self) -> None:
         while self._locks:
             os.close(self._locks.pop())
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
 
 def check_launcher() -> None:
@@ -99,9 +134,9 @@ def find_launcher() -> int:
     """Return the process that starts this rank anew.
 
     It is the nearest one above without the variables that the launcher gave to this rank: between
-    them may be a shell, which ends with the rank. A launcher below another launcher has variables
-    of the other one.
+    them may be a shell, which ends with the rank.
     """
+    # A launcher below another launcher has variables of the other one.
     own = {os.fsencode(f"{n}={os.environ[n]}") for n in (_MARK, _ERRORS) if n in os.environ}
     process = os.getppid()
     while own and process > 1:
@@ -145,20 +180,158 @@ def _has_lock(descriptor: int) -> bool:
     return True
 
 
-def _start_keeper(root: Path, launcher: int, start: str) -> None:
-    """Start the folder's keeper, if it has none. It inherits a lock that says so."""
-    lock = _open(root / ".keeper")
-    try:
-        if not _has_lock(lock):
-            return
-        kept = subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__, str(root), str(launcher), start],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[lock],
-            start_new_session=True,  # what ends the launcher's processes does not end it
+class Slice:
+    """Elements ``[start, stop)`` of a state of ``tier``, read in blocks of ``block_numel``."""
+
+    def __init__(self, tier: StateTier, name: str, start: int, stop: int, block_numel: int) -> None:
+        self.dtype = tier.read_state(name, start, min(start + 1, stop)).dtype
+        self.shape = (stop - start,)
+        self._blocks = (
+            tier.read_state(name, low, min(low + block_numel, stop))
+            for low in range(start, stop, block_numel)
         )
-        kept.returncode = 0  # nobody waits for it
-    finally:
-        os.close(lock)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self._blocks
+
+
+class Slot:
+    """A slot that this process writes.
+
+    Its files are mapped: that takes half the time of writing to them. Memory is reserved before, as
+    a write to a page for which there is none would end the process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, Tensor] = {}  # bytes of those that were opened here, by name
+
+    def write(self, name: str, tensors: Mapping[str, Tensor | Blocks]) -> int:
+        """Write a safetensors file in place, and return its bytes."""
+        header, size, blocks = arrange(tensors)
+        into, stop = self.file(name, len(header) + size), len(header)
+        into[:stop] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        for block in blocks:
+            start, stop = stop, stop + block.nbytes
+            into[start:stop] = block.view(-1).view(torch.uint8)
+        return into.numel()
+
+    def file(self, name: str, size: int) -> Tensor:
+        """Return the bytes of a file, as they are in memory. It gets ``size`` of them."""
+        found = self.files.get(name)
+        if found is None or found.numel() != size:
+            try:
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(self.folder / name, flags, 0o600)
+                try:
+                    os.posix_fallocate(descriptor, 0, size)
+                    os.ftruncate(descriptor, size)
+                    mapped = mmap.mmap(descriptor, size)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise no_room(self.folder / name, error, _ADVICE) from error
+            found = self.files[name] = torch.frombuffer(mapped, dtype=torch.uint8)
+        return found
+
+    def invalidate(self, rank: int) -> None:
+        """Remove the marker of a rank, before its files are overwritten."""
+        self._marker(rank).unlink(missing_ok=True)
+
+    def commit(self, rank: int, marker: bytes) -> None:
+        """Put the marker of a rank into place, once all its files are written."""
+        aside = self.folder / f".{self._marker(rank).name}"
+        aside.unlink(missing_ok=True)
+        try:
+            with create(aside) as file:
+                write_all(file, marker)
+        except OSError as error:
+            raise no_room(aside, error, _ADVICE) from error
+        aside.rename(self._marker(rank))
+
+    def _marker(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.json"
+
+
+def slot_folders(folder: Path) -> list[Path]:
+    return [folder / "0", folder / "1"]
+
+
+def read_markers(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the markers of a slot, by rank, whose files are there in the size that they had."""
+    found = {}
+    for path in sorted(folder.glob("rank-?????.json")):
+        with suppress(OSError):  # another rank writes it
+            data = path.read_bytes()
+            if is_sealed(data):
+                marker = json.loads(data)
+                sizes = {name: (folder / name).stat().st_size for name in marker["files"]}
+                if sizes == marker["files"]:
+                    found[int(marker["rank"])] = marker
+    return found
+
+
+def drop_others(folder: Path, attempt: str) -> None:
+    """Remove the markers that the launch's start ``attempt`` did not write."""
+    for slot in slot_folders(folder):
+        for rank, marker in read_markers(slot).items():
+            if marker["attempt"] != attempt:
+                Slot(slot).invalidate(rank)
+
+
+def drop_strangers(folder: Path, ranks: set[int]) -> None:
+    """Remove the files of all but these ``ranks``."""
+    for path in sorted(folder.glob("[01]/*")):
+        match = _OWNED.fullmatch(path.name)
+        owner = int(match[1]) if match else 0 if path.name == BUFFERS else -1
+        if owner not in ranks:
+            path.unlink(missing_ok=True)
+
+
+class Ring:
+    """Connections of a rank with ``target``, which keeps its copy, and ``source``, the reverse."""
+
+    def __init__(self, ranks: Ranks, per_node: int) -> None:
+        """Every rank makes its own, in one order."""
+        self.target = (ranks.rank + per_node) % ranks.size
+        self.source = (ranks.rank - per_node) % ranks.size
+        self._messages = ranks.messages()
+        self._channel = self._messages.next_channel()
+
+    def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
+        """Send ``files`` of ``slot`` and its marker, store the source's, on all ranks."""
+        said = json.dumps([files, marker.decode()]).encode()
+        card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        size = torch.empty(1, dtype=torch.int64)
+        self._exchange(torch.tensor([card.numel()]), size)
+        if not 0 < int(size) <= _MAX_CARD_BYTES:
+            raise RuntimeError(f"rank {self.source} announces {int(size)} bytes about its copy")
+        received = torch.empty(int(size), dtype=torch.uint8)
+        self._exchange(card, received)
+        their_files, their_marker = json.loads(bytes(bytes_of(received)))
+        for name, nbytes in their_files.items():
+            if not (name == BUFFERS or _OWNED.fullmatch(name)) or "/" in name or nbytes < 0:
+                raise CheckpointError(
+                    f"a peer sends the file {name!r:.80} of {nbytes} bytes: no copy has it"
+                )
+        slot.invalidate(self.source)
+        for out, into in zip_longest(_blocks(slot, files), _blocks(slot, their_files)):
+            self._exchange(out, into)
+        slot.commit(self.source, their_marker.encode())
+
+    def _exchange(self, given: Tensor | None, into: Tensor | None) -> None:
+        works = []
+        if into is not None:
+            works.append(self._messages.irecv(into, self.source, self._channel))
+        if given is not None:
+            works.append(self._messages.isend(given, self.target, self._channel))
+        wait_all(works)
+
+
+def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
+    """Yield the bytes of each message, where they are in memory."""
+    for name, size in files.items():
+        data = slot.file(name, size)
+        for start in range(0, size, _BLOCK_BYTES):
+            yield data[start : start + _BLOCK_BYTES]

@@ -14,23 +14,16 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_core._libc import use_one_core
+from zero_core.checkpoint import save
 from zero_core.checkpoint.files import Reader, crc_of, newest_step
-from zero_core.checkpoint.in_memory.place import Place, check_launcher
-from zero_core.checkpoint.in_memory.slot import (
-    Ring,
-    Slice,
-    Slot,
-    drop_others,
-    drop_strangers,
-    read_markers,
-    slot_folders,
-)
+from zero_core.checkpoint.in_memory import place as memory
+from zero_core.checkpoint.in_memory.place import Place, Ring, Slice, Slot
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.load import check_fits, restore_from
 from zero_core.checkpoint.manifest import (
@@ -42,15 +35,6 @@ from zero_core.checkpoint.manifest import (
     file_name,
     parse,
     seal,
-)
-from zero_core.checkpoint.save import (
-    fill,
-    frame_of,
-    frozen_slices,
-    own_scalars,
-    random_states,
-    slices,
-    whole_states,
 )
 from zero_core.checkpoint.storage.location import Location, open_regular, size_of
 from zero_core.comm.control import PIECE_BYTES
@@ -67,15 +51,6 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import stream_after
 
 
-class Snapshot(NamedTuple):
-    """A snapshot that is whole over all ranks."""
-
-    serial: int  # the slot is the remainder by two
-    attempt: str  # the start of the job that wrote it
-    step: int  # optimizer steps at which it was taken
-    holders: tuple[int, ...]  # of each writing rank's files: the lowest rank here whose host has it
-
-
 class MemoryCheckpoints(Extension):
     """Snapshots of one engine: made after a step, found and restored after a restart."""
 
@@ -87,7 +62,7 @@ class MemoryCheckpoints(Extension):
         ranks: Ranks,
         per_node: int,
     ) -> None:
-        """Prepare. `open` gives the folder. Every rank must call it."""
+        """Prepare. `newer_state` opens the folder. Every rank must call it."""
         self._ring: Ring | None = None  # sends copies to the next node
         if settings.copies and per_node < ranks.size:
             if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
@@ -96,13 +71,10 @@ class MemoryCheckpoints(Extension):
                     'process group serve it by init_process_group("cpu:gloo,cuda:nccl"), or set '
                     "memory_checkpoint.copies to 0"
                 )
-            self._ring = Ring(
-                ranks.messages(), rank=ranks.rank, world_size=ranks.size, per_node=per_node
-            )
+            self._ring = Ring(ranks, per_node)
         self._state = state
         self._train = train
-        self._every = settings.every
-        self._path = settings.path
+        self._settings = settings
         self._per_node = per_node
         self._queue = HostQueues()
         self._under_way: Work | None = None
@@ -110,25 +82,16 @@ class MemoryCheckpoints(Extension):
         self._is_read.set()
         self._place: Place | None = None
         self._slots: list[Slot] = []
-        self._frozen_versions = [-1, -1]  # in each slot
         self._serial = 0
+        self._restart()
+
+    def _restart(self) -> None:
         self._num_made = 0
         self._attempt = ""  # set at the first snapshot
         self._is_continued = False  # the snapshot that was restored is still needed
+        self._frozen_versions = [-1, -1]  # in each slot
 
     # ------------------------------------------------------------------ making
-
-    def open(self, directory: Location) -> None:
-        """Take the folder for copies of what is saved in ``directory``. Every rank must call it."""
-        self.remove()
-        if self._path is None:
-            check_launcher()
-        control = self._state.control
-        self._place = control.together(
-            "memory_checkpoint: open", lambda: Place(self._path, directory, control.rank)
-        )
-        self._slots = [Slot(folder) for folder in slot_folders(self._place.folder)]
-        self._restart()
 
     def before_update(self, number: int) -> None:
         """Wait for the snapshot under way: states are about to be written."""
@@ -141,7 +104,7 @@ class MemoryCheckpoints(Extension):
 
     def stepped(self, ended: EndedStep) -> None:
         """Start to make a snapshot, if it is due."""
-        if ended.number % self._every:
+        if ended.number % self._settings.every:
             return
         state, place = self._state, self._place
         assert place is not None, "checked before the step"
@@ -149,7 +112,7 @@ class MemoryCheckpoints(Extension):
             token = uuid.uuid4().hex
             self._attempt = state.control.gather_bytes(token.encode())[0].decode()
             if not self._is_continued:
-                drop_others(place.folder, self._attempt)
+                memory.drop_others(place.folder, self._attempt)
         self._serial += 1
         self._num_made += 1
         content = {
@@ -157,7 +120,7 @@ class MemoryCheckpoints(Extension):
             "client_state": encode(ended.client_state, "client_state"),
         }
         rank, device = state.control.rank, state.device
-        tensors = {file_name(RNG, rank): random_states()}
+        tensors = {file_name(RNG, rank): save.random_states()}
         if rank == 0:
             tensors[BUFFERS] = state.buffers()
         for name in state.extension_states():
@@ -168,7 +131,7 @@ class MemoryCheckpoints(Extension):
             "rank": rank,
             "world_size": state.control.world_size,
             "step": ended.number,
-            "frame": frame_of(state) | content if rank == 0 else None,
+            "frame": save.frame_of(state) | content if rank == 0 else None,
         }
         is_here = device.type == "cpu"
         done = None if is_here else torch.accelerator.current_stream(device).record_event()
@@ -200,60 +163,50 @@ class MemoryCheckpoints(Extension):
         ``tensors`` are copies of what the next forward changes, by file. On an accelerator ``done``
         fires at the end of the update. ``is_read``: this rank has read its states, or failed to.
         """
-        slot, frozen = self._slots[facts["serial"] % 2], file_name(VALUE, facts["rank"])
+        number, rank = facts["serial"] % 2, facts["rank"]
+        state, tier, slot = self._state, self._state.tier, self._slots[number]
         try:
             use_one_core()
-            with stream_after(done, self._state.device):
-                if self._num_made == 2:  # the first one is whole on all ranks
-                    self._drop_strangers()
-                slot.invalidate(facts["rank"])
-                names, written, wholes = self._write(slot, tensors)
-                sent = dict(written)
-                if self._frozen_versions[facts["serial"] % 2] != frozen_version:
-                    sent[frozen] = slot.write(frozen, frozen_slices(self._state))
-                written[frozen] = slot.size(frozen)
-                row = [own_scalars(self._state), python_random, wholes]
+            with stream_after(done, state.device):
+                # The first one is whole on all ranks: files of ranks that are gone are not needed.
+                if self._num_made == 2 and rank % self._per_node == 0:
+                    kept = set(range(rank, rank + self._per_node))
+                    if self._ring is not None:
+                        kept |= {(r - self._per_node) % facts["world_size"] for r in kept}
+                    memory.drop_strangers(slot.folder.parent, kept)
+                slot.invalidate(rank)
+                names, written = list(tier.state_names()), {}
+                for name in names:  # as a save writes them, one at a time
+                    parts: Mapping[str, Tensor | Slice]
+                    if name != MASTER and isinstance(tier, WholeTier):
+                        parts = save.slices(state, tier, name)
+                    else:
+                        # On a CPU few elements, which stay in its cache until they are written.
+                        block_numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
+                        parts = {
+                            str(s.index): Slice(tier, name, *state.own_span(s.index), block_numel)
+                            for s in state.layout.segments
+                            if s.is_trainable
+                        }
+                    written[file_name(name, rank)] = slot.write(file_name(name, rank), parts)
+                wholes: dict[str, Any] = {}
+                if isinstance(tier, WholeTier):
+                    into = tensors.setdefault(file_name(WHOLE, rank), {})
+                    wholes = save.whole_states(state, tier, into)
+                written |= {file: slot.write(file, values) for file, values in tensors.items()}
+                sent, frozen = dict(written), file_name(VALUE, rank)
+                if self._frozen_versions[number] != frozen_version:
+                    sent[frozen] = slot.write(frozen, save.frozen_slices(state))
+                written[frozen] = slot.files[frozen].numel()
+                names += state.extension_states()
+                row = [save.own_scalars(state), python_random, wholes]
                 marker = seal({**facts, "states": names, "files": written, "row": row})
-                slot.commit(facts["rank"], marker)
+                slot.commit(rank, marker)
         finally:
             is_read.set()
         if self._ring is not None:
             self._ring.swap(slot, sent, marker)
-        self._frozen_versions[facts["serial"] % 2] = frozen_version
-
-    def _write(
-        self, slot: Slot, tensors: dict[str, dict[str, Tensor]]
-    ) -> tuple[list[str], dict[str, int], dict[str, Any]]:
-        """Write this rank's states and ``tensors``. Returns names, files and whole states."""
-        state, tier, rank = self._state, self._state.tier, self._state.control.rank
-        names, written = list(tier.state_names()), {}
-        for name in names:  # as a save writes them, one at a time
-            parts: Mapping[str, Tensor | Slice]
-            if name != MASTER and isinstance(tier, WholeTier):
-                parts = slices(state, tier, name)
-            else:
-                # On a CPU few elements, which stay in its cache until they are written.
-                block_numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
-                parts = {
-                    str(s.index): Slice(tier, name, *state.own_span(s.index), block_numel)
-                    for s in state.layout.segments
-                    if s.is_trainable
-                }
-            written[file_name(name, rank)] = slot.write(file_name(name, rank), parts)
-        wholes: dict[str, Any] = {}
-        if isinstance(tier, WholeTier):
-            wholes = whole_states(state, tier, tensors.setdefault(file_name(WHOLE, rank), {}))
-        written |= {file: slot.write(file, values) for file, values in tensors.items()}
-        return [*names, *state.extension_states()], written, wholes
-
-    def _drop_strangers(self) -> None:
-        """Remove the files of ranks that are not here any more, on the first rank of a node."""
-        rank, world_size = self._state.control.rank, self._state.control.world_size
-        if rank % self._per_node or self._place is None:
-            return
-        here = range(rank, rank + self._per_node)
-        copied = {(r - self._per_node) % world_size for r in here} if self._ring else set()
-        drop_strangers(self._place.folder, {*here, *copied})
+        self._frozen_versions[number] = frozen_version
 
     # --------------------------------------------------------------- restoring
 
@@ -261,33 +214,77 @@ class MemoryCheckpoints(Extension):
         self, directory: Location, last_step: int | None
     ) -> Callable[[], dict[str, Any]] | None:
         """Open the folder for ``directory``. Return what restores the newest whole snapshot."""
-        self.open(directory)
-        assert self._place is not None
-        found = find_newest(self._state, self._place.folder, last_step)
-        rows = self._state.control.gather_bytes(str(newest_step(directory)).encode())
-        if found is None or found.step < max(map(int, rows)):
+        self.remove()
+        control, path = self._state.control, self._settings.path
+        if path is None:
+            memory.check_launcher()
+        place = control.together(
+            "memory_checkpoint: open", lambda: Place(path, directory, control.rank)
+        )
+        self._place, self._slots = place, [Slot(slot) for slot in memory.slot_folders(place.folder)]
+        self._restart()
+        own = [
+            [m["serial"], m["attempt"], m["step"], m["world_size"], rank]
+            for slot in memory.slot_folders(place.folder)
+            for rank, m in memory.read_markers(slot).items()
+        ]
+        cards = control.gather_bytes(json.dumps([last_step, own]).encode())
+        lasts, rows = zip(*map(json.loads, cards), strict=True)
+        holders: dict[tuple[int, str, int, int], dict[int, int]] = {}
+        for holder, row in enumerate(rows):
+            for serial, attempt, step, world_size, rank in row:
+                if lasts[0] is None or step <= lasts[0]:  # rank 0's counts
+                    key = (serial, attempt, step, world_size)
+                    holders.setdefault(key, {}).setdefault(rank, holder)
+        whole = [key for key, found in holders.items() if found.keys() == set(range(key[-1]))]
+        saved = control.gather_bytes(str(newest_step(directory)).encode())
+        if not whole:
             return None
-        return partial(self._restore, found)
+        serial, attempt, step, world_size = newest = max(whole)
+        if step < max(map(int, saved)):
+            return None
+        return partial(self._restore, serial, attempt, holders[newest])
 
-    def _restore(self, snapshot: Snapshot) -> dict[str, Any]:
-        assert self._place is not None, "it was open"
+    def _restore(self, serial: int, attempt: str, holders: dict[int, int]) -> dict[str, Any]:
+        """Restore a snapshot that is whole over all ranks. Every rank must call it.
+
+        ``holders``: of each writing rank's files, the lowest rank here whose host has it.
+        """
         state, control = self._state, self._state.control
-        reader = open_snapshot(state, self._place.folder, snapshot)
+        place = self._slots[serial % 2].folder
+        here = {
+            rank: marker
+            for rank, marker in memory.read_markers(place).items()
+            if (marker["serial"], marker["attempt"]) == (serial, attempt)
+        }
+        own = {r: here[r] for r, holder in sorted(holders.items()) if holder == control.rank}
+        markers = _merged(control.gather_bytes(json.dumps(own).encode()))
+        names = list(
+            dict.fromkeys(name for rank in sorted(markers) for name in markers[rank]["states"])
+        )
+        frame = markers[0]["frame"]
+        measured = control.together(
+            "memory_checkpoint: read",
+            lambda: {rank: _measure(place, rank, m, names, frame) for rank, m in own.items()},
+        )
+        facts = _merged(control.gather_bytes(json.dumps(measured).encode()))
+        rows = [[facts[rank], *markers[rank]["row"]] for rank in sorted(markers)]
+        content = {**save.fill(frame, rows, names), "has_frozen": True}
+        reader = Reader(place, parse(seal(content), f"the copies in memory ({place})"))
+        owners = {name: rank for rank in facts for name in facts[rank]}
+        lacking = [n for n in sorted(_needed(state, reader)) if owners[n] not in here]
+        _fetch(state, reader, place, lacking, {n: holders[owners[n]] for n in owners})
         control.together("memory_checkpoint: check", lambda: check_fits(state, reader, self._train))
         client_state = restore_from(reader, state, self._train)
         self._restart()
-        self._serial, self._is_continued = snapshot.serial, True
+        self._serial, self._is_continued = serial, True
         return client_state
 
     def loaded(self, folder: str, seconds: float) -> None:
         """Let the next snapshot replace all others: the states were loaded from elsewhere."""
         if self._place is not None:
             self._restart()
-            drop_others(self._place.folder, "")
-
-    def _restart(self) -> None:
-        self._attempt, self._num_made, self._is_continued = "", 0, False
-        self._frozen_versions = [-1, -1]
+            memory.drop_others(self._place.folder, "")
 
     def remove(self) -> None:
         """Stop, on this rank alone. Snapshots stay for whoever is started anew.
@@ -304,57 +301,6 @@ class MemoryCheckpoints(Extension):
             place.close()
         else:  # its end frees the folder: it may still write the copy of a neighbour there
             self._queue.launch(place.close, is_reduction=False)
-
-
-def find_newest(state: ShardedState, folder: Path, last_step: int | None) -> Snapshot | None:
-    """Return the newest whole snapshot up to rank 0's ``last_step``. Every rank must call it."""
-    own = [
-        [m["serial"], m["attempt"], m["step"], m["world_size"], rank]
-        for slot in slot_folders(folder)
-        for rank, m in read_markers(slot).items()
-    ]
-    cards = state.control.gather_bytes(json.dumps([last_step, own]).encode())
-    lasts, rows = zip(*map(json.loads, cards), strict=True)
-    holders: dict[tuple[int, str, int, int], dict[int, int]] = {}
-    for holder, row in enumerate(rows):
-        for serial, attempt, step, world_size, rank in row:
-            if lasts[0] is None or step <= lasts[0]:
-                key = (serial, attempt, step, world_size)
-                holders.setdefault(key, {}).setdefault(rank, holder)
-    whole = [key for key, found in holders.items() if found.keys() == set(range(key[-1]))]
-    if not whole:
-        return None
-    serial, attempt, step, world_size = newest = max(whole)
-    return Snapshot(serial, attempt, step, tuple(holders[newest][r] for r in range(world_size)))
-
-
-def open_snapshot(state: ShardedState, folder: Path, snapshot: Snapshot) -> Reader:
-    """Return a reader of a snapshot, and fetch the files that are not here, on all ranks."""
-    control = state.control
-    place = slot_folders(folder)[snapshot.serial % 2]
-    here = {
-        rank: marker
-        for rank, marker in read_markers(place).items()
-        if (marker["serial"], marker["attempt"]) == (snapshot.serial, snapshot.attempt)
-    }
-    own = {r: here[r] for r, holder in enumerate(snapshot.holders) if holder == control.rank}
-    markers = _merged(control.gather_bytes(json.dumps(own).encode()))
-    names = list(
-        dict.fromkeys(name for rank in sorted(markers) for name in markers[rank]["states"])
-    )
-    frame = markers[0]["frame"]
-    measured = control.together(
-        "memory_checkpoint: read",
-        lambda: {rank: _measure(place, rank, m, names, frame) for rank, m in own.items()},
-    )
-    facts = _merged(control.gather_bytes(json.dumps(measured).encode()))
-    rows = [[facts[rank], *markers[rank]["row"]] for rank in sorted(markers)]
-    content = {**fill(frame, rows, names), "has_frozen": True}
-    reader = Reader(place, parse(seal(content), f"the copies in memory ({place})"))
-    owners = {name: rank for rank in facts for name in facts[rank]}
-    lacking = [n for n in sorted(_needed(state, reader)) if owners[n] not in here]
-    _fetch(state, reader, place, lacking, {n: snapshot.holders[owners[n]] for n in owners})
-    return reader
 
 
 def _merged(rows: Iterable[bytes]) -> dict[int, Any]:

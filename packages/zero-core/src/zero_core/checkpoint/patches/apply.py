@@ -7,6 +7,7 @@ is the moment of the change. Old files go afterwards.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,8 +19,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from zero_core.checkpoint.patches.document import PatchedTensor, Version, WeightPatch
-from zero_core.checkpoint.patches.received import ReceivedPatch, open_patch
+from zero_core.checkpoint.patches.document import (
+    PatchedTensor,
+    ReceivedPatch,
+    Version,
+    WeightPatch,
+)
 from zero_core.checkpoint.safetensors_files import (
     INDEX,
     StoredTensor,
@@ -72,7 +77,12 @@ def apply_patch(
         CheckpointCorruptError: the patch or a file of the folder is damaged.
         CheckpointFailedError: a file could not be written.
     """
-    with open_patch(patch) as received:
+    source = patch.source if isinstance(patch, WeightPatch) else patch
+    if source is None:
+        raise ValueError("the patch is on rank 0: apply it there, or send its bytes or file")
+    name = "the patch" if isinstance(source, bytes) else str(source)
+    with io.BytesIO(source) if isinstance(source, bytes) else open_regular(Path(source)) as file:
+        received = ReceivedPatch(file, name)
         if isinstance(target, nn.Module):
             _patch_model(target, received, version)
         else:
@@ -81,7 +91,6 @@ def apply_patch(
 
 
 def _patch_model(model: nn.Module, patch: ReceivedPatch, version: int | None) -> None:
-    document = patch.document
     patch.check_version(getattr(model, _VERSION, None), version, "the model")
     params = {plain_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {plain_name(n): b for n, b in model.named_buffers(remove_duplicate=False)}
@@ -100,11 +109,10 @@ def _patch_model(model: nn.Module, patch: ReceivedPatch, version: int | None) ->
                 patch.apply(tensor, flat, is_trial=is_trial)
                 if not is_trial and flat.data_ptr() != target.data_ptr():  # a copy
                     target.copy_(unflatten(flat, tensor.shape, tensor.order))
-    setattr(model, _VERSION, Version(engine=document.engine, version=document.version))
+    setattr(model, _VERSION, patch.version)
 
 
 def _patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> None:
-    document = patch.document
     if not folder.is_dir():
         raise CheckpointError(
             f"apply_patch() takes a model or a folder of safetensors files, found {folder}: pass "
@@ -112,17 +120,17 @@ def _patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> No
         )
     files = model_files(folder)
     is_indexed = files != [folder / "model.safetensors"]
-    stored: dict[Path, dict[str, StoredTensor]] = {}
-    metadata: dict[Path, dict[str, str]] = {}
+    stored: dict[str, dict[str, StoredTensor]] = {}
+    metadata: dict[str, dict[str, str]] = {}
     for path in files:
         with open_regular(path) as file:
-            stored[path], metadata[path] = read_open(file, path)
+            stored[path.name], metadata[path.name] = read_open(file, path)
     index: dict[str, Any] = {}
+    facts = metadata[files[0].name]
     if is_indexed:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        kept = (index.get("metadata") or {}).get(_KEY)
-    else:
-        kept = metadata[files[0]].get(_KEY)
+        facts = index.get("metadata") or {}
+    kept = facts.get(_KEY)
     try:
         known = None if kept is None else Version.model_validate_json(kept)
     except ValidationError as error:
@@ -130,54 +138,40 @@ def _patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> No
             f"{folder} has a version that is none, {kept!r}: export the model again"
         ) from error
     patch.check_version(known, version, str(folder))
-    there = [(path, name, value) for path, of in stored.items() for name, value in of.items()]
-    required = {f"{name} in {path.name}": value for path, name, value in there}
-    paths = {id(value): path for path, _, value in there}
-    changed: dict[Path, dict[str, PatchedTensor]] = {}
-    for name, tensor, value in patch.match([(n, v) for _, n, v in there], required, str(folder)):
-        changed.setdefault(paths[id(value)], {})[name] = tensor
-    mark = Version(engine=document.engine, version=document.version).model_dump_json()
+    there = [(name, value) for of in stored.values() for name, value in of.items()]
+    required = {f"{name} in {value.path.name}": value for name, value in there}
+    changed: dict[str, dict[str, PatchedTensor]] = {}
+    for name, tensor, value in patch.match(there, required, str(folder)):
+        changed.setdefault(value.path.name, {})[name] = tensor
+    facts = {**facts, _KEY: patch.version.model_dump_json()}
     try:
-        if is_indexed:
-            _replace_indexed(folder, index, stored, metadata, changed, patch, mark)
-        else:
-            (path,) = files
-            new = path.with_name(path.name + ".tmp")
-            facts = {**metadata[path], _KEY: mark}
-            _rewrite(stored[path], new, facts, changed.get(path, {}), patch)
-            new.replace(path)
+        if not is_indexed:
+            (old,) = files
+            new = old.with_name(old.name + ".tmp")
+            _rewrite(stored[old.name], new, facts, changed.get(old.name, {}), patch)
+            new.replace(old)
             sync_folder(folder)
+            return
+        new_names: dict[str, str] = {}
+        for file_name, tensors in changed.items():
+            # A new name each time: versions of two engines may have one number.
+            old = Path(file_name)
+            found = _VERSION_SUFFIX.search(old.stem)
+            number = 1 if found is None else int(found[1]) + 1
+            new = folder / f"{_VERSION_SUFFIX.sub('', old.stem)}-patch{number}{old.suffix}"
+            _rewrite(stored[file_name], new, metadata[file_name], tensors, patch)
+            new_names[file_name] = new.name
+        weights = {t: new_names.get(name, name) for t, name in index["weight_map"].items()}
+        text = json.dumps({**index, "metadata": facts, "weight_map": weights}, indent=2)
+        new_index = folder / (INDEX + ".tmp")
+        new_index.unlink(missing_ok=True)
+        write_synced(new_index, text.encode())
+        new_index.replace(folder / INDEX)
+        sync_folder(folder)
+        for name in new_names:
+            (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise no_room(folder, error) from error
-
-
-def _replace_indexed(
-    folder: Path,
-    index: dict[str, Any],
-    stored: Mapping[Path, Mapping[str, StoredTensor]],
-    metadata: Mapping[Path, dict[str, str]],
-    changed: Mapping[Path, Mapping[str, PatchedTensor]],
-    patch: ReceivedPatch,
-    mark: str,
-) -> None:
-    new_names: dict[str, str] = {}
-    for path, tensors in changed.items():
-        # A new name each time: versions of two engines may have one number.
-        found = _VERSION_SUFFIX.search(path.stem)
-        number = 1 if found is None else int(found[1]) + 1
-        name = f"{_VERSION_SUFFIX.sub('', path.stem)}-patch{number}{path.suffix}"
-        _rewrite(stored[path], folder / name, metadata[path], tensors, patch)
-        new_names[path.name] = name
-    weights = {t: new_names.get(name, name) for t, name in index["weight_map"].items()}
-    facts = {**(index.get("metadata") or {}), _KEY: mark}
-    text = json.dumps({**index, "metadata": facts, "weight_map": weights}, indent=2)
-    new_index = folder / (INDEX + ".tmp")
-    new_index.unlink(missing_ok=True)
-    write_synced(new_index, text.encode())
-    new_index.replace(folder / INDEX)
-    sync_folder(folder)
-    for name in new_names:
-        (folder / name).unlink(missing_ok=True)
 
 
 def _rewrite(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
+from tempfile import TemporaryFile
 from uuid import uuid4
 
 import torch
@@ -23,7 +24,6 @@ from zero_core.checkpoint.patches.document import (
     Piece,
     WeightPatch,
     crc_of,
-    to_metadata,
 )
 from zero_core.checkpoint.safetensors_files import dtype_name
 from zero_core.checkpoint.storage.local import no_room
@@ -41,7 +41,7 @@ class PatchWriter(Extension):
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
-        self._engine: str | None = None
+        self._engine = ""  # its name in patches, which the ranks share from the first one on
         self._buffers: dict[str, tuple[int, int]] = {}  # crc32, and the version that it came with
 
     @property
@@ -110,22 +110,17 @@ class PatchWriter(Extension):
 
     def _write(self, since: int | None, version: int, path: Path | None) -> WeightPatch:
         control, buffer = self._state.control, TensorBuffer(io.BytesIO())
-        engine = self._engine
-        if engine is None:
-            engine = control.gather_bytes(uuid4().hex.encode())[0].decode()
-            self._engine = engine
-        raw = new = Path()
-        if path is not None:  # tensors wait in the one, the other gets the name
-            raw, new = (path.with_name(path.name + end) for end in (".raw.tmp", ".tmp"))
-        is_file = path is not None and control.rank == 0
+        if not self._engine:
+            self._engine = control.gather_bytes(uuid4().hex.encode())[0].decode()
+        new = None if path is None else path.with_name(path.name + ".tmp")
         failure: list[Exception] = []
         tensors: dict[PatchedTensor, list[Piece]] = {}
 
         def open_raw() -> None:
-            if is_file:
+            if path is not None and control.rank == 0:
                 try:
-                    raw.parent.mkdir(parents=True, exist_ok=True)
-                    buffer.raw = raw.open("w+b")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    buffer.raw = TemporaryFile(dir=path.parent)  # noqa: SIM115
                 except OSError as error:
                     raise no_room(path, error) from error
 
@@ -138,14 +133,15 @@ class PatchWriter(Extension):
                 tensor.model_copy(update={"pieces": tuple(sorted(of, key=lambda p: p.start))})
                 for tensor, of in tensors.items()
             )
-            document = Document(engine=engine, since=since, version=version, tensors=described)
-            if path is None:
+            whole = Document(engine=self._engine, since=since, version=version, tensors=described)
+            metadata = whole.to_metadata()
+            if path is None or new is None:
                 file = io.BytesIO()
-                buffer.write_to(file, to_metadata(document))
+                buffer.write_to(file, metadata)
                 return file.getvalue()
             try:
                 with new.open("wb") as named:
-                    buffer.write_to(named, to_metadata(document))
+                    buffer.write_to(named, metadata)
                 new.replace(path)
             except OSError as error:
                 raise no_room(path, error) from error
@@ -170,9 +166,9 @@ class PatchWriter(Extension):
             source = control.together("weight_patch: write", finish)
         finally:
             buffer.raw.close()
-            for left in (raw, new) if is_file else ():
+            if new is not None and control.rank == 0:
                 with suppress(OSError):
-                    left.unlink(missing_ok=True)
+                    new.unlink(missing_ok=True)
         size = len(source) if isinstance(source, bytes) else source.stat().st_size if source else 0
         return WeightPatch(since, version, size, source)
 
@@ -231,10 +227,11 @@ class PatchWriter(Extension):
             changed = self._state.changes.changed(segment.index, since, segment.shard_numel)
             if changed is None:
                 return [], []
-            near = form_of(changed.num_updates, segment.dtype.itemsize)
-            masks = [(near, changed.near), (Form.VALUES, changed.far)]
-            if near is Form.VALUES:
-                masks = [(near, changed.near | changed.far)]
+            near, far, num_updates = changed
+            form = form_of(num_updates, segment.dtype.itemsize)
+            masks = [(form, near), (Form.VALUES, far)]
+            if form is Form.VALUES:
+                masks = [(form, near | far)]
         shard = flat.source.read().detach()
         pieces: list[tuple[int, Piece]] = []
         parts: list[Tensor] = []

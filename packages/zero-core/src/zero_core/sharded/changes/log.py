@@ -26,8 +26,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -35,9 +35,10 @@ from torch import Tensor
 from zero_core.core.params import FlatParams
 from zero_core.protocols import ParamStore
 from zero_core.sharded.changes.positions import (
+    Kind,
     compare,
     decode_gaps,
-    encode_gaps,
+    encode,
     num_bits_bytes,
     pack_bits,
     unpack_bits,
@@ -47,114 +48,71 @@ _CPU_NUMEL = 1 << 18  # old and new values of so many elements fit a core's cach
 _DEVICE_NUMEL = 1 << 25
 
 
-class Marks:
-    """Set of positions of a shard of ``numel`` elements: a bit for each, or gaps once compact."""
+class ShardChanges:
+    """Positions in a shard of ``numel`` elements that changed in one version.
+
+    They are two sets: all of them, and those moved by more than `NEAR` at once.
+    """
 
     def __init__(self, numel: int) -> None:
-        self.numel = numel
-        self._ranges: list[tuple[int, int]] = []
-        self._bits: Tensor | None = None
-        self._gaps: Tensor | None = None
+        self.num_updates = 0  # how often a value may have changed
+        self._numel = numel
+        self._ranges: list[tuple[int, int]] = []  # in both sets
+        self._sets: list[tuple[Kind, Tensor]] = []  # the rest of each. One set: all moved far
+        self._written: list[tuple[int, int]] = []  # by the last update: starts and stops, sorted
 
     @property
     def nbytes(self) -> int:
-        return sum(0 if kept is None else kept.numel() for kept in (self._bits, self._gaps))
+        return sum(encoded.numel() for _, encoded in self._sets)
 
     @property
     def is_marked(self) -> bool:
-        """Whether a position is in the set."""
-        has_bits = self._bits is not None and bool(self._bits.any())
-        return bool(self._ranges) or has_bits or bool(self._gaps is not None and self._gaps.numel())
+        """Whether a position changed. Before `compact`."""
+        return bool(self._ranges) or any(bool(bits.any()) for _, bits in self._sets[:1])
+
+    def add(self, start: int, changed: Tensor, far: Tensor) -> None:
+        """Add what an update changed, by masks on the CPU that begin at ``start``."""
+        stop = start + changed.numel()
+        place = bisect_right(self._written, start, key=itemgetter(1))
+        is_again = place < len(self._written) and self._written[place][0] < stop
+        if is_again or not self._written:  # the next update begins where two writes overlap
+            self.num_updates += 1
+            self._written, place = [], 0
+        self._written.insert(place, (start, stop))
+        if not self._sets:
+            size = num_bits_bytes(self._numel)
+            self._sets = [(Kind.BITS, torch.zeros(size, dtype=torch.uint8)) for _ in range(2)]
+        for (_, bits), mask in zip(self._sets, (changed, far), strict=True):
+            before = start % 8
+            packed = pack_bits(torch.nn.functional.pad(mask, (before, 0)) if before else mask)
+            bits[start // 8 : start // 8 + packed.numel()] |= packed
 
     def add_range(self, start: int, stop: int) -> None:
-        """Mark ``[start, stop)``."""
+        """Add ``[start, stop)``, whose values may be any."""
         if (start, stop) not in self._ranges:
             self._ranges.append((start, stop))
 
-    def add(self, start: int, mask: Tensor) -> None:
-        """Mark the positions of ``mask``, bool on the CPU, which begins at ``start``."""
-        if self._bits is None:
-            self._bits = torch.zeros(num_bits_bytes(self.numel), dtype=torch.uint8)
-        before = start % 8
-        if before:
-            mask = torch.cat([torch.zeros(before, dtype=torch.bool), mask])
-        packed = pack_bits(mask)
-        self._bits[start // 8 : start // 8 + packed.numel()] |= packed
-
     def compact(self) -> None:
-        """Keep gaps in place of bits, if these are shorter. Nothing is added any more."""
-        if self._bits is None:
-            return
-        positions = unpack_bits(self._bits, self.numel).nonzero().view(-1)
-        if positions.numel() < self._bits.numel():
-            gaps = encode_gaps(positions)
-            if gaps.numel() < self._bits.numel():
-                self._bits, self._gaps = None, gaps
+        """End the version: gaps replace bits where they are shorter. Nothing is added any more."""
+        self._written = []
+        for number, (_, bits) in enumerate(self._sets):
+            kind, encoded = encode(unpack_bits(bits, self._numel))
+            if kind is Kind.GAPS:
+                self._sets[number] = kind, encoded
+        if self._sets and self._sets[1][1].numel() > self._numel // 32:
+            del self._sets[1]  # many moved far: a set of its own costs more than it saves
 
-    def mark(self, mask: Tensor) -> None:
-        """Set the bool ``mask`` of the shard at the marked positions."""
-        for start, stop in self._ranges:
-            mask[start:stop] = True
-        if self._bits is not None:
-            mask |= unpack_bits(self._bits, self.numel)
-        if self._gaps is not None:
-            mask[decode_gaps(self._gaps)] = True
-
-
-class ShardChanges:
-    """Changes of one shard in one version."""
-
-    def __init__(self, numel: int) -> None:
-        self.all = Marks(numel)  # the changed positions
-        self.far: Marks | None = Marks(numel)  # those moved by more than `NEAR` at once. None: all
-        self.num_updates = 0  # how often a value may have changed
-        self._starts: list[int] = []  # of what the last update has written, sorted
-        self._stops: list[int] = []
-
-    @property
-    def nbytes(self) -> int:
-        return self.all.nbytes + (0 if self.far is None else self.far.nbytes)
-
-    def add(self, start: int, changed: Tensor, far: Tensor) -> None:
-        """Mark what an update changed, by masks that begin at ``start``."""
-        self._note_update(start, start + changed.numel())
-        self.all.add(start, changed)
-        if self.far is not None:
-            self.far.add(start, far)
-
-    def add_range(self, start: int, stop: int) -> None:
-        """Mark ``[start, stop)``, whose values may be any."""
-        for marks in (self.all, self.far):
-            if marks is not None:
-                marks.add_range(start, stop)
-
-    def compact(self) -> None:
-        """End the version and keep little of it. Many far positions are merged with others."""
-        self.all.compact()
-        if self.far is not None:
-            self.far.compact()
-            if self.far.nbytes > self.all.numel // 32:
-                self.far = None
-        self._starts, self._stops = [], []
-
-    def _note_update(self, start: int, stop: int) -> None:
-        """Count a write of ``[start, stop)``: the next update begins where two of them overlap."""
-        place = bisect_right(self._stops, start)
-        is_again = place < len(self._starts) and self._starts[place] < stop
-        if is_again or not self._starts:
-            self.num_updates += 1
-            self._starts, self._stops, place = [], [], 0
-        self._starts.insert(place, start)
-        self._stops.insert(place, stop)
-
-
-@dataclass(frozen=True)
-class ChangedShard:
-    """Changes of one shard since a version."""
-
-    near: Tensor  # mask of the positions that moved by `NEAR` at most in each of ``num_updates``
-    far: Tensor  # mask of the other changed ones
-    num_updates: int
+    def mark(self, changed: Tensor, far: Tensor) -> None:
+        """Set the bool masks of the shard, on the CPU, at the positions of the two sets."""
+        for mask, number in ((changed, 0), (far, -1)):
+            for start, stop in self._ranges:
+                mask[start:stop] = True
+            if self._sets:
+                kind, encoded = self._sets[number]
+                if kind is Kind.BITS:
+                    mask |= unpack_bits(encoded, self._numel)
+                else:
+                    mask[decode_gaps(encoded)] = True
 
 
 class ChangeLog:
@@ -171,18 +129,14 @@ class ChangeLog:
     ) -> None:
         """Start without changes.
 
-        Args:
-            shards: of each compared segment: where its updated part begins in the local flat space,
-                that part, and the range of it that is this rank's slice of the segment.
-            spans: start in the local flat space and segment of all trainable segments, sorted.
-            store: takes the values of shards that are not compared and on the meta device.
-            num_versions: kept at most.
-            max_bytes: of all positions; older versions are dropped. None: no limit.
+        ``shards`` has, of each compared segment: where its updated part begins in the local flat
+        space, that part, and the range of it that is this rank's slice of the segment. ``spans``
+        has start and segment of all trainable segments, sorted. ``store`` takes the values of
+        shards that are not compared and on the meta device.
         """
         self.version = self.oldest = 0  # the newest version
         self._shards = dict(shards)
-        self._segments = [segment for _, segment in spans]
-        self._starts = [start for start, _ in spans]
+        self._spans = spans
         self._store = store
         self._num_versions = num_versions
         self._max_bytes = max_bytes
@@ -196,58 +150,49 @@ class ChangeLog:
     @torch.no_grad()
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite new values, by the state tier: see `zero_core.protocols.ParamStore`."""
-        segment = self._segments[bisect_right(self._starts, start) - 1]
+        _, segment = self._spans[bisect_right(self._spans, start, key=itemgetter(0)) - 1]
         if segment not in self._shards:
             assert self._store is not None, "whoever gives meta shards gives a store"
             self._store.write(start, values)
             return
-        base, target, own = self._shards[segment]
+        base, target, (own_start, own_stop) = self._shards[segment]
         is_elsewhere = values.device != target.device and target.device.type != "cpu"
         if is_elsewhere:  # a thread of the host writes: it is not ordered by the readers' streams
             torch.accelerator.synchronize(target.device)
         length = _CPU_NUMEL if target.is_cpu else _DEVICE_NUMEL
-        first = start - base
-        for low in range(0, values.numel(), length):
-            new = values[low : low + length]
-            old = target[first + low : first + low + new.numel()]
-            self._overwrite(segment, first + low, old, new.to(old.device, old.dtype), own)
+        for begin in range(0, values.numel(), length):
+            new = values[begin : begin + length]
+            first = start - base + begin
+            old = target[first : first + new.numel()]
+            new = new.to(old.device, old.dtype)
+            low, high = max(first, own_start), min(first + old.numel(), own_stop)
+            if low < high:  # at stage 0 other ranks have written the same elsewhere
+                part = slice(low - first, high - first)
+                masks = compare(old[part], new[part])
+                with self._lock:
+                    changes = self._open.setdefault(segment, ShardChanges(own_stop - own_start))
+                    changes.add(low - own_start, *(mask.cpu() for mask in masks))
+            old.copy_(new)
         if is_elsewhere:
             torch.accelerator.synchronize(target.device)
-
-    def _overwrite(
-        self, segment: int, first: int, old: Tensor, new: Tensor, own: tuple[int, int]
-    ) -> None:
-        low, high = max(first, own[0]), min(first + old.numel(), own[1])
-        if low < high:  # at stage 0 other ranks have written the same elsewhere
-            part = slice(low - first, high - first)
-            masks = compare(old[part], new[part])
-            with self._lock:
-                changes = self._open.setdefault(segment, ShardChanges(own[1] - own[0]))
-                changes.add(low - own[0], *(mask.cpu() for mask in masks))
-        old.copy_(new)
 
     # ------------------------------------------------------------ between two steps
 
     def restart(self, params: Sequence[FlatParams]) -> None:
         """Forget everything: the current values are those of the newest version."""
-        self._collect(params)
+        self.collect(params)
         with self._lock:
             self._open, self._closed = {}, []
         self.oldest = self.version
 
     def collect(self, params: Sequence[FlatParams]) -> bool:
         """Note which other shards changed. Return whether anything did since the last version."""
-        self._collect(params)
-        return any(changes.all.is_marked for changes in self._open.values())
-
-    def _collect(self, params: Sequence[FlatParams]) -> None:
         for flat in params:
             segment = flat.segment
             low, high = segment.shard_range(flat.rank)
             ranges = [(segment.slots[p].start, segment.slots[p].stop) for p in flat.edited]
             flat.edited.clear()
-            is_compared = segment.index in self._shards
-            if segment.is_trainable and not is_compared:
+            if segment.is_trainable and segment.index not in self._shards:
                 if self._seen.get(segment.index) != flat.version:
                     ranges = [(low, high)]
                 self._seen[segment.index] = flat.version
@@ -256,9 +201,10 @@ class ChangeLog:
                 if first < last:
                     changes = self._open.setdefault(segment.index, ShardChanges(high - low))
                     changes.add_range(first - low, last - low)
+        return any(changes.is_marked for changes in self._open.values())
 
     def close(self) -> None:
-        """End a version. What changes from now on belongs to the next one."""
+        """End the version that is open."""
         with self._lock:
             closed, self._open = self._open, {}
         for changes in closed.values():
@@ -276,16 +222,19 @@ class ChangeLog:
         """Bytes of the positions."""
         return sum(m.nbytes for of in (*self._closed, self._open) for m in of.values())
 
-    def changed(self, segment: int, since: int, numel: int) -> ChangedShard | None:
-        """Return which of a shard's ``numel`` elements changed after version ``since``, or None."""
+    def changed(self, segment: int, since: int, numel: int) -> tuple[Tensor, Tensor, int] | None:
+        """Return which of a shard's ``numel`` elements changed after version ``since``, or None.
+
+        A mask of those that moved by `NEAR` at most in each of several updates, a mask of the
+        other ones, and the number of the updates.
+        """
         assert since >= self.oldest, "checked by the caller, for all ranks"
         with self._lock:
             versions = chain(self._closed[since - self.oldest :], [self._open])
             found = [of[segment] for of in versions if segment in of]
         if not found:
             return None
-        near, far = (torch.zeros(numel, dtype=torch.bool) for _ in range(2))
+        changed, far = (torch.zeros(numel, dtype=torch.bool) for _ in range(2))
         for changes in found:
-            changes.all.mark(near)
-            (changes.all if changes.far is None else changes.far).mark(far)
-        return ChangedShard(near & ~far, far, sum(changes.num_updates for changes in found))
+            changes.mark(changed, far)
+        return changed & ~far, far, sum(changes.num_updates for changes in found)

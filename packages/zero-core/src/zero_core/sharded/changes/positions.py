@@ -47,8 +47,7 @@ class Form(StrEnum):
         return 4 if self is Form.LOW4 else 8
 
 
-NEAR = 7
-"""Largest distance at which a change is near."""
+NEAR = 7  # largest distance at which a change is near
 
 
 def form_of(num_changes: int, value_bytes: int) -> Form:
@@ -76,8 +75,6 @@ def to_low_bits(values: Tensor, form: Form) -> Tensor:
 
 def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
     """Return the values next to ``old``, 16-bit, that have the lowest bits ``codes``."""
-    if codes.numel() != -(-old.numel() * form.num_bits // 8):
-        raise ValueError(f"{codes.numel()} bytes of {form} for {old.numel()} positions")
     low = codes.to(torch.int32)
     if form is Form.LOW4:
         low = torch.stack([low & 0xF, low >> 4], 1).view(-1)[: old.numel()]
@@ -133,10 +130,8 @@ def num_bits_bytes(numel: int) -> int:
 
 def pack_bits(mask: Tensor) -> Tensor:
     """Return a 1-D bool ``mask`` as bits."""
-    if mask.numel() % _LITTLE or mask.storage_offset() % _LITTLE:
-        padded = torch.zeros(num_bits_bytes(mask.numel()) * _LITTLE, dtype=torch.bool)
-        padded[: mask.numel()] = mask
-        mask = padded
+    if mask.numel() % _LITTLE or mask.storage_offset() % _LITTLE:  # of no int64
+        mask = torch.nn.functional.pad(mask, (0, -mask.numel() % _LITTLE))  # a copy
     words = mask.view(torch.int64) * _GATHER_BITS
     return (words >> 56).to(torch.uint8)
 
@@ -169,16 +164,15 @@ def encode(mask: Tensor, value_bytes: int | None = None) -> tuple[Kind, Tensor]:
 def decode(kind: Kind, encoded: Tensor, numel: int) -> Tensor | slice:
     """Return what `encode` encoded as an index: positions, or a slice for all."""
     if kind is Kind.ALL:
-        positions: Tensor | slice = slice(0, numel)
-        is_right = not encoded.numel()
-    elif kind is Kind.BITS:
-        is_right = encoded.numel() == num_bits_bytes(numel)
-        positions = unpack_bits(encoded, encoded.numel() * _LITTLE).nonzero().view(-1)
-        is_right = is_right and (not positions.numel() or int(positions[-1]) < numel)
+        if not encoded.numel():
+            return slice(0, numel)
     else:
-        positions = decode_gaps(encoded)
-        is_right = not encoded.numel() or int(encoded[-1]) != _MORE
-        is_right = is_right and (not positions.numel() or int(positions[-1]) < numel)
-    if not is_right:
-        raise ValueError(f"{encoded.numel()} bytes of {kind} encode no positions below {numel}")
-    return positions
+        if kind is Kind.BITS:
+            is_whole = encoded.numel() == num_bits_bytes(numel)
+            positions = unpack_bits(encoded, encoded.numel() * _LITTLE).nonzero().view(-1)
+        else:
+            is_whole = not encoded.numel() or int(encoded[-1]) != _MORE
+            positions = decode_gaps(encoded)
+        if is_whole and (not positions.numel() or int(positions[-1]) < numel):
+            return positions
+    raise ValueError(f"{encoded.numel()} bytes of {kind} encode no positions below {numel}")
