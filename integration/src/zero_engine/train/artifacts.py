@@ -13,7 +13,7 @@ from transformers.models.gpt2 import GPT2LMHeadModel
 
 import zero_core
 from zero_core.checkpoint.retention import list_checkpoints
-from zero_core.checkpoint.storage import LATEST
+from zero_core.checkpoint.storage.local import LATEST
 from zero_core.checkpoint.storage.location import entry
 from zero_engine.train.data import END_OF_TEXT, Corpus
 from zero_engine.train.metrics import MIB, read_metrics

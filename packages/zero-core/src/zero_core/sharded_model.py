@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint import export
-from zero_core.checkpoint.background.saver import Saver
 from zero_core.checkpoint.load import load_checkpoint
-from zero_core.checkpoint.save import SaveOptions
+from zero_core.checkpoint.save import Saver, SaveRequest
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import Exchange
@@ -419,11 +418,10 @@ class ShardedModel:
         Raises:
             CheckpointError: something cannot be stored, or a rank failed.
         """
-        options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
         with self._saving("save_checkpoint()", drops_partial=drops_partial):
-            return self._saver.save(
-                location_of(directory), self._tag(tag), client_state or {}, options
-            )
+            place, tag = location_of(directory), self._tag(tag)
+            kept = has_frozen, is_latest, keep_last, keep_every
+            return self._saver.save(SaveRequest(place, tag, client_state or {}, *kept))
 
     @contextmanager
     def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:

@@ -27,7 +27,7 @@ from zero_core.checkpoint.manifest import (
     slice_key,
 )
 from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
-from zero_core.checkpoint.storage import LATEST
+from zero_core.checkpoint.storage.local import LATEST
 from zero_core.checkpoint.storage.location import Location, location_of, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 from zero_core.layout.arithmetic import ParamSpec

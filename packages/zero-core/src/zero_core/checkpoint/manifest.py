@@ -23,15 +23,15 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from zero_core.checkpoint import storage
 from zero_core.checkpoint.safetensors_files import DTYPES, first_error
+from zero_core.checkpoint.storage import local
 from zero_core.checkpoint.storage.location import Location, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.sharded.sharded_state import MASTER
 
 FORMAT = "zero-checkpoint"
 VERSION = 2
-MANIFEST = storage.MANIFEST
+MANIFEST = local.MANIFEST
 BUFFERS = "buffers.safetensors"
 VALUE = "value"
 """Name of frozen parameters' values, which have no master weight."""
@@ -229,7 +229,7 @@ def _check_files(manifest: Manifest) -> None:
             random.Random().setstate((version, numbers, gauss))
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"python_rng is no state of a generator: {error}") from None
-    if manifest.subfolder is not None and not storage.SUBFOLDER.fullmatch(manifest.subfolder):
+    if manifest.subfolder is not None and not local.SUBFOLDER.fullmatch(manifest.subfolder):
         raise ValueError(f"subfolder {manifest.subfolder!r:.60} is not of the form data-TOKEN")
     for name, facts in manifest.files.items():
         if not is_plain(name) or name == MANIFEST:

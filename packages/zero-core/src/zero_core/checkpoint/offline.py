@@ -13,8 +13,7 @@ from zero_core.checkpoint.files import Reader, find, newest_tag, read_latest
 from zero_core.checkpoint.load import check_rng, read_progress
 from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, file_name, read_manifest
 from zero_core.checkpoint.model_files import ModelFiles
-from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, prune
-from zero_core.checkpoint.save import SaveOptions
+from zero_core.checkpoint.retention import GIVEN_PREFIXES, check_kept, list_checkpoints, prune
 from zero_core.checkpoint.storage.location import local_path, location_of
 from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.core.extension import PREFIX
@@ -201,7 +200,7 @@ def prune_checkpoints(
     Raises:
         CheckpointError: a number is below 1, or there is no such folder.
     """
-    SaveOptions(keep_last=keep_last, keep_every=keep_every).check()
+    check_kept(keep_last, keep_every)
     return prune(
         location_of(directory),
         keep_last=keep_last,

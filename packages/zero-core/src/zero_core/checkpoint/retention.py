@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from zero_core.checkpoint.files import read_latest
-from zero_core.checkpoint.manifest import is_plain, read_manifest
-from zero_core.checkpoint.storage import MANIFEST
+from zero_core.checkpoint.manifest import MANIFEST, is_plain, read_manifest
 from zero_core.checkpoint.storage.location import Location, entry
 from zero_core.errors import CheckpointError
 
@@ -28,6 +27,12 @@ class Kept(NamedTuple):
     saved_at: int  # in nanoseconds since the epoch
     prefix: str
     step: int | None
+
+
+def check_kept(keep_last: int | None, keep_every: int | None) -> None:
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name} = {value}: expected 1 or more, or None")
 
 
 def list_checkpoints(directory: Location) -> list[Kept]:
@@ -53,10 +58,10 @@ def split_tag(tag: str) -> tuple[str, int | None]:
 def prune(
     directory: Location,
     *,
-    keep_last: int | None,
-    keep_every: int | None = None,
+    keep_last: int,
+    keep_every: int | None,
+    prefixes: Collection[str],
     newest: str | None = None,
-    prefixes: Collection[str] = GIVEN_PREFIXES,
     is_trial: bool = False,
 ) -> list[str]:
     """Remove checkpoints that are not to be kept, and return their tags.
@@ -68,14 +73,12 @@ def prune(
     Args:
         directory: the folder of all checkpoints.
         keep_last: how many of those of the highest steps stay, up to the newest one's: what is
-            beyond it was saved before the training went back. None: all.
+            beyond it was saved before the training went back.
         keep_every: those of steps that are multiples of it stay too.
-        newest: the tag that was just saved, if one was.
         prefixes: what the step follows in their tags.
+        newest: the tag that was just saved, if one was.
         is_trial: return the tags only.
     """
-    if keep_last is None:
-        return []
     saved = [
         (one.tag, one.step)
         for one in list_checkpoints(directory)

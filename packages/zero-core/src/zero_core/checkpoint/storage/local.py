@@ -1,9 +1,11 @@
 """Folders of checkpoints in the file system of this machine.
 
-Files are opened only if they are regular, created and never reopened, and written through. Hidden
-names in a folder of checkpoints: ``.TAG.saving`` is one under way, ``.TAG.old`` one that is being
-replaced, ``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks find
-out which of them share a folder.
+A checkpoint is committed by one write: the rename of its folder, or of the object `MANIFEST` where
+there are no renames (`Upload`). Files are opened only if they are regular, and written through.
+
+Hidden names: ``.TAG.saving`` is a checkpoint under way, ``.TAG.old`` one that is being replaced,
+``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks find out which
+of them share a folder.
 """
 
 from __future__ import annotations
@@ -20,9 +22,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from zero_core.checkpoint.storage import ADVICE, LATEST, MANIFEST, NO_SAVE_S
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 
+MANIFEST = "manifest.json"
+"""Name of the file that describes a checkpoint, and vouches for its other files."""
+LATEST = "latest"
+"""Name of the file that names the newest checkpoint of a folder."""
+SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")
+"""Names of folders beside a manifest that have the files, where there are no renames."""
+NO_SAVE_S = 24 * 3600
+"""Seconds after which nothing belongs to a save under way, where no lock says so."""
+ADVICE = "save to another place; checkpoints that were there before are whole"
+"""The cure in errors of a save."""
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
 _MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
 _TRIES = 200
@@ -62,28 +73,12 @@ class LocalEntry:
             os.fsync(file.fileno())
 
     def identity(self) -> list[Any]:
-        """Return what two ranks that see one file have alike, as JSON."""
+        """Return JSON that is equal on two ranks only if they see one file."""
         found = self._path.stat()
         return [found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
     def modified_ns(self) -> int:
         return self._path.stat().st_mtime_ns
-
-    def inode(self) -> tuple[int, ...] | None:
-        """Return its identity, which a rewrite changes. None where it cannot be linked to."""
-        found = self._path.stat()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-    def link_to(self, known: Any, inode: tuple[int, ...]) -> bool:
-        """Have it hold the content of ``known``, which was ``inode``. Return whether it does."""
-        try:
-            os.link(known, self._path, follow_symlinks=False)
-            if self.inode() == inode:
-                return True
-            self._path.unlink()
-        except OSError:  # removed since, in another file system, or in one without links
-            pass
-        return False
 
     def discard(self) -> None:
         """Remove a checkpoint's folder, hidden first: the next save removes what is left."""
@@ -91,10 +86,6 @@ class LocalEntry:
         hidden = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-    def staging(self, tag: str, token: str) -> Aside:
-        """Return checkpoint ``tag`` under way here. ``token`` is new, and the same on all ranks."""
-        return Aside(self._path, tag)
 
 
 class Aside:
@@ -176,11 +167,10 @@ class Aside:
 
 
 def _open_locked(folder: Path) -> tuple[int, bool | None]:
-    """Open a folder and lock it until its descriptor is closed.
+    """Open a folder, lock it until its descriptor is closed, and return whether it is locked.
 
-    Returns:
-        The descriptor, and whether it is locked. False: another program has the lock, or the name
-        is another folder's by now. None: the file system has no locks.
+    False: another program has the lock, or the name is another folder's by now. None: the file
+    system has no locks.
     """
     is_locked: bool | None = True
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -235,6 +225,24 @@ def _is_past(path: Path) -> bool:
         return False
 
 
+def inode_of(path: Path) -> tuple[int, ...]:
+    """Return the identity of a file, which a rewrite changes."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
+    """Link ``path`` to ``known`` if that still has ``inode``. Return whether it is linked."""
+    try:
+        os.link(known, path, follow_symlinks=False)
+        if inode_of(path) == inode:
+            return True
+        path.unlink()
+    except OSError:  # removed since, in another file system, or in one without links
+        pass
+    return False
+
+
 def create(path: Path) -> IO[bytes]:
     """Create a file for writing, with the modes of any new file. What is there is never opened."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -249,7 +257,6 @@ def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Create a file with ``data``, written through to the disk."""
     with LocalEntry(path).writing() as file:
         write_all(file, data)
 
