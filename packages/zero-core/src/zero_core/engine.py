@@ -27,7 +27,7 @@ from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.patches.document import WeightPatch
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.save import OnPending, PendingSave, SaveRequest
-from zero_core.checkpoint.storage.location import Location, local_path, location_of
+from zero_core.checkpoint.storage import Location, local_path, location_of
 from zero_core.core.extension import EndedStep, Extensions
 from zero_core.errors import RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods

@@ -22,7 +22,7 @@ from zero_core._torch import cast_floats
 from zero_core.checkpoint import export
 from zero_core.checkpoint.load import load_checkpoint
 from zero_core.checkpoint.save import Saver, SaveRequest
-from zero_core.checkpoint.storage.location import Location, local_path, location_of
+from zero_core.checkpoint.storage import Location, local_path, location_of
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import Exchange
 from zero_core.comm.device import DeviceCollectives

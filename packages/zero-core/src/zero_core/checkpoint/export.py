@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import save_own_state
-from zero_core.checkpoint.model_files import ModelFiles
+from zero_core.checkpoint.safetensors_files import ModelFiles
 from zero_core.core import access
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import Quantized, plain_name
@@ -24,34 +25,28 @@ def full_state_dict(
         raise ValueError(f"rank = {rank}: expected a rank below {state.control.world_size}")
     by_name: dict[str, Tensor] = {}
     # a collective: every rank goes on to the end
-    for names, value in _entries(state, state.full_params(rank, dtype=dtype), dtype):
-        by_name |= dict.fromkeys(names, value)
+    for keys, value in _entries(state, state.full_params(rank, dtype=dtype), dtype):
+        by_name |= dict.fromkeys(keys, value)
     if rank not in (None, state.control.rank):
         return {}
     by_name |= state.buffers()
-    return {key: by_name[key] for key in _in_order(state.names(), by_name)}
-
-
-def _in_order(names: Sequence[str], saved: Iterable[str]) -> Iterator[str]:
-    """Yield ``names``, and behind those of a module what it ``saved`` besides."""
-    extra: dict[str, list[str]] = {}
-    paths = {name.rpartition(".")[0] for name in names}
-    known = set(names)
-    for key in (key for key in saved if key not in known):
+    # In torch's order: a module's names, and behind them what it saves besides.
+    names, extra = state.names(), defaultdict[str, list[str]](list)
+    known, paths = set(names), {name.rpartition(".")[0] for name in names}
+    for key in [key for key in by_name if key not in known]:
         path = key.rpartition(".")[0]
         while path not in paths:
             path = path.rpartition(".")[0]
-        extra.setdefault(path, []).append(key)
+        extra[path].append(key)
+    ordered: list[str] = []
     for path, own in groupby(names, key=lambda name: name.rpartition(".")[0]):
-        yield from own
-        yield from extra.get(path, ())
+        ordered += [*own, *extra[path]]
+    return {key: by_name[key] for key in ordered}
 
 
 def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return all values by the layout's names, those of components included."""
-    return {
-        spec.name: _cast(tensor, spec, dtype) for spec, tensor in state.full_params(dtype=dtype)
-    }
+    return {spec.name: _cast(t, spec, dtype) for spec, t in state.full_params(dtype=dtype)}
 
 
 def _entries(
@@ -62,7 +57,14 @@ def _entries(
     A module that holds quantized parameters saves these itself, as soon as all of their components
     are there: in a model of blocks, those of one block at a time.
     """
-    holders = _quantized_holders(state)
+    whole = {id(q.param): q for q in state.quantized if not q.is_plain}
+    # Each module with quantized parameters by path, these, and their components' names.
+    holders: dict[str, tuple[nn.Module, tuple[Quantized, ...], frozenset[str]]] = {}
+    for path, module in state.module.named_modules(remove_duplicate=False):
+        quantized = tuple(whole[id(p)] for p in module._parameters.values() if id(p) in whole)
+        if quantized:
+            needed = frozenset(state.param_names[id(c)] for q in quantized for c in q.components)
+            holders[plain_name(path)] = (module, quantized, needed)
     waiting = {name for _, _, needed in holders.values() for name in needed}
     found: dict[str, Tensor] = {}
     for spec, tensor in params:
@@ -77,20 +79,6 @@ def _entries(
                     yield (key,), value
                 for name in needed.difference(*(others for _, _, others in holders.values())):
                     del found[name]
-
-
-def _quantized_holders(
-    state: ShardedState,
-) -> dict[str, tuple[nn.Module, tuple[Quantized, ...], frozenset[str]]]:
-    """Return each module with quantized parameters by path, these, and their components' names."""
-    whole = {id(q.param): q for q in state.quantized if not q.is_plain}
-    holders = {}
-    for path, module in state.module.named_modules(remove_duplicate=False):
-        own = tuple(whole[id(p)] for p in module._parameters.values() if id(p) in whole)
-        if own:
-            needed = frozenset(state.param_names[id(c)] for q in own for c in q.components)
-            holders[plain_name(path)] = (module, own, needed)
-    return holders
 
 
 def _saved_by(

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from zero_core.checkpoint.files import Reader, find
-from zero_core.checkpoint.json_values import decode
+from zero_core.checkpoint.json_values import check_flattened, decode, restore, safe_class
 from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, RNG, VALUE, file_name, read_manifest
-from zero_core.checkpoint.storage.location import Location, entry, location_of
-from zero_core.checkpoint.whole_states import check as check_state
-from zero_core.checkpoint.whole_states import check_classes, restore
+from zero_core.checkpoint.storage import Location, identity, location_of
 from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
@@ -32,9 +30,9 @@ _log = logging.getLogger(__name__)
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
 were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer.
-"progress" are the counters, the loss scale and the states of random
-generators."""
+"progress" are the counters, the loss scale and the states of random generators."""
 
+_Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 
 
@@ -46,12 +44,9 @@ def load_checkpoint(
     *,
     without: Collection[str] = (),
 ) -> tuple[Location, dict[str, Any]]:
-    """Restore a checkpoint, and return its folder and the client state.
+    """Restore a checkpoint, and return its folder and the client state. See `Engine`'s.
 
-    Overwrites ``state`` and ``progress``, except for the parts ``without``, of `PARTS`. ``tag``
-    names one of the checkpoints in ``directory``; None is the newest.
-
-    All checks, of all bytes and on all ranks, come before the first write: a checkpoint that is
+    All checks, of all bytes and on all ranks, precede the first write: a checkpoint that is
     refused has changed nothing. Every rank must call it.
     """
     control = state.control
@@ -60,12 +55,12 @@ def load_checkpoint(
         unknown = sorted(p for p in {*without} - {*PARTS} if not p.startswith(PREFIX))
         if unknown:
             raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
-        reader = Reader.of(find(directory, tag))
+        reader = Reader(find(directory, tag))
         check_fits(state, reader, progress, without)
         return reader
 
     reader = control.together("checkpoint: find", look)
-    own = [*entry(reader.folder / MANIFEST).identity(), reader.manifest.sha256]
+    own = [*identity(reader.folder / MANIFEST), reader.manifest.sha256]
     rows = [json.loads(row) for row in control.gather_bytes(json.dumps(own).encode())]
     digests = [row[-1] for row in rows]
     if len(set(digests)) > 1:
@@ -148,14 +143,11 @@ def restore_from(
 ) -> dict[str, Any]:
     """Restore the checkpoint of ``reader``, whose files were checked. Returns the client state.
 
-    Parameters that are trained here and were frozen start as ones that torch's optimizer has never
-    seen: their states are those before a first step, with a count of steps of their own, and their
-    master weights are the values that were saved, in the compute dtype. Those that are frozen here
-    and were trained keep their master weights, rounded.
-
-    Every rank must call it.
+    Parameters that are trained here and were frozen get the saved values, in the compute dtype, as
+    master weights, and the states of before a first step. Those that are frozen here and were
+    trained get their master weights, rounded. Every rank must call it.
     """
-    restoring = Restoring(state, reader, without)
+    restoring = _Restoring(state, reader, without)
     state.control.together("checkpoint: check", restoring.check)
     state.quiesce()
     state.control.place.unfinished = "a load"
@@ -193,12 +185,7 @@ def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
         ) from error
 
 
-def _is_sliced(state: ShardedState, param: int) -> bool:
-    """Whether the states of a trainable parameter are sliced."""
-    return not isinstance(state.tier, WholeTier) or state.tier.owner_of(param) is None
-
-
-class Restoring:
+class _Restoring:
     """Restoring of one rank's part of a checkpoint: `check` all of it, then `write`."""
 
     def __init__(self, state: ShardedState, reader: Reader, without: Collection[str]) -> None:
@@ -208,50 +195,57 @@ class Restoring:
         self._sources = {
             p.name: MASTER if p.is_trainable else VALUE for p in reader.manifest.params
         }
-        self._parts: list[tuple[Callable[[Tensor], None], Callable[[], Tensor]]] = []
-        self._extension_parts = self._parts.copy()  # written when the weights are there
-        self._sliced: set[str] = set()  # names of the states that are written in slices
+        self._parts: list[tuple[Callable[[Tensor], None], _Read]] = []
+        self._extension_parts: list[tuple[Callable[[Tensor], None], _Read]] = []
         self._numbers: list[Mapping[str, float]] = []  # of each piece
+        self._generators: dict[str, Tensor] = {}  # torch's states that are restored here
 
     def check(self) -> None:
         """Find all that is going to be read. Changes nothing, and allocates nothing large."""
         state, reader, without = self._state, self._reader, self._without
         reader.trust()  # every chunk was compared, by one of the ranks
         names = {MASTER} if "optimizer" in without else {*reader.manifest.states} - {*without}
+        in_slices = set()
         for name in sorted(names):
             for piece in state.pieces:
                 spec = state.layout.params[piece.param]
-                is_extensions = name.startswith(PREFIX)
-                if is_extensions and self._sources[spec.name] == VALUE:
-                    continue  # frozen there: it stays as `Extension.reset` has set it
-                source = self._sources[spec.name] if name == MASTER else name
-                if source == VALUE and "frozen" in without:
-                    continue
-                # A parameter that was never updated has no such states.
-                if (
-                    name != MASTER
-                    and not is_extensions
-                    and not (
-                        _is_sliced(state, piece.param) and reader.scalars(spec.name)["num_steps"]
+                source, is_extensions = self._sources[spec.name], name.startswith(PREFIX)
+                if name == MASTER:
+                    is_read = source == MASTER or "frozen" not in without
+                elif is_extensions:  # frozen there: it stays as `Extension.reset` has set it
+                    is_read = source == MASTER
+                else:  # a parameter that was never updated has no such states
+                    is_read = self._is_sliced(piece.param) and bool(
+                        reader.scalars(spec.name)["num_steps"]
                     )
-                ):
+                if not is_read:
                     continue
                 stop = piece.offset + piece.stop - piece.start
-                read = self._find(source, spec, piece.offset, stop)
+                kept = source if name == MASTER else name
+                read = self._find(kept, spec, piece.offset, stop)
                 parts = self._extension_parts if is_extensions else self._parts
                 parts.append((partial(state.write_state, name, piece.start), read))
                 if not is_extensions:
-                    self._sliced.add(name)
+                    in_slices.add(name)
         for store, spec, low, high in state.frozen_parts():
             if self._sources[spec.name] == MASTER or "frozen" not in without:
                 self._parts.append((store, self._find(self._sources[spec.name], spec, low, high)))
         if "optimizer" not in without:
-            self._check_optimizer()
+            self._check_optimizer(in_slices)
         self._check_buffers()
-        for kind, saved in self._random_states().items():
-            check_rng(reader, saved, "cpu" if kind == "torch" else kind)
+        if "progress" not in without and reader.manifest.world_size == state.control.world_size:
+            file = file_name(RNG, state.control.rank)
+            has_cuda = "cuda" in reader.tensors(file) and torch.cuda.is_available()
+            for name in ("torch", "cuda") if has_cuda else ("torch",):
+                self._generators[name] = reader.read_tensor(file, name)
+                check_rng(reader, self._generators[name], "cpu" if name == "torch" else name)
 
-    def _find(self, state: str, spec: ParamSpec, low: int, high: int) -> Callable[[], Tensor]:
+    def _is_sliced(self, param: int) -> bool:
+        """Whether the states of a trainable parameter are sliced here."""
+        tier = self._state.tier
+        return not isinstance(tier, WholeTier) or tier.owner_of(param) is None
+
+    def _find(self, state: str, spec: ParamSpec, low: int, high: int) -> _Read:
         """Find ``[low, high)`` of a parameter's slot, of its ``state``. Returns their reader."""
         reader = self._reader
         if reader.has_order_of(spec):
@@ -261,23 +255,23 @@ class Restoring:
         order = reader.manifest.by_name[spec.name].memory_order or ()
 
         def read() -> Tensor:
-            return spec.to_elements(unflatten(reader.read_parts(whole), spec.shape, order))[
-                low:high
-            ]
+            values = unflatten(reader.read_parts(whole), spec.shape, order)
+            return spec.to_elements(values)[low:high]
 
         return read
 
-    def _check_optimizer(self) -> None:
+    def _check_optimizer(self, in_slices: Collection[str]) -> None:
+        """Compare whole states and numbers with the tier, whose states ``in_slices`` are read."""
         state, reader = self._state, self._reader
-        needed = {piece.param for piece in state.pieces if _is_sliced(state, piece.param)}
+        needed = {piece.param for piece in state.pieces if self._is_sliced(piece.param)}
         if isinstance(state.tier, WholeTier):
             needed |= set(state.tier.updated_params())
         for param in sorted(needed):
-            name, is_sliced = state.layout.params[param].name, _is_sliced(state, param)
+            name, is_sliced = state.layout.params[param].name, self._is_sliced(param)
             whole = reader.manifest.whole_states.get(name)
             if whole is not None:
-                check_state(whole.state, reader.tensors(whole.file))
-                check_classes(whole.state)
+                for path in sorted(check_flattened(whole.state, reader.tensors(whole.file))):
+                    safe_class(path)
             if is_sliced == (whole is not None) and reader.scalars(name)["num_steps"]:
                 raise CheckpointError(
                     f"{reader.folder}: the state of {name} was saved "
@@ -285,11 +279,9 @@ class Restoring:
                     f"{'slices' if is_sliced else 'whole parameters'}: does the optimizer declare "
                     "is_elementwise and is_elementwise_group as it did?" + _HINT
                 )
-        self._numbers = [
-            reader.scalars(state.layout.params[piece.param].name) for piece in state.pieces
-        ]
+        self._numbers = [reader.scalars(state.layout.params[p.param].name) for p in state.pieces]
         try:
-            state.tier.check_states(sorted(self._sliced), self._numbers)
+            state.tier.check_states(sorted(in_slices), self._numbers)
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{reader.folder}: {error.args[0]}" + _HINT) from error
 
@@ -311,21 +303,11 @@ class Restoring:
                     f"{place}: buffer {name} has shape {shape} there and {own[name]} in the model"
                 )
 
-    def _random_states(self) -> dict[str, Tensor]:
-        """Return the saved states of torch's generators that are restored here, if any are."""
-        control, reader = self._state.control, self._reader
-        if "progress" in self._without or reader.manifest.world_size != control.world_size:
-            return {}
-        file, names = file_name(RNG, control.rank), ["torch"]
-        if "cuda" in reader.tensors(file) and torch.cuda.is_available():
-            names.append("cuda")
-        return {name: reader.read_tensor(file, name) for name in names}
-
     def write(self) -> None:
         state, reader = self._state, self._reader
         for store, read in self._parts:
             store(read())
-        for extension in state.extensions:
+        for extension in state.extensions:  # once the weights are there
             extension.reset()
         for store, read in self._extension_parts:
             store(read())
@@ -339,9 +321,8 @@ class Restoring:
                     whole = {} if saved is None else restore(saved.state, reader, saved.file)
                     state.tier.write_whole_state(param, whole)
         load_buffers(state.module, reader.read_buffers())
-        generators = self._random_states()
-        if generators:
-            torch.set_rng_state(generators["torch"])
-            if "cuda" in generators:
-                torch.cuda.set_rng_state(generators["cuda"])
+        if self._generators:
+            torch.set_rng_state(self._generators["torch"])
+            if "cuda" in self._generators:
+                torch.cuda.set_rng_state(self._generators["cuda"])
             random.setstate(reader.manifest.python_rng[state.control.rank])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +43,12 @@ class Loadable(Protocol):
     config: Config
 
     @property
-    def micro_steps(self) -> int:
-        """Micro-steps trained so far."""
+    def micro_steps(self) -> int: ...
 
     @property
-    def sharded_state(self) -> ShardedState:
-        """Parameters and states to write."""
+    def sharded_state(self) -> ShardedState: ...
 
-    def rewriting(self) -> AbstractContextManager[None]:
-        """Allow writes to shards and states in the context, on all ranks."""
+    def rewriting(self) -> AbstractContextManager[None]: ...
 
 
 def load_pretrained(
@@ -62,12 +58,11 @@ def load_pretrained(
 
     Every rank must call it, and must see the files; each reads the ranges that it keeps. Master
     weights take the file's precision, unless ``data_types.master_weights_from`` is "rounded";
-    parameters and buffers are cast to their dtype. A tied weight
-    may be in the file by any of its names. Names with and without Hugging Face's
-    ``base_model_prefix`` are matched, and what the model declares in
-    ``_keys_to_ignore_on_load_missing`` and ``..._unexpected`` is ignored. All names,
-    shapes and files are checked before anything is changed. Gradients of a backward without a step
-    are dropped.
+    parameters and buffers are cast to their dtype. A tied weight may be in the file by any of its
+    names. Names with and without Hugging Face's ``base_model_prefix`` are matched, and what the
+    model declares in ``_keys_to_ignore_on_load_missing`` and ``..._unexpected`` is ignored. All
+    names, shapes and files are checked before anything is changed. Gradients of a backward without
+    a step are dropped.
 
     Args:
         engine: fresh from `zero_core.build`: moments of other weights would be wrong for these.
@@ -87,42 +82,39 @@ def load_pretrained(
         )
     state = engine.sharded_state
 
-    def check() -> tuple[_Match, bytes]:
+    def check() -> tuple[dict[str, StoredTensor], Loaded, bytes]:
         stored = find_tensors(source)
-        match = _match(state, stored)
-        missing, unexpected = match.names.missing, match.names.unexpected
-        if strict and (missing or unexpected):
+        matched, names = _match(state, stored)
+        if strict and (names.missing or names.unexpected):
             raise CheckpointError(
-                f"{source} does not fit the model: missing {_some(missing)}, unexpected "
-                f"{_some(unexpected)}; strict=False leaves both as they are"
+                f"{source} does not fit the model: missing {_some(names.missing)}, unexpected "
+                f"{_some(names.unexpected)}; strict=False leaves both as they are"
             )
         described = repr([(n, t.shape, t.dtype, t.start) for n, t in stored.items()])
-        return match, hashlib.sha256(described.encode()).digest()
+        return matched, names, hashlib.sha256(described.encode()).digest()
 
-    match, digest = state.control.together("load_pretrained: check", check)
+    matched, names, digest = state.control.together("load_pretrained: check", check)
     if len(set(state.control.gather_bytes(digest))) > 1:
         raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
     with engine.rewriting():
         state.quiesce()
         state.control.place.unfinished = "load_pretrained()"
         rounds = engine.config.data_types.master_weights_from == "rounded"
-        restore = partial(_restore, state, match, rounds_masters=rounds)
+        restore = partial(_restore, state, matched, rounds_masters=rounds)
         state.control.together("load_pretrained: read", restore)
-    return match.names
+    return names
 
 
-class _Match(NamedTuple):
-    """Stored tensors of parameters (by their first name) and of buffers, and unmatched names."""
-
-    params: dict[str, StoredTensor]
-    buffers: dict[str, StoredTensor]
-    names: Loaded
-
-
-def _match(state: ShardedState, stored: dict[str, StoredTensor]) -> _Match:
-    first_of = {n: s.name for s in state.layout.params for n in (s.name, *s.aliases)}
-    kept = set(state.names())
-    buffers = {n: buffer for n, buffer in named_buffers(state.module).items() if n in kept}
+def _match(
+    state: ShardedState, stored: dict[str, StoredTensor]
+) -> tuple[dict[str, StoredTensor], Loaded]:
+    """Return the stored tensors of parameters, by their first name, and of buffers."""
+    specs, kept = {spec.name: spec for spec in state.layout.params}, set(state.names())
+    for name, buffer in named_buffers(state.module).items():
+        if name in kept:
+            shape = tuple(buffer.shape)
+            specs[name] = ParamSpec(name, shape, buffer.dtype, is_trainable=False)
+    first_of = {n: s.name for s in specs.values() for n in (s.name, *s.aliases)}
     by_target: dict[str, dict[str, StoredTensor]] = {}
     unexpected = []
     # foreign: transformers' models name their inner model
@@ -131,31 +123,23 @@ def _match(state: ShardedState, stored: dict[str, StoredTensor]) -> _Match:
     for name, tensor in stored.items():
         plain = plain_name(name)
         spellings = (plain, prefix + plain, plain.removeprefix(prefix))
-        target = next((n for n in spellings if n in first_of or n in buffers), None)
+        target = next((n for n in spellings if n in first_of), None)
         if target is None:
             unexpected.append(name)
-        elif target in by_target.setdefault(first_of.get(target, target), {}):
+        elif target in by_target.setdefault(first_of[target], {}):
             raise CheckpointError(f"the files hold {target} twice, with {prefix!r} and without")
         else:
-            by_target[first_of.get(target, target)][target] = tensor
-    specs = [s for s in state.layout.params if s.name in by_target]
-    for spec in specs:
-        for name, tensor in by_target[spec.name].items():
-            _check_fits(name, tensor, spec)
-    params = {spec.name: _the_one(state, spec.name, by_target[spec.name]) for spec in specs}
-    found = {name: by_target[name][name] for name in buffers if name in by_target}
-    for name, tensor in found.items():
-        shape, dtype = tuple(buffers[name].shape), buffers[name].dtype
-        _check_fits(name, tensor, ParamSpec(name, shape, dtype, is_trainable=False))
-    missing = [n for n in (*(s.name for s in state.layout.params), *buffers) if n not in by_target]
-    return _Match(
-        params,
-        found,
-        Loaded(
-            _not_ignored(state.module, "_keys_to_ignore_on_load_missing", missing),
-            _not_ignored(state.module, "_keys_to_ignore_on_load_unexpected", unexpected),
-        ),
+            by_target[first_of[target]][target] = tensor
+    found = [name for name in specs if name in by_target]
+    for first in found:
+        for name, tensor in by_target[first].items():
+            _check_fits(name, tensor, specs[first])
+    missing = [name for name in specs if name not in by_target]
+    names = Loaded(
+        _not_ignored(state.module, "_keys_to_ignore_on_load_missing", missing),
+        _not_ignored(state.module, "_keys_to_ignore_on_load_unexpected", unexpected),
     )
+    return {first: _the_one(state, first, by_target[first]) for first in found}, names
 
 
 def _not_ignored(module: nn.Module, attribute: str, names: list[str]) -> tuple[str, ...]:
@@ -184,9 +168,9 @@ def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) ->
     """Return the values of a tied weight, after a check that all its copies in the files agree."""
     name = first if first in found else next(iter(found))
     tensor = found[name]
-    numel = math.prod(tensor.shape)
     rank, size = state.control.rank, state.control.world_size
-    low, high = numel * rank // size, numel * (rank + 1) // size  # each rank looks at a part
+    # Each rank compares a part.
+    low, high = tensor.numel * rank // size, tensor.numel * (rank + 1) // size
     for other, copy in found.items():
         for start in range(low, high, _CHUNK_NUMEL) if copy is not tensor else ():
             stop = min(start + _CHUNK_NUMEL, high)
@@ -204,20 +188,23 @@ def _some(names: tuple[str, ...]) -> str:
     return f"[{', '.join(names[:10])}, ... ({len(names)} in all)]"
 
 
-def _restore(state: ShardedState, match: _Match, *, rounds_masters: bool) -> None:
+def _restore(
+    state: ShardedState, matched: dict[str, StoredTensor], *, rounds_masters: bool
+) -> None:
     for piece in state.pieces:
         spec = state.layout.params[piece.param]
-        tensor = match.params.get(spec.name)
-        if tensor is not None:
-            values = _elements(tensor, spec, piece.offset, piece.offset + piece.stop - piece.start)
+        if spec.name in matched:
+            stop = piece.offset + piece.stop - piece.start
+            values = _elements(matched[spec.name], spec, piece.offset, stop)
             if rounds_masters:
                 values = values.to(state.layout.segments[piece.segment].dtype)
             state.tier.write_state(MASTER, piece.start, values)
     for store, spec, low, high in state.frozen_parts():
-        tensor = match.params.get(spec.name)
-        if tensor is not None:
-            store(_elements(tensor, spec, low, high))
-    load_buffers(state.module, {name: tensor.value() for name, tensor in match.buffers.items()})
+        if spec.name in matched:
+            store(_elements(matched[spec.name], spec, low, high))
+    params = {spec.name for spec in state.layout.params}
+    buffers = {name: tensor.value() for name, tensor in matched.items() if name not in params}
+    load_buffers(state.module, buffers)
 
 
 def _elements(tensor: StoredTensor, spec: ParamSpec, low: int, high: int) -> Tensor:

@@ -7,23 +7,18 @@ so that stage, world size, Twin-Flow's ratio and tier may all differ from the wr
 whole parameters are in their owner's file ``whole``. Nothing is pickled.
 
 The folder is written under a hidden name beside its place, synced, then renamed: a killed save
-leaves the previous checkpoint whole, and the next save removes what it left. What is written to
-where there are no renames is in `zero_core.checkpoint.storage.location`.
-
-A file that would be written again is linked to that of the last save: states where no step was
-taken since, and frozen values and buffers whose checksums are the same.
-
-Ranks may have folders of their own: disks of their machines, or what the program gives each. Every
-folder then holds the files of its ranks and the manifest of all; their union is the checkpoint.
+leaves the previous checkpoint whole. A file that would be written again is linked to that of the
+last save: states where no step was taken since, frozen values and buffers whose checksums are the
+same. Ranks may have folders of their own, disks of their machines. Every folder then holds the
+files of its ranks and the manifest of all; their union is the checkpoint.
 
 [Note: a save beside training]
 The call takes what is small, and a snapshot of the states, which copies nothing
 (`zero_core.sharded.snapshot`). A thread writes the files and, when all ranks have theirs, completes
 the checkpoint, as a synchronous save does. The threads of the ranks agree through the store
-(`zero_core.comm.groups.StoreExchange`), never by the collectives of the training.
-
-Frozen values and parameters in host memory are read in place. `ShardedState.quiesce` waits for the
-thread before anything but a step writes to them.
+(`zero_core.comm.groups.StoreExchange`), never by the collectives of the training. Frozen values and
+parameters in host memory are read in place: `ShardedState.quiesce` waits for the thread before
+anything but a step writes to them.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ from torch import Tensor
 
 from zero_core._libc import use_one_core
 from zero_core.checkpoint.files import check_tag
-from zero_core.checkpoint.json_values import encode
+from zero_core.checkpoint.json_values import encode, flatten
 from zero_core.checkpoint.manifest import (
     BUFFERS,
     CHUNK_BYTES,
@@ -62,11 +57,20 @@ from zero_core.checkpoint.manifest import (
     seal,
     slice_key,
 )
-from zero_core.checkpoint.retention import check_kept, prune, split_tag
+from zero_core.checkpoint.offline import check_kept, prune, split_tag
 from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
-from zero_core.checkpoint.storage.local import ADVICE, Aside, inode_of, link, no_room, write_all
-from zero_core.checkpoint.storage.location import Location, Staging, Upload, entry
-from zero_core.checkpoint.whole_states import flatten
+from zero_core.checkpoint.storage import (
+    ADVICE,
+    Aside,
+    Location,
+    Staging,
+    Upload,
+    inode_of,
+    link,
+    no_room,
+    write_all,
+    writing,
+)
 from zero_core.comm.control import Exchange
 from zero_core.errors import CheckpointError, CheckpointFailedError, CollectiveError
 from zero_core.optim.train_state import TrainState
@@ -139,6 +143,19 @@ class _KnownFile(NamedTuple):
     version: int | None  # of the states in it
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """The part of a checkpoint that its call takes, on this rank."""
+
+    request: SaveRequest
+    state_names: list[str]
+    words: dict[str, Any]  # members of the manifest
+    row: list[Any]  # this rank's own in the manifest: see `fill`
+    reads: dict[str, Callable[[], _Tensors]]  # what reads each file, in the manifest's order
+    versioned: frozenset[str]  # the files that equal ``version`` make equal
+    version: int | None  # of the states, None if it is not known
+
+
 class Saver:
     """Saves one engine's checkpoints. See [Note: a save beside training]."""
 
@@ -149,13 +166,13 @@ class Saver:
         self._exchange = exchange
         self._watch: StateWatch | None = None
         self._pending: PendingSave | None = None
-        self._known: Mapping[str, _KnownFile] = {}
+        self._known: Mapping[str, _KnownFile] = {}  # this rank's files of the last save
 
     def save(self, request: SaveRequest) -> Location:
         """Write a checkpoint at once. Every rank must call it."""
         self._settle("wait")
-        save = self._take(request, Snapshot(self._state, None), is_beside=False)
-        self._known = save.write(self._state.control)
+        taken = self._take(request, Snapshot(self._state, None), is_beside=False)
+        self._write(taken, self._state.control)
         return request.place
 
     def start(
@@ -165,7 +182,7 @@ class Saver:
         self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watch, max_bytes)
         try:
-            save = self._take(request, snapshot, is_beside=True)
+            taken = self._take(request, snapshot, is_beside=True)
             if self._watch is None:
                 snapshot.keep_all()
         except BaseException:
@@ -179,7 +196,7 @@ class Saver:
             try:
                 use_one_core()
                 with torch.no_grad(), snapshot.reading():
-                    self._known = save.write(self._exchange)
+                    self._write(taken, self._exchange)
             except BaseException as error:
                 failure, rank = error, self._exchange.rank
                 _log.error("rank %d: the save of %s failed: %s", rank, request.tag, error)
@@ -223,41 +240,19 @@ class Saver:
         if self._pending is not None:
             wait([self._pending])
 
-    def _take(self, request: SaveRequest, snapshot: Snapshot, *, is_beside: bool) -> _Save:
-        known, version = self._known, None if self._watch is None else self._watch.num_changes
-        return _Save(
-            self._state, self._progress, request, known, version, snapshot, is_beside=is_beside
-        )
+    def _take(self, request: SaveRequest, snapshot: Snapshot, *, is_beside: bool) -> _Taken:
+        """Take what is small, and with ``is_beside`` what steps may change meanwhile.
 
-
-class _Save:
-    """One checkpoint under way. Making one takes what is small, `write` does the rest."""
-
-    def __init__(
-        self,
-        state: ShardedState,
-        progress: TrainState,
-        request: SaveRequest,
-        previous: Mapping[str, _KnownFile],
-        version: int | None,
-        snapshot: Snapshot,
-        *,
-        is_beside: bool,
-    ) -> None:
-        """Every rank must make one. ``snapshot`` has the states of the trainable segments.
-
-        ``previous`` are this rank's files of the last save. Equal ``version`` stand for equal
-        states; None is not known. ``is_beside``: steps run while `write` reads.
+        ``snapshot`` has the states of the trainable segments. Every rank must call it.
         """
-        self._state, self._request = state, request
-        self._previous, self._version = previous, version
-        rank, tier = state.control.rank, state.tier
+        state, tier, rank = self._state, self._state.tier, self._state.control.rank
+        version = None if self._watch is None else self._watch.num_changes
         # The states of any rank's tier: one without updates may have fewer.
         own = json.dumps(list(tier.state_names())).encode()
         rows = [json.loads(row) for row in state.control.gather_bytes(own)]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        self._names = [*names, *state.extension_states()]
-        kept, small, wholes = progress.state_dict(), {file_name(RNG, rank): random_states()}, {}
+        kept, wholes = self._progress.state_dict(), dict[str, Any]()
+        small = {file_name(RNG, rank): random_states()}
 
         def prepare() -> tuple[dict[str, Any], list[Any]]:
             check_tag(request.tag)
@@ -265,6 +260,7 @@ class _Save:
             words = {
                 "progress": encode(kept, "progress"),
                 "client_state": encode(request.client_state, "client_state"),
+                "has_frozen": request.has_frozen,
             }
             if rank == 0:
                 small[BUFFERS] = state.buffers()
@@ -274,7 +270,7 @@ class _Save:
             request.directory.mkdir(parents=True, exist_ok=True)
             return words, [own_scalars(state), random.getstate(), wholes]
 
-        self._words, self._row = state.control.together("checkpoint: prepare", prepare)
+        words, row = state.control.together("checkpoint: prepare", prepare)
 
         def later(read: Callable[[], _Tensors]) -> Callable[[], _Tensors]:
             """Return ``read``, or what it has read now if a step may change that."""
@@ -284,23 +280,24 @@ class _Save:
             trainable = [s.index for s in state.layout.segments if s.is_trainable]
             return {str(s): snapshot.tensor(s, name) for s in trainable}
 
-        # What reads each of this rank's files, in the manifest's order.
-        self._reads: dict[str, Callable[[], _Tensors]] = {}
+        reads: dict[str, Callable[[], _Tensors]] = {}
         for name in names:
             if name == MASTER or not isinstance(tier, WholeTier):
-                self._reads[file_name(name, rank)] = partial(read_blocks, name)
+                reads[file_name(name, rank)] = partial(read_blocks, name)
             else:
-                self._reads[file_name(name, rank)] = later(partial(slices, state, tier, name))
-        self._versioned = frozenset(self._reads)
-        self._reads |= {file: partial(dict, tensors) for file, tensors in small.items()}
+                reads[file_name(name, rank)] = later(partial(slices, state, tier, name))
+        versioned = frozenset(reads)
+        reads |= {file: partial(dict, tensors) for file, tensors in small.items()}
         if request.has_frozen:
-            self._reads[file_name(VALUE, rank)] = later(partial(frozen_slices, state))
+            reads[file_name(VALUE, rank)] = later(partial(frozen_slices, state))
         for name in state.extension_states():
-            self._reads[file_name(name, rank)] = later(partial(state.extension_slices, name))
+            reads[file_name(name, rank)] = later(partial(state.extension_slices, name))
+        names += state.extension_states()
+        return _Taken(request, names, words, row, reads, versioned, version)
 
-    def write(self, exchange: Exchange) -> dict[str, _KnownFile]:
-        """Write the checkpoint and return this rank's files. Every rank must call it."""
-        request, directory, tag = self._request, self._request.directory, self._request.tag
+    def _write(self, taken: _Taken, exchange: Exchange) -> None:
+        """Write what was taken. Every rank must call it, and ``exchange`` is theirs."""
+        request, directory, tag = taken.request, taken.request.directory, taken.request.tag
         token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
         if isinstance(directory, Path):
             staging: Staging = Aside(directory, tag)
@@ -310,16 +307,15 @@ class _Save:
 
         def describe() -> None:
             if is_first:
-                content = fill(frame_of(self._state), map(json.loads, rows), self._names)
-                content |= self._words | {"has_frozen": request.has_frozen}
-                write_manifest(staging, content)
+                content = fill(frame_of(self._state), map(json.loads, rows), taken.state_names)
+                write_manifest(staging, content | taken.words)
 
         def finish() -> None:
             if not is_first:
                 return
             staging.commit(is_latest=request.is_latest)
             prefix, number = split_tag(tag)
-            if request.keep_last is None or number != self._words["progress"]["global_steps"]:
+            if request.keep_last is None or number != taken.words["progress"]["global_steps"]:
                 return
             try:
                 prune(
@@ -334,23 +330,25 @@ class _Save:
 
         try:
             exchange.together("checkpoint: prepare", lambda: staging.make() if is_first else None)
-            files, known = exchange.together("checkpoint: write", partial(self._write, staging))
-            rows = exchange.gather_bytes(json.dumps([files, *self._row]).encode())
+            files, known = exchange.together(
+                "checkpoint: write", lambda: self._write_files(taken, staging.folder)
+            )
+            rows = exchange.gather_bytes(json.dumps([files, *taken.row]).encode())
             exchange.together("checkpoint: write", describe)
             exchange.together("checkpoint: finish", finish)
         finally:
             staging.remove()
-        return known
+        self._known = known
 
-    def _write(self, staging: Staging) -> tuple[_Facts, dict[str, _KnownFile]]:
+    def _write_files(self, taken: _Taken, folder: Location) -> tuple[_Facts, dict[str, _KnownFile]]:
         """Write this rank's files, or link them to those of the last save."""
         written: _Facts = {}
         files: dict[str, _KnownFile] = {}
         summed = (BUFFERS, file_name(VALUE, self._state.control.rank))
-        for file in list(self._reads):
-            tensors = self._reads.pop(file)()  # the copies of only one file are in memory
-            known, path = self._previous.get(file), staging.folder / file
-            version = self._version if file in self._versioned else None
+        for file in list(taken.reads):
+            tensors = taken.reads.pop(file)()  # the copies of one file at a time
+            known, path = self._known.get(file), folder / file
+            version = taken.version if file in taken.versioned else None
             facts = None
             if known is not None and isinstance(path, Path):
                 is_same = known.version == version is not None or (
@@ -358,9 +356,9 @@ class _Save:
                 )
                 if is_same and link(known.path, known.inode, path):
                     facts = known.facts
-            written[file] = facts or write_file(staging.folder, file, tensors)[file]
+            written[file] = facts or write_file(folder, file, tensors)[file]
             if isinstance(path, Path):
-                place = str(self._request.place / file)
+                place = str(taken.request.place / file)
                 files[file] = _KnownFile(place, inode_of(path), written[file], version)
         return written, files
 
@@ -427,7 +425,7 @@ def write_file(folder: Location, name: str, tensors: _Tensors) -> _Facts:
     """Write a safetensors file through to the disk. Return size and checksums. See `arrange`."""
     path = folder / name
     try:
-        with entry(path).writing() as file:
+        with writing(path) as file:
             facts = _write_summed(tensors, file)
     except OSError as error:
         raise no_room(path, error, ADVICE) from error

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zero_core.checkpoint.in_memory import keeper
-from zero_core.checkpoint.storage.location import Location
+from zero_core.checkpoint.storage import Location
 from zero_core.errors import CheckpointError, ConfigError
 
 _BASE = Path("/dev/shm")

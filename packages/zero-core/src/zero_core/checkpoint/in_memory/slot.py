@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
 from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
-from zero_core.checkpoint.storage.local import create, no_room, write_all
+from zero_core.checkpoint.storage import create, no_room, write_all
 from zero_core.comm.p2p import Messages, wait_all
 from zero_core.errors import CheckpointError
 from zero_core.protocols import StateTier

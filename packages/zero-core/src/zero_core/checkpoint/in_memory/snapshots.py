@@ -52,7 +52,7 @@ from zero_core.checkpoint.save import (
     slices,
     whole_states,
 )
-from zero_core.checkpoint.storage.location import Location, open_regular, size_of
+from zero_core.checkpoint.storage import Location, open_regular, size_of
 from zero_core.comm.control import PIECE_BYTES
 from zero_core.comm.groups import backend_on
 from zero_core.comm.queues import HostQueues

@@ -25,7 +25,7 @@ from zero_core.checkpoint.patches.document import (
     crc_of,
 )
 from zero_core.checkpoint.safetensors_files import DTYPES, StoredTensor, first_error, read_open
-from zero_core.checkpoint.storage.location import open_regular
+from zero_core.checkpoint.storage import open_regular
 from zero_core.errors import CheckpointCorruptError, CheckpointError, PatchGapError
 from zero_core.sharded.changes.positions import Form, decode, from_low_bits
 
@@ -151,7 +151,7 @@ class ReceivedPatch:
         """Return the positions in a piece, and what was sent of their values."""
         keys = f"{piece.number}.positions", f"{piece.number}.values"
         positions, sent = (
-            stored.read_from(self._file, 0, math.prod(stored.shape))
+            stored.read_from(self._file)
             for stored in (self._stored[keys[0]], self._stored[keys[1]])
         )
         if crc_of(positions, sent) != piece.data_crc:

@@ -1,1 +1,0 @@
-"""Storage of checkpoints: folders of this machine, and any file system that fsspec serves."""
