@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import cast_floats
-from zero_core.checkpoint import export
+from zero_core.checkpoint import whole_models
 from zero_core.checkpoint.load import load_checkpoint
 from zero_core.checkpoint.save import Saver, SaveRequest
 from zero_core.checkpoint.storage import Location, local_path, location_of
@@ -371,7 +371,7 @@ class ShardedModel:
         """
         self._device_states.check_states("full_state_dict()")
         with self.place.during("full_state_dict()"):
-            return export.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
+            return whole_models.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
 
     def export_safetensors(
         self, directory: str | Path, *, dtype: torch.dtype | None = None
@@ -383,7 +383,7 @@ class ShardedModel:
         self._device_states.check_states("export_safetensors()")
         with self.place.during("export_safetensors()"):
             place = local_path(directory, "an export")
-            return export.export_safetensors(self.sharded_state, place, dtype=dtype)
+            return whole_models.export_safetensors(self.sharded_state, place, dtype=dtype)
 
     def save_checkpoint(
         self,
@@ -574,7 +574,7 @@ class ShardedModel:
                 "first, or drop it by drops_partial=True"
             )
         with self.place.during("unwrap()"):
-            self._ownership.leave_values(export.full_values(self.sharded_state, dtype=dtype))
+            self._ownership.leave_values(whole_models.full_values(self.sharded_state, dtype=dtype))
         self._device_states.end("unwrap()")
         self._end_collectives()
         return self.module

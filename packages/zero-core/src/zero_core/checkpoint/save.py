@@ -330,20 +330,20 @@ class Saver:
 
         try:
             exchange.together("checkpoint: prepare", lambda: staging.make() if is_first else None)
-            files, known = exchange.together(
+            written = exchange.together(
                 "checkpoint: write", lambda: self._write_files(taken, staging.folder)
             )
+            files = {name: file.facts for name, file in written.items()}
             rows = exchange.gather_bytes(json.dumps([files, *taken.row]).encode())
             exchange.together("checkpoint: write", describe)
             exchange.together("checkpoint: finish", finish)
         finally:
             staging.remove()
-        self._known = known
+        self._known = written
 
-    def _write_files(self, taken: _Taken, folder: Location) -> tuple[_Facts, dict[str, _KnownFile]]:
+    def _write_files(self, taken: _Taken, folder: Location) -> dict[str, _KnownFile]:
         """Write this rank's files, or link them to those of the last save."""
-        written: _Facts = {}
-        files: dict[str, _KnownFile] = {}
+        written: dict[str, _KnownFile] = {}
         summed = (BUFFERS, file_name(VALUE, self._state.control.rank))
         for file in list(taken.reads):
             tensors = taken.reads.pop(file)()  # the copies of one file at a time
@@ -356,11 +356,10 @@ class Saver:
                 )
                 if is_same and link(known.path, known.inode, path):
                     facts = known.facts
-            written[file] = facts or write_file(folder, file, tensors)[file]
-            if isinstance(path, Path):
-                place = str(taken.request.place / file)
-                files[file] = _KnownFile(place, inode_of(path), written[file], version)
-        return written, files
+            facts = facts or write_file(folder, file, tensors)[file]
+            inode = inode_of(path) if isinstance(path, Path) else ()
+            written[file] = _KnownFile(str(taken.request.place / file), inode, facts, version)
+        return written
 
 
 def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
