@@ -234,10 +234,10 @@ def _check_files(manifest: Manifest) -> None:
                 f"files.{name} has {len(facts.crc32)} checksums for {facts.bytes} bytes"
             )
     states = [*manifest.states, RNG, *([VALUE] if manifest.has_frozen else [])]
-    needed = chain([BUFFERS], (file_name(s, r) for s in states for r in range(manifest.world_size)))
-    missing = next((name for name in needed if name not in manifest.files), None)
-    if missing is not None:
-        raise ValueError(f"files has no {missing}")
+    needed = (file_name(s, r) for s in states for r in range(manifest.world_size))
+    for name in chain([BUFFERS], needed):
+        if name not in manifest.files:
+            raise ValueError(f"files has no {name}")
 
 
 def is_plain(name: str) -> bool:
