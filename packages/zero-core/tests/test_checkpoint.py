@@ -273,7 +273,7 @@ def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path
 
 
 def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 3000)
+    monkeypatch.setattr("zero_core.checkpoint.safetensors_files.MAX_FILE_BYTES", 3000)
     engine = _build()
     # "export failed on": every rank has come as far as that, and hears of it.
     failed = pytest.raises(CheckpointError, match=r"export failed on rank 0.*part-\d.tmp")

@@ -17,8 +17,7 @@ from torch import nn
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import Reader, read_buffers, read_weights
-from zero_core.checkpoint.manifest import read_manifest
-from zero_core.checkpoint.storage.local import Aside, remove_stale
+from zero_core.checkpoint.storage import Aside, remove_stale
 from zero_core.testing import Case, assert_same, on_ranks
 
 
@@ -131,10 +130,10 @@ def test_links_are_neither_written_through_nor_read(tmp_path):
     assert _names(folder) == ["latest", "t"]
     place = folder / "t"
     assert len({stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()}) == 1
-    reader = Reader(place, read_manifest(place))
+    reader = Reader(place)
     parts = reader.parts("master_weight", "0.weight", 0, 9)
     reader.read_parts(parts)  # the file is checked, and replaced after it
-    weights = place / parts[0].file
+    weights = parts[0].path
     weights.rename(tmp_path / "moved")
     weights.symlink_to(tmp_path / "moved")
     with pytest.raises(CheckpointCorruptError, match="is a link"):

@@ -19,7 +19,7 @@ import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError, ConfigError
 from zero_core.checkpoint.files import read_latest, read_weights
 from zero_core.checkpoint.manifest import read_manifest, seal
-from zero_core.checkpoint.storage.location import location_of
+from zero_core.checkpoint.storage import location_of
 from zero_core.testing import assert_same, run_alone, spawn
 
 NUM_WRITES = 9

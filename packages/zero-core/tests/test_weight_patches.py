@@ -273,7 +273,7 @@ def _whole_into_folder(ranks, folder):
 @pytest.mark.parametrize("num_files", [1, 4])
 def test_a_folder_is_replaced_file_by_file_by_patches_in_turn(tmp_path, monkeypatch, num_files):
     if num_files > 1:
-        monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 34_000)
+        monkeypatch.setattr("zero_core.checkpoint.safetensors_files.MAX_FILE_BYTES", 34_000)
     simulate(_to_folder, 2, tmp_path / "model", num_files)
     simulate(_whole_into_folder, 1, tmp_path / "one number")
 

@@ -25,7 +25,7 @@ from zero_core.checkpoint.manifest import (
     file_name,
 )
 from zero_core.checkpoint.save import write_file, write_manifest
-from zero_core.checkpoint.storage.local import Aside
+from zero_core.checkpoint.storage import Aside
 from zero_engine.deepspeed_import.isolation import printable
 from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source
 

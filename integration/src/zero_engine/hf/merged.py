@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 
 import zero_core
 from zero_core import ConfigError, ShardedModel
-from zero_core.checkpoint.model_files import ModelFiles
-from zero_core.checkpoint.storage.location import local_path
+from zero_core.checkpoint.safetensors_files import ModelFiles
+from zero_core.checkpoint.storage import local_path
 
 _ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 

@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gpt2 import GPT2LMHeadModel
 
 import zero_core
-from zero_core.checkpoint.retention import list_checkpoints
-from zero_core.checkpoint.storage import LATEST
-from zero_core.checkpoint.storage.location import entry
+from zero_core.checkpoint.offline import list_checkpoints
+from zero_core.checkpoint.storage import LATEST, discard
 from zero_engine.train.data import END_OF_TEXT, Corpus
 from zero_engine.train.metrics import MIB, read_metrics
 from zero_engine.train.settings import RunFolder
@@ -27,8 +26,8 @@ def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
     """Remove what an earlier run left in ``folder``, and nothing else."""
     if not keeps_checkpoints and folder.has_checkpoint:  # beside which anything may lie
         (folder.checkpoint / LATEST).unlink()
-        for one in list_checkpoints(folder.checkpoint):
-            entry(folder.checkpoint / one.tag).discard()
+        for tag in list_checkpoints(folder.checkpoint):
+            discard(folder.checkpoint / tag)
     for path in (
         folder.data,
         folder.records,

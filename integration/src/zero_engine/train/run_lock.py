@@ -25,7 +25,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from zero_core.checkpoint.in_memory.keeper import started_at
 from zero_core.checkpoint.in_memory.place import find_launcher
-from zero_core.checkpoint.storage.local import write_synced
+from zero_core.checkpoint.storage import write_synced
 from zero_core.errors import ConfigError
 from zero_engine.launch.orphans import GRACE_PERIOD_S
 from zero_engine.train.options import Start

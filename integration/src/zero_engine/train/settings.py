@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_core.checkpoint.files import holds_checkpoint
-from zero_core.checkpoint.storage.location import Location, local_path, location_of
+from zero_core.checkpoint.storage import Location, local_path, location_of
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
 from zero_engine.train.options import RunSettings, Start, flag_of

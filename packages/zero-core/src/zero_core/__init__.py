@@ -9,7 +9,7 @@ from zero_core.checkpoint.offline import (
 )
 from zero_core.checkpoint.patches.apply import apply_patch
 from zero_core.checkpoint.patches.document import WeightPatch
-from zero_core.checkpoint.pretrained import Loaded, load_pretrained
+from zero_core.checkpoint.whole_models import Loaded, load_pretrained
 from zero_core.config import Config, load_config
 from zero_core.core.extension import EndedStep, Extension
 from zero_core.engine import Engine

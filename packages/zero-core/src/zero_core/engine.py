@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import cast_floats
-from zero_core.checkpoint.background.saver import OnPending, PendingSave
 from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.patches.document import WeightPatch
 from zero_core.checkpoint.patches.write import PatchWriter
-from zero_core.checkpoint.save import SaveOptions
-from zero_core.checkpoint.storage.location import Location, local_path, location_of
+from zero_core.checkpoint.save import OnPending, PendingSave, SaveRequest
+from zero_core.checkpoint.storage import Location, local_path, location_of
 from zero_core.core.extension import EndedStep, Extensions
 from zero_core.errors import RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
@@ -516,13 +515,11 @@ class Engine(ShardedModel):
             CheckpointError: something cannot be stored, an earlier save is under way and
                 ``on_pending`` is "refuse", or an earlier one failed.
         """
-        options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
         with self._saving("async_save()", drops_partial=drops_partial):
+            place, tag = location_of(directory), self._tag(tag)
+            kept = has_frozen, is_latest, keep_last, keep_every
             return self._saver.start(
-                location_of(directory),
-                self._tag(tag),
-                client_state or {},
-                options,
+                SaveRequest(place, tag, client_state or {}, *kept),
                 on_pending=on_pending,
                 max_bytes=max_copy_bytes,
             )

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import cast_floats
-from zero_core.checkpoint import export
-from zero_core.checkpoint.background.saver import Saver
+from zero_core.checkpoint import whole_models
 from zero_core.checkpoint.load import load_checkpoint
-from zero_core.checkpoint.save import SaveOptions
-from zero_core.checkpoint.storage.location import Location, local_path, location_of
+from zero_core.checkpoint.save import Saver, SaveRequest
+from zero_core.checkpoint.storage import Location, local_path, location_of
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import Exchange
 from zero_core.comm.device import DeviceCollectives
@@ -374,7 +373,7 @@ class ShardedModel:
         """
         self._device_states.check_states("full_state_dict()")
         with self.place.during("full_state_dict()"):
-            return export.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
+            return whole_models.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
 
     def export_safetensors(
         self, directory: str | Path, *, dtype: torch.dtype | None = None
@@ -386,7 +385,7 @@ class ShardedModel:
         self._device_states.check_states("export_safetensors()")
         with self.place.during("export_safetensors()"):
             place = local_path(directory, "an export")
-            return export.export_safetensors(self.sharded_state, place, dtype=dtype)
+            return whole_models.export_safetensors(self.sharded_state, place, dtype=dtype)
 
     def save_checkpoint(
         self,
@@ -421,11 +420,10 @@ class ShardedModel:
         Raises:
             CheckpointError: something cannot be stored, or a rank failed.
         """
-        options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
         with self._saving("save_checkpoint()", drops_partial=drops_partial):
-            return self._saver.save(
-                location_of(directory), self._tag(tag), client_state or {}, options
-            )
+            place, tag = location_of(directory), self._tag(tag)
+            kept = has_frozen, is_latest, keep_last, keep_every
+            return self._saver.save(SaveRequest(place, tag, client_state or {}, *kept))
 
     @contextmanager
     def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
@@ -578,7 +576,7 @@ class ShardedModel:
                 "first, or drop it by drops_partial=True"
             )
         with self.place.during("unwrap()"):
-            self._ownership.leave_values(export.full_values(self.sharded_state, dtype=dtype))
+            self._ownership.leave_values(whole_models.full_values(self.sharded_state, dtype=dtype))
         self._device_states.end("unwrap()")
         self._end_collectives()
         return self.module

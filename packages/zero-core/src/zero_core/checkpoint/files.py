@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ from zero_core.checkpoint.manifest import (
     slice_key,
 )
 from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
-from zero_core.checkpoint.storage import LATEST
-from zero_core.checkpoint.storage.location import Location, location_of, open_regular, size_of
+from zero_core.checkpoint.storage import LATEST, Location, location_of, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.stored import unflatten
@@ -41,7 +39,6 @@ _ADVICE = "load an older checkpoint by its tag"
 
 
 def check_tag(tag: str) -> None:
-    """Refuse a tag that is not the plain name of a folder."""
     if not is_plain(tag) or tag == LATEST:
         raise CheckpointError(f"a tag must be a plain folder name, found {tag!r:.300}")
 
@@ -66,21 +63,14 @@ def read_latest(directory: Location) -> str | None:
     return tag
 
 
-def newest_tag(directory: Location) -> str:
-    """Return the tag of the newest checkpoint in ``directory``."""
-    tag = read_latest(directory)
+def find(directory: Location, tag: str | None) -> Location:
+    """Return the folder of checkpoint ``tag``, or of the newest one."""
+    tag = read_latest(directory) if tag is None else tag
     if tag is None:
         raise CheckpointError(
             f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave the "
             "resuming out to start from scratch"
         )
-    return tag
-
-
-def find(directory: Location, tag: str | None) -> Location:
-    """Return the folder of checkpoint ``tag``, or of the newest one."""
-    if tag is None:
-        tag = newest_tag(directory)
     check_tag(tag)
     # A save that was killed between its two renames leaves the checkpoint under the old name.
     for place in (directory / tag, directory / f".{tag}.old"):
@@ -114,16 +104,6 @@ def crc_of(file: IO[bytes], count: int, path: Location) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Elements ``[first, last)`` of a tensor in a file."""
-
-    file: str
-    tensor: StoredTensor
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
 class Weight:
     """Parameter of a checkpoint."""
 
@@ -140,23 +120,19 @@ class Reader:
     written, is a `CheckpointCorruptError`.
     """
 
-    def __init__(self, place: Location, manifest: Manifest) -> None:
+    def __init__(self, place: Location, manifest: Manifest | None = None) -> None:
         self.folder = place
-        self.manifest = manifest
+        self.manifest = manifest = manifest or read_manifest(place)
         self._files = place / manifest.subfolder if manifest.subfolder else place
         if isinstance(self._files, Path) and manifest.subfolder and self._files.is_symlink():
             raise CheckpointCorruptError(f"{self._files} is a link: put a copy in its place")
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
-        self._checked: dict[str, set[int]] = {name: set() for name in manifest.files}
+        self._checked: set[tuple[str, int]] = set()  # chunks
         self._slots = {
             name: (index, start, stop, segment.shard_numel)
             for index, segment in enumerate(manifest.segments)
             for name, start, stop in segment.slots
         }
-
-    @classmethod
-    def of(cls, place: Location) -> Self:
-        return cls(place, read_manifest(place))
 
     def chunks(self) -> list[tuple[str, int]]:
         """Return name and number of each chunk of all files."""
@@ -167,7 +143,7 @@ class Reader:
         """Compare chunks with their checksums, those that have not been compared before."""
         by_name: dict[str, list[int]] = {}
         for name, index in chunks:
-            if index not in self._checked[name]:
+            if (name, index) not in self._checked:
                 by_name.setdefault(name, []).append(index)
         for name, indices in by_name.items():
             path, facts = self._files / name, self.manifest.files[name]
@@ -188,7 +164,7 @@ class Reader:
                                 f"{path} is damaged between the bytes {start} and {stop}: expected "
                                 f"crc32 {facts.crc32[index]}, found {found}; {_ADVICE}"
                             )
-                        self._checked[name].add(index)
+                        self._checked.add((name, index))
             except CheckpointCorruptError:
                 raise
             except (OSError, CheckpointError) as error:
@@ -202,8 +178,7 @@ class Reader:
 
     def trust(self) -> None:
         """Note that other ranks have checked all chunks of these very files."""
-        for name, index in self.chunks():
-            self._checked[name].add(index)
+        self._checked.update(self.chunks())
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
         """Return the tensors of file ``name``. Its header is checked."""
@@ -218,12 +193,12 @@ class Reader:
             self._headers[name] = found
         return self._headers[name]
 
-    def read_parts(self, parts: list[Part]) -> Tensor:
-        """Return the elements of consecutive parts, 1-D. They are checked first."""
+    def read_parts(self, parts: Sequence[StoredTensor]) -> Tensor:
+        """Return the elements of consecutive parts. They are checked first."""
         for part in parts:
-            start, size = part.tensor.start, part.tensor.dtype.itemsize
-            self._check_bytes(part.file, start + part.first * size, start + part.last * size)
-        found = [part.tensor.read(part.first, part.last) for part in parts]
+            size = part.numel * part.dtype.itemsize
+            self._check_bytes(part.path.name, part.start, part.start + size)
+        found = [part.value() for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_tensor(self, file: str, name: str) -> Tensor:
@@ -231,20 +206,17 @@ class Reader:
         stored = self.tensors(file).get(name)
         if stored is None:
             raise CheckpointCorruptError(f"{self._files / file} has no tensor {name!r}")
-        whole = Part(file, stored, 0, math.prod(stored.shape))
-        return self.read_parts([whole]).view(stored.shape)
+        return self.read_parts([stored])
 
     def read_buffers(self) -> dict[str, Tensor]:
         return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
 
     def weights(self) -> Iterator[Weight]:
-        """Yield every parameter as `read_weights` does."""
         for param in self.manifest.params:
             if not param.is_trainable and not self.manifest.has_frozen:
                 continue
-            start, stop = self.span(param.name)
             state = MASTER if param.is_trainable else VALUE
-            flat = self.read(state, param.name, 0, stop - start)
+            flat = self.read_parts(self.parts(state, param.name, 0, self.slot_numel(param.name)))
             if param.memory_order is not None and state == VALUE:
                 flat = flat.view(param.torch_dtype)
             if flat.numel() != param.numel:
@@ -260,10 +232,7 @@ class Reader:
                 is_trainable=param.is_trainable,
             )
 
-    def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
-        return self.read_parts(self.parts(state, param, start, stop))
-
-    def parts(self, state: str, param: str, start: int, stop: int) -> list[Part]:
+    def parts(self, state: str, param: str, start: int, stop: int) -> list[StoredTensor]:
         """Find elements ``[start, stop)`` of a parameter's ``state``, without reading them."""
         segment, slot_start, slot_stop, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
@@ -292,7 +261,7 @@ class Reader:
                     f"{self._files / name} has {state} of {param}, {saved.dtype}, as {stored.dtype}"
                 )
             begin, end = (min(max(x, first), last) - first for x in (low, high))
-            found.append(Part(name, stored, begin, end))
+            found.append(stored.part(begin, end))
         return found
 
     def ranks_of(self, param: str, start: int, stop: int) -> range:
@@ -303,8 +272,9 @@ class Reader:
             return range(1)  # an empty parameter has the dtype of the file
         return range(low // numel, (high - 1) // numel + 1)
 
-    def span(self, param: str) -> tuple[int, int]:
-        return self._slots[param][1:3]
+    def slot_numel(self, param: str) -> int:
+        _, start, stop, _ = self._slots[param]
+        return stop - start
 
     def scalars(self, param: str) -> Mapping[str, float]:
         """Return the numbers in a parameter's optimizer state. A frozen one was never updated."""
@@ -318,9 +288,8 @@ class Reader:
 
     def is_quantized(self, param: Param) -> bool:
         """Whether a frozen parameter was stored as bytes: a quantizer's, or integers."""
-        start, stop = self.span(param.name)
         num_bytes = param.numel * param.torch_dtype.itemsize
-        return not param.is_trainable and stop - start == num_bytes > 0
+        return not param.is_trainable and self.slot_numel(param.name) == num_bytes > 0
 
     def has_order_of(self, spec: ParamSpec) -> bool:
         """Whether the saved slot of a parameter has the elements in the order of ``spec``'s."""
@@ -337,9 +306,9 @@ def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weig
         CheckpointError: there is no such checkpoint.
         CheckpointCorruptError: it is not what was written.
     """
-    yield from Reader.of(find(location_of(directory), tag)).weights()
+    yield from Reader(find(location_of(directory), tag)).weights()
 
 
 def read_buffers(directory: Path | str, tag: str | None = None) -> dict[str, Tensor]:
     """Return the persistent buffers of checkpoint ``tag``, or of the newest."""
-    return Reader.of(find(location_of(directory), tag)).read_buffers()
+    return Reader(find(location_of(directory), tag)).read_buffers()

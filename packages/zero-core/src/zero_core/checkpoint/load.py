@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from zero_core.checkpoint.files import Reader, find
-from zero_core.checkpoint.json_values import decode
+from zero_core.checkpoint.json_values import check_flattened, decode, restore, safe_class
 from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, RNG, VALUE, file_name, read_manifest
-from zero_core.checkpoint.storage.location import Location, entry, location_of
-from zero_core.checkpoint.whole_states import check as check_state
-from zero_core.checkpoint.whole_states import check_classes, restore
+from zero_core.checkpoint.storage import Location, identity, location_of
 from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.stored import unflatten
 from zero_core.optim.train_state import TrainState, check_progress
 from zero_core.optim.whole_tier import WholeTier
+from zero_core.protocols import StateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
 _log = logging.getLogger(__name__)
@@ -32,9 +31,9 @@ _log = logging.getLogger(__name__)
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
 were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer.
-"progress" are the counters, the loss scale and the states of random
-generators."""
+"progress" are the counters, the loss scale and the states of random generators."""
 
+_Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 
 
@@ -46,12 +45,9 @@ def load_checkpoint(
     *,
     without: Collection[str] = (),
 ) -> tuple[Location, dict[str, Any]]:
-    """Restore a checkpoint, and return its folder and the client state.
+    """Restore a checkpoint, and return its folder and the client state. See `Engine`'s.
 
-    Overwrites ``state`` and ``progress``, except for the parts ``without``, of `PARTS`. ``tag``
-    names one of the checkpoints in ``directory``; None is the newest.
-
-    All checks, of all bytes and on all ranks, come before the first write: a checkpoint that is
+    All checks, of all bytes and on all ranks, precede the first write: a checkpoint that is
     refused has changed nothing. Every rank must call it.
     """
     control = state.control
@@ -60,12 +56,12 @@ def load_checkpoint(
         unknown = sorted(p for p in {*without} - {*PARTS} if not p.startswith(PREFIX))
         if unknown:
             raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
-        reader = Reader.of(find(directory, tag))
+        reader = Reader(find(directory, tag))
         check_fits(state, reader, progress, without)
         return reader
 
     reader = control.together("checkpoint: find", look)
-    own = [*entry(reader.folder / MANIFEST).identity(), reader.manifest.sha256]
+    own = [*identity(reader.folder / MANIFEST), reader.manifest.sha256]
     rows = [json.loads(row) for row in control.gather_bytes(json.dumps(own).encode())]
     digests = [row[-1] for row in rows]
     if len(set(digests)) > 1:
@@ -148,18 +144,14 @@ def restore_from(
 ) -> dict[str, Any]:
     """Restore the checkpoint of ``reader``, whose files were checked. Returns the client state.
 
-    Parameters that are trained here and were frozen start as ones that torch's optimizer has never
-    seen: their states are those before a first step, with a count of steps of their own, and their
-    master weights are the values that were saved, in the compute dtype. Those that are frozen here
-    and were trained keep their master weights, rounded.
-
-    Every rank must call it.
+    Parameters that are trained here and were frozen get the saved values, in the compute dtype, as
+    master weights, and the states of before a first step. Those that are frozen here and were
+    trained get their master weights, rounded. Every rank must call it.
     """
-    restoring = Restoring(state, reader, without)
-    state.control.together("checkpoint: check", restoring.check)
+    write = state.control.together("checkpoint: check", partial(_find_all, state, reader, without))
     state.quiesce()
     state.control.place.unfinished = "a load"
-    state.control.together("checkpoint: restore", restoring.write)
+    state.control.together("checkpoint: restore", write)
     if state.control.rank == 0 and "optimizer" not in without:
         saved = reader.manifest.by_name
         changed = [p for p in state.layout.params if p.is_trainable != saved[p.name].is_trainable]
@@ -193,155 +185,145 @@ def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
         ) from error
 
 
-def _is_sliced(state: ShardedState, param: int) -> bool:
-    """Whether the states of a trainable parameter are sliced."""
-    return not isinstance(state.tier, WholeTier) or state.tier.owner_of(param) is None
+def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> Callable[[], None]:
+    """Find all that is going to be read on this rank, and return what reads and writes it.
 
-
-class Restoring:
-    """Restoring of one rank's part of a checkpoint: `check` all of it, then `write`."""
-
-    def __init__(self, state: ShardedState, reader: Reader, without: Collection[str]) -> None:
-        self._state = state
-        self._reader = reader
-        self._without = without
-        self._sources = {
-            p.name: MASTER if p.is_trainable else VALUE for p in reader.manifest.params
-        }
-        self._parts: list[tuple[Callable[[Tensor], None], Callable[[], Tensor]]] = []
-        self._extension_parts = self._parts.copy()  # written when the weights are there
-        self._sliced: set[str] = set()  # names of the states that are written in slices
-        self._numbers: list[Mapping[str, float]] = []  # of each piece
-
-    def check(self) -> None:
-        """Find all that is going to be read. Changes nothing, and allocates nothing large."""
-        state, reader, without = self._state, self._reader, self._without
-        reader.trust()  # every chunk was compared, by one of the ranks
-        names = {MASTER} if "optimizer" in without else {*reader.manifest.states} - {*without}
-        for name in sorted(names):
-            for piece in state.pieces:
-                spec = state.layout.params[piece.param]
-                is_extensions = name.startswith(PREFIX)
-                if is_extensions and self._sources[spec.name] == VALUE:
-                    continue  # frozen there: it stays as `Extension.reset` has set it
-                source = self._sources[spec.name] if name == MASTER else name
-                if source == VALUE and "frozen" in without:
-                    continue
-                # A parameter that was never updated has no such states.
-                if (
-                    name != MASTER
-                    and not is_extensions
-                    and not (
-                        _is_sliced(state, piece.param) and reader.scalars(spec.name)["num_steps"]
-                    )
-                ):
-                    continue
+    Changes nothing, and allocates nothing large.
+    """
+    reader.trust()  # every chunk was compared, by one of the ranks
+    manifest, tier = reader.manifest, state.tier
+    sources = {p.name: MASTER if p.is_trainable else VALUE for p in manifest.params}
+    parts: list[tuple[Callable[[Tensor], None], _Read]] = []
+    extension_parts: list[tuple[Callable[[Tensor], None], _Read]] = []
+    in_slices = set()  # names of the tier's states that are read
+    names = {MASTER} if "optimizer" in without else {*manifest.states} - {*without}
+    for name in sorted(names):
+        is_extensions = name.startswith(PREFIX)
+        for piece in state.pieces:
+            spec = state.layout.params[piece.param]
+            source = sources[spec.name]
+            if name == MASTER:
+                is_read = source == MASTER or "frozen" not in without
+            elif is_extensions:  # of one that was frozen it stays as `Extension.reset` sets it
+                is_read = source == MASTER
+            else:  # a parameter that was never updated has no such states
+                is_read = _is_sliced(tier, piece.param) and (
+                    reader.scalars(spec.name)["num_steps"] > 0
+                )
+            if is_read:
                 stop = piece.offset + piece.stop - piece.start
-                read = self._find(source, spec, piece.offset, stop)
-                parts = self._extension_parts if is_extensions else self._parts
-                parts.append((partial(state.write_state, name, piece.start), read))
+                kept = source if name == MASTER else name
+                read = _find(reader, kept, spec, piece.offset, stop)
+                write = partial(state.write_state, name, piece.start)
+                (extension_parts if is_extensions else parts).append((write, read))
                 if not is_extensions:
-                    self._sliced.add(name)
-        for store, spec, low, high in state.frozen_parts():
-            if self._sources[spec.name] == MASTER or "frozen" not in without:
-                self._parts.append((store, self._find(self._sources[spec.name], spec, low, high)))
-        if "optimizer" not in without:
-            self._check_optimizer()
-        self._check_buffers()
-        for kind, saved in self._random_states().items():
-            check_rng(reader, saved, "cpu" if kind == "torch" else kind)
+                    in_slices.add(name)
+    for store, spec, low, high in state.frozen_parts():
+        if sources[spec.name] == MASTER or "frozen" not in without:
+            parts.append((store, _find(reader, sources[spec.name], spec, low, high)))
+    numbers: list[Mapping[str, float]] = []  # of each piece
+    if "optimizer" not in without:
+        numbers = [reader.scalars(state.layout.params[piece.param].name) for piece in state.pieces]
+        _check_optimizer(state, reader, in_slices, numbers)
+    _check_buffers(state, reader)
+    generators: dict[str, Tensor] = {}  # torch's states that are restored here
+    if "progress" not in without and manifest.world_size == state.control.world_size:
+        file = file_name(RNG, state.control.rank)
+        has_cuda = "cuda" in reader.tensors(file) and torch.cuda.is_available()
+        for kind in ("torch", "cuda") if has_cuda else ("torch",):
+            generators[kind] = reader.read_tensor(file, kind)
+            check_rng(reader, generators[kind], "cpu" if kind == "torch" else kind)
 
-    def _find(self, state: str, spec: ParamSpec, low: int, high: int) -> Callable[[], Tensor]:
-        """Find ``[low, high)`` of a parameter's slot, of its ``state``. Returns their reader."""
-        reader = self._reader
-        if reader.has_order_of(spec):
-            return partial(reader.read_parts, reader.parts(state, spec.name, low, high))
-        # In another order: all elements are read, and put into that of the shape.
-        whole = reader.parts(state, spec.name, 0, spec.numel)
-        order = reader.manifest.by_name[spec.name].memory_order or ()
-
-        def read() -> Tensor:
-            return spec.to_elements(unflatten(reader.read_parts(whole), spec.shape, order))[
-                low:high
-            ]
-
-        return read
-
-    def _check_optimizer(self) -> None:
-        state, reader = self._state, self._reader
-        needed = {piece.param for piece in state.pieces if _is_sliced(state, piece.param)}
-        if isinstance(state.tier, WholeTier):
-            needed |= set(state.tier.updated_params())
-        for param in sorted(needed):
-            name, is_sliced = state.layout.params[param].name, _is_sliced(state, param)
-            whole = reader.manifest.whole_states.get(name)
-            if whole is not None:
-                check_state(whole.state, reader.tensors(whole.file))
-                check_classes(whole.state)
-            if is_sliced == (whole is not None) and reader.scalars(name)["num_steps"]:
-                raise CheckpointError(
-                    f"{reader.folder}: the state of {name} was saved "
-                    f"{'whole' if is_sliced else 'in slices'}, and this engine updates "
-                    f"{'slices' if is_sliced else 'whole parameters'}: does the optimizer declare "
-                    "is_elementwise and is_elementwise_group as it did?" + _HINT
-                )
-        self._numbers = [
-            reader.scalars(state.layout.params[piece.param].name) for piece in state.pieces
-        ]
-        try:
-            state.tier.check_states(sorted(self._sliced), self._numbers)
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{reader.folder}: {error.args[0]}" + _HINT) from error
-
-    def _check_buffers(self) -> None:
-        """Refuse buffers that one of model and checkpoint lacks, or has in another shape."""
-        state, place = self._state, self._reader.folder
-        saved = {name: stored.shape for name, stored in self._reader.tensors(BUFFERS).items()}
-        own = {name: tuple(buffer.shape) for name, buffer in named_buffers(state.module).items()}
-        kept = own.keys() & set(state.names())
-        missing, extra = sorted(kept - saved.keys()), sorted(saved.keys() - own.keys())
-        if missing or extra:
-            raise CheckpointError(
-                f"{place} belongs to another model: it lacks the buffers {missing[:3]} and has "
-                f"{extra[:3]} besides"
-            )
-        for name, shape in saved.items():
-            if own[name] != shape:
-                raise CheckpointError(
-                    f"{place}: buffer {name} has shape {shape} there and {own[name]} in the model"
-                )
-
-    def _random_states(self) -> dict[str, Tensor]:
-        """Return the saved states of torch's generators that are restored here, if any are."""
-        control, reader = self._state.control, self._reader
-        if "progress" in self._without or reader.manifest.world_size != control.world_size:
-            return {}
-        file, names = file_name(RNG, control.rank), ["torch"]
-        if "cuda" in reader.tensors(file) and torch.cuda.is_available():
-            names.append("cuda")
-        return {name: reader.read_tensor(file, name) for name in names}
-
-    def write(self) -> None:
-        state, reader = self._state, self._reader
-        for store, read in self._parts:
+    def write_all() -> None:
+        for store, read in parts:
             store(read())
-        for extension in state.extensions:
+        for extension in state.extensions:  # once the weights are there
             extension.reset()
-        for store, read in self._extension_parts:
+        for store, read in extension_parts:
             store(read())
-        for index, numbers in enumerate(self._numbers):
-            state.tier.write_scalars(index, numbers)
-        if "optimizer" not in self._without and isinstance(state.tier, WholeTier):
-            for param in state.tier.updated_params():
-                spec = state.layout.params[param]
-                if self._sources[spec.name] == MASTER:
-                    saved = reader.manifest.whole_states.get(spec.name)  # None: never updated
+        for index, scalars in enumerate(numbers):
+            tier.write_scalars(index, scalars)
+        if "optimizer" not in without and isinstance(tier, WholeTier):
+            for param in tier.updated_params():
+                name = state.layout.params[param].name
+                if sources[name] == MASTER:
+                    saved = manifest.whole_states.get(name)  # None: never updated
                     whole = {} if saved is None else restore(saved.state, reader, saved.file)
-                    state.tier.write_whole_state(param, whole)
+                    tier.write_whole_state(param, whole)
         load_buffers(state.module, reader.read_buffers())
-        generators = self._random_states()
         if generators:
             torch.set_rng_state(generators["torch"])
             if "cuda" in generators:
                 torch.cuda.set_rng_state(generators["cuda"])
-            random.setstate(reader.manifest.python_rng[state.control.rank])
+            random.setstate(manifest.python_rng[state.control.rank])
+
+    return write_all
+
+
+def _is_sliced(tier: StateTier, param: int) -> bool:
+    """Whether the states of a trainable parameter are sliced here."""
+    return not isinstance(tier, WholeTier) or tier.owner_of(param) is None
+
+
+def _find(reader: Reader, state: str, spec: ParamSpec, low: int, high: int) -> _Read:
+    """Find ``[low, high)`` of a parameter's slot, of its ``state``. Returns their reader."""
+    if reader.has_order_of(spec):
+        return partial(reader.read_parts, reader.parts(state, spec.name, low, high))
+    # In another order: all elements are read, and put into that of the shape.
+    whole = reader.parts(state, spec.name, 0, spec.numel)
+    order = reader.manifest.by_name[spec.name].memory_order or ()
+
+    def read() -> Tensor:
+        values = unflatten(reader.read_parts(whole), spec.shape, order)
+        return spec.to_elements(values)[low:high]
+
+    return read
+
+
+def _check_optimizer(
+    state: ShardedState,
+    reader: Reader,
+    in_slices: Collection[str],
+    numbers: Sequence[Mapping[str, float]],
+) -> None:
+    """Refuse whole states, numbers or states ``in_slices`` that the tier cannot load."""
+    tier = state.tier
+    needed = {piece.param for piece in state.pieces if _is_sliced(tier, piece.param)}
+    if isinstance(tier, WholeTier):
+        needed |= set(tier.updated_params())
+    for param in sorted(needed):
+        name, is_sliced = state.layout.params[param].name, _is_sliced(tier, param)
+        whole = reader.manifest.whole_states.get(name)
+        if whole is not None:
+            for path in sorted(check_flattened(whole.state, reader.tensors(whole.file))):
+                safe_class(path)
+        if is_sliced == (whole is not None) and reader.scalars(name)["num_steps"]:
+            raise CheckpointError(
+                f"{reader.folder}: the state of {name} was saved "
+                f"{'whole' if is_sliced else 'in slices'}, and this engine updates "
+                f"{'slices' if is_sliced else 'whole parameters'}: does the optimizer declare "
+                "is_elementwise and is_elementwise_group as it did?" + _HINT
+            )
+    try:
+        tier.check_states(sorted(in_slices), numbers)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{reader.folder}: {error.args[0]}" + _HINT) from error
+
+
+def _check_buffers(state: ShardedState, reader: Reader) -> None:
+    """Refuse buffers that one of model and checkpoint lacks, or has in another shape."""
+    place = reader.folder
+    saved = {name: stored.shape for name, stored in reader.tensors(BUFFERS).items()}
+    own = {name: tuple(buffer.shape) for name, buffer in named_buffers(state.module).items()}
+    missing = sorted((own.keys() & set(state.names())) - saved.keys())
+    extra = sorted(saved.keys() - own.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"{place} belongs to another model: it lacks the buffers {missing[:3]} and has "
+            f"{extra[:3]} besides"
+        )
+    for name, shape in saved.items():
+        if own[name] != shape:
+            raise CheckpointError(
+                f"{place}: buffer {name} has shape {shape} there and {own[name]} in the model"
+            )

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from zero_core.checkpoint import storage
 from zero_core.checkpoint.safetensors_files import DTYPES, first_error
-from zero_core.checkpoint.storage.location import Location, open_regular, size_of
+from zero_core.checkpoint.storage import Location, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.sharded.sharded_state import MASTER
 
@@ -33,16 +33,11 @@ FORMAT = "zero-checkpoint"
 VERSION = 2
 MANIFEST = storage.MANIFEST
 BUFFERS = "buffers.safetensors"
-VALUE = "value"
-"""Name of frozen parameters' values, which have no master weight."""
-WHOLE = "whole"
-"""Name of the files of optimizer states that are whole."""
-RNG = "rng"
-"""Name of the files of random generators' states."""
-CHUNK_BYTES = 16 << 20
-"""Bytes of a file under one CRC-32, in new checkpoints."""
-MAX_MANIFEST_BYTES = 128 << 20
-"""Largest manifest that is written or read: a model of some 300,000 parameters."""
+VALUE = "value"  # files of frozen parameters' values, which have no master weight
+WHOLE = "whole"  # files of whole optimizer states
+RNG = "rng"  # files of random generators' states
+CHUNK_BYTES = 16 << 20  # under one CRC-32, in new checkpoints
+_MAX_BYTES = 128 << 20  # of a manifest: a model of some 300,000 parameters
 _MAX_RANKS = 1 << 20
 _MAX_NUMEL = 1 << 60
 _TAIL = re.compile(rb', "sha256": "([0-9a-f]{64})"}\Z')
@@ -107,7 +102,7 @@ class FileFacts(_Strict):
 
 
 class WholeState(_Strict):
-    """A whole parameter's optimizer state: see `zero_core.checkpoint.whole_states`."""
+    """A whole parameter's optimizer state: see `zero_core.checkpoint.json_values`."""
 
     file: str
     state: Any
@@ -239,10 +234,10 @@ def _check_files(manifest: Manifest) -> None:
                 f"files.{name} has {len(facts.crc32)} checksums for {facts.bytes} bytes"
             )
     states = [*manifest.states, RNG, *([VALUE] if manifest.has_frozen else [])]
-    needed = chain([BUFFERS], (file_name(s, r) for s in states for r in range(manifest.world_size)))
-    missing = next((name for name in needed if name not in manifest.files), None)
-    if missing is not None:
-        raise ValueError(f"files has no {missing}")
+    needed = (file_name(s, r) for s in states for r in range(manifest.world_size))
+    for name in chain([BUFFERS], needed):
+        if name not in manifest.files:
+            raise ValueError(f"files has no {name}")
 
 
 def is_plain(name: str) -> bool:
@@ -261,19 +256,28 @@ def seal(content: Mapping[str, Any]) -> bytes:
     return body + b', "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
-def is_sealed(data: bytes) -> bool:
-    """Whether ``data`` is what `seal` returned: it ends with its own digest."""
+def is_sealed(data: bytes) -> bool | None:
+    """Whether ``data`` ends with its own digest, as `seal` has it. None if it ends with none."""
     found = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0))
-    return found is not None and (
-        hashlib.sha256(data[: found.start()]).hexdigest().encode() == found[1]
-    )
+    if found is None:
+        return None
+    return hashlib.sha256(data[: found.start()]).hexdigest().encode() == found[1]
+
+
+class _Kind(BaseModel):
+    """Members of every version of the format."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: str
+    version: int
 
 
 def parse(data: bytes, where: object) -> Manifest:
     """Return the checked manifest of its bytes. ``where`` is for messages."""
     _check_size(len(data), where)
-    has_digest = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0)) is not None
-    if has_digest and not is_sealed(data):
+    has_its_digest = is_sealed(data)
+    if has_its_digest is False:
         raise CheckpointCorruptError(
             f"{where} is damaged: its SHA-256 is not the one at its end; load an older checkpoint "
             "by its tag"
@@ -285,21 +289,12 @@ def parse(data: bytes, where: object) -> Manifest:
                 f"{where} has format {kind.format!r:.60} version {kind.version!r:.60}; this "
                 f"package reads {FORMAT!r} version {VERSION}"
             )
-        if not has_digest:
+        if not has_its_digest:
             raise ValueError("it does not end with a member sha256")
         return Manifest.model_validate_json(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = first_error(error) if isinstance(error, ValidationError) else repr(error)
         raise CheckpointCorruptError(f"{where} is not readable: {reason:.500}") from error
-
-
-class _Kind(BaseModel):
-    """Members of every version of the format."""
-
-    model_config = ConfigDict(strict=True)
-
-    format: str
-    version: int
 
 
 def read_manifest(place: Location) -> Manifest:
@@ -312,7 +307,7 @@ def read_manifest(place: Location) -> Manifest:
 
 
 def _check_size(size: int, where: object) -> None:
-    if size > MAX_MANIFEST_BYTES:
+    if size > _MAX_BYTES:
         raise CheckpointCorruptError(
-            f"{where} has {size} bytes, more than the {MAX_MANIFEST_BYTES} of any manifest"
+            f"{where} has {size} bytes, more than the {_MAX_BYTES} of any manifest"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,24 +11,34 @@ from typing import Any, Protocol
 
 import torch
 
-from zero_core.checkpoint.files import Reader, find, newest_tag, read_latest
+from zero_core.checkpoint.files import Reader, find, read_latest
+from zero_core.checkpoint.json_values import check_flattened
 from zero_core.checkpoint.load import check_rng, read_progress
-from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, file_name, read_manifest
-from zero_core.checkpoint.model_files import ModelFiles
-from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, prune
-from zero_core.checkpoint.save import SaveOptions
-from zero_core.checkpoint.storage.location import local_path, location_of
-from zero_core.checkpoint.whole_states import check as check_state
+from zero_core.checkpoint.manifest import (
+    BUFFERS,
+    MANIFEST,
+    RNG,
+    VALUE,
+    file_name,
+    is_plain,
+    read_manifest,
+)
+from zero_core.checkpoint.safetensors_files import ModelFiles
+from zero_core.checkpoint.storage import Location, discard, local_path, location_of, modified_ns
 from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.sharded.sharded_state import MASTER
 
+_log = logging.getLogger(__name__)
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<step>[0-9]+)", re.DOTALL)
+GIVEN_PREFIXES = ("step-", "global_step")
+"""What the step follows in tags that this project gives."""
+
 
 class Progress(Protocol):
-    """Callback of a call that takes long."""
+    """Callback of a call that takes long, which has ``done`` a part of ``total``."""
 
-    def __call__(self, done: int, total: int, /) -> None:
-        """Take note of ``done`` of ``total``."""
+    def __call__(self, done: int, total: int, /) -> None: ...
 
 
 def verify_checkpoint(
@@ -49,7 +61,7 @@ def verify_checkpoint(
         CheckpointError: there is no such checkpoint, or it was removed or replaced meanwhile.
         CheckpointCorruptError: it is not what was written.
     """
-    reader = Reader.of(find(location_of(directory), tag))
+    reader = Reader(find(location_of(directory), tag))
     manifest = reader.manifest
     total, done = sum(facts.bytes for facts in manifest.files.values()), 0
     with _staying(reader):
@@ -64,15 +76,14 @@ def verify_checkpoint(
         for param in manifest.params:
             name, whole = param.name, manifest.whole_states.get(param.name)
             if whole is not None:
-                check_state(whole.state, reader.tensors(whole.file))
+                check_flattened(whole.state, reader.tensors(whole.file))
             has_state = param.numel > 0 and reader.scalars(name)["num_steps"] > 0
             states = manifest.states if has_state and whole is None else (MASTER,)
             states = (*states, *(n for n in manifest.states if n.startswith(PREFIX)))
             if not param.is_trainable:
                 states = (VALUE,) if manifest.has_frozen else ()
-            start, stop = reader.span(name)
             for state in states:
-                reader.parts(state, name, 0, stop - start)
+                reader.parts(state, name, 0, reader.slot_numel(name))
         buffers = list(reader.tensors(BUFFERS))
         if len(set(buffers)) < len(buffers) or manifest.by_name.keys() & buffers:
             raise CheckpointCorruptError(
@@ -109,13 +120,12 @@ def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[st
         CheckpointCorruptError: its manifest is not what was written.
     """
     folder = location_of(directory)
-    tag = newest_tag(folder) if tag is None else tag
-    place = find(folder, tag)
+    place, latest = find(folder, tag), read_latest(folder)
     manifest = read_manifest(place)
     trained = [param for param in manifest.params if param.is_trainable]
     return {
         "folder": str(place),
-        "tag": tag,
+        "tag": latest if tag is None else tag,
         "version": manifest.version,
         "step": manifest.progress_step(),
         "world_size": manifest.world_size,
@@ -128,8 +138,8 @@ def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[st
         "bytes": sum(facts.bytes for facts in manifest.files.values()),
         "files": len(manifest.files),
         "client_state": sorted(manifest.client_state),
-        "latest": read_latest(folder),
-        "tags": [one.tag for one in list_checkpoints(folder)],
+        "latest": latest,
+        "tags": list_checkpoints(folder),
     }
 
 
@@ -160,7 +170,7 @@ def export_checkpoint(
         CheckpointError: there is no such checkpoint, it lacks frozen values, or there is no room.
         CheckpointCorruptError: it is not what was written.
     """
-    reader = Reader.of(find(location_of(directory), tag))
+    reader = Reader(find(location_of(directory), tag))
     manifest = reader.manifest
     if not manifest.has_frozen and any(not p.is_trainable for p in manifest.params):
         raise CheckpointError(
@@ -188,6 +198,71 @@ def export_checkpoint(
     return written
 
 
+def check_kept(keep_last: int | None, keep_every: int | None) -> None:
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name} = {value}: expected 1 or more, or None")
+
+
+def list_checkpoints(directory: Location) -> list[str]:
+    """Return the tags of the complete checkpoints in ``directory``, oldest first.
+
+    No manifest is read.
+    """
+    found = []
+    try:
+        places = [p for p in directory.iterdir() if is_plain(p.name) and p.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+    for place in places:
+        with suppress(OSError):
+            saved_at_ns = modified_ns(place / MANIFEST)
+            found.append((saved_at_ns, split_tag(place.name)[1] or 0, place.name))
+    return [tag for _, _, tag in sorted(found)]
+
+
+def split_tag(tag: str) -> tuple[str, int | None]:
+    """Return ``tag`` without the digits at its end, and these digits, None if there are none."""
+    match = _NUMBERED.fullmatch(tag)
+    return (tag, None) if match is None else (match["prefix"], int(match["step"]))
+
+
+def prune(
+    directory: Location,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    prefixes: Collection[str],
+    newest: str | None = None,
+    is_trial: bool = False,
+) -> list[str]:
+    """Do as `prune_checkpoints` does. ``newest`` is the tag that was just saved, if one was."""
+    saved = []
+    for tag in list_checkpoints(directory):
+        prefix, step = split_tag(tag)
+        if step is not None and prefix in prefixes:
+            saved.append((tag, step))
+    latest = read_latest(directory)
+    prefix, reached = split_tag(newest or latest or "")
+    if reached is None or prefix not in prefixes:
+        reached = max((step for _, step in saved), default=0)
+    # By step: a folder that was copied has new times. What is beyond the newest was given up.
+    saved.sort(key=lambda one: (one[1] <= reached, one[1]))
+    removed = []
+    for tag, step in saved[: max(len(saved) - keep_last, 0)]:
+        if tag in (newest, latest) or (keep_every and step % keep_every == 0):
+            continue
+        with suppress(CheckpointError):  # what cannot be read stays
+            if read_manifest(directory / tag).progress_step() == step:
+                removed.append(tag)
+    for tag in () if is_trial else removed:
+        try:
+            discard(directory / tag)
+        except OSError as error:
+            _log.warning("%s stays, though it is not to be kept: %s", directory / tag, error)
+    return removed
+
+
 def prune_checkpoints(
     directory: str | Path,
     *,
@@ -196,12 +271,24 @@ def prune_checkpoints(
     prefixes: Collection[str] = GIVEN_PREFIXES,
     is_trial: bool = False,
 ) -> list[str]:
-    """Remove checkpoints that are not to be kept: see `zero_core.checkpoint.retention.prune`.
+    """Remove checkpoints that are not to be kept, and return their tags.
+
+    Only those whose tag is one of ``prefixes`` and their step (``step-300``) are removed. What has
+    a name of its own ("best", "best-300"), what cannot be read, the newest one and the one that
+    ``latest`` names always stay.
+
+    Args:
+        directory: the folder of all checkpoints.
+        keep_last: how many of those of the highest steps stay, up to the newest one's: what is
+            beyond it was saved before the training went back.
+        keep_every: those of steps that are multiples of it stay too.
+        prefixes: what the step follows in their tags.
+        is_trial: return the tags only.
 
     Raises:
         CheckpointError: a number is below 1, or there is no such folder.
     """
-    SaveOptions(keep_last=keep_last, keep_every=keep_every).check()
+    check_kept(keep_last, keep_every)
     return prune(
         location_of(directory),
         keep_last=keep_last,

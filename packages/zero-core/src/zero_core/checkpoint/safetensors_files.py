@@ -1,8 +1,11 @@
-"""safetensors files: index of their tensors, reads of ranges, and the header of new ones.
+"""safetensors files: index of their tensors, reads of ranges, and writers.
 
 Ranges are read from the file, not mapped. Pages of a mapping stay with the process, and a rank's
 memory would hold its part twice. A header is checked against the file's size before anything is
 allocated, as the safetensors library does, but of an open file: a path may be a pipe.
+
+A header stands before its tensors, so `TensorBuffer` appends these to a file without a header, and
+copies them behind the header in the end. Memory holds one tensor, however large the files are.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import ctypes
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Annotated, Protocol
 
@@ -19,7 +22,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from zero_core.checkpoint.storage.location import Location, open_regular, size_of
+from zero_core._torch import inner_tensors
+from zero_core.checkpoint.storage import Location, no_room, open_regular, size_of, write_all
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -45,6 +49,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_FILE_BYTES = 5 * 1000**3  # of a model's file that is written
+_COPIED_BYTES = 16 * 1024**2  # at a time
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _MAX_INDEX_BYTES = 100_000_000
 _MAX_DIMS = 64  # of a tensor of torch
@@ -53,8 +59,6 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class _Entry(BaseModel):
-    """A tensor in a header."""
-
     model_config = ConfigDict(strict=True, extra="forbid")
 
     dtype: str
@@ -63,14 +67,10 @@ class _Entry(BaseModel):
 
 
 class _Index(BaseModel):
-    """The index of a model in several files."""
-
     weight_map: dict[str, str]
 
 
 class _Header(BaseModel):
-    """A header: entries by the tensors' names, and strings of the writer's."""
-
     model_config = ConfigDict(strict=True, extra="allow")
     __pydantic_extra__: dict[str, _Entry]
 
@@ -87,31 +87,40 @@ class StoredTensor:
     start: int
     follows_links: bool = True
 
-    def read(self, first: int, last: int) -> Tensor:
-        """Return elements ``[first, last)`` of the flattened tensor, 1-D, as stored, on the CPU."""
-        if not 0 <= first <= last <= math.prod(self.shape):
-            raise CheckpointCorruptError(
-                f"{self.path} has {math.prod(self.shape)} elements where {first} to {last} are read"
-            )
-        with open_regular(self.path, follows_links=self.follows_links) as file:
-            return self.read_from(file, first, last)
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
-    def read_from(self, file: IO[bytes], first: int, last: int) -> Tensor:
-        """Return what `read` does, of the open ``file``."""
-        if first == last:
-            return torch.empty(0, dtype=self.dtype)
-        data = bytearray((last - first) * self.dtype.itemsize)
+    def part(self, first: int, last: int) -> StoredTensor:
+        """Return elements ``[first, last)`` of the flattened tensor, 1-D."""
+        if not 0 <= first <= last <= self.numel:
+            raise CheckpointCorruptError(
+                f"{self.path} has {self.numel} elements where {first} to {last} are read"
+            )
+        start = self.start + first * self.dtype.itemsize
+        return replace(self, shape=(last - first,), start=start)
+
+    def read(self, first: int, last: int) -> Tensor:
+        return self.part(first, last).value()
+
+    def value(self) -> Tensor:
+        """Return the values as stored, on the CPU."""
+        with open_regular(self.path, follows_links=self.follows_links) as file:
+            return self.read_from(file)
+
+    def read_from(self, file: IO[bytes]) -> Tensor:
+        """Return what `value` does, of the open ``file``."""
+        data = bytearray(self.numel * self.dtype.itemsize)
+        if not data:
+            return torch.empty(self.shape, dtype=self.dtype)
         left = memoryview(data)
-        file.seek(self.start + first * self.dtype.itemsize)
+        file.seek(self.start)
         while left.nbytes:
             count = file.readinto(left)  # type: ignore[attr-defined]
             if not count:
                 raise CheckpointCorruptError(f"{self.path} ends within a tensor")
             left = left[count:]
-        return torch.frombuffer(data, dtype=self.dtype)
-
-    def value(self) -> Tensor:
-        return self.read(0, math.prod(self.shape)).view(self.shape)
+        return torch.frombuffer(data, dtype=self.dtype).view(self.shape)
 
 
 def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredTensor]:
@@ -156,7 +165,6 @@ def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def read_header(path: Location, *, follows_links: bool = True) -> dict[str, StoredTensor]:
-    """Return the tensors by name of one file. For ``follows_links`` see `open_regular`."""
     with open_regular(path, follows_links=follows_links) as file:
         return read_open(file, path, follows_links=follows_links)[0]
 
@@ -264,3 +272,112 @@ def arrange(
     header = make_header((one[:3] for one in found), {})
     size = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape, _ in found)
     return header, size, (tensor.contiguous() for one in found for tensor in one[3])
+
+
+class TensorBuffer:
+    """Tensors of a file to be, whose bytes wait in an open file without a header."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self.raw = raw  # the open file
+        self.nbytes = 0  # bytes so far
+        self._written: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Append ``value``, of any device and strides."""
+        data = value.cpu().contiguous()  # alive while its bytes are written
+        write_all(self.raw, bytes_of(data))
+        shape = tuple(value.shape)
+        self._written.append((name, value.dtype, shape, self.nbytes, value.nbytes))
+        self.nbytes += value.nbytes
+
+    def write_to(self, file: IO[bytes], metadata: dict[str, str]) -> dict[str, int]:
+        """Write a safetensors file to ``file``. Return the bytes of each tensor by name."""
+        # The library's order, as in `arrange`.
+        ordered = sorted(self._written, key=lambda written: (-written[1].itemsize, written[0]))
+        file.write(make_header((written[:3] for written in ordered), metadata))
+        for name, _, _, start, left in ordered:
+            self.raw.seek(start)
+            while left:
+                data = self.raw.read(min(left, _COPIED_BYTES))
+                if not data:
+                    raise OSError(f"{name} ends {left} bytes too early")
+                file.write(data)
+                left -= len(data)
+        return {name: nbytes for name, _, _, _, nbytes in self._written}
+
+
+class ModelFiles:
+    """Writer of ``model.safetensors``, or of several files of `MAX_FILE_BYTES` and an index.
+
+    Call `add` for each tensor and then `finish`; `discard` after an error. Nothing stands under the
+    final names until `finish`: files are ``part-NUMBER.tmp`` as long as their number is not known.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._pending: TensorBuffer | None = None  # in part-data.tmp
+        self._parts: list[dict[str, int]] = []  # bytes by tensor name
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Append ``value``, of any device and strides."""
+        if inner_tensors(value) is not None:
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "
+                "cannot hold: keep a training by save_checkpoint(), take the state dict from "
+                "full_state_dict(), or merge adapters and export the dequantized weights"
+            )
+        dtype_name(value.dtype, name)  # refuses what the format lacks
+        if self._pending is not None and self._pending.nbytes + value.nbytes > MAX_FILE_BYTES:
+            self._close_part()
+        try:
+            self._open_part().add(name, value)
+        except OSError as error:
+            raise no_room(self._part(len(self._parts)), error) from error
+
+    def finish(self) -> None:
+        """Write what is left, give the files their names, and write the index."""
+        if self._pending is not None or not self._parts:
+            self._close_part()
+        # An earlier export of another size must not stand beside this one: readers take the first.
+        for old in (*self._directory.glob("model*.safetensors"), self._directory / INDEX):
+            old.unlink(missing_ok=True)
+        count = len(self._parts)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for number, name in enumerate(names if count > 1 else [_SINGLE]):
+            self._part(number).replace(self._directory / name)
+        if count > 1:
+            index = {
+                "metadata": {"total_size": sum(sum(part.values()) for part in self._parts)},
+                "weight_map": {t: n for n, f in zip(names, self._parts, strict=True) for t in f},
+            }
+            (self._directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def discard(self) -> None:
+        if self._pending is not None:
+            self._pending.raw.close()
+            self._pending = None
+        for part in self._directory.glob("part-*.tmp"):
+            part.unlink()
+
+    def _part(self, number: int) -> Path:
+        return self._directory / f"part-{number}.tmp"
+
+    def _open_part(self) -> TensorBuffer:
+        if self._pending is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            raw = (self._directory / "part-data.tmp").open("w+b", buffering=0)
+            self._pending = TensorBuffer(raw)
+        return self._pending
+
+    def _close_part(self) -> None:
+        """Write the header of the current file and copy its tensors behind it."""
+        path = self._part(len(self._parts))
+        try:
+            pending = self._open_part()
+            with path.open("wb") as file:
+                self._parts.append(pending.write_to(file, {"format": "pt"}))
+        except OSError as error:
+            raise no_room(path, error) from error
+        pending.raw.close()
+        (self._directory / "part-data.tmp").unlink()
+        self._pending = None

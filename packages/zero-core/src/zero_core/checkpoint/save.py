@@ -1,24 +1,24 @@
-"""Saving of checkpoints: safetensors and one JSON manifest, for any stage and world size.
+"""Saving of checkpoints, at once or beside training: safetensors and one JSON manifest.
 
 A checkpoint is a folder. Each rank writes, per state (``master_weight``, ``exp_avg``, ...), one
 safetensors file with its slice of every segment. ``manifest.json`` holds the position of every
 parameter and everything that is not a tensor. A reader takes the ranges it needs by parameter name,
 so that stage, world size, Twin-Flow's ratio and tier may all differ from the writer's. States of
-whole parameters are in their owner's file ``whole``.
+whole parameters are in their owner's file ``whole``. Nothing is pickled.
 
 The folder is written under a hidden name beside its place, synced, then renamed: a killed save
-leaves the previous checkpoint whole. What is written to where there are no renames is in
-`zero_core.checkpoint.storage.remote`. ``latest`` names the newest one. The manifest vouches for
-itself and holds checksums of each file, computed as it is written. Nothing is pickled.
+leaves the previous checkpoint whole. A file that would be written again is linked to that of the
+last save: states where no step was taken since, frozen values and buffers whose checksums are the
+same. Ranks may have folders of their own, disks of their machines. Every folder then holds the
+files of its ranks and the manifest of all; their union is the checkpoint.
 
-A file that would be written again is linked to that of the last save: states where no step was
-taken since, and frozen values and buffers whose checksums are the same.
-
-A save that fails removes what it wrote. What a killed one left is removed by the next save into
-the folder; a save that is under way elsewhere holds a lock on its folder, and is left alone.
-
-Ranks may have folders of their own: disks of their machines, or what the program gives each. Every
-folder then holds the files of its ranks and the manifest of all; their union is the checkpoint.
+[Note: a save beside training]
+The call takes what is small, and a snapshot of the states, which copies nothing
+(`zero_core.sharded.snapshot`). A thread writes the files and, when all ranks have theirs, completes
+the checkpoint, as a synchronous save does. The threads of the ranks agree through the store
+(`zero_core.comm.groups.StoreExchange`), never by the collectives of the training. Frozen values and
+parameters in host memory are read in place: `ShardedState.quiesce` waits for the thread before
+anything but a step writes to them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import IO, Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zero_core._libc import use_one_core
 from zero_core.checkpoint.files import check_tag
-from zero_core.checkpoint.json_values import encode
+from zero_core.checkpoint.json_values import encode, flatten
 from zero_core.checkpoint.manifest import (
     BUFFERS,
     CHUNK_BYTES,
@@ -52,207 +57,309 @@ from zero_core.checkpoint.manifest import (
     seal,
     slice_key,
 )
-from zero_core.checkpoint.retention import prune, split_tag
+from zero_core.checkpoint.offline import check_kept, prune, split_tag
 from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
-from zero_core.checkpoint.storage import ADVICE
-from zero_core.checkpoint.storage.local import no_room, write_all
-from zero_core.checkpoint.storage.location import Location, Staging, entry
-from zero_core.checkpoint.whole_states import flatten
+from zero_core.checkpoint.storage import (
+    ADVICE,
+    Aside,
+    Location,
+    Staging,
+    Upload,
+    inode_of,
+    link,
+    no_room,
+    write_all,
+    writing,
+)
 from zero_core.comm.control import Exchange
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, CheckpointFailedError, CollectiveError
 from zero_core.optim.train_state import TrainState
 from zero_core.optim.whole_tier import WholeTier
+from zero_core.protocols import SnapshotTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
-from zero_core.sharded.snapshot import Snapshot
+from zero_core.sharded.snapshot import Snapshot, StateWatch
 
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20
 """Bytes written at once: they stay in the processor's cache for their checksum."""
+_Tensors = Mapping[str, Tensor | Blocks | Sequence[Tensor]]
 _Facts = dict[str, dict[str, Any]]
 """Size and checksums of files, by name."""
+OnPending = Literal["wait", "refuse"]
 
 
 @dataclass(frozen=True)
-class SaveOptions:
+class SaveRequest:
     """Arguments of `zero_core.Engine.save_checkpoint`, of the same names."""
 
-    has_frozen: bool = True
-    is_latest: bool = True
-    keep_last: int | None = None
-    keep_every: int | None = None
-
-    def check(self) -> None:
-        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            if value is not None and value < 1:
-                raise CheckpointError(f"{name} = {value}: expected 1 or more, or None")
-
-
-class KnownFile(NamedTuple):
-    """A file of an engine's last save. If it would be written again, it is linked."""
-
-    path: Location
-    inode: tuple[int, ...]  # of what was written there: see `LocalEntry.inode`
-    facts: dict[str, Any]  # size and checksums
-    version: int | None  # of the states in it, None if that is not known
-
-
-@dataclass
-class Save:
-    """One checkpoint under way.
-
-    Making one takes what is small; every rank must do so. `write` does the rest, at once or in
-    another thread.
-    """
-
-    state: ShardedState  # frozen values are read from it as long as `write` runs
-    snapshot: Snapshot  # its trainable segments' states
-    progress: TrainState
-    previous: Mapping[str, KnownFile]  # this rank's files of the last save
-    version: int | None  # of the states. Equal ones stand for equal values. None: not known
-    directory: Location  # of all checkpoints: a load needs all ranks' files in one
+    directory: Location
     tag: str
     client_state: Mapping[str, Any]
-    options: SaveOptions
-    known: dict[str, KnownFile] = field(default_factory=dict)  # once it is complete
+    has_frozen: bool
+    is_latest: bool
+    keep_last: int | None
+    keep_every: int | None
 
     @property
     def place(self) -> Location:
         return self.directory / self.tag
 
-    def __post_init__(self) -> None:
-        state, rank = self.state, self.state.control.rank
+
+class PendingSave(Future[Location]):
+    """A save beside training: a future of the checkpoint's folder.
+
+    ``result()`` waits for it and raises its error: `CheckpointError` on all ranks, or
+    `CollectiveError` where a rank is dead. An error that all ranks have asked for here is not
+    raised again by the engine.
+    """
+
+    def __init__(self, tag: str, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.tag = tag
+        self._snapshot = snapshot
+        self.is_asked = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most host memory that copies of states have taken so far."""
+        return self._snapshot.peak_bytes
+
+    def result(self, timeout: float | None = None) -> Location:
+        self.exception(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self.is_asked = True
+        return found
+
+
+class _KnownFile(NamedTuple):
+    """A file of an engine's last save. If it would be written again, it is linked."""
+
+    path: str
+    inode: tuple[int, ...]  # of what was written there: see `inode_of`
+    facts: dict[str, Any]  # size and checksums
+    version: int | None  # of the states in it
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The part of a checkpoint that its call takes, on this rank."""
+
+    request: SaveRequest
+    state_names: list[str]
+    words: dict[str, Any]  # members of the manifest
+    row: list[Any]  # this rank's own in the manifest: see `fill`
+    reads: dict[str, Callable[[], _Tensors]]  # what reads each file, in the manifest's order
+    versioned: frozenset[str]  # the files that equal ``version`` make equal
+    version: int | None  # of the states, None if it is not known
+
+
+class Saver:
+    """Saves one engine's checkpoints. See [Note: a save beside training]."""
+
+    def __init__(self, state: ShardedState, progress: TrainState, exchange: Exchange) -> None:
+        """Made in one order on all ranks, whose threads alone agree over ``exchange``."""
+        self._state = state
+        self._progress = progress
+        self._exchange = exchange
+        self._watch: StateWatch | None = None
+        self._pending: PendingSave | None = None
+        self._known: Mapping[str, _KnownFile] = {}  # this rank's files of the last save
+
+    def save(self, request: SaveRequest) -> Location:
+        """Write a checkpoint at once. Every rank must call it."""
+        self._settle("wait")
+        taken = self._take(request, Snapshot(self._state, None), is_beside=False)
+        self._write(taken, self._state.control)
+        return request.place
+
+    def start(
+        self, request: SaveRequest, *, on_pending: OnPending, max_bytes: int | None
+    ) -> PendingSave:
+        """Start to write a checkpoint beside training, on all ranks: see `Engine.async_save`."""
+        self._settle(on_pending)
+        snapshot = Snapshot(self._state, self._watch, max_bytes)
+        try:
+            taken = self._take(request, snapshot, is_beside=True)
+            if self._watch is None:
+                snapshot.keep_all()
+        except BaseException:
+            snapshot.end()
+            raise
+        self._pending = pending = PendingSave(request.tag, snapshot)
+        self._state.readers[:] = [pending]
+
+        def run() -> None:
+            failure = None
+            try:
+                use_one_core()
+                with torch.no_grad(), snapshot.reading():
+                    self._write(taken, self._exchange)
+            except BaseException as error:
+                failure, rank = error, self._exchange.rank
+                _log.error("rank %d: the save of %s failed: %s", rank, request.tag, error)
+            snapshot.end()
+            self._exchange.leave()  # the next save uses it once there is a result
+            if failure is None:
+                pending.set_result(request.place)
+            else:
+                pending.set_exception(failure)
+
+        threading.Thread(target=run, name=f"zero-core save of {request.tag}").start()
+        return pending
+
+    def _settle(self, on_pending: OnPending) -> None:
+        """Have no save under way. Raise its error on all ranks, unless all have asked for it."""
+
+        def settle() -> None:
+            pending = self._pending
+            if on_pending == "refuse" and pending is not None and not pending.done():
+                raise CheckpointError(
+                    f"the save of {pending.tag} is under way, and on_pending is 'refuse': save "
+                    "later, wait for result() of that one, or choose on_pending='wait'"
+                )
+            try:
+                self.finish()
+            except CollectiveError as error:  # of the store, perhaps on this rank alone
+                raise CheckpointFailedError(str(error)) from error
+
+        self._state.control.together("checkpoint: prepare", settle)
+        if self._watch is None and isinstance(self._state.tier, SnapshotTier):
+            self._watch = StateWatch(self._state.tier)
+
+    def finish(self) -> None:
+        """Wait for the save under way. Raises its error, unless somebody has asked for it."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.is_asked:
+            pending.result()
+
+    def remove(self) -> None:
+        """Wait for the save under way, whose error was logged: the engine ends."""
+        if self._pending is not None:
+            wait([self._pending])
+
+    def _take(self, request: SaveRequest, snapshot: Snapshot, *, is_beside: bool) -> _Taken:
+        """Take what is small, and with ``is_beside`` what steps may change meanwhile.
+
+        ``snapshot`` has the states of the trainable segments. Every rank must call it.
+        """
+        state, tier, rank = self._state, self._state.tier, self._state.control.rank
+        version = None if self._watch is None else self._watch.num_changes
         # The states of any rank's tier: one without updates may have fewer.
-        own = json.dumps(list(state.tier.state_names())).encode()
+        own = json.dumps(list(tier.state_names())).encode()
         rows = [json.loads(row) for row in state.control.gather_bytes(own)]
-        self._names = list(dict.fromkeys(name for row in rows for name in row))
-        self._tensors: dict[str, dict[str, Tensor]] = {}  # by file
-        self._sliced: dict[str, dict[str, Tensor]] = {}  # by state
-        self._wholes: dict[str, Any] = {}
-        kept = self.progress.state_dict()
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        kept, wholes = self._progress.state_dict(), dict[str, Any]()
+        small = {file_name(RNG, rank): random_states()}
 
-        def prepare() -> None:
-            check_tag(self.tag)
-            self.options.check()
-            self._words = {
+        def prepare() -> tuple[dict[str, Any], list[Any]]:
+            check_tag(request.tag)
+            check_kept(request.keep_last, request.keep_every)
+            words = {
                 "progress": encode(kept, "progress"),
-                "client_state": encode(self.client_state, "client_state"),
+                "client_state": encode(request.client_state, "client_state"),
+                "has_frozen": request.has_frozen,
             }
-            self._scalars = own_scalars(state)
-            self._python_rng = random.getstate()
-            self._tensors[file_name(RNG, rank)] = random_states()
             if rank == 0:
-                self._tensors[BUFFERS] = state.buffers()
-            if isinstance(state.tier, WholeTier):
-                whole = self._tensors[file_name(WHOLE, rank)] = {}
-                self._wholes = whole_states(state, state.tier, whole)
-            self.directory.mkdir(parents=True, exist_ok=True)
+                small[BUFFERS] = state.buffers()
+            if isinstance(tier, WholeTier):
+                tensors = small[file_name(WHOLE, rank)] = {}
+                wholes.update(whole_states(state, tier, tensors))
+            request.directory.mkdir(parents=True, exist_ok=True)
+            return words, [own_scalars(state), random.getstate(), wholes]
 
-        state.control.together("checkpoint: prepare", prepare)
+        words, row = state.control.together("checkpoint: prepare", prepare)
 
-    def detach(self) -> None:
-        """Copy what steps may change before `write` reads it, beside the snapshot's states."""
-        state, rank = self.state, self.state.control.rank
-        whole = self._tensors.get(file_name(WHOLE, rank), {})
-        whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})
-        if isinstance(state.tier, WholeTier):
-            self._sliced = {n: slices(state, state.tier, n) for n in self._names if n != MASTER}
-        if self.options.has_frozen:
-            self._tensors[file_name(VALUE, rank)] = frozen_slices(state)
+        def later(read: Callable[[], _Tensors]) -> Callable[[], _Tensors]:
+            """Return ``read``, or what it has read now if a step may change that."""
+            return partial(dict, read()) if is_beside else read
+
+        def read_blocks(name: str) -> _Tensors:
+            trainable = [s.index for s in state.layout.segments if s.is_trainable]
+            return {str(s): snapshot.tensor(s, name) for s in trainable}
+
+        reads: dict[str, Callable[[], _Tensors]] = {}
+        for name in names:
+            if name == MASTER or not isinstance(tier, WholeTier):
+                reads[file_name(name, rank)] = partial(read_blocks, name)
+            else:
+                reads[file_name(name, rank)] = later(partial(slices, state, tier, name))
+        versioned = frozenset(reads)
+        reads |= {file: partial(dict, tensors) for file, tensors in small.items()}
+        if request.has_frozen:
+            reads[file_name(VALUE, rank)] = later(partial(frozen_slices, state))
         for name in state.extension_states():
-            self._tensors[file_name(name, rank)] = state.extension_slices(name)
+            reads[file_name(name, rank)] = later(partial(state.extension_slices, name))
+        names += state.extension_states()
+        return _Taken(request, names, words, row, reads, versioned, version)
 
-    def write(self, exchange: Exchange) -> Location:
-        """Write the checkpoint. Every rank must call it, and ``exchange`` is theirs."""
+    def _write(self, taken: _Taken, exchange: Exchange) -> None:
+        """Write what was taken. Every rank must call it, and ``exchange`` is theirs."""
+        request, directory, tag = taken.request, taken.request.directory, taken.request.tag
         token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
-        staging = entry(self.directory).staging(self.tag, token)
-        is_first = _is_first_in(self.directory, token, exchange)
-        options, tag = self.options, self.tag
+        if isinstance(directory, Path):
+            staging: Staging = Aside(directory, tag)
+        else:
+            staging = Upload(directory, tag, token)
+        is_first = _is_first_in(directory, token, exchange)
 
         def describe() -> None:
             if is_first:
-                gathered = [json.loads(row) for row in rows]
-                content = fill(
-                    frame_of(self.state), gathered, [*self._names, *self.state.extension_states()]
-                )
-                write_manifest(staging, content | self._words | {"has_frozen": options.has_frozen})
+                content = fill(frame_of(self._state), map(json.loads, rows), taken.state_names)
+                write_manifest(staging, content | taken.words)
 
         def finish() -> None:
             if not is_first:
                 return
-            staging.commit(is_latest=options.is_latest)
+            staging.commit(is_latest=request.is_latest)
             prefix, number = split_tag(tag)
-            is_step = number == self._words["progress"]["global_steps"]
+            if request.keep_last is None or number != taken.words["progress"]["global_steps"]:
+                return
             try:
                 prune(
-                    self.directory,
-                    keep_last=options.keep_last if is_step else None,
-                    keep_every=options.keep_every,
+                    directory,
+                    keep_last=request.keep_last,
+                    keep_every=request.keep_every,
                     newest=tag,
                     prefixes=(prefix,),
                 )
             except (OSError, CheckpointError) as error:  # this one is committed
-                _log.warning("checkpoints beside %s stay: %s", self.place, error)
+                _log.warning("checkpoints beside %s stay: %s", request.place, error)
 
         try:
             exchange.together("checkpoint: prepare", lambda: staging.make() if is_first else None)
             written = exchange.together(
-                "checkpoint: write", lambda: self._write_files(staging.folder)
+                "checkpoint: write", lambda: self._write_files(taken, staging.folder)
             )
-            row = [written, self._scalars, self._python_rng, self._wholes]
-            rows = exchange.gather_bytes(json.dumps(row).encode())
+            files = {name: file.facts for name, file in written.items()}
+            rows = exchange.gather_bytes(json.dumps([files, *taken.row]).encode())
             exchange.together("checkpoint: write", describe)
             exchange.together("checkpoint: finish", finish)
         finally:
             staging.remove()
-        return self.place
+        self._known = written
 
-    def _write_files(self, folder: Location) -> _Facts:
-        """Write this rank's files, and return size and checksums of each."""
-        state, rank = self.state, self.state.control.rank
-        trainable = [s.index for s in state.layout.segments if s.is_trainable]
-        written: _Facts = {}
-        for name in self._names:
-            # One state at a time: the copies of only one are in memory.
-            tensors: Mapping[str, Tensor | Blocks]
-            if name == MASTER or not isinstance(state.tier, WholeTier):
-                tensors = {str(s): self.snapshot.tensor(s, name) for s in trainable}
-            elif name in self._sliced:
-                tensors = self._sliced.pop(name)
-            else:
-                tensors = slices(state, state.tier, name)
-            file = file_name(name, rank)
-            known = self.previous.get(file)
-            is_same = known is not None and known.version == self.version is not None
-            written |= self._put(folder, file, tensors, known if is_same else None, self.version)
-        if self.options.has_frozen:
-            self._tensors.setdefault(file_name(VALUE, rank), frozen_slices(state))
-        for name in state.extension_states():
-            if file_name(name, rank) not in self._tensors:
-                self._tensors[file_name(name, rank)] = state.extension_slices(name)
-        for file, values in self._tensors.items():
-            known = self.previous.get(file) if file.startswith((VALUE, BUFFERS)) else None
-            is_same = known is not None and known.facts == _write_summed(values)
-            written |= self._put(folder, file, values, known if is_same else None)
+    def _write_files(self, taken: _Taken, folder: Location) -> dict[str, _KnownFile]:
+        """Write this rank's files, or link them to those of the last save."""
+        written: dict[str, _KnownFile] = {}
+        summed = (BUFFERS, file_name(VALUE, self._state.control.rank))
+        for file in list(taken.reads):
+            tensors = taken.reads.pop(file)()  # the copies of one file at a time
+            known, path = self._known.get(file), folder / file
+            version = taken.version if file in taken.versioned else None
+            facts = None
+            if known is not None and isinstance(path, Path):
+                is_same = known.version == version is not None or (
+                    file in summed and known.facts == _write_summed(tensors)
+                )
+                if is_same and link(known.path, known.inode, path):
+                    facts = known.facts
+            facts = facts or write_file(folder, file, tensors)[file]
+            inode = inode_of(path) if isinstance(path, Path) else ()
+            written[file] = _KnownFile(str(taken.request.place / file), inode, facts, version)
         return written
-
-    def _put(
-        self,
-        folder: Location,
-        name: str,
-        tensors: Mapping[str, Tensor | Blocks],
-        same: KnownFile | None,
-        version: int | None = None,
-    ) -> _Facts:
-        """Link a file to ``same``, which has the same content, or write it."""
-        path = folder / name
-        if same is not None and entry(path).link_to(same.path, same.inode):
-            facts = {name: same.facts}
-        else:
-            facts = write_file(folder, name, tensors)
-        inode = entry(path).inode()
-        if inode is not None:
-            self.known[name] = KnownFile(self.place / name, inode, facts[name], version)
-        return facts
 
 
 def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
@@ -264,7 +371,7 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
     """
     marks = [directory / f".{token}-{rank}" for rank in range(exchange.rank + 1)]
     try:
-        exchange.together("checkpoint: prepare", marks[-1].touch)
+        exchange.together("checkpoint: prepare", partial(marks[-1].write_bytes, b""))
         return exchange.together(
             "checkpoint: prepare", lambda: not any(mark.exists() for mark in marks[:-1])
         )
@@ -313,22 +420,18 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
     return {spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()}
 
 
-def write_file(
-    folder: Location, name: str, tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]]
-) -> dict[str, dict[str, Any]]:
+def write_file(folder: Location, name: str, tensors: _Tensors) -> _Facts:
     """Write a safetensors file through to the disk. Return size and checksums. See `arrange`."""
     path = folder / name
     try:
-        with entry(path).writing() as file:
+        with writing(path) as file:
             facts = _write_summed(tensors, file)
     except OSError as error:
         raise no_room(path, error, ADVICE) from error
     return {name: facts}
 
 
-def _write_summed(
-    tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]], file: IO[bytes] | None = None
-) -> dict[str, Any]:
+def _write_summed(tensors: _Tensors, file: IO[bytes] | None = None) -> dict[str, Any]:
     """Return size and checksums of a safetensors file, and append each block to ``file``."""
     size, crcs = 0, [0]
     header, _, values = arrange(tensors)
@@ -347,11 +450,10 @@ def _write_summed(
     return {"bytes": size, "crc32": crcs}
 
 
-def fill(frame: Mapping[str, Any], rows: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return what a manifest has of the ranks: what `frame_of` returned, and their own ``rows``.
+def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return `frame_of` with the names of all states, and with each rank's row.
 
-    A row has the files, scalars, state of Python's generator and whole states of a rank, in rank
-    order. ``names`` are those of all states.
+    A row has files, scalars, state of Python's generator, and whole states.
     """
     files, scalars, rng, wholes = zip(*rows, strict=True)
     return {

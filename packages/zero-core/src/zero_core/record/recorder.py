@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.storage.location import local_path
+from zero_core.checkpoint.storage import local_path
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
 from zero_core.config import Config

@@ -29,8 +29,7 @@ from torch import Tensor
 from zero_core.checkpoint.in_memory import keeper
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
 from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
-from zero_core.checkpoint.storage.local import create, no_room, write_all
-from zero_core.checkpoint.storage.location import Location
+from zero_core.checkpoint.storage import Location, create, no_room, write_all
 from zero_core.comm.p2p import wait_all
 from zero_core.comm.topology import Ranks
 from zero_core.errors import CheckpointError, ConfigError

@@ -36,7 +36,7 @@ from zero_core.checkpoint.manifest import (
     parse,
     seal,
 )
-from zero_core.checkpoint.storage.location import Location, open_regular, size_of
+from zero_core.checkpoint.storage import Location, open_regular, size_of
 from zero_core.comm.control import PIECE_BYTES
 from zero_core.comm.groups import backend_on
 from zero_core.comm.queues import HostQueues

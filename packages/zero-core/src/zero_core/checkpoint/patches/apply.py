@@ -33,8 +33,14 @@ from zero_core.checkpoint.safetensors_files import (
     model_files,
     read_open,
 )
-from zero_core.checkpoint.storage.local import create, no_room, sync_folder, write_all, write_synced
-from zero_core.checkpoint.storage.location import open_regular
+from zero_core.checkpoint.storage import (
+    create,
+    no_room,
+    open_regular,
+    sync_folder,
+    write_all,
+    write_synced,
+)
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.layout.stored import flatten, unflatten

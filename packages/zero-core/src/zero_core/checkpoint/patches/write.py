@@ -17,7 +17,6 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.model_files import TensorBuffer
 from zero_core.checkpoint.patches.document import (
     Document,
     PatchedTensor,
@@ -25,8 +24,8 @@ from zero_core.checkpoint.patches.document import (
     WeightPatch,
     crc_of,
 )
-from zero_core.checkpoint.safetensors_files import dtype_name
-from zero_core.checkpoint.storage.local import no_room
+from zero_core.checkpoint.safetensors_files import TensorBuffer, dtype_name
+from zero_core.checkpoint.storage import no_room
 from zero_core.core.extension import Extension
 from zero_core.errors import CheckpointError, PatchGapError
 from zero_core.layout.arithmetic import Segment

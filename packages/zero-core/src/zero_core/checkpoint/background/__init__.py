@@ -1,1 +1,0 @@
-"""Saves beside training."""

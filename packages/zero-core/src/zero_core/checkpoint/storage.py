@@ -1,0 +1,510 @@
+"""Storage of checkpoints: folders of this machine, and any file system that fsspec serves.
+
+A checkpoint is committed by one write: the rename of its folder (`Aside`), or of the object
+`MANIFEST` where there are no renames (`Upload`). Nothing that was written before counts.
+
+Files are opened only if they are regular, and written through. Hidden names in a folder of
+checkpoints: ``.TAG.saving`` is one under way, ``.TAG.old`` one that is being replaced,
+``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks find out which
+of them share a folder.
+
+[Note: a commit without renames]
+Object stores have neither renames nor links nor locks, but replace one object as a whole. So the
+files of a save are in a folder of their own, ``TAG/data-TOKEN/``, which the manifest names. Writing
+``TAG/manifest.json`` commits them. A checkpoint of the same tag that was there before is whole
+until then, and removed afterwards. ``latest`` is one object, too. What a killed save left is never
+read. The next save of its tag removes it after a day, and a removal of its tag at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC
+from pathlib import Path
+from typing import IO, Any
+
+from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
+
+_log = logging.getLogger(__name__)
+MANIFEST = "manifest.json"  # describes a checkpoint, and vouches for its other files
+LATEST = "latest"  # names the newest checkpoint of a folder
+SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")  # of a checkpoint's files, where there are no renames
+ADVICE = "save to another place; checkpoints that were there before are whole"
+_NO_SAVE_S = 24 * 3600  # after it nothing belongs to a save under way, where no lock says so
+_HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
+_MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
+_TRIES = 200
+_PAUSE_S = 0.01
+_NAMED = re.compile(f'"subfolder": "(?P<name>{SUBFOLDER.pattern})"'.encode())
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+(::[a-z].*)?):(?P<slashes>/+)", re.IGNORECASE)
+_IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs", "dbfs"))
+"""Protocols that write into the object that is there: a write that is cut short destroys it."""
+
+
+@dataclass(frozen=True, repr=False)
+class RemotePath:
+    """A path of fsspec's, with methods of `pathlib.Path`. Its library's errors are OSErrors."""
+
+    _files: Any = field(compare=False)  # an AbstractFileSystem
+    _path: str = field(compare=False)  # within it
+    _url: str
+    _chain: str = ""  # the rest of a chained URL, behind this part of it
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self._files, f"{self._path}/{name}", f"{self._url}/{name}", self._chain)
+
+    def __str__(self) -> str:
+        return self._url + self._chain
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    @property
+    def name(self) -> str:
+        return self._path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        path, url = self._path.rpartition("/")[0], self._url.rpartition("/")[0]
+        return RemotePath(self._files, path, url, self._chain)
+
+    def absolute(self) -> RemotePath:
+        return self
+
+    def exists(self) -> bool:
+        with self._store() as files:
+            return bool(files.exists(self._path))
+
+    def is_file(self) -> bool:
+        with self._store() as files:
+            return bool(files.isfile(self._path))
+
+    def is_dir(self) -> bool:
+        with self._store() as files:
+            return bool(files.isdir(self._path))
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        with self._store() as files:
+            names = files.ls(self._path, detail=False)
+        for name in names:
+            yield self / str(name).rstrip("/").rpartition("/")[2]
+
+    @contextmanager
+    def _store(self) -> Iterator[Any]:
+        try:
+            self._files.invalidate_cache()  # or an earlier listing would answer
+            yield self._files
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:
+            raise OSError(f"{self}: {type(error).__name__}: {error}") from error
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        with self._store() as files:
+            files.makedirs(self._path, exist_ok=exist_ok)
+
+    def write_bytes(self, data: bytes) -> None:
+        with self._store() as files:
+            files.pipe_file(self._path, data)
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        try:
+            with self._store() as files:
+                files.rm_file(self._path)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def open(self) -> IO[bytes]:
+        with self._store() as files:
+            found: IO[bytes] = files.open(self._path, "rb")
+            return found
+
+    @contextmanager
+    def writing(self) -> Iterator[IO[bytes]]:
+        with self._store() as files, files.open(self._path, "wb") as file:
+            yield file
+
+    def modified_ns(self) -> int:
+        with self._store() as files:
+            found = files.modified(self._path)
+        aware = found if found.tzinfo else found.replace(tzinfo=UTC)
+        return int(aware.timestamp() * 1e9)
+
+    def is_past(self) -> bool:
+        """Whether this folder has files, all of them too old to belong to a save under way."""
+        with self._store() as files:
+            paths = files.find(self._path)
+        times = (RemotePath(self._files, path, path).modified_ns() for path in paths)
+        return time.time() - max(times, default=time.time_ns()) / 1e9 > _NO_SAVE_S
+
+    def remove_tree(self) -> None:
+        """Remove a folder that no checkpoint needs, if there is one and it can be removed."""
+        try:
+            with self._store() as files:
+                files.rm(self._path, recursive=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _log.warning("%s stays, though no checkpoint needs it: %s", self, error)
+
+
+class Aside:
+    """A checkpoint under way, as `Upload` is one: its folder is locked to `commit` or `remove`."""
+
+    subfolder: str | None = None  # the files are in the folder itself
+
+    def __init__(self, directory: Path, tag: str) -> None:
+        self.folder = directory / f".{tag}.saving"  # for its files
+        self._place = directory / tag
+        self._descriptor: int | None = None
+
+    def make(self) -> None:
+        """Remove what killed saves left beside it, make and lock the folder. One rank calls it."""
+        remove_stale(self.folder.parent)
+        is_lost = False
+        for _ in range(_TRIES):
+            try:
+                self.folder.mkdir()
+                descriptor, is_locked = _open_locked(self.folder)
+                if is_locked is not False:
+                    self._descriptor = descriptor
+                    return
+                os.close(descriptor)
+            except FileExistsError:
+                if not is_lost:
+                    break
+            except FileNotFoundError:
+                pass
+            # Another program took it for one that a killed save left, and is removing it.
+            is_lost = True
+            time.sleep(_PAUSE_S)
+        raise CheckpointError(
+            f"{self.folder} is there: another program saves this checkpoint. Wait for it, or "
+            "save to another folder"
+        )
+
+    def describe(self, manifest: bytes) -> None:
+        """Write the manifest and the names in the folder through to the disk."""
+        try:
+            write_synced(self.folder / MANIFEST, manifest)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise no_room(self.folder / MANIFEST, error, ADVICE) from error
+
+    def commit(self, *, is_latest: bool) -> None:
+        """Rename the folder to the checkpoint's, whose old content stays readable until then."""
+        place = self._place
+        directory, old = place.parent, place.with_name(f".{place.name}.old")
+        mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
+        try:
+            if is_latest:
+                write_synced(mark, place.name.encode())
+            if place.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                place.rename(old)
+            self.folder.rename(place)
+            self._close()
+            if old.exists():
+                discard(old)
+            if is_latest:
+                mark.replace(directory / LATEST)
+            sync_folder(directory)
+        except OSError as error:
+            raise no_room(place, error, ADVICE) from error
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder if this object made it and it was not renamed."""
+        if self._descriptor is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class Upload:
+    """A checkpoint under way, as `Aside` is one. See [Note: a commit without renames]."""
+
+    def __init__(self, directory: RemotePath, tag: str, token: str) -> None:
+        self.subfolder: str | None = f"data-{token}"
+        self.folder = directory / tag / self.subfolder
+        self._place = directory / tag
+        self._is_own = False
+        self._manifest = b""
+
+    def make(self) -> None:
+        self._is_own = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def describe(self, manifest: bytes) -> None:
+        self._manifest = manifest
+
+    def commit(self, *, is_latest: bool) -> None:
+        replaced = None  # the folder of the checkpoint of this tag that is there
+        try:
+            manifest = self._place / MANIFEST
+            with suppress(CheckpointError), open_regular(manifest) as file:
+                replaced = _NAMED.search(file.read())
+            manifest.write_bytes(self._manifest)
+            self._is_own = False
+            if is_latest:
+                (self._place.parent / LATEST).write_bytes(self._place.name.encode())
+        except OSError as error:
+            raise no_room(self._place, error, ADVICE) from error
+        try:  # it is committed: nothing of this may fail the save
+            for old in [p for p in self._place.iterdir() if SUBFOLDER.fullmatch(p.name)]:
+                is_replaced = replaced is not None and old.name == replaced["name"].decode()
+                if old.name != self.folder.name and (is_replaced or old.is_past()):
+                    old.remove_tree()
+        except OSError as error:
+            _log.warning("%s may have files that no checkpoint needs: %s", self._place, error)
+
+    def remove(self) -> None:
+        if self._is_own:
+            self.folder.remove_tree()
+
+
+Location = Path | RemotePath
+"""Path of this machine, or one that fsspec reaches. Both have pathlib's names."""
+Staging = Aside | Upload
+"""A checkpoint under way."""
+
+
+def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
+    """Return the location that a user has given: a path, or a URL such as ``s3://bucket/run``."""
+    if isinstance(place, RemotePath):
+        return place
+    url = os.fspath(place)
+    found = _URL.match(url)
+    if found is None:
+        return Path(url)
+    if len(found["slashes"]) < 2:
+        if isinstance(place, str):
+            return Path(url)
+        raise CheckpointError(f"{url} was a URL before it became a Path: give it as a string")
+    if found["protocol"].lower() in ("file", "local"):
+        return Path(url[found.end("protocol") + 3 :])
+    protocols = {part.partition("://")[0].lower() for part in url.split("::")}
+    if protocols & _IN_PLACE:
+        raise CheckpointError(
+            f"{url}: {', '.join(sorted(protocols & _IN_PLACE))} writes into the files that are "
+            "there, so a write that is cut short would destroy a checkpoint: give an object store "
+            "(s3, gs, abfs, ...) or a folder that is mounted here"
+        )
+    try:
+        from fsspec.core import url_to_fs  # torch brings it, and needs it for as little
+    except ImportError:
+        raise CheckpointError(
+            f"{url}: checkpoints at URLs need fsspec: pip install 'zero-core[fsspec]'"
+        ) from None
+    try:
+        files, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{url} cannot be opened: {error}") from None
+    except Exception as error:  # whatever the library of the protocol raises
+        raise CheckpointFailedError(
+            f"{url} cannot be opened: {type(error).__name__}: {error}"
+        ) from error
+    first, mark, others = url.partition("::")
+    # A path follows the first protocol of dir://run::file:///store, the last of simplecache::s3://x
+    chain = mark + others if "://" in first else ""
+    return RemotePath(files, path.rstrip("/"), url.removesuffix(chain).rstrip("/"), chain)
+
+
+def local_path(place: str | os.PathLike[str] | RemotePath, what: str) -> Path:
+    """Return the path of this machine that a user has given for ``what``."""
+    found = location_of(place)
+    if not isinstance(found, Path):
+        raise CheckpointError(f"{place} is a URL, and {what} needs a folder of this machine")
+    return found
+
+
+def open_regular(place: Location, *, follows_links: bool = True) -> IO[bytes]:
+    """Open a regular file for reading. A pipe or a device neither blocks nor never ends."""
+    if isinstance(place, RemotePath):
+        try:
+            return place.open()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise CheckpointError(f"there is no file {place}") from None
+        except OSError as error:
+            raise CheckpointFailedError(f"{place} cannot be read: {error}") from error
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
+    try:
+        if not follows_links and place.is_symlink():
+            raise CheckpointCorruptError(f"{place} is a link: put a copy of the file in its place")
+        file = os.fdopen(os.open(place, flags), "rb", buffering=0)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"there is no file {place}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise CheckpointCorruptError(f"{place} cannot be read: {error}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointCorruptError(f"{place} is not a regular file")
+    return file
+
+
+def size_of(file: IO[bytes]) -> int:
+    position = file.tell()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(position)
+    return size
+
+
+@contextmanager
+def writing(place: Location) -> Iterator[IO[bytes]]:
+    """Create a file, which lasts from the end of the context on."""
+    with place.writing() if isinstance(place, RemotePath) else create(place) as file:
+        yield file
+        if isinstance(place, Path):
+            os.fsync(file.fileno())
+
+
+def identity(place: Location) -> list[Any]:
+    """Return JSON that is equal on two ranks only if they see one file."""
+    if isinstance(place, RemotePath):
+        return [str(place)]
+    found = place.stat()
+    return [found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def modified_ns(place: Location) -> int:
+    return place.modified_ns() if isinstance(place, RemotePath) else place.stat().st_mtime_ns
+
+
+def discard(place: Location) -> None:
+    """Remove a checkpoint's folder. What is left of it is no checkpoint."""
+    if isinstance(place, RemotePath):
+        (place / MANIFEST).unlink(missing_ok=True)
+        place.remove_tree()
+        return
+    hidden = place.with_name(f".{place.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
+    place.rename(hidden)  # if it is not removed, the next save does that
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _open_locked(folder: Path) -> tuple[int, bool | None]:
+    """Open a folder, lock it until its descriptor is closed, and return whether it is locked.
+
+    False: another program has the lock, or the name is another folder's by now. None: the file
+    system has no locks.
+    """
+    is_locked: bool | None = True
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_locked = False
+    except OSError:
+        is_locked = None
+    try:
+        is_same = os.path.samestat(folder.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        os.close(descriptor)
+        raise
+    return descriptor, is_locked if is_same else False
+
+
+def remove_stale(directory: Path) -> None:
+    """Remove what killed saves left in ``directory``, and undo a replacement that was cut short.
+
+    A save under way of a live program is left alone. Where the file system has no locks, so is all
+    that is younger than a day, and so are marks in any case.
+    """
+    for path in sorted(directory.iterdir(), key=lambda path: (path.suffix != ".saving", path.name)):
+        match = _HIDDEN.fullmatch(path.name)
+        if match is None:
+            if _MARK.fullmatch(path.name) and _is_past(path):
+                path.unlink(missing_ok=True)
+        elif path.is_symlink() or not path.is_dir():
+            if match["tag"].startswith(LATEST) and match["kind"] == "saving":
+                path.unlink(missing_ok=True)
+        elif match["kind"] == "saving":
+            with suppress(FileNotFoundError):  # another program was first
+                descriptor, is_dead = _open_locked(path)
+                if is_dead or (is_dead is None and _is_past(path)):
+                    shutil.rmtree(path, ignore_errors=True)
+                os.close(descriptor)
+        elif not (directory / f".{match['tag']}.saving").exists():  # else it is being replaced
+            place = directory / match["tag"]
+            with suppress(OSError):  # another program was first
+                if (place / MANIFEST).is_file():
+                    discard(path)
+                elif (path / MANIFEST).is_file() and not place.exists():
+                    path.rename(place)
+
+
+def _is_past(path: Path) -> bool:
+    """Whether ``path`` is too old to belong to a save under way."""
+    try:
+        return time.time() - path.lstat().st_mtime > _NO_SAVE_S
+    except FileNotFoundError:
+        return False
+
+
+def inode_of(path: Path) -> tuple[int, ...]:
+    """Return the identity of a file, which a rewrite changes."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
+    """Link ``path`` to ``known`` if that still has ``inode``. Return whether it is linked."""
+    try:
+        os.link(known, path, follow_symlinks=False)
+        if inode_of(path) == inode:
+            return True
+        path.unlink()
+    except OSError:  # removed since, in another file system, or in one without links
+        pass
+    return False
+
+
+def create(path: Path) -> IO[bytes]:
+    """Create a file for writing, with the modes of any new file. What is there is never opened."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
+
+
+def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    """Write all of ``data``, whatever an unbuffered write takes at once."""
+    left = memoryview(data)
+    while left.nbytes:
+        left = left[file.write(left) :]
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with writing(path) as file:
+        write_all(file, data)
+
+
+def sync_folder(path: Path) -> None:
+    """Write a folder's names through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def no_room(
+    path: object, error: OSError, advice: str = "give another folder"
+) -> CheckpointFailedError:
+    """Return the error of a file that could not be written."""
+    return CheckpointFailedError(
+        f"{path} could not be written ({error}): make room there, or {advice}"
+    )
