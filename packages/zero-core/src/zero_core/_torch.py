@@ -49,6 +49,9 @@ is_autocast_enabled = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device. Torch says no to what it calls under autocast."""
 swap_tensor = torch._C._swap_tensor_impl
 """Exchange what is behind two tensors. Both stay the same objects."""
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""Return the modes of torch functions that are entered, the innermost last."""
+call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 _CALL = nn.Module.__call__.__name__
 _FIRST_OWN_NUMBER = 1 << 32
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -174,10 +177,6 @@ def renew_autograd_after_fork() -> None:
     torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # needs it and changes nothing
 
 
-def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 def find_trainable(params: Sequence[Tensor]) -> list[bool]:
     """Return which tensors require a gradient, whatever their class overrides."""
     with DisableTorchFunction():
@@ -293,11 +292,6 @@ def seed_generators(device: torch.device, *numbers: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
-
-
-def function_modes() -> list[Any]:
-    """Return the modes of torch functions that are entered, the innermost last."""
-    return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def sequence_number(node: Any) -> int:

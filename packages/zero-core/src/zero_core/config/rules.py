@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_core.config.blocks import UNNEEDED, Config, ZeroConfig
-from zero_core.config.params import as_kind
+from zero_core.config.blocks import UNNEEDED, Config, ZeroConfig, as_kind
 from zero_core.errors import ConfigError
 
 _REFUSED_UNLESS: Mapping[str, Any] = {

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +28,7 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.stored import components
+from zero_core.plan.forecast import MemoryUse
 from zero_core.runtime.host_inputs import page_locked_bytes
 from zero_core.tiled.modules import TiledForwards, WholeModel
 
@@ -44,12 +44,6 @@ _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
 
 
-@cache
-def _flop_counter() -> Any:
-    """Return the module. It is imported late: with torch 2.15 it imports Triton."""
-    return importlib.import_module("torch.utils.flop_counter")
-
-
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One call of an operator."""
@@ -63,6 +57,8 @@ class Operator:
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
         """Describe a call of ``func`` that returned ``out``."""
+        # Imported late: with torch 2.15 it imports Triton.
+        flops: Any = importlib.import_module("torch.utils.flop_counter")
         packet = func.overloadpacket
         kind = packet.__name__
         read, written = _tensors((args, kwargs)), _tensors(out)
@@ -74,14 +70,12 @@ class Operator:
             # Of grouped heads as of so many heads each: torch 2.10 counts no groups.
             key, value = (query[:-2] + shape[-2:] for shape in (key, value))
             if not is_backward:
-                operations = _flop_counter().sdpa_flop_count(query, key, value)
+                operations = flops.sdpa_flop_count(query, key, value)
                 return cls(ATTENTION, dtype, int(operations), True)
-            count = _flop_counter().sdpa_backward_flop_count
-            operations = count(read[0].shape, query, key, value)
+            operations = flops.sdpa_backward_flop_count(read[0].shape, query, key, value)
             return cls(ATTENTION_BACKWARD, dtype, int(operations), True)
-        counts = _flop_counter().flop_registry
-        if packet in counts:
-            operations = counts[packet](*args, **kwargs, out_val=out)
+        if packet in flops.flop_registry:
+            operations = flops.flop_registry[packet](*args, **kwargs, out_val=out)
             return cls(kind, dtype, int(operations), True, _nbytes(read) + _nbytes(written))
         returns = func._schema.returns
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
@@ -119,16 +113,17 @@ class Trace:
     moved: Mapping[int, tuple[int, ...]]
     freed_bytes: int  # bytes that leave the device when inputs wait in host memory
 
-    def nbytes(self, config: Config, *, is_accelerated: bool) -> int:
-        """Return the bytes that a configuration saves on the device.
+    def memory(self, config: Config, *, is_accelerated: bool) -> MemoryUse:
+        """Return the bytes that a configuration saves, and of kernels that it makes on a CPU.
 
         With the vertical schedule those of all micro-batches, and a gradient of each between two
         blocks. The code behind the blocks, and recomputed blocks, run for one at a time. With
         ``is_accelerated`` the device is another one than the host.
         """
-        is_again = config.is_recomputed
+        is_again, steps = config.is_recomputed, config.gradient_accumulation_steps
         whole = self.recomputed_bytes if is_again else self.saved_bytes
         each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
+        host: dict[str, int] = {}
         if config.has_inputs_on_host and is_accelerated:
             # The inputs of two successive calls are fetched at a time.
             sizes = [sum(of_unit) for of_unit in self.moved.values()]
@@ -136,22 +131,19 @@ class Trace:
             fetched = max([*(a + b for a, b in pairwise([0, *sizes])), *same], default=0)
             whole += fetched - self.freed_bytes
             each -= self.freed_bytes
-        if not config.is_vertical:
-            return whole
-        return whole - each + config.gradient_accumulation_steps * (each + self.border_bytes)
-
-    def host_bytes(self, config: Config, *, is_accelerated: bool) -> int:
-        """Return the bytes of inputs of blocks that wait in host memory, which is page-locked."""
-        if not (config.has_inputs_on_host and is_accelerated):
-            return 0
-        times = config.gradient_accumulation_steps if config.is_vertical else 1
-        sizes = Counter(nbytes for unit in self.moved.values() for nbytes in unit)
-        return sum(page_locked_bytes(nbytes, number * times) for nbytes, number in sizes.items())
-
-    def code_bytes(self) -> int:
-        """Return the bytes of kernels that oneDNN compiles on a CPU: one per shape in bf16."""
+            times = steps if config.is_vertical else 1
+            waiting = Counter(nbytes for unit in self.moved.values() for nbytes in unit)
+            if waiting:
+                locked = (page_locked_bytes(n, m * times) for n, m in waiting.items())
+                host["activations"] = sum(locked)
+        if config.is_vertical:
+            whole += steps * (each + self.border_bytes) - each
+        device = {"activations": whole}
         calls = set[Operator]().union(*self.forward.values(), self.backward or ())
-        return _CODE_BYTES * sum(c.is_product and c.dtype == "bfloat16" for c in calls)
+        products = sum(c.is_product and c.dtype == "bfloat16" for c in calls)
+        if products and not is_accelerated:  # oneDNN compiles a kernel per shape in bf16
+            device["kernels"] = _CODE_BYTES * products
+        return MemoryUse(device, host)
 
 
 def trace_step(

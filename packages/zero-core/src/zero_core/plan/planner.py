@@ -424,15 +424,9 @@ class Planner:
         use, trace = forecast.memory(ratio), self.trace(variant.micro_batch)
         if trace is None:
             return use
-        config = variant.of(self.config)
-        is_accelerated = self.machine.is_accelerated
-        traced = {"activations": trace.nbytes(config, is_accelerated=is_accelerated)}
-        if not is_accelerated and (code := trace.code_bytes()):
-            traced["kernels"] = code
-        host = dict(use.host)
-        if moved := trace.host_bytes(config, is_accelerated=is_accelerated):
-            host["activations"] = moved
-        return MemoryUse({**use.device, **traced}, host)
+        config, is_accelerated = variant.of(self.config), self.machine.is_accelerated
+        saved = trace.memory(config, is_accelerated=is_accelerated)
+        return MemoryUse({**use.device, **saved.device}, {**use.host, **saved.host})
 
     def choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
         device = variant.placement.device or self._offloaded if ratio else "none"
