@@ -166,20 +166,6 @@ class Variant:
     is_recomputed: bool  # whether activations are recomputed
     placement: Placement = AS_CONFIGURED  # other keys of ``zero_optimization``
 
-    def of(self, config: Config) -> Config:
-        """Return the configuration changed to this."""
-        samples = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
-        changes: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": samples // self.micro_batch,
-            "zero_optimization": self.placement.of(config.zero_optimization),
-        }
-        if self.is_recomputed and not config.is_recomputed:
-            changes["activation_checkpointing"] = ActivationCheckpointingConfig()
-        if not self.is_recomputed:
-            changes["activation_checkpointing"] = None
-        return config.model_copy(update=changes)
-
 
 class Planner:
     """Forecasts of all choices, and the smallest that fits. See [Note: choices]."""
@@ -234,16 +220,25 @@ class Planner:
     # ------------------------------------------------------------- forecasts
 
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
-        """Return the configuration without keys that are not served at the ``stage``."""
-        zero = self.config.zero_optimization
-        changes: dict[str, Any] = {
+        """Return the configuration of a choice, without keys that its stage does not serve."""
+        config, zero = self.config, self.config.zero_optimization
+        keys: dict[str, Any] = {
             "stage": stage,
             "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
         }
         if stage != 3:
-            changes |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
-        zero = zero.model_copy(update=changes)
-        return variant.of(self.config.model_copy(update={"zero_optimization": zero}))
+            keys |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
+        samples = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
+        changes: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": variant.micro_batch,
+            "gradient_accumulation_steps": samples // variant.micro_batch,
+            "zero_optimization": variant.placement.of(zero.model_copy(update=keys)),
+        }
+        if not variant.is_recomputed:
+            changes["activation_checkpointing"] = None
+        elif not config.is_recomputed:
+            changes["activation_checkpointing"] = ActivationCheckpointingConfig()
+        return config.model_copy(update=changes)
 
     def config_of(self, choice: Choice) -> Config:
         return self._changed(variant_of(choice), choice.stage, choice.device)
@@ -332,7 +327,7 @@ class Planner:
             num_parameters=sum(p.numel for p in layout.params),
             num_trainable=sum(p.numel for p in layout.params if p.is_trainable),
             configured=self.configured,
-            memory=self._memory(self.given, forecast, self._ratio),
+            memory=self._memory(forecast, config, self._ratio),
             traffic=step_traffic(layout, config, self.links, forecast.collectives, link_bytes),
             traffic_choices=traffic_choices(layout, config, self.links),
             choices=tuple(by_key[key] for key in sorted(by_key)),
@@ -420,20 +415,20 @@ class Planner:
         allowed = [c for c in choices if c.is_fitting and c.stage >= self._stage]
         return min(allowed, key=lambda c: (c.ratio, c.stage), default=None)
 
-    def _memory(self, variant: Variant, forecast: Forecast, ratio: float) -> MemoryUse:
-        use, trace = forecast.memory(ratio), self.trace(variant.micro_batch)
+    def _memory(self, forecast: Forecast, config: Config, ratio: float) -> MemoryUse:
+        use, trace = forecast.memory(ratio), self.trace(config.train_micro_batch_size_per_gpu)
         if trace is None:
             return use
-        config, is_accelerated = variant.of(self.config), self.machine.is_accelerated
-        saved = trace.memory(config, is_accelerated=is_accelerated)
+        saved = trace.memory(config, is_accelerated=self.machine.is_accelerated)
         return MemoryUse({**use.device, **saved.device}, {**use.host, **saved.host})
 
     def choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
         device = variant.placement.device or self._offloaded if ratio else "none"
         if variant.placement.device is None and (stage, ratio) == (self._stage, self._ratio):
             device = self._device
+        config = self._changed(variant, stage, device)
         forecast = self._forecast(variant, stage, device)
-        use = self._memory(variant, forecast, ratio)
+        use = self._memory(forecast, config, ratio)
         return Choice(
             stage,
             ratio,
@@ -442,7 +437,7 @@ class Planner:
             forecast.is_complete and self.machine.has_room(use),
             device=device,
             micro_batch=variant.micro_batch,
-            micro_steps=variant.of(self.config).gradient_accumulation_steps,
+            micro_steps=config.gradient_accumulation_steps,
             is_recomputed=variant.is_recomputed,
             is_varied=variant != self.given,
             placement=variant.placement,
