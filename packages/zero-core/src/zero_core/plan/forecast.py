@@ -114,8 +114,7 @@ class Forecast:
         self._config = config
         self._links = links
         self._footprints = footprints
-        # Then the compute device is another one than the host.
-        self._is_accelerated = is_accelerated = links.is_ring
+        is_accelerated = links.is_ring  # then the compute device is another one than the host
         zero = config.zero_optimization
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
@@ -236,11 +235,11 @@ class Forecast:
             for low, stop, segment in self.spans:
                 numel, is_resting = stop - low, segment in self.resting
                 is_own = segment.dtype == self._config.master_dtype(segment.dtype)
-                if self._is_accelerated and is_own and not is_resting:
+                if self._links.is_ring and is_own and not is_resting:
                     kept["master weights"] += numel * segment.dtype.itemsize
                 down += numel * self.gradients[segment.index].offered.itemsize
                 up += 0 if is_resting else numel * segment.dtype.itemsize
-            on_device = {_WHOLES: self._whole_bytes[1] * self._is_accelerated}
+            on_device = {_WHOLES: self._whole_bytes[1] * self._links.is_ring}
             return WholeFootprint({k: n for k, n in kept.items() if n}, on_device, (down, up))
         zero = self._config.zero_optimization
         asked = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
@@ -261,7 +260,7 @@ class Forecast:
             grad_dtypes=[self.gradients[s.index].offered for s in segments],
             num_added=self.num_added,
             resting={i for i, segment in enumerate(segments) if segment in self.resting},
-            is_accelerated=self._is_accelerated,
+            is_accelerated=self._links.is_ring,
             optimizer_class=type(drawn.optimizer),
             groups=drawn.groups,
             config=zero.model_dump(mode="json"),
@@ -285,7 +284,7 @@ class Forecast:
         host: dict[str, int] = {}
         kept = {"master weights": 0, "optimizer states": 0}  # in this order
         if self.tier is not None:
-            if self._is_accelerated and self._whole_bytes is None:
+            if self._links.is_ring and self._whole_bytes is None:
                 kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
             kept |= self.tier.device_bytes(ratio)
             host = self.tier.host_bytes(ratio)
@@ -352,7 +351,7 @@ class Forecast:
         once, and buffers are kept by size. Messages of coded gradients are sent one unit at a time.
         """
         links, footprint = self._links, self.collectives
-        has_shared_memory = links.num_nodes == 1 and not self._is_accelerated
+        has_shared_memory = links.num_nodes == 1 and not self._links.is_ring
         if links.world_size == 1 or has_shared_memory:
             return 0
         num_messages = links.world_size - links.ranks_per_node
@@ -376,7 +375,7 @@ class Forecast:
                         coded[num_messages * coded_room(sizes[1])] += 1
             slices |= of_unit
             messages |= coded
-        if self._is_accelerated:
+        if self._links.is_ring:
             largest = max((numel * dtype.itemsize for numel, dtype in slices), default=0)
             return largest + 2 * max(messages, default=0)
         held = sum(n * numel * dtype.itemsize for (numel, dtype), n in slices.items())
