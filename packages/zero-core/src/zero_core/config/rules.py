@@ -57,6 +57,8 @@ def check_rules(config: Config, world_size: int) -> None:
 
 def _broken_rules(config: Config, world_size: int) -> Iterator[str]:
     """Yield an error message for each rule between keys that ``config`` breaks."""
+    zero, bf16, again = config.zero_optimization, config.bf16, config.activation_checkpointing
+    offload, is_here = zero.offload_optimizer, zero.offload_optimizer.device == "none"
     half, autocast = config.compute_dtype, config.autocast_dtype
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled and bf16.enabled: only one of them can be true"
@@ -66,9 +68,77 @@ def _broken_rules(config: Config, world_size: int) -> Iterator[str]:
             "out for weights in fp32, or torch_autocast"
         )
     yield from _of_offload(config)
-    yield from _of_messages(config.zero_optimization, world_size)
-    yield from _of_masters(config)
-    yield from _of_features(config)
+    yield from _of_messages(zero, world_size)
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads = true"
+    if bf16.bf16_master_weights_and_grads and not bf16.enabled:
+        yield "bf16.bf16_master_weights_and_grads needs bf16.enabled = true"
+    if bf16.bf16_master_weights_and_grads and is_here and not bf16.bf16_optimizer_states:
+        yield (
+            "bf16.bf16_master_weights_and_grads on the device needs bf16.bf16_optimizer_states = "
+            "true, as the optimizer gives states the dtype of the weights that it updates; or set "
+            "zero_optimization.offload_optimizer.device"
+        )
+    if config.fp16.fp16_master_weights_and_grads and is_here:
+        yield (
+            "fp16.fp16_master_weights_and_grads needs zero_optimization.offload_optimizer: moments "
+            "in fp16 underflow"
+        )
+    if bf16.bf16_master_weights_and_grads and zero.stage == 0:
+        yield "bf16.bf16_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, found 0"
+    is_asked = config.world_size_invariant
+    if is_asked and zero.rounding_key is not None:
+        yield (
+            f"world_size_invariant: the blocks of {zero.rounding_key} follow the slices of the "
+            "ranks, of which there are as many as ranks: leave one of the two out"
+        )
+    if is_asked and config.gradient_allreduce_op == "sum":
+        yield (
+            "world_size_invariant with gradient_allreduce_op 'sum': a sum over the ranks of means "
+            "over micro-steps grows with the number of ranks: leave one of the two out"
+        )
+    if is_asked and offload.ratio == "auto":
+        yield (
+            "world_size_invariant with zero_optimization.offload_optimizer.ratio 'auto': the ratio "
+            "is measured, so another run may choose another one: give a number"
+        )
+    if is_asked and offload.state_dtype != "float32":
+        yield (
+            "world_size_invariant with zero_optimization.offload_optimizer.state_dtype "
+            f"{offload.state_dtype!r}: moments of fewer bits are rounded by the "
+            "place of an element on its rank: leave one of the two out"
+        )
+    if config.memory_checkpoint is not None and offload.device == "nvme":
+        yield (
+            "memory_checkpoint with zero_optimization.offload_optimizer.device 'nvme': states that "
+            "host memory has no room for cannot be copied there: leave one of the two out"
+        )
+    if config.memory_checkpoint is not None and offload.update_in_backward:
+        yield (
+            "memory_checkpoint with zero_optimization.offload_optimizer.update_in_backward: states "
+            "are copied beside the backward, which would change them: leave one of the two out"
+        )
+    if config.check_replicas_every > 0 and zero.stage == 3:
+        yield (
+            "check_replicas_every needs zero_optimization.stage 0, 1 or 2, found 3, where no two "
+            "ranks have the same values"
+        )
+    for key in ("profile", "synchronize_checkpoint_boundary"):
+        if again is not None and getattr(again, key):
+            yield f"activation_checkpointing.{key} is not served: leave it out"
+    for key in ("mics_shard_size", "mics_hierarchical_params_gather"):
+        if getattr(zero, key) > 0:
+            yield (
+                f"zero_optimization.{key} is MiCS, which DeepSpeed has removed, too: use "
+                "zero_hpz_partition_size, which keeps a second shard of the parameters on each node"
+            )
+    if zero.zenflow is not None:
+        yield "zero_optimization.zenflow is not served"
+    if offload.super_offload:
+        yield (
+            "zero_optimization.offload_optimizer.super_offload is not served: see ratio = 'auto' "
+            "and update_in_backward"
+        )
 
 
 def _of_offload(config: Config) -> Iterator[str]:
@@ -161,87 +231,6 @@ def _of_messages(zero: ZeroConfig, world_size: int) -> Iterator[str]:
         yield (
             "zero_optimization.zeropp_loco_param needs zero_quantized_gradients, whose error it "
             "feeds back: set that to true or leave the block out"
-        )
-
-
-def _of_masters(config: Config) -> Iterator[str]:
-    zero, bf16 = config.zero_optimization, config.bf16
-    is_here = zero.offload_optimizer.device == "none"
-    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads = true"
-    if bf16.bf16_master_weights_and_grads and not bf16.enabled:
-        yield "bf16.bf16_master_weights_and_grads needs bf16.enabled = true"
-    if bf16.bf16_master_weights_and_grads and is_here and not bf16.bf16_optimizer_states:
-        yield (
-            "bf16.bf16_master_weights_and_grads on the device needs bf16.bf16_optimizer_states = "
-            "true, as the optimizer gives states the dtype of the weights that it updates; or set "
-            "zero_optimization.offload_optimizer.device"
-        )
-    if config.fp16.fp16_master_weights_and_grads and is_here:
-        yield (
-            "fp16.fp16_master_weights_and_grads needs zero_optimization.offload_optimizer: moments "
-            "in fp16 underflow"
-        )
-    if bf16.bf16_master_weights_and_grads and zero.stage == 0:
-        yield (
-            "bf16.bf16_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, found 0"
-        )
-
-
-def _of_features(config: Config) -> Iterator[str]:
-    zero, is_asked = config.zero_optimization, config.world_size_invariant
-    offload, again = zero.offload_optimizer, config.activation_checkpointing
-    if is_asked and zero.rounding_key is not None:
-        yield (
-            f"world_size_invariant: the blocks of {zero.rounding_key} follow the slices of the "
-            "ranks, of which there are as many as ranks: leave one of the two out"
-        )
-    if is_asked and config.gradient_allreduce_op == "sum":
-        yield (
-            "world_size_invariant with gradient_allreduce_op 'sum': a sum over the ranks of means "
-            "over micro-steps grows with the number of ranks: leave one of the two out"
-        )
-    if is_asked and zero.offload_optimizer.ratio == "auto":
-        yield (
-            "world_size_invariant with zero_optimization.offload_optimizer.ratio 'auto': the ratio "
-            "is measured, so another run may choose another one: give a number"
-        )
-    if is_asked and zero.offload_optimizer.state_dtype != "float32":
-        yield (
-            "world_size_invariant with zero_optimization.offload_optimizer.state_dtype "
-            f"{zero.offload_optimizer.state_dtype!r}: moments of fewer bits are rounded by the "
-            "place of an element on its rank: leave one of the two out"
-        )
-    if config.memory_checkpoint is not None and offload.device == "nvme":
-        yield (
-            "memory_checkpoint with zero_optimization.offload_optimizer.device 'nvme': states that "
-            "host memory has no room for cannot be copied there: leave one of the two out"
-        )
-    if config.memory_checkpoint is not None and offload.update_in_backward:
-        yield (
-            "memory_checkpoint with zero_optimization.offload_optimizer.update_in_backward: states "
-            "are copied beside the backward, which would change them: leave one of the two out"
-        )
-    if config.check_replicas_every > 0 and zero.stage == 3:
-        yield (
-            "check_replicas_every needs zero_optimization.stage 0, 1 or 2, found 3, where no two "
-            "ranks have the same values"
-        )
-    for key in ("profile", "synchronize_checkpoint_boundary"):
-        if again is not None and getattr(again, key):
-            yield f"activation_checkpointing.{key} is not served: leave it out"
-    for key in ("mics_shard_size", "mics_hierarchical_params_gather"):
-        if getattr(zero, key) > 0:
-            yield (
-                f"zero_optimization.{key} is MiCS, which DeepSpeed has removed, too: use "
-                "zero_hpz_partition_size, which keeps a second shard of the parameters on each node"
-            )
-    if zero.zenflow is not None:
-        yield "zero_optimization.zenflow is not served"
-    if offload.super_offload:
-        yield (
-            "zero_optimization.offload_optimizer.super_offload is not served: see ratio = 'auto' "
-            "and update_in_backward"
         )
 
 
