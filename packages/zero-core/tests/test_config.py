@@ -12,9 +12,8 @@ from jsonschema import Draft202012Validator
 
 from zero_core import ConfigError, build, check_config, load_config
 from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config, load_effective
-from zero_core.config.blocks import block_of
+from zero_core.config.blocks import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, block_of
 from zero_core.config.json_schema import SCHEMA_FILE, make_schema, schema_text
-from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}

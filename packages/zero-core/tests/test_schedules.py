@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from zero_core import parts
-from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zero_core.config.blocks import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.schedules import SCHEDULERS, make_scheduler
 from zero_core.testing import Case, make_tower

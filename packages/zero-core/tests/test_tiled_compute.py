@@ -173,7 +173,7 @@ def test_what_is_saved_at_32_thousand_tokens_is_an_eighth():
     inputs = [torch.zeros((1, 2**15), dtype=torch.int64)]
     names = {"modules": {"classes": ["_Mlp"]}, "logits": {"names": ["head"]}}
     plain, tiled = (
-        trace_step(model, load_config(_config(3, **block), world_size=1), inputs, [("", model)])
+        trace_step(model, load_config(_config(3, **block), world_size=1), inputs, [model])
         for block in ({}, {"tiled_compute": names})
     )
     assert tiled.saved_bytes <= plain.saved_bytes / 8

@@ -113,7 +113,7 @@ def _trace(shape: GptShape, tokens: int) -> Trace:
     config = load_config(found, world_size=1)
     with torch.device("meta"):
         model, ids = Gpt(shape), torch.zeros(samples, shape.context, dtype=torch.int64)
-    units = [(name, unit) for name, unit, _ in Blueprint.draw(model, config, 1).found.units]
+    units = [unit for _, unit, _ in Blueprint.draw(model, config, 1).found.units]
     return trace_step(model, config, [ids], units)
 
 

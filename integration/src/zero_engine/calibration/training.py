@@ -287,7 +287,7 @@ class _Compared:
 def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: str) -> _Compared:
     config = zero_core.load_config(_config(dtype), world_size=1)
     ids = torch.zeros(size, dtype=torch.int64, device=watch.device)
-    trace = trace_step(model, config, [ids], [("", model)])
+    trace = trace_step(model, config, [ids], [model])
     assert trace.backward is not None, "a model of plain operators"
     calls = sum(trace.forward.values(), trace.backward)
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}

@@ -19,10 +19,8 @@ from typing import Any, Literal
 
 from zero_core.config import Config
 from zero_core.errors import ConfigError
-from zero_core.plan.choices import AS_CONFIGURED, Placement
-from zero_core.plan.plan import make_planner
 from zero_core.plan.planner import Machine, Planner, Variant, ranks_of_node, variant_of
-from zero_core.plan.result import Choice, format_bytes
+from zero_core.plan.result import AS_CONFIGURED, Choice, Placement, format_bytes
 from zero_core.step.update import may_speculate, updates_in_backward
 from zero_engine.planning.prediction import Prediction
 from zero_engine.planning.rates import Calibration, Rates
@@ -77,7 +75,7 @@ def plan(
             f"nvme_path = {nvme_path!r} with a calibration without rates of a disk: "
             "measure it with zero-engine doctor --measure --disk FOLDER, or plan without rates"
         )
-    planner = make_planner(model, config, machine, example_inputs)
+    planner = Planner(model, config, machine, example_inputs)
     if rates is None or planner.trace(planner.configured.micro_batch) is None:
         found = planner.plan(allow_rounding=allow_rounding)
         choices = {c.key: TimedChoice(**vars(c)) for c in found.choices}

@@ -30,7 +30,7 @@ from zero_core.errors import (
 from zero_core.init.deferred import deferred_init
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.lion import Lion
-from zero_core.plan.plan import plan
+from zero_core.plan.planner import plan
 from zero_core.plan.result import Plan
 from zero_core.plugins import check_config
 from zero_core.quantization import quantize_blocks

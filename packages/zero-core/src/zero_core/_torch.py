@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunction as DisableTorchFunction
 from torch._C._profiler import _RecordFunctionFast as profiled_range
 from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
@@ -27,13 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = [
-    "DisableTorchFunction",
-    "current_dispatch_mode",
-    "disable_current_modes",
-    "profiled_range",
-    "pytree",
-]
+__all__ = ["current_dispatch_mode", "disable_current_modes", "profiled_range", "pytree"]
 
 METADATA_READS = frozenset(
     {
@@ -51,6 +45,13 @@ get_grad = Tensor.grad.__get__  # type: ignore[union-attr]
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
 """Set torch's own ``grad`` of a tensor."""
+is_autocast_enabled = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device. Torch says no to what it calls under autocast."""
+swap_tensor = torch._C._swap_tensor_impl
+"""Exchange what is behind two tensors. Both stay the same objects."""
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""Return the modes of torch functions that are entered, the innermost last."""
+call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 _CALL = nn.Module.__call__.__name__
 _FIRST_OWN_NUMBER = 1 << 32
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -112,28 +113,20 @@ def counting_groups(number: int) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the time after which a collective of ``group`` on ``device`` fails.
-
-    It is torch's default for a backend of another package that does not say what its options are.
-    """
+    """Return the time after which a collective of ``group`` on ``device`` fails."""
     known = dist.group.WORLD if group is None else group
     assert known is not None
-    try:
-        options: Any = known._get_backend(device).options
-    except RuntimeError:
-        return dist.distributed_c10d.default_pg_timeout
-    if options is None:  # of the fake backend
-        return dist.distributed_c10d.default_pg_timeout
-    timeout: timedelta = options._timeout
-    return timeout
+    options: Any = None
+    with suppress(RuntimeError):  # a backend of another package that does not say its options
+        options = known._get_backend(device).options
+    # The fake backend has None.
+    default = dist.distributed_c10d.default_pg_timeout
+    return default if options is None else cast("timedelta", options._timeout)
 
 
 def clone_store(store: Any) -> Any:
-    """Return a store over a connection of its own, or ``store`` if its kind has no connections.
-
-    Torch's stubs do not know the method.
-    """
-    try:
+    """Return a store over a connection of its own, or ``store`` if its kind has no connections."""
+    try:  # torch's stubs do not know the method
         return store.clone()
     except RuntimeError as error:
         if "pure virtual" not in str(error):  # that is the fake backend's
@@ -142,10 +135,7 @@ def clone_store(store: Any) -> Any:
 
 
 def store_address(store: Any) -> str | None:
-    """Return host and port of the process that hosts a store. None for a store without one.
-
-    Torch's stubs do not export the classes.
-    """
+    """Return host and port of the process that hosts a store. None for a store without one."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     is_hosted = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
@@ -185,10 +175,6 @@ def renew_autograd_after_fork() -> None:
     (torch 2.10 to 2.13, ``PythonEngine::get_python_engine``). Call it before such threads start.
     """
     torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # needs it and changes nothing
-
-
-def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def find_trainable(params: Sequence[Tensor]) -> list[bool]:
@@ -237,11 +223,6 @@ def is_own_graph(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def swap_tensor(tensor: Tensor, new: Tensor) -> None:
-    """Exchange what is behind two tensors. Both stay the same objects."""
-    torch._C._swap_tensor_impl(tensor, new)
-
-
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Set the sign by which a schedule knows that its optimizer has stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -272,10 +253,7 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the number of the tensor's storage, the same for all of its views.
-
-    On the meta device, too, where tensors have no address.
-    """
+    """Return the number of the tensor's storage, on the meta device too, the same for all views."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -286,26 +264,20 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return saved
 
 
-def is_autocast_enabled() -> bool:
-    """Whether autocast is on for any device. Torch says no to what it calls under autocast."""
-    return bool(torch._C._is_any_autocast_enabled())
-
-
 def autocast_source(tensor: Tensor) -> Tensor | None:
     """Return the parameter of which ``tensor`` is a cast under autocast, or a view of a cast.
 
-    None for other tensors, and for casts of parameters without gradients, of which torch keeps no
-    record.
+    Of casts of parameters without gradients torch keeps no record.
     """
-    cast = tensor if tensor._base is None else tensor._base
-    node = cast.grad_fn
-    if node is None or node.name() != "ToCopyBackward0" or cast._version:
+    whole = tensor if tensor._base is None else tensor._base
+    node = whole.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or whole._version:
         return None
     leaf: Any = node.next_functions[0][0]
     if leaf is None or "AccumulateGrad" not in leaf.name():
         return None
     source: Tensor = leaf.variable
-    return source if source.device == cast.device else None
+    return source if source.device == whole.device else None
 
 
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -320,11 +292,6 @@ def seed_generators(device: torch.device, *numbers: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
-
-
-def function_modes() -> list[Any]:
-    """Return the modes of torch functions that are entered, the innermost last."""
-    return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def sequence_number(node: Any) -> int:

@@ -82,8 +82,7 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
     if zero.quantized_key is not None:
         _check_installed(COLLECTIVES, "quantized", zero.quantized_key, "zero-comm")
     for block, group in (("offload_optimizer", TIERS), ("offload_param", PARAM_TIERS)):
-        offload = getattr(zero, block)
-        where = f"zero_optimization.{block}"
+        offload, where = getattr(zero, block), f"zero_optimization.{block}"
         if offload.device == "none":
             continue
         asked = f"{where}.device = {offload.device!r}"

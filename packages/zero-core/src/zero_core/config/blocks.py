@@ -3,6 +3,7 @@
 Names and defaults are DeepSpeed's, except for keys marked as not in DeepSpeed's configuration.
 `zero_core.config.schema` reads a configuration; `zero_core.config.rules` checks its keys against
 each other. A key that this engine does not need has its default and the reason in `unneeded`.
+Types and ranges of ``optimizer.params`` and ``scheduler.params`` are in two tables, by name.
 """
 
 from __future__ import annotations
@@ -15,16 +16,76 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from zero_core.config.params import (
-    LARGEST,
-    OPTIMIZER_PARAMS,
-    SCHEDULER_PARAMS,
-    NonNegativeInt,
-    PositiveInt,
-    as_whole,
-    params_of,
-    strings,
+LARGEST = 2**63
+"""Largest whole number of a configuration, one more than `sys.maxsize`, DeepSpeed's largest."""
+
+
+def as_whole(value: Any) -> Any:
+    """Return ``value``, converted to int if it is a whole float: JSON's 5e8 is one in Python."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def as_kind(value: Any, *kinds: Any) -> Any:
+    """Return ``value`` as the first of ``kinds`` that it stands for in DeepSpeed, or as it is."""
+    if not isinstance(value, str | int | float) or type(value) in kinds:
+        return value
+    for kind in kinds:
+        if kind is bool or (kind in (int, float) and isinstance(value, str)):
+            try:
+                return pydantic.TypeAdapter(kind).validate_python(value)
+            except pydantic.ValidationError:
+                continue
+    return value
+
+
+_Whole = BeforeValidator(as_whole)
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST), _Whole]
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST), _Whole]
+_Count = Annotated[int, Field(ge=-1, le=LARGEST), _Whole]
+_NonNegative = Annotated[float, Field(ge=0.0)]
+_Positive = Annotated[float, Field(gt=0.0)]
+_Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+_Pair = (
+    Field(min_length=2, max_length=2),
+    BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value),
 )
+_Betas = Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], *_Pair]
+_TwoNumbers = Annotated[list[_NonNegative], *_Pair]
+# One for all parameter groups, or a list of one for each.
+_OneOrMore = BeforeValidator(lambda v: list(v) if isinstance(v, list | tuple) else [v])
+_Rates = Annotated[list[_NonNegative], _OneOrMore]
+_Momenta = Annotated[list[_Fraction], _OneOrMore]
+_Epsilons = Annotated[list[_NonNegative | None], _OneOrMore]  # Adafactor has two
+
+
+def _params(kinds: Mapping[Any, str]) -> type[BaseModel]:
+    """Return the block whose keys, all of them optional, are of the ``kinds``."""
+    fields: dict[str, Any] = {k: (kind, None) for kind, keys in kinds.items() for k in keys.split()}
+    config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+    return pydantic.create_model("params", __config__=config, **fields)
+
+
+def params_of(kind: type[BaseModel]) -> pydantic.AfterValidator:
+    """Return the check of ``params`` as of ``kind``, except for "auto", yet to be filled in."""
+
+    def check(params: dict[str, Any]) -> dict[str, Any]:
+        given = {k: v for k, v in params.items() if not isinstance(v, str) or v != "auto"}
+        kind.model_validate(given)
+        return params
+
+    return pydantic.AfterValidator(check)
+
+
+def strings(what: str) -> BeforeValidator:
+    """Return the conversion of a list of strings to a tuple. An error calls it ``what``."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise ValueError(f"expected a list of {what}")
+
+    return BeforeValidator(convert)
+
 
 BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
 """Format of quantized blocks: integers of 8 or 4 bits, or 8-bit floating point."""
@@ -46,7 +107,7 @@ class OffloadOptimizerConfig(_Block):
     """``zero_optimization.offload_optimizer``: placement and update of optimizer state."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] | None = 1.0
+    ratio: _Fraction | Literal["auto"] | None = 1.0
     """Share of the elements that the host updates (Twin-Flow), exact to the element. "auto" finds
     the fastest share that fits by measurement. None if one of the next two keys replaces it."""
     host_share: Literal["last", "first"] = "last"
@@ -83,9 +144,7 @@ class OffloadOptimizerConfig(_Block):
     pipeline_read: bool = unneeded(False, "reads from NVMe always overlap with the update")
     pipeline_write: bool = unneeded(False, "writes to NVMe always overlap with the update")
     super_offload: bool = False
-    cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = unneeded(
-        0.8, "used with super_offload only"
-    )
+    cpuadam_cores_perc: _Fraction = unneeded(0.8, "used with super_offload only")
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -135,28 +194,27 @@ class LocoConfig(_Block):
     The quantization error of a gradient is added to the next one (LoCo, arXiv 2407.04480).
     """
 
-    err_beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
+    err_beta: _Fraction = 0.8
     """Decay of the running mean of the error."""
     reset_T: PositiveInt = 1024
     """Steps after which the error is reset."""
 
 
+_Names = Annotated[
+    tuple[str, ...],
+    strings("strings"),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+
+
 class ModulesConfig(_Block):
     """Modules of the model, by class or name."""
 
-    classes: tuple[str, ...] = ()
+    classes: _Names = ()
     """Names of their classes, with or without the Python module."""
-    names: tuple[str, ...] = ()
+    names: _Names = ()
     """As in ``named_modules``."""
-    name_suffixes: tuple[str, ...] = ()
-
-    @pydantic.field_validator("*", mode="before")
-    @classmethod
-    def _check_strings(cls, value: Any) -> Any:
-        values = [value] if isinstance(value, str) else value
-        if isinstance(values, list | tuple) and all(isinstance(v, str) for v in values):
-            return tuple(values)
-        raise ValueError("expected a list of strings")
+    name_suffixes: _Names = ()
 
 
 class LeafModuleConfig(ModulesConfig):
@@ -170,7 +228,7 @@ class LeafModuleConfig(ModulesConfig):
 class ZeroConfig(_Block):
     """``zero_optimization``."""
 
-    stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(as_whole)] = 0
+    stage: Annotated[int, Field(ge=0, le=3), _Whole] = 0
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
     zero_quantized_weights: bool = False
@@ -206,7 +264,7 @@ class ZeroConfig(_Block):
     """Checksum every quantized message. Not in DeepSpeed's configuration."""
     zeropp_loco_param: LocoConfig | None = None
     """Error feedback of quantized gradients. None disables it."""
-    mics_shard_size: Annotated[int, Field(le=LARGEST), BeforeValidator(as_whole)] = -1
+    mics_shard_size: Annotated[int, Field(le=LARGEST), _Whole] = -1
     mics_hierarchical_params_gather: bool = False
     zenflow: dict[str, Any] | None = None
     leaf_module: LeafModuleConfig | None = None
@@ -260,36 +318,33 @@ class ZeroConfig(_Block):
     @property
     def rounding_key(self) -> str | None:
         """Path of the first key that asks for messages in fewer bits, which round."""
-        return self._first_of(
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_gradients",
-        )
+        kinds = ("weights", "nontrainable_weights", "gradients")
+        keys = [f"zero_quantized_{kind}" for kind in kinds]
+        return next((f"zero_optimization.{key}" for key in keys if getattr(self, key)), None)
 
     @property
     def quantized_key(self) -> str | None:
         """Path of the first key that asks for shorter messages or secondary shards."""
-        exact = self._first_of("zero_lossless_weights", "zero_lossless_gradients")
-        if exact is None and self.zero_hpz_partition_size != 1:
-            exact = "zero_optimization.zero_hpz_partition_size"
-        return self.rounding_key or exact
-
-    def _first_of(self, *keys: str) -> str | None:
-        given = self.model_dump(include=set(keys))
-        return next((f"zero_optimization.{key}" for key in keys if given[key]), None)
+        exact = {
+            "zero_lossless_weights": self.zero_lossless_weights,
+            "zero_lossless_gradients": self.zero_lossless_gradients,
+            "zero_hpz_partition_size": self.zero_hpz_partition_size != 1,
+        }
+        asked = (f"zero_optimization.{key}" for key, is_asked in exact.items() if is_asked)
+        return self.rounding_key or next(asked, None)
 
 
 class Fp16Config(_Block):
     """``fp16``: half precision with a loss scale (Micikevicius et al., arXiv 1710.03740)."""
 
     enabled: bool = False
-    loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
+    loss_scale: _NonNegative = 0.0
     """Static loss scale. 0 selects a dynamic one."""
     initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16  # fp32 ends there
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
-    min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    min_loss_scale: _Positive = 1.0
     auto_cast: bool = unneeded(False, "floating inputs are always cast")
     fp16_master_weights_and_grads: bool = False
     """Taken with ``offload_optimizer``, as by DeepSpeed. The host keeps fp32 master weights."""
@@ -370,6 +425,47 @@ class TiledComputeConfig(_Block):
     """Heads, such as ``{"names": ["lm_head"]}``: the cross entropy of their output is tiled."""
 
 
+# Which ``params`` an optimizer or a schedule takes is known where it is made. A name means the
+# same for all of them. A value of any other name must be finite, as all values.
+OPTIMIZER_PARAMS = _params(
+    {
+        _NonNegative: "lr muon_lr adam_lr weight_decay momentum alpha lr_decay t0 momentum_decay "
+        "initial_accumulator_value",
+        _Fraction: "rho",
+        float: "dampening beta2_decay d lambd",
+        _Betas: "betas",
+        _Epsilons: "eps",
+        _TwoNumbers: "etas step_sizes",
+        bool: "amsgrad nesterov centered maximize foreach fused capturable differentiable "
+        "decoupled_weight_decay adam_w_mode torch_adam bias_correction fp32_optimizer_states "
+        "set_grad_none per_head_muon",
+        str: "ns_method adjust_lr_fn",
+    }
+)
+
+SCHEDULER_PARAMS = _params(
+    {
+        _Rates: "warmup_min_lr warmup_max_lr lr_range_test_min_lr cycle_min_lr cycle_max_lr "
+        "base_lr max_lr",
+        _Momenta: "cycle_min_mom cycle_max_mom base_momentum max_momentum",
+        _NonNegative: "warmup_min_ratio cos_min_ratio cycle_second_step_size decay_lr_rate "
+        "decay_step_size eta_min gamma factor start_factor end_factor power",
+        _Positive: "cycle_first_step_size step_size_up step_size_down div_factor final_div_factor",
+        _Fraction: "pct_start",
+        float: "lr_range_test_step_rate decay_mom_rate",
+        NonNegativeInt: "warmup_num_steps total_num_steps cycle_first_stair_count "
+        "cycle_second_stair_count total_iters",
+        PositiveInt: "lr_range_test_step_size T_0 T_max T_mult step_size total_steps epochs "
+        "steps_per_epoch",
+        _Count: "last_batch_iteration last_epoch",
+        list[NonNegativeInt]: "milestones",
+        bool: "lr_range_test_staircase cycle_momentum three_phase",
+        Literal["log", "linear"]: "warmup_type",
+        str: "anneal_strategy mode scale_mode",
+    }
+)
+
+
 class OptimizerConfig(_Block):
     """``optimizer``: an optimizer by name, with the ``params`` of `zero_core.optim.factory`."""
 
@@ -448,7 +544,7 @@ class Config(_Block):
     zero_optimization: ZeroConfig = ZeroConfig()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
-    gradient_clipping: Annotated[float, Field(ge=0.0)] = 0.0
+    gradient_clipping: _NonNegative = 0.0
     """Largest global 2-norm of the gradient. 0 disables clipping."""
     check_grad_overflow: bool = True
     """Skip a step with a non-finite gradient, at every precision."""
@@ -462,20 +558,20 @@ class Config(_Block):
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """Reduction of the ranks' gradients, at every stage."""
     prescale_gradients: bool = unneeded(False, "gradients are divided first and summed in fp32")
-    gradient_predivide_factor: Annotated[float, Field(gt=0.0)] = unneeded(
+    gradient_predivide_factor: _Positive = unneeded(
         1.0, "gradients are divided first and summed in fp32"
     )
     broadcast_buffers: bool = True
     """Broadcast rank 0's buffers before a forward, as DDP does."""
-    seed: Annotated[int, Field(ge=0, lt=2**64), BeforeValidator(as_whole)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64), _Whole] | None = None
     """Seed of torch on every rank before the first step."""
     world_size_invariant: bool = False
     """Give the same bits at any number of ranks, for one ``train_batch_size`` and micro-batch size.
     Not in DeepSpeed's configuration."""
-    name_waits_within_s: Annotated[float, Field(ge=0.0)] = 10.0
+    name_waits_within_s: _NonNegative = 10.0
     """Seconds within which a rank that waits for another one logs which, at least 0.5. 0 disables
     it. It ends no wait. Not in DeepSpeed's configuration."""
-    collective_timeout_s: Annotated[float, Field(gt=0.0)] | None = None
+    collective_timeout_s: _Positive | None = None
     """Seconds after which a wait for another rank fails. None selects the process group's timeout.
     On NCCL it is set for the process group and stays. Not in DeepSpeed's configuration."""
     check_replicas_every: NonNegativeInt = 0

@@ -11,14 +11,14 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from zero_core.config import blocks
-from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zero_core.config.blocks import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zero_core.config.rules import FURTHER_KEYS
 
 SCHEMA_FILE = Path(__file__).with_name("zero.schema.json")
@@ -31,11 +31,19 @@ def make_schema() -> _Schema:
     """Return the JSON Schema (draft 2020-12) of the configuration."""
     schema = blocks.Config.model_json_schema()
     kinds = schema["$defs"]
-    _widen(kinds)
+    # Validators and `load_config` convert more to these types.
+    for name in ("ModulesConfig", "LeafModuleConfig"):
+        for value in kinds[name]["properties"].values():
+            value["type"] = ["array", "string"]
+    # torch's names of the two dtypes
+    kinds["TorchAutocastConfig"]["properties"]["dtype"] = {"type": "string", "default": "bf16"}
+    kinds["Bf16Config"]["properties"]["check_grad_overflow"] = {"type": "boolean"}
+    for name in ("Optimizer", "Scheduler"):
+        kinds[f"{name}Config"]["properties"]["params"] = {"$ref": f"#/$defs/{name}Params"}
     described = _descriptions()
     for name, block in (("Config", schema), *kinds.items()):
         block["properties"] = {
-            key: _taken(value, described.get(name, {}).get(key))
+            key: _taken(value, described.get((name, key)))
             for key, value in block["properties"].items()
         }
     further = {key: {"type": [kind, "null"]} for key, kind in FURTHER_KEYS.items()}
@@ -58,34 +66,19 @@ def schema_text() -> str:
 
 
 def _as_text(value: Any, name: str = "", indent: str = "") -> str:
-    has_lines = isinstance(value, dict) and ("properties" in value or name in _WITH_LINES)
-    if not has_lines:
+    is_block = isinstance(value, dict) and "properties" in value
+    if not (is_block or name in ("$defs", "properties")):
         return json.dumps(value)
     inner = indent + "  "
     lines = (f"{inner}{json.dumps(k)}: {_as_text(v, k, inner)}" for k, v in value.items())
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-_WITH_LINES = ("$defs", "properties")
-
-
-def _widen(kinds: Mapping[str, _Schema]) -> None:
-    """Add to the types of ``kinds`` what validators and `load_config` convert to them."""
-    for name in ("ModulesConfig", "LeafModuleConfig"):
-        for value in kinds[name]["properties"].values():
-            value["type"] = ["array", "string"]
-    # torch's names of the two dtypes
-    kinds["TorchAutocastConfig"]["properties"]["dtype"] = {"type": "string", "default": "bf16"}
-    kinds["Bf16Config"]["properties"]["check_grad_overflow"] = {"type": "boolean"}
-    for name in ("Optimizer", "Scheduler"):
-        kinds[f"{name}Config"]["properties"]["params"] = {"$ref": f"#/$defs/{name}Params"}
-
-
 def _taken(value: _Schema, description: str | None = None) -> _Schema:
     """Return the schema of a key: ``value``, or null, which stands for the default."""
-    kind = {k: v for k, v in value.items() if k not in ("title", _REASON)}
-    if _REASON in value:
-        description = f"Without effect: {value[_REASON]}."
+    kind = {k: v for k, v in value.items() if k not in ("title", "no effect")}
+    if "no effect" in value:
+        description = f"Without effect: {value['no effect']}."
     if description is not None:
         kind["description"] = description
     if "anyOf" in kind or "$ref" in kind:
@@ -103,9 +96,6 @@ def _taken(value: _Schema, description: str | None = None) -> _Schema:
     return kind
 
 
-_REASON = "no effect"
-
-
 def _of_params(model: type[BaseModel]) -> _Schema:
     """Return the schema of ``params``: "auto" at every key, one value for a list of any length."""
     params = model.model_json_schema()
@@ -117,18 +107,20 @@ def _of_params(model: type[BaseModel]) -> _Schema:
     return {**params, "title": "params"}
 
 
-def _descriptions() -> Mapping[str, Mapping[str, str]]:
-    """Return the docstrings below the keys of each block, by block and key."""
-    tree = ast.parse(inspect.getsource(blocks))
-    return {b.name: dict(_documented(b)) for b in tree.body if isinstance(b, ast.ClassDef)}
-
-
-def _documented(block: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for key, text in zip(block.body, block.body[1:], strict=False):
-        if not (isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)):
+def _descriptions() -> dict[tuple[str, str], str]:
+    """Return the docstrings below the keys, by block and key."""
+    found: dict[tuple[str, str], str] = {}
+    for block in ast.parse(inspect.getsource(blocks)).body:
+        if not isinstance(block, ast.ClassDef):
             continue
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            yield key.target.id, inspect.cleandoc(str(text.value.value)).replace("\n", " ")
+        for pair in pairwise(block.body):
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(words))),
+                ):
+                    found[block.name, name] = inspect.cleandoc(words).replace("\n", " ")
+    return found
 
 
 if __name__ == "__main__":

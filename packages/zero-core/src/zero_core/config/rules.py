@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_core.config.blocks import UNNEEDED, Config, ZeroConfig
-from zero_core.config.params import as_kind
+from zero_core.config.blocks import UNNEEDED, Config, ZeroConfig, as_kind
 from zero_core.errors import ConfigError
 
 _REFUSED_UNLESS: Mapping[str, Any] = {
@@ -52,315 +51,250 @@ def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_rules(config: Config, world_size: int) -> None:
     """Refuse combinations that are wrong, and features that are not served."""
+    for message in _broken_rules(config, world_size):
+        raise ConfigError(message)
+
+
+def _broken_rules(config: Config, world_size: int) -> Iterator[str]:
+    """Yield an error message for each rule between keys that ``config`` breaks."""
+    zero, bf16, again = config.zero_optimization, config.bf16, config.activation_checkpointing
+    offload, is_here = zero.offload_optimizer, zero.offload_optimizer.device == "none"
     half, autocast = config.compute_dtype, config.autocast_dtype
-    rules = (
-        (
-            config.fp16.enabled and config.bf16.enabled,
-            "fp16.enabled and bf16.enabled: only one of them can be true",
-        ),
-        (
-            None not in (half, autocast) and half is not autocast,
+    if config.fp16.enabled and config.bf16.enabled:
+        yield "fp16.enabled and bf16.enabled: only one of them can be true"
+    if None not in (half, autocast) and half is not autocast:
+        yield (
             f"torch_autocast.dtype is {autocast} and the weights are {half}: leave bf16 and fp16 "
-            "out for weights in fp32, or torch_autocast",
-        ),
-        *_of_optimizer_offload(config),
-        *_of_param_offload(config.zero_optimization),
-        *_of_quantized(config.zero_optimization, world_size),
-        *_of_masters(config),
-        *_of_invariance(config),
-        *_of_memory_checkpoint(config),
-        *_unserved(config),
-    )
-    for is_broken, message in rules:
-        if is_broken:
-            raise ConfigError(message)
+            "out for weights in fp32, or torch_autocast"
+        )
+    yield from _of_offload(config)
+    yield from _of_messages(zero, world_size)
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads = true"
+    if bf16.bf16_master_weights_and_grads and not bf16.enabled:
+        yield "bf16.bf16_master_weights_and_grads needs bf16.enabled = true"
+    if bf16.bf16_master_weights_and_grads and is_here and not bf16.bf16_optimizer_states:
+        yield (
+            "bf16.bf16_master_weights_and_grads on the device needs bf16.bf16_optimizer_states = "
+            "true, as the optimizer gives states the dtype of the weights that it updates; or set "
+            "zero_optimization.offload_optimizer.device"
+        )
+    if config.fp16.fp16_master_weights_and_grads and is_here:
+        yield (
+            "fp16.fp16_master_weights_and_grads needs zero_optimization.offload_optimizer: moments "
+            "in fp16 underflow"
+        )
+    if bf16.bf16_master_weights_and_grads and zero.stage == 0:
+        yield "bf16.bf16_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, found 0"
+    is_asked = config.world_size_invariant
+    if is_asked and zero.rounding_key is not None:
+        yield (
+            f"world_size_invariant: the blocks of {zero.rounding_key} follow the slices of the "
+            "ranks, of which there are as many as ranks: leave one of the two out"
+        )
+    if is_asked and config.gradient_allreduce_op == "sum":
+        yield (
+            "world_size_invariant with gradient_allreduce_op 'sum': a sum over the ranks of means "
+            "over micro-steps grows with the number of ranks: leave one of the two out"
+        )
+    if is_asked and offload.ratio == "auto":
+        yield (
+            "world_size_invariant with zero_optimization.offload_optimizer.ratio 'auto': the ratio "
+            "is measured, so another run may choose another one: give a number"
+        )
+    if is_asked and offload.state_dtype != "float32":
+        yield (
+            "world_size_invariant with zero_optimization.offload_optimizer.state_dtype "
+            f"{offload.state_dtype!r}: moments of fewer bits are rounded by the "
+            "place of an element on its rank: leave one of the two out"
+        )
+    if config.memory_checkpoint is not None and offload.device == "nvme":
+        yield (
+            "memory_checkpoint with zero_optimization.offload_optimizer.device 'nvme': states that "
+            "host memory has no room for cannot be copied there: leave one of the two out"
+        )
+    if config.memory_checkpoint is not None and offload.update_in_backward:
+        yield (
+            "memory_checkpoint with zero_optimization.offload_optimizer.update_in_backward: states "
+            "are copied beside the backward, which would change them: leave one of the two out"
+        )
+    if config.check_replicas_every > 0 and zero.stage == 3:
+        yield (
+            "check_replicas_every needs zero_optimization.stage 0, 1 or 2, found 3, where no two "
+            "ranks have the same values"
+        )
+    for key in ("profile", "synchronize_checkpoint_boundary"):
+        if again is not None and getattr(again, key):
+            yield f"activation_checkpointing.{key} is not served: leave it out"
+    for key in ("mics_shard_size", "mics_hierarchical_params_gather"):
+        if getattr(zero, key) > 0:
+            yield (
+                f"zero_optimization.{key} is MiCS, which DeepSpeed has removed, too: use "
+                "zero_hpz_partition_size, which keeps a second shard of the parameters on each node"
+            )
+    if zero.zenflow is not None:
+        yield "zero_optimization.zenflow is not served"
+    if offload.super_offload:
+        yield (
+            "zero_optimization.offload_optimizer.super_offload is not served: see ratio = 'auto' "
+            "and update_in_backward"
+        )
 
 
-_Rule = tuple[bool, str]
-"""Whether a rule is broken, and the error message."""
-
-
-def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
+def _of_offload(config: Config) -> Iterator[str]:
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
     where = "zero_optimization.offload_optimizer"
     shares = ("ratio", "parameters", "device_budget")
     given = [k for k in shares if k in offload.model_fields_set and getattr(offload, k) is not None]
-    yield (
-        offload.device == "nvme" and not offload.nvme_path,
-        f"{where}.device = 'nvme' needs {where}.nvme_path, a folder on the NVMe disk",
-    )
-    yield (
-        bool(offload.update_in_backward) and offload.device == "none",
-        f"{where}.update_in_backward needs device 'cpu' or 'nvme'",
-    )
-    yield (
-        bool(offload.update_in_backward) and offload.device == "nvme" and config.can_cancel_steps,
-        f"{where}.update_in_backward with device 'nvme': updates of states in a file cannot be "
-        "undone, and gradient_clipping, fp16 or check_grad_overflow may change or cancel a step: "
-        "leave them out and set check_grad_overflow to false, or use device 'cpu'",
-    )
-    yield (
-        offload.lossless_upload and offload.device == "none",
-        f"{where}.lossless_upload needs device 'cpu' or 'nvme'",
-    )
-    yield (
-        offload.device == "none" and len(given) > 0,
-        f"{where}.{next(iter(given), '')} needs device 'cpu' or 'nvme'",
-    )
-    yield (
-        len(given) > 1,
-        f"{where}: {' and '.join(given)} each say what the host updates: give one",
-    )
+    if offload.device == "nvme" and not offload.nvme_path:
+        yield f"{where}.device = 'nvme' needs {where}.nvme_path, a folder on the NVMe disk"
+    if offload.update_in_backward and offload.device == "none":
+        yield f"{where}.update_in_backward needs device 'cpu' or 'nvme'"
+    if offload.update_in_backward and offload.device == "nvme" and config.can_cancel_steps:
+        yield (
+            f"{where}.update_in_backward with device 'nvme': updates of states in a file cannot be "
+            "undone, and gradient_clipping, fp16 or check_grad_overflow may change or cancel a "
+            "step: leave them out and set check_grad_overflow to false, or use device 'cpu'"
+        )
+    if offload.lossless_upload and offload.device == "none":
+        yield f"{where}.lossless_upload needs device 'cpu' or 'nvme'"
+    if offload.device == "none" and given:
+        yield f"{where}.{given[0]} needs device 'cpu' or 'nvme'"
+    if len(given) > 1:
+        yield f"{where}: {' and '.join(given)} each say what the host updates: give one"
     has_no_end = offload.device == "none" or offload.parameters is not None
-    yield (
-        offload.host_share == "first" and has_no_end,
-        f"{where}.host_share says at which end of the model the elements of a ratio or a "
-        "device_budget lie: it needs device 'cpu' or 'nvme', and no list of parameters",
-    )
-    yield (
-        offload.ratio == "auto" and zero.stage == 0,
-        f"{where}.ratio = 'auto' needs stage 1 or more: at stage 0 every rank updates every "
-        "element, and ranks that choose different ratios may round one differently",
-    )
-    yield (
-        offload.device == "none" and "state_dtype" in offload.model_fields_set,
-        f"{where}.state_dtype needs device 'cpu' or 'nvme': moments of 16 or 8 bits are kept by a "
-        "host's kernel (cpu-adam); on the device the optimizer is torch's, with fp32 states",
-    )
-
-
-def _of_param_offload(zero: ZeroConfig) -> Iterator[_Rule]:
+    if offload.host_share == "first" and has_no_end:
+        yield (
+            f"{where}.host_share says at which end of the model the elements of a ratio or a "
+            "device_budget lie: it needs device 'cpu' or 'nvme', and no list of parameters"
+        )
+    if offload.ratio == "auto" and zero.stage == 0:
+        yield (
+            f"{where}.ratio = 'auto' needs stage 1 or more: at stage 0 every rank updates every "
+            "element, and ranks that choose different ratios may round one differently"
+        )
+    if offload.device == "none" and "state_dtype" in offload.model_fields_set:
+        yield (
+            f"{where}.state_dtype needs device 'cpu' or 'nvme': moments of 16 or 8 bits are kept "
+            "by a host's kernel (cpu-adam); on the device the optimizer is torch's, with fp32 "
+            "states"
+        )
     params = zero.offload_param
-    yield (
-        params.device != "none" and zero.stage != 3,
-        f"zero_optimization.offload_param.device = {params.device!r} needs stage 3, found "
-        f"{zero.stage}: at lower stages every rank holds all parameters",
-    )
-    yield (
-        params.device == "nvme" and params.nvme_path is None,
-        "zero_optimization.offload_param.device = 'nvme' needs nvme_path: name a folder on "
-        "the NVMe disk",
-    )
+    if params.device != "none" and zero.stage != 3:
+        yield (
+            f"zero_optimization.offload_param.device = {params.device!r} needs stage 3, found "
+            f"{zero.stage}: at lower stages every rank holds all parameters"
+        )
+    if params.device == "nvme" and params.nvme_path is None:
+        yield (
+            "zero_optimization.offload_param.device = 'nvme' needs nvme_path: name a folder on "
+            "the NVMe disk"
+        )
 
 
-def _of_quantized(zero: ZeroConfig, world_size: int) -> Iterator[_Rule]:
+def _of_messages(zero: ZeroConfig, world_size: int) -> Iterator[str]:
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, key) and zero.stage != 3:
+            yield (
+                f"zero_optimization.{key} needs stage 3, found {zero.stage}: at lower stages the "
+                "gathered weights are the master weights; leave the key out or set stage to 3"
+            )
+    if zero.zero_lossless_weights and zero.stage == 0:
         yield (
-            getattr(zero, key) and zero.stage != 3,
-            f"zero_optimization.{key} needs stage 3, found {zero.stage}: at lower stages the "
-            "gathered weights are the master weights; leave the key out or set stage to 3",
+            "zero_optimization.zero_lossless_weights needs stage 1, 2 or 3, found 0, where every "
+            "rank updates all weights and sends none; leave the key out or set a stage"
         )
-    yield (
-        zero.zero_lossless_weights and zero.stage == 0,
-        "zero_optimization.zero_lossless_weights needs stage 1, 2 or 3, found 0, where every rank "
-        "updates all weights and sends none; leave the key out or set a stage",
-    )
-    yield (
-        zero.zero_lossless_weights and zero.zero_quantized_weights,
-        "zero_optimization.zero_lossless_weights sends every bit of the weights, and "
-        "zero_quantized_weights rounds them: leave one of the two out",
-    )
-    yield (
-        zero.zero_lossless_gradients and zero.zero_quantized_gradients,
-        "zero_optimization.zero_lossless_gradients sends every bit of the gradients, and "
-        "zero_quantized_gradients rounds them: leave one of the two out",
-    )
+    if zero.zero_lossless_weights and zero.zero_quantized_weights:
+        yield (
+            "zero_optimization.zero_lossless_weights sends every bit of the weights, and "
+            "zero_quantized_weights rounds them: leave one of the two out"
+        )
+    if zero.zero_lossless_gradients and zero.zero_quantized_gradients:
+        yield (
+            "zero_optimization.zero_lossless_gradients sends every bit of the gradients, and "
+            "zero_quantized_gradients rounds them: leave one of the two out"
+        )
     partition = zero.zero_hpz_partition_size
-    yield (
-        partition != 1 and zero.stage != 3,
-        f"zero_optimization.zero_hpz_partition_size = {partition!r} needs stage 3, found "
-        f"{zero.stage}: at lower stages every rank holds all parameters; leave the key out or "
-        "set stage to 3",
-    )
-    yield (  # one rank gathers nothing
-        world_size > 1 and partition != "node" and world_size % partition > 0,
-        f"zero_optimization.zero_hpz_partition_size = {partition} must divide the number of "
-        f'ranks, {world_size}: give the number of ranks of a node, or "node"',
-    )
-    yield (
-        zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients,
-        "zero_optimization.zeropp_loco_param needs zero_quantized_gradients, whose error it feeds "
-        "back: set that to true or leave the block out",
-    )
-
-
-def _of_masters(config: Config) -> Iterator[_Rule]:
-    zero, bf16 = config.zero_optimization, config.bf16
-    is_here = zero.offload_optimizer.device == "none"
-    yield (
-        bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads,
-        "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads = true",
-    )
-    yield (
-        bf16.bf16_master_weights_and_grads and not bf16.enabled,
-        "bf16.bf16_master_weights_and_grads needs bf16.enabled = true",
-    )
-    yield (
-        bf16.bf16_master_weights_and_grads and is_here and not bf16.bf16_optimizer_states,
-        "bf16.bf16_master_weights_and_grads on the device needs bf16.bf16_optimizer_states = true, "
-        "as the optimizer gives states the dtype of the weights that it updates; or set "
-        "zero_optimization.offload_optimizer.device",
-    )
-    yield (
-        config.fp16.fp16_master_weights_and_grads and is_here,
-        "fp16.fp16_master_weights_and_grads needs zero_optimization.offload_optimizer: moments in "
-        "fp16 underflow",
-    )
-    yield (
-        bf16.bf16_master_weights_and_grads and zero.stage == 0,
-        "bf16.bf16_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, found 0",
-    )
-
-
-def _of_invariance(config: Config) -> Iterator[_Rule]:
-    zero, is_asked = config.zero_optimization, config.world_size_invariant
-    yield (
-        is_asked and zero.rounding_key is not None,
-        f"world_size_invariant: the blocks of {zero.rounding_key} follow the slices of the ranks, "
-        "of which there are as many as ranks: leave one of the two out",
-    )
-    yield (
-        is_asked and config.gradient_allreduce_op == "sum",
-        "world_size_invariant with gradient_allreduce_op 'sum': a sum over the ranks of means over "
-        "micro-steps grows with the number of ranks: leave one of the two out",
-    )
-    yield (
-        is_asked and zero.offload_optimizer.ratio == "auto",
-        "world_size_invariant with zero_optimization.offload_optimizer.ratio 'auto': the ratio is "
-        "measured, so another run may choose another one: give a number",
-    )
-    yield (
-        is_asked and zero.offload_optimizer.state_dtype != "float32",
-        "world_size_invariant with zero_optimization.offload_optimizer.state_dtype "
-        f"{zero.offload_optimizer.state_dtype!r}: moments of fewer bits are rounded by the place "
-        "of an element on its rank: leave one of the two out",
-    )
-
-
-def _of_memory_checkpoint(config: Config) -> Iterator[_Rule]:
-    offload, is_asked = config.zero_optimization.offload_optimizer, config.memory_checkpoint
-    yield (
-        is_asked is not None and offload.device == "nvme",
-        "memory_checkpoint with zero_optimization.offload_optimizer.device 'nvme': states that "
-        "host memory has no room for cannot be copied there: leave one of the two out",
-    )
-    yield (
-        is_asked is not None and bool(offload.update_in_backward),
-        "memory_checkpoint with zero_optimization.offload_optimizer.update_in_backward: states are "
-        "copied beside the backward, which would change them: leave one of the two out",
-    )
-
-
-def _unserved(config: Config) -> Iterator[_Rule]:
-    zero, again = config.zero_optimization, config.activation_checkpointing
-    yield (
-        config.check_replicas_every > 0 and zero.stage == 3,
-        "check_replicas_every needs zero_optimization.stage 0, 1 or 2, found 3, where no two ranks "
-        "have the same values",
-    )
-    for key in ("profile", "synchronize_checkpoint_boundary"):
+    if partition != 1 and zero.stage != 3:
         yield (
-            again is not None and getattr(again, key),
-            f"activation_checkpointing.{key} is not served: leave it out",
+            f"zero_optimization.zero_hpz_partition_size = {partition!r} needs stage 3, found "
+            f"{zero.stage}: at lower stages every rank holds all parameters; leave the key out or "
+            "set stage to 3"
         )
-    for key in ("mics_shard_size", "mics_hierarchical_params_gather"):
+    # one rank gathers nothing
+    if world_size > 1 and partition != "node" and world_size % partition > 0:
         yield (
-            getattr(zero, key) > 0,
-            f"zero_optimization.{key} is MiCS, which DeepSpeed has removed, too: use "
-            "zero_hpz_partition_size, which keeps a second shard of the parameters on each node",
+            f"zero_optimization.zero_hpz_partition_size = {partition} must divide the number of "
+            f'ranks, {world_size}: give the number of ranks of a node, or "node"'
         )
-    yield zero.zenflow is not None, "zero_optimization.zenflow is not served"
-    yield (
-        zero.offload_optimizer.super_offload,
-        "zero_optimization.offload_optimizer.super_offload is not served: see ratio = 'auto' and "
-        "update_in_backward",
-    )
-
-
-def _unneeded(config: Config) -> dict[str, str]:
-    """Return `UNNEEDED` and the keys that this configuration makes pointless."""
-    zero = config.zero_optimization
-    optimizer, param = zero.offload_optimizer.device, zero.offload_param.device
-    has_weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
-    has_gradients = zero.zero_quantized_gradients
-    pointless = [
-        (
-            zero.stage not in (1, 2),
-            "ignore_unused_parameters",
-            "used at stages 1 and 2 only, as in DeepSpeed: unused parameters are allowed",
-        ),
-        (
-            param == "none",
-            "offload_param.pin_memory stage3_param_persistence_threshold "
-            "stage3_model_persistence_threshold",
-            "used with offload_param only",
-        ),
-        (
-            param != "nvme",
-            "offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size "
-            "offload_param.max_in_cpu",
-            "used with offload_param.device 'nvme' only",
-        ),
-        (
-            optimizer != "nvme",
-            "offload_optimizer.nvme_path offload_optimizer.buffer_count",
-            "used with offload_optimizer.device 'nvme' only",
-        ),
-        (
-            optimizer == "none",
-            "offload_optimizer.pin_memory offload_optimizer.pin_memory_bytes",
-            "used with offload_optimizer only",
-        ),
-        (
-            optimizer != "cpu"
-            or zero.offload_optimizer.update_in_backward is False
-            or not config.can_cancel_steps
-            or config.memory_checkpoint is not None,
-            "offload_optimizer.undo_buffer_size",
-            "used with offload_optimizer.device 'cpu' only, where update_in_backward is not false "
-            "and a step may be clipped or cancelled, and without memory_checkpoint",
-        ),
-        (
-            not has_weights,
-            "zero_quantized_weights_format",
-            "used with zero_quantized_weights or zero_quantized_nontrainable_weights only",
-        ),
-        (
-            zero.zero_quantized_weights,
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_weights covers frozen weights too",
-        ),
-        (
-            not has_gradients,
-            "zero_quantized_gradients_within_node zero_quantized_gradients_between_nodes "
-            "zero_quantized_gradients_hadamard zero_quantized_stochastic_rounding",
-            "used with zero_quantized_gradients only",
-        ),
-        (
-            not (has_weights or has_gradients),
-            "zero_quantized_checksum",
-            "used with quantized weights or gradients only",
-        ),
-    ]
-    found = dict(UNNEEDED)
-    if not config.bf16.enabled:
-        found["bf16.check_grad_overflow"] = (
-            "used with bf16.enabled only; check_grad_overflow at the top holds at every precision"
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield (
+            "zero_optimization.zeropp_loco_param needs zero_quantized_gradients, whose error it "
+            "feeds back: set that to true or leave the block out"
         )
-    masters = "the host keeps fp32 master weights, which lose nothing"
-    if config.bf16.bf16_master_weights_and_grads and not config.has_bf16_masters:
-        found["bf16.bf16_master_weights_and_grads"] = masters
-    if config.fp16.fp16_master_weights_and_grads:
-        found["fp16.fp16_master_weights_and_grads"] = masters
-    for is_pointless, keys, why in pointless:
-        if is_pointless:
-            found |= {f"zero_optimization.{key}": why for key in keys.split()}
-    return found
 
 
 def find_unneeded(raw: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, str]]:
     """Yield path, value and reason of the keys of ``raw`` that have no effect in ``config``."""
-    for path, reason in _unneeded(config).items():
+    zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
+    param = zero.offload_param.device
+    has_weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    has_gradients = zero.zero_quantized_gradients
+    unneeded = dict(UNNEEDED)
+    if not config.bf16.enabled:
+        unneeded["bf16.check_grad_overflow"] = (
+            "used with bf16.enabled only; check_grad_overflow at the top holds at every precision"
+        )
+    masters = "the host keeps fp32 master weights, which lose nothing"
+    if config.bf16.bf16_master_weights_and_grads and not config.has_bf16_masters:
+        unneeded["bf16.bf16_master_weights_and_grads"] = masters
+    if config.fp16.fp16_master_weights_and_grads:
+        unneeded["fp16.fp16_master_weights_and_grads"] = masters
+
+    def idle(keys: str, why: str) -> None:
+        unneeded.update((f"zero_optimization.{key}", why) for key in keys.split())
+
+    if zero.stage not in (1, 2):
+        why = "used at stages 1 and 2 only, as in DeepSpeed: unused parameters are allowed"
+        idle("ignore_unused_parameters", why)
+    if param == "none":
+        thresholds = "stage3_param_persistence_threshold stage3_model_persistence_threshold"
+        idle(f"offload_param.pin_memory {thresholds}", "used with offload_param only")
+    if param != "nvme":
+        buffers = "offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu"
+        idle(f"offload_param.nvme_path {buffers}", "used with offload_param.device 'nvme' only")
+    if offload.device != "nvme":
+        keys = "offload_optimizer.nvme_path offload_optimizer.buffer_count"
+        idle(keys, "used with offload_optimizer.device 'nvme' only")
+    if offload.device == "none":
+        keys = "offload_optimizer.pin_memory offload_optimizer.pin_memory_bytes"
+        idle(keys, "used with offload_optimizer only")
+    if (
+        offload.device != "cpu"
+        or offload.update_in_backward is False
+        or not config.can_cancel_steps
+        or config.memory_checkpoint is not None
+    ):
+        idle(
+            "offload_optimizer.undo_buffer_size",
+            "used with offload_optimizer.device 'cpu' only, where update_in_backward is not false "
+            "and a step may be clipped or cancelled, and without memory_checkpoint",
+        )
+    if not has_weights:
+        why = "used with zero_quantized_weights or zero_quantized_nontrainable_weights only"
+        idle("zero_quantized_weights_format", why)
+    if zero.zero_quantized_weights:
+        why = "zero_quantized_weights covers frozen weights too"
+        idle("zero_quantized_nontrainable_weights", why)
+    if not has_gradients:
+        idle(
+            "zero_quantized_gradients_within_node zero_quantized_gradients_between_nodes "
+            "zero_quantized_gradients_hadamard zero_quantized_stochastic_rounding",
+            "used with zero_quantized_gradients only",
+        )
+    if not (has_weights or has_gradients):
+        idle("zero_quantized_checksum", "used with quantized weights or gradients only")
+    for path, reason in unneeded.items():
         block: Any = raw
         *parents, key = path.split(".")
         for parent in parents:

@@ -21,8 +21,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pydantic
 from pydantic import BaseModel
 
-from zero_core.config.blocks import Config, block_of
-from zero_core.config.params import LARGEST, as_kind, as_whole
+from zero_core.config.blocks import LARGEST, Config, as_kind, as_whole, block_of
 from zero_core.config.rules import check_rules, drop_further_keys, find_unneeded
 from zero_core.errors import ConfigError
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +28,7 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.stored import components
+from zero_core.plan.forecast import MemoryUse
 from zero_core.runtime.host_inputs import page_locked_bytes
 from zero_core.tiled.modules import TiledForwards, WholeModel
 
@@ -44,12 +44,6 @@ _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
 
 
-@cache
-def _flop_counter() -> Any:
-    """Return the module. It is imported late: with torch 2.15 it imports Triton."""
-    return importlib.import_module("torch.utils.flop_counter")
-
-
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One call of an operator."""
@@ -63,27 +57,25 @@ class Operator:
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
         """Describe a call of ``func`` that returned ``out``."""
+        # Imported late: with torch 2.15 it imports Triton.
+        flops: Any = importlib.import_module("torch.utils.flop_counter")
         packet = func.overloadpacket
         kind = packet.__name__
-        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        written = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        dtype = _dtype(written) or _dtype(read) or "float32"
+        read, written = _tensors((args, kwargs)), _tensors(out)
+        floats = (t.dtype for t in (*written, *read) if t.is_floating_point())
+        dtype = str(next(floats, torch.float32)).removeprefix("torch.")
         if kind.startswith(_ATTENTION):
             is_backward = "backward" in kind
             query, key, value = (t.shape for t in read[is_backward : 3 + is_backward])
             # Of grouped heads as of so many heads each: torch 2.10 counts no groups.
             key, value = (query[:-2] + shape[-2:] for shape in (key, value))
-            if is_backward:
-                operations = _flop_counter().sdpa_backward_flop_count(
-                    read[0].shape, query, key, value
-                )
-            else:
-                operations = _flop_counter().sdpa_flop_count(query, key, value)
-            name = ATTENTION_BACKWARD if is_backward else ATTENTION
-            return cls(name, dtype, int(operations), True)
-        counts = _flop_counter().flop_registry
-        if packet in counts:
-            operations = counts[packet](*args, **kwargs, out_val=out)
+            if not is_backward:
+                operations = flops.sdpa_flop_count(query, key, value)
+                return cls(ATTENTION, dtype, int(operations), True)
+            operations = flops.sdpa_backward_flop_count(read[0].shape, query, key, value)
+            return cls(ATTENTION_BACKWARD, dtype, int(operations), True)
+        if packet in flops.flop_registry:
+            operations = flops.flop_registry[packet](*args, **kwargs, out_val=out)
             return cls(kind, dtype, int(operations), True, _nbytes(read) + _nbytes(written))
         returns = func._schema.returns
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
@@ -93,9 +85,8 @@ class Operator:
         return cls(kind, dtype, _nbytes(read) + _nbytes(written), False)
 
 
-def _dtype(tensors: Iterable[Tensor]) -> str | None:
-    found = next((t.dtype for t in tensors if t.is_floating_point()), None)
-    return None if found is None else str(found).removeprefix("torch.")
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
@@ -115,23 +106,24 @@ class Trace:
     # before the first block, and to the last unit after it
     forward: Mapping[int, Counter[Operator]]
     backward: Counter[Operator] | None  # without recomputation; None: not traced
-    kept_bytes: int = 0  # inputs of blocks, and what is saved in front of them
-    border_bytes: int = 0  # the largest input of a block
-    epilogue_bytes: int = 0  # of what is saved, that behind the blocks
+    kept_bytes: int  # inputs of blocks, and what is saved in front of them
+    border_bytes: int  # the largest input of a block
+    epilogue_bytes: int  # of what is saved, that behind the blocks
     # bytes of each of a block's inputs that may wait in host memory, by unit
-    moved: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    freed_bytes: int = 0  # bytes that leave the device when inputs wait in host memory
+    moved: Mapping[int, tuple[int, ...]]
+    freed_bytes: int  # bytes that leave the device when inputs wait in host memory
 
-    def nbytes(self, config: Config, *, is_accelerated: bool) -> int:
-        """Return the bytes that a configuration saves on the device.
+    def memory(self, config: Config, *, is_accelerated: bool) -> MemoryUse:
+        """Return the bytes that a configuration saves, and of kernels that it makes on a CPU.
 
         With the vertical schedule those of all micro-batches, and a gradient of each between two
         blocks. The code behind the blocks, and recomputed blocks, run for one at a time. With
         ``is_accelerated`` the device is another one than the host.
         """
-        is_again = config.is_recomputed
+        is_again, steps = config.is_recomputed, config.gradient_accumulation_steps
         whole = self.recomputed_bytes if is_again else self.saved_bytes
         each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
+        host: dict[str, int] = {}
         if config.has_inputs_on_host and is_accelerated:
             # The inputs of two successive calls are fetched at a time.
             sizes = [sum(of_unit) for of_unit in self.moved.values()]
@@ -139,35 +131,32 @@ class Trace:
             fetched = max([*(a + b for a, b in pairwise([0, *sizes])), *same], default=0)
             whole += fetched - self.freed_bytes
             each -= self.freed_bytes
-        if not config.is_vertical:
-            return whole
-        return whole - each + config.gradient_accumulation_steps * (each + self.border_bytes)
-
-    def host_bytes(self, config: Config, *, is_accelerated: bool) -> int:
-        """Return the bytes of inputs of blocks that wait in host memory, which is page-locked."""
-        if not (config.has_inputs_on_host and is_accelerated):
-            return 0
-        times = config.gradient_accumulation_steps if config.is_vertical else 1
-        sizes = Counter(nbytes for unit in self.moved.values() for nbytes in unit)
-        return sum(page_locked_bytes(nbytes, number * times) for nbytes, number in sizes.items())
-
-    def code_bytes(self) -> int:
-        """Return the bytes of kernels that oneDNN compiles on a CPU: one per shape in bf16."""
+            times = steps if config.is_vertical else 1
+            waiting = Counter(nbytes for unit in self.moved.values() for nbytes in unit)
+            if waiting:
+                locked = (page_locked_bytes(n, m * times) for n, m in waiting.items())
+                host["activations"] = sum(locked)
+        if config.is_vertical:
+            whole += steps * (each + self.border_bytes) - each
+        device = {"activations": whole}
         calls = set[Operator]().union(*self.forward.values(), self.backward or ())
-        return _CODE_BYTES * sum(c.is_product and c.dtype == "bfloat16" for c in calls)
+        products = sum(c.is_product and c.dtype == "bfloat16" for c in calls)
+        if products and not is_accelerated:  # oneDNN compiles a kernel per shape in bf16
+            device["kernels"] = _CODE_BYTES * products
+        return MemoryUse(device, host)
 
 
 def trace_step(
     model: nn.Module,
     config: Config,
     inputs: Mapping[str, Any] | Sequence[Any],
-    units: Sequence[tuple[str, nn.Module]],
+    units: Sequence[nn.Module],
 ) -> Trace:
     """Return what one micro-batch saves and computes.
 
     One forward runs on the meta device, in the compute dtype, in the model's current mode
     (train or eval), and a backward if it returns a loss. The model is not changed. ``inputs`` are
-    keyword or positional arguments of one micro-batch, ``units`` names and modules, the root first.
+    keyword or positional arguments of one micro-batch, ``units`` modules, the root first.
     With ``torch_autocast`` activations count in fp32, and with them the casts of weights that stay
     to backward.
     """
@@ -188,78 +177,95 @@ def trace_step(
     values = {name: to_meta(param) for name, param in model.named_parameters()}
     weights = [value for value in values.values() if value.requires_grad]
     values |= {name: to_meta(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
-    cast_bytes = _bytes_of_casts(model, values, config)
-    place = _Place([module for _, module in units], {storage_of(t) for t in values.values()})
-    operators = _Operators(place)
+    tracer = _Tracer(units, {storage_of(t) for t in values.values()})
     given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     args, kwargs = pytree.tree_map(to_meta, given)
     try:
-        hooks = torch.autograd.graph.saved_tensors_hooks(place.save, lambda t: t)
-        with (
-            torch.enable_grad(),
-            hooks,
-            _WithoutData(),
-            _tiled(model, config),
-            place.followed(),
-            operators,
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            hooks = torch.autograd.graph.saved_tensors_hooks(tracer.save, lambda t: t)
+            stack.enter_context(hooks)
+            stack.enter_context(_WithoutData())
+            if config.tiled_compute is not None:
+                stack.callback(TiledForwards(model, config.tiled_compute, WholeModel()).remove)
+            stack.enter_context(tracer.followed())
+            stack.enter_context(tracer)
             output = torch.func.functional_call(model, values, args, kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the model's forward does not run on the meta device ({error}): plan without "
             "example_inputs, and add the activations yourself"
         ) from error
-    casts = sum(cast_bytes.get(number, 0) for number in place.weights)
-    return place.trace(casts, operators.take(), _trace_backward(output, weights, operators))
+    forward, tracer.calls = tracer.calls, {}
+    loss = next((t for t in _tensors(output) if t.requires_grad and t.ndim == 0), None)
+    backward: Counter[Operator] | None = None
+    if loss is not None:
+        # An operator without shapes raises. NotImplementedError is a RuntimeError.
+        with suppress(RuntimeError, TypeError, ValueError):
+            with tracer:
+                torch.autograd.grad(loss, weights, allow_unused=True)
+            backward = sum(tracer.calls.values(), Counter())
+    # A weight's cast under autocast stays to backward if autograd saves the weight. At stage 3 the
+    # engine saves a trained weight's cast as the weight: [Note: saved tensors] in
+    # `zero_core.core.saved`. Vectors stay in fp32.
+    cast, is_sharded = config.autocast_dtype, config.zero_optimization.stage == 3
+    casts = sum(
+        param.numel() * cast.itemsize
+        for name, param in model.named_parameters()
+        if cast is not None
+        and storage_of(values[name]) in tracer.weights
+        and param.dtype is torch.float32
+        and param.ndim > 1
+        and not (is_sharded and param.requires_grad)
+    )
+    return tracer.trace(casts, forward, backward)
 
 
-def _trace_backward(
-    output: Any, weights: Sequence[Tensor], operators: _Operators
-) -> Counter[Operator] | None:
-    """Return the operators of backward, None if there is no loss or one has no shapes."""
-    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-    loss = next((t for t in tensors if t.ndim == 0), None)
-    if loss is None:
-        return None
-    try:
-        with operators:
-            torch.autograd.grad(loss, weights, allow_unused=True)
-    except (RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError
-        return None
-    return sum(operators.take().values(), Counter())
-
-
-class _Place:
-    """The unit that a traced forward is in, and what autograd saves in each."""
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that run within, and what autograd saves, by unit of the forward."""
 
     def __init__(self, modules: Sequence[nn.Module], known: set[int]) -> None:
         """``modules`` of the units, the root first. ``known``: storages of their values."""
-        self.unit = 0  # its index
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[int, Counter[Operator]] = {}
         self.weights: set[int] = set()  # storages of parameters and buffers that are saved
-        self.moved: dict[int, list[int]] = {}  # bytes of blocks' positional inputs, by unit
+        self._unit = 0  # index of the one that the forward is in
         self._known = known
         self._blocks = {i: m for i, m in enumerate(modules) if m is not modules[0]}
         self._last = max(len(modules) - 1, 0)
         self._is_inside = False  # a block
+        self._is_behind = False  # all blocks
+        # Storages are kept alive, so that no address is used again.
+        self._inputs: dict[int, torch.UntypedStorage] = {}  # of blocks
+        self._saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the first one's unit
+        self._epilogue: set[int] = set()  # of what is saved, behind the blocks
+        self._sizes: dict[int, list[int]] = {}  # bytes of blocks' positional inputs, by unit
         self._moved: set[int] = set()  # storages of blocks' inputs that may wait on the host
         self._stay: set[int] = set()  # storages that something else keeps on the device
-        # Alive, so that no address is used again.
-        self._inputs: dict[int, torch.UntypedStorage] = {}
-        self._saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the first one's unit
-        self._is_behind = False  # all blocks
-        self._epilogue: set[int] = set()  # of what is saved, behind the blocks
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        call = Operator.of(func, args, kwargs or {}, out)
+        self.calls.setdefault(self._unit, Counter())[call] += 1
+        return out
 
     def save(self, tensor: Tensor) -> Tensor:
         """Note a tensor that is saved: the hook of autograd."""
         number = storage_of(tensor)
         if number in self._known:
             self.weights.add(number)
-        else:
-            if number not in self._saved and self._is_behind:
-                self._epilogue.add(number)
-            self._saved.setdefault(number, (self.unit, tensor.untyped_storage()))
-            if not self._is_inside:
-                self._stay.add(number)
+            return tensor
+        if number not in self._saved and self._is_behind:
+            self._epilogue.add(number)
+        self._saved.setdefault(number, (self._unit, tensor.untyped_storage()))
+        if not self._is_inside:
+            self._stay.add(number)
         return tensor
 
     def trace(
@@ -284,33 +290,31 @@ class _Place:
             kept_bytes=sum(inputs) + in_front,
             border_bytes=max(inputs, default=0),
             epilogue_bytes=sum(self._saved[number][1].nbytes() for number in self._epilogue),
-            moved={unit: tuple(sizes) for unit, sizes in self.moved.items()},
+            moved={unit: tuple(sizes) for unit, sizes in self._sizes.items()},
             freed_bytes=sum(self._inputs[number].nbytes() for number in self._moved - self._stay),
         )
 
     @contextmanager
     def followed(self) -> Iterator[None]:
+        """Follow the forward through the blocks by hooks."""
+        index_of = {module: index for index, module in self._blocks.items()}
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            for tensor in given:
+            for tensor in _tensors((args, kwargs)):
                 if storage_of(tensor) not in self._known:
                     self._inputs[storage_of(tensor)] = tensor.untyped_storage()
-            self.unit, self._is_inside = index_of[module], True
+            self._unit, self._is_inside = index_of[module], True
             positional = [t for t in args if isinstance(t, Tensor) and t.numel()]
-            self.moved.setdefault(self.unit, []).extend(t.nbytes for t in positional)
+            self._sizes.setdefault(self._unit, []).extend(t.nbytes for t in positional)
             self._moved |= {storage_of(t) for t in positional} & self._inputs.keys()
-            others = ([a for a in args if not isinstance(a, Tensor)], kwargs)
-            self._stay |= {
-                storage_of(t) for t in pytree.tree_leaves(others) if isinstance(t, Tensor)
-            }
+            others = _tensors(([a for a in args if not isinstance(a, Tensor)], kwargs))
+            self._stay |= {storage_of(t) for t in others}
 
         def leave(module: nn.Module, *_: Any) -> None:
             self._is_inside = False
             self._is_behind = index_of[module] == max(self._blocks)
-            self.unit = self._last if self._is_behind else index_of[module]
+            self._unit = self._last if self._is_behind else index_of[module]
 
-        index_of = {module: index for index, module in self._blocks.items()}
         handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in index_of]
         handles += [m.register_forward_hook(leave) for m in index_of]
         try:
@@ -318,65 +322,6 @@ class _Place:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run within, by the unit of ``place``."""
-
-    def __init__(self, place: _Place) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._place = place
-        self._calls: dict[int, Counter[Operator]] = {}
-
-    def take(self) -> dict[int, Counter[Operator]]:
-        """Return what was counted since the last call."""
-        found, self._calls = self._calls, {}
-        return found
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        call = Operator.of(func, args, kwargs or {}, out)
-        self._calls.setdefault(self._place.unit, Counter())[call] += 1
-        return out
-
-
-def _bytes_of_casts(
-    model: nn.Module, values: Mapping[str, Tensor], config: Config
-) -> dict[int, int]:
-    """Return the bytes of each weight's cast under autocast, by the storage of its meta tensor.
-
-    Of those alone that stay from forward to backward if autograd saves the weight. At stage 3 the
-    engine saves a trained weight's cast as the weight. See [Note: saved tensors] in
-    `zero_core.core.saved`. Weights are matrices: autocast leaves vectors in fp32.
-    """
-    dtype, is_sharded = config.autocast_dtype, config.zero_optimization.stage == 3
-    if dtype is None:
-        return {}
-    return {
-        storage_of(values[name]): param.numel() * dtype.itemsize
-        for name, param in model.named_parameters()
-        if param.dtype is torch.float32
-        and param.ndim > 1
-        and not (is_sharded and param.requires_grad)
-    }
-
-
-@contextmanager
-def _tiled(model: nn.Module, config: Config) -> Iterator[None]:
-    if config.tiled_compute is None:
-        yield
-        return
-    forwards = TiledForwards(model, config.tiled_compute, WholeModel())
-    try:
-        yield
-    finally:
-        forwards.remove()
 
 
 class _WithoutData(TorchFunctionMode):

@@ -7,13 +7,13 @@ group ``zero_core.footprints``. Names, arguments and results are builtins and to
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zero_core.config import Config, ZeroConfig
+from zero_core.comm.meter import Links
+from zero_core.config import Config
 from zero_core.errors import MissingPartError
 from zero_core.parts import load_part
 from zero_core.plugins import FOOTPRINTS, call_factory
@@ -123,39 +123,6 @@ class TierFootprint(Protocol):
         """Return the bytes of master weights and states in files, each read and written a step."""
 
 
-@dataclass(frozen=True)
-class WholeFootprint:
-    """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing."""
-
-    kept: Mapping[str, int]  # bytes of host memory by kind
-    on_device: Mapping[str, int]  # bytes on the device by kind
-    moved: tuple[int, int]  # bytes per step from the device to the host and back
-
-    def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
-        return 1.0
-
-    def device_span(self, ratio: float) -> tuple[int, int]:
-        return 0, 0
-
-    def host_bytes(self, ratio: float) -> dict[str, int]:
-        return dict(self.kept)
-
-    def device_bytes(self, ratio: float) -> dict[str, int]:
-        return dict(self.on_device)
-
-    def undo_share(self, ratio: float) -> float:
-        return 0.0
-
-    def link_bytes(self, ratio: float) -> tuple[int, int]:
-        return self.moved
-
-    def uploaded_numel(self, ratio: float) -> Mapping[torch.dtype, int]:
-        return {}  # they are sent whole: `link_bytes` has them
-
-    def file_bytes(self, ratio: float) -> int:
-        return 0
-
-
 class TierFootprintFactory(Protocol):
     """The entry point ``state_tier``."""
 
@@ -216,50 +183,26 @@ class Footprints:
         self.missing: dict[str, str] = {}  # what is not counted and why, by distribution
 
     def collectives(
-        self, config: Config, world_size: int, ranks_per_node: int, *, is_worst_case: bool = False
+        self, config: Config, links: Links, *, is_worst_case: bool = False
     ) -> CollectivesFootprint | None:
         """Return the footprint of the collectives that are asked for, if zero-comm is there."""
         zero = config.zero_optimization
         if zero.quantized_key is None:
             return None
-        make = self._load("collectives", zero.quantized_key, "zero-comm")
+        make = self.load("collectives", zero.quantized_key, "zero-comm")
         if make is None:
             return None
-        block = zero.model_dump(mode="json")
-        learning_rate = None if is_worst_case else _learning_rate(config)
         made: CollectivesFootprint = call_factory(
             make,
-            config=block,
-            world_size=world_size,
-            ranks_per_node=ranks_per_node,
-            learning_rate=learning_rate,
+            config=zero.model_dump(mode="json"),
+            world_size=links.world_size,
+            ranks_per_node=links.ranks_per_node,
+            learning_rate=None if is_worst_case else learning_rate(config),
         )
         return made
 
-    def state_tier(self, zero: ZeroConfig) -> TierFootprintFactory | None:
-        """Return the factory of state tiers' footprints, or None without zero-offload."""
-        asked = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
-        found: TierFootprintFactory | None = self._load("state_tier", asked, "zero-offload")
-        return found
-
-    def param_tier(self, zero: ZeroConfig) -> ParamFootprintFactory | None:
-        """Return the closed form of resting parameters, or None without zero-offload."""
-        asked = f"zero_optimization.offload_param.device = {zero.offload_param.device!r}"
-        found: ParamFootprintFactory | None = self._load("param_tier", asked, "zero-offload")
-        return found
-
-    def uploaded_bytes(self, config: Config, uploaded: Mapping[torch.dtype, int]) -> int | None:
-        """Return the expected bytes of lossless differences by dtype, None without zero-comm."""
-        asked = "zero_optimization.offload_optimizer.lossless_upload"
-        found: UploadFootprint | None = self._load("uploads", asked, "zero-comm")
-        if found is None:
-            return None
-        rate = _learning_rate(config)
-        return sum(
-            found(numel=numel, dtype=dtype, learning_rate=rate) for dtype, numel in uploaded.items()
-        )
-
-    def _load(self, name: str, asked_by: str, distribution: str) -> Any:
+    def load(self, name: str, asked_by: str, distribution: str) -> Any:
+        """Return the entry point, or None without the ``distribution``, which is noted."""
         try:
             return load_part(FOOTPRINTS, name, asked_by=asked_by, distribution=distribution)
         except MissingPartError as error:
@@ -267,7 +210,7 @@ class Footprints:
             return None
 
 
-def _learning_rate(config: Config) -> float | None:
+def learning_rate(config: Config) -> float | None:
     """Return the configured optimizer's learning rate, on which differences depend."""
     optimizer = config.optimizer
     found: float | None = None if optimizer is None else optimizer.params.get("lr")

@@ -14,11 +14,10 @@ All byte counts are per rank. The rank planned for is rank 0; all ranks are alik
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.comm.fused_sum import sum_dtype
@@ -26,7 +25,6 @@ from zero_core.comm.host import coded_room
 from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
-from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.optim.probe import optimizer_maker, probe_states
@@ -35,8 +33,11 @@ from zero_core.optim.whole_tier import step_bytes
 from zero_core.plan.footprints import (
     CollectivesFootprint,
     Footprints,
+    ParamFootprintFactory,
     TierFootprint,
-    WholeFootprint,
+    TierFootprintFactory,
+    UploadFootprint,
+    learning_rate,
 )
 from zero_core.plugins import call_factory
 from zero_core.runtime.host_inputs import MAX_IN_PIECE, page_locked_bytes
@@ -64,6 +65,39 @@ class MemoryUse:
         return sum(self.host.values())
 
 
+@dataclass(frozen=True)
+class WholeFootprint:
+    """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing."""
+
+    kept: Mapping[str, int]  # bytes of host memory by kind
+    on_device: Mapping[str, int]  # bytes on the device by kind
+    moved: tuple[int, int]  # bytes per step from the device to the host and back
+
+    def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
+        return 1.0
+
+    def device_span(self, ratio: float) -> tuple[int, int]:
+        return 0, 0
+
+    def host_bytes(self, ratio: float) -> dict[str, int]:
+        return dict(self.kept)
+
+    def device_bytes(self, ratio: float) -> dict[str, int]:
+        return dict(self.on_device)
+
+    def undo_share(self, ratio: float) -> float:
+        return 0.0
+
+    def link_bytes(self, ratio: float) -> tuple[int, int]:
+        return self.moved
+
+    def uploaded_numel(self, ratio: float) -> Mapping[torch.dtype, int]:
+        return {}  # they are sent whole: `link_bytes` has them
+
+    def file_bytes(self, ratio: float) -> int:
+        return 0
+
+
 class Forecast:
     """One configuration's bytes per rank, for any ratio of its optimizer state on the host."""
 
@@ -76,21 +110,19 @@ class Forecast:
         buffer_bytes: int,
     ) -> None:
         """Compute the layout and every size on the meta device, besides the model's buffers."""
-        self._layout = drawn.layout
+        self._layout = layout = drawn.layout
         self._config = config
         self._links = links
-        # Then the compute device is another one than the host.
-        self._is_accelerated = is_accelerated = links.is_ring
-        ranks_per_node = links.ranks_per_node
-        zero, world_size = config.zero_optimization, drawn.layout.world_size
-        self._has_shared_memory = ranks_per_node == world_size and not is_accelerated
+        self._footprints = footprints
+        is_accelerated = links.is_ring  # then the compute device is another one than the host
+        zero = config.zero_optimization
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
-        self.resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
+        self.resting = offloaded_segments(layout, config, is_apart=is_apart)
         self._is_offloaded = zero.offload_optimizer.device != "none"
         memory = Memory(
             drawn.found,
-            drawn.layout,
+            layout,
             config,
             rank=0,
             device=_META,
@@ -98,20 +130,16 @@ class Forecast:
             offloaded=OffloadedSegments(self.resting, None) if self.resting else None,
         )
         owns_grads = self._is_offloaded and drawn.updates_slices
+        buffers = memory.allocate_gradients(owns_grads=owns_grads, adds_grads=owns_grads)
         # how the gradient of each trainable segment is held, by its index
-        self.gradients = {
-            index: buffers.plan
-            for index, buffers in memory.allocate_gradients(
-                owns_grads=owns_grads, adds_grads=owns_grads
-            ).items()
-        }
-        self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
+        self.gradients = {index: held.plan for index, held in buffers.items()}
+        self._numel = layout.local_numel(is_sharded=memory.has_sharded_state)
         # ``(start, stop, segment)`` of each segment in what this rank updates
-        self.spans = [(*span, drawn.layout.segments[index]) for index, span in memory.spans.items()]
+        self.spans = [(*span, layout.segments[index]) for index, span in memory.spans.items()]
         self._whole_bytes: tuple[int, int] | None = None  # of a step, where it is; its messages
         if not drawn.updates_slices:
             self._whole_bytes = step_bytes(
-                self._layout,
+                layout,
                 is_sharded=memory.has_sharded_state,
                 is_apart=self._is_offloaded and is_accelerated,
                 sliced=drawn.sliced_params,
@@ -125,70 +153,98 @@ class Forecast:
         updated = config.master_dtype(torch.bfloat16)
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
-        self._footprints = footprints
-        self.collectives = footprints.collectives(config, world_size, ranks_per_node)
-        self.tier = self._tier_footprint(drawn, memory, footprints)
+        self.collectives = footprints.collectives(config, links)
+        self.tier = self._tier_footprint(drawn, memory)
         # the most host memory of `Engine.async_save`: this rank's states once
         self.async_save_bytes = sum(
             s.shard_numel * (config.master_dtype(s.dtype).itemsize + self._state_bytes)
             for *_, s in self.spans
         )
-        find_resting = footprints.param_tier(zero) if self.resting else None
+        find_resting: ParamFootprintFactory | None = None
+        resting: dict[str, int] = {}
+        if self.resting:
+            asked = f"zero_optimization.offload_param.device = {kind!r}"
+            find_resting = footprints.load("param_tier", asked, "zero-offload")
+        if find_resting is not None:
+            shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
+            resting = find_resting(shards=shards, config=zero.model_dump(mode="json"))
         # whether every package that the configuration asks for is installed
         self.is_complete = (
             (self.collectives is not None or zero.quantized_key is None)
             and (self.tier is not None or not self._is_offloaded)
             and (find_resting is not None or not self.resting)
         )
-        params = drawn.layout.params
-        root = {slot.param for s in drawn.layout.units[0].segments for slot in s.slots}
+        root = {slot.param for s in layout.units[0].segments for slot in s.slots}
         # bytes of a micro-batch's gradient of each weight of the root that is tied, whose last part
         # ends a vertical backward. Empty for other schedules
         self.tied = [
             p.numel * p.dtype.itemsize
-            for n, p in enumerate(params)
+            for n, p in enumerate(layout.params)
             if config.is_vertical and p.is_trainable and p.aliases and n in root
         ]
         steps = config.gradient_accumulation_steps
         are_tied_moved = config.has_inputs_on_host and is_accelerated
-        resting: dict[str, int] = {}
-        if find_resting is not None:
-            shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
-            resting = find_resting(shards=shards, config=zero.model_dump(mode="json"))
+        copies = patches = 0
+        if config.memory_checkpoint is not None:  # two slots, of this rank and of another one
+            frozen = (s for s in layout.segments if not s.is_trainable)
+            kept = self.async_save_bytes + sum(s.shard_numel * s.dtype.itemsize for s in frozen)
+            has_nodes = links.num_nodes > 1
+            copies = 2 * kept * (1 + config.memory_checkpoint.copies * has_nodes)
+        if (wanted := config.weight_patches) is not None:  # at most: positions of changed values
+            numel = sum(s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2)
+            being_made, most = numel // 4, wanted.versions * numel * 5 // 32
+            patches = being_made + min(most, most if wanted.max_bytes is None else wanted.max_bytes)
         self._fixed_on_host = {
             **resting,
-            "copies in memory": self._copies_bytes(has_nodes=world_size > ranks_per_node),
-            "weight patches": self._patch_bytes(),
+            "copies in memory": copies,
+            "weight patches": patches,
             "gradients of tied weights": sum(
                 page_locked_bytes(nbytes, number * steps, min(steps, MAX_IN_PIECE))
                 for nbytes, number in Counter(self.tied if are_tied_moved else []).items()
             ),
         }
+        # A unit's shards of a micro-step, before they are added to earlier ones.
+        further: Counter[int] = Counter()
+        for s in layout.segments if layout.world_size > 1 and steps > 1 else ():
+            plan = self.gradients.get(s.index)
+            if plan is not None and plan.is_shard_kept and not plan.is_sequential:
+                further[s.unit] += s.shard_numel * accumulated_dtype(s, config).itemsize
         self._fixed = {
             **memory.expected_report(),
             "exchange buffers": self._exchange_bytes(),
-            "micro-step gradient": self._further_shard_bytes(),
+            "micro-step gradient": max(further.values(), default=0),
             # Autograd's, before it joins its unit's.
             "parameter gradient": max(
-                (p.numel * p.dtype.itemsize for p in params if p.is_trainable), default=0
+                (p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable), default=0
             ),
             "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
             # Buffers grow to the longest message there has been.
             **collectives_memory(
-                footprints.collectives(config, world_size, ranks_per_node, is_worst_case=True),
-                self._layout,
-                config,
+                footprints.collectives(config, links, is_worst_case=True), layout, config
             ),
             "model buffers": buffer_bytes,
         }
 
-    def _tier_footprint(
-        self, drawn: Blueprint, memory: Memory, footprints: Footprints
-    ) -> TierFootprint | None:
+    def _tier_footprint(self, drawn: Blueprint, memory: Memory) -> TierFootprint | None:
+        """Return the footprint of the tier on the host, None without one or its package."""
+        if not self._is_offloaded:
+            return None
+        if self._whole_bytes is not None:
+            kept = self._own_tier_bytes(0, self._numel)
+            down = up = 0
+            for low, stop, segment in self.spans:
+                numel, is_resting = stop - low, segment in self.resting
+                is_own = segment.dtype == self._config.master_dtype(segment.dtype)
+                if self._links.is_ring and is_own and not is_resting:
+                    kept["master weights"] += numel * segment.dtype.itemsize
+                down += numel * self.gradients[segment.index].offered.itemsize
+                up += 0 if is_resting else numel * segment.dtype.itemsize
+            on_device = {_WHOLES: self._whole_bytes[1] * self._links.is_ring}
+            return WholeFootprint({k: n for k, n in kept.items() if n}, on_device, (down, up))
         zero = self._config.zero_optimization
-        if self._is_offloaded and not drawn.updates_slices:
-            return self._whole_footprint()
-        make = footprints.state_tier(zero) if self._is_offloaded else None
+        asked = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
+        make: TierFootprintFactory | None
+        make = self._footprints.load("state_tier", asked, "zero-offload")
         if make is None:
             return None
         pieces = drawn.layout.pieces(0, is_sharded=memory.has_sharded_state)
@@ -204,7 +260,7 @@ class Forecast:
             grad_dtypes=[self.gradients[s.index].offered for s in segments],
             num_added=self.num_added,
             resting={i for i, segment in enumerate(segments) if segment in self.resting},
-            is_accelerated=self._is_accelerated,
+            is_accelerated=self._links.is_ring,
             optimizer_class=type(drawn.optimizer),
             groups=drawn.groups,
             config=zero.model_dump(mode="json"),
@@ -212,21 +268,6 @@ class Forecast:
             is_speculative=may_speculate(self._config),
         )
         return made
-
-    def _whole_footprint(self) -> WholeFootprint:
-        """Return the bytes of whole parameters that are updated on the host."""
-        kept = self._own_tier_bytes(0, self._numel)
-        down = up = 0
-        for low, stop, segment in self.spans:
-            numel = stop - low
-            is_own = segment.dtype == self._config.master_dtype(segment.dtype)
-            if self._is_accelerated and is_own and segment not in self.resting:
-                kept["master weights"] += numel * segment.dtype.itemsize
-            down += numel * self.gradients[segment.index].offered.itemsize
-            up += 0 if segment in self.resting else numel * segment.dtype.itemsize
-        assert self._whole_bytes is not None
-        on_device = {_WHOLES: self._whole_bytes[1] * self._is_accelerated}
-        return WholeFootprint({k: n for k, n in kept.items() if n}, on_device, (down, up))
 
     @property
     def num_added(self) -> int:
@@ -243,7 +284,7 @@ class Forecast:
         host: dict[str, int] = {}
         kept = {"master weights": 0, "optimizer states": 0}  # in this order
         if self.tier is not None:
-            if self._is_accelerated and self._whole_bytes is None:
+            if self._links.is_ring and self._whole_bytes is None:
                 kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
             kept |= self.tier.device_bytes(ratio)
             host = self.tier.host_bytes(ratio)
@@ -251,24 +292,6 @@ class Forecast:
             kept |= self._own_tier_bytes(0, self._numel)
         by_place = {**self._fixed, **kept}, {**host, **self._fixed_on_host}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
-
-    def _copies_bytes(self, *, has_nodes: bool) -> int:
-        """Return the bytes of ``memory_checkpoint``: two slots, of this rank and of another one."""
-        settings = self._config.memory_checkpoint
-        if settings is None:
-            return 0
-        frozen = (s for s in self._layout.segments if not s.is_trainable)
-        kept = self.async_save_bytes + sum(s.shard_numel * s.dtype.itemsize for s in frozen)
-        return 2 * kept * (1 + settings.copies * has_nodes)
-
-    def _patch_bytes(self) -> int:
-        """Return the most bytes of the changed positions that ``weight_patches`` keeps."""
-        settings = self._config.weight_patches
-        if settings is None:
-            return 0
-        numel = sum(s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2)
-        being_made, most = numel // 4, settings.versions * numel * 5 // 32
-        return being_made + (most if settings.max_bytes is None else min(most, settings.max_bytes))
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
         """Return the bytes of the engine's own tier over ``[start, stop)``."""
@@ -305,8 +328,13 @@ class Forecast:
         down, up = (0, 0) if self.tier is None else self.tier.link_bytes(ratio)
         offload = self._config.zero_optimization.offload_optimizer
         if self.tier is not None and offload.lossless_upload:
-            found = self._footprints.uploaded_bytes(self._config, self.tier.uploaded_numel(ratio))
-            up = up if found is None else min(up, found)
+            asked = "zero_optimization.offload_optimizer.lossless_upload"
+            find: UploadFootprint | None = self._footprints.load("uploads", asked, "zero-comm")
+            if find is not None:
+                rate = learning_rate(self._config)
+                sizes = self.tier.uploaded_numel(ratio).items()
+                sent = (find(numel=n, dtype=dtype, learning_rate=rate) for dtype, n in sizes)
+                up = min(up, sum(sent))
         if self.tier is None:
             down += sum(
                 (stop - low) * s.dtype.itemsize for low, stop, s in self.spans if s in self.resting
@@ -322,48 +350,36 @@ class Forecast:
         On accelerators reductions run one by one and share one buffer. On hosts a unit's run at
         once, and buffers are kept by size. Messages of coded gradients are sent one unit at a time.
         """
-        if self._layout.world_size == 1 or self._has_shared_memory:
+        links, footprint = self._links, self.collectives
+        has_shared_memory = links.num_nodes == 1 and not self._links.is_ring
+        if links.world_size == 1 or has_shared_memory:
             return 0
+        num_messages = links.world_size - links.ranks_per_node
+        if links.sums_in_two_levels:
+            num_messages = links.num_nodes - 1
         slices: Counter[tuple[int, torch.dtype]] = Counter()
-        messages: Counter[int] = Counter()
+        messages: Counter[int] = Counter()  # of coded gradients, each way
         for unit in self._layout.units:
-            reduced = [s for s in unit.segments if s.is_trainable and self._is_reduced_here(s)]
-            slices |= Counter(
-                (s.padded_numel, communicated_dtype(s, self._config)) for s in reduced
-            )
-            messages |= Counter(map(self._message_bytes, reduced))
-        if self._is_accelerated:
+            of_unit: Counter[tuple[int, torch.dtype]] = Counter()
+            coded: Counter[int] = Counter()
+            for s in unit.segments:
+                numel, dtype = s.shard_numel, communicated_dtype(s, self._config)
+                is_here = footprint is None or footprint.reduction(numel, dtype) is None
+                if not (s.is_trainable and is_here):
+                    continue
+                of_unit[s.padded_numel, dtype] += 1
+                if footprint is not None and links.codes_slices:
+                    sent = sum_dtype(dtype) if links.sums_in_two_levels else dtype
+                    sizes = footprint.coded_nbytes(numel, sent)
+                    if sizes is not None:
+                        coded[num_messages * coded_room(sizes[1])] += 1
+            slices |= of_unit
+            messages |= coded
+        if self._links.is_ring:
             largest = max((numel * dtype.itemsize for numel, dtype in slices), default=0)
             return largest + 2 * max(messages, default=0)
         held = sum(n * numel * dtype.itemsize for (numel, dtype), n in slices.items())
         return held + 2 * sum(n * nbytes for nbytes, n in messages.items())
-
-    def _message_bytes(self, segment: Segment) -> int:
-        """Return the room of the messages of a segment's coded gradient, each way."""
-        links, dtype = self._links, communicated_dtype(segment, self._config)
-        if self.collectives is None or not links.codes_slices:
-            return 0
-        num_messages = links.world_size - links.ranks_per_node
-        if links.sums_in_two_levels:
-            dtype, num_messages = sum_dtype(dtype), links.num_nodes - 1
-        found = self.collectives.coded_nbytes(segment.shard_numel, dtype)
-        return 0 if found is None else num_messages * coded_room(found[1])
-
-    def _is_reduced_here(self, segment: Segment) -> bool:
-        dtype = communicated_dtype(segment, self._config)
-        footprint = self.collectives
-        return footprint is None or footprint.reduction(segment.shard_numel, dtype) is None
-
-    def _further_shard_bytes(self) -> int:
-        """Return the bytes that a unit's shards take before they are added to earlier ones."""
-        if self._layout.world_size == 1 or self._config.gradient_accumulation_steps == 1:
-            return 0
-        units: Counter[int] = Counter()
-        for s in self._layout.segments:
-            plan = self.gradients.get(s.index)
-            if plan is not None and plan.is_shard_kept and not plan.is_sequential:
-                units[s.unit] += s.shard_numel * accumulated_dtype(s, self._config).itemsize
-        return max(units.values(), default=0)
 
 
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
@@ -392,9 +408,3 @@ def collectives_memory(
             if s.is_trainable
         ],
     )
-
-
-def buffer_bytes(model: nn.Module, config: Config) -> int:
-    """Return the bytes of the model's buffers once the engine has cast them."""
-    buffers = (b for module in model.modules() for b in module.buffers(recurse=False))
-    return sum(b.numel() * compute_dtype(b, config.buffer_dtype).itemsize for b in buffers)

@@ -1,10 +1,13 @@
-"""Choices of a plan: configurations of the same run, their bytes, and the smallest that fits.
+"""Memory and traffic of a run before anything is allocated, and the smallest change that fits.
+
+    plan = zero_core.plan(model_on_meta, "zero.json", 64, device_memory=24 * 10**9)
+    print(plan.advice)   # "does not fit as configured ...; stage 3 with ratio 0.37 fits"
 
 [Note: choices]
 A choice is a stage, a ratio and a variant. The **ratio** is the share of the optimizer state that
 the host holds and updates (`zero_optimization.offload_optimizer.ratio`; 0 is no offload). A
 **variant** has another micro-batch with as many samples in a step, recomputes activations, or has
-another placement (`zero_core.plan.choices`). Moments of fewer bits change numbers: such choices may
+another placement (`zero_core.plan.result`). Moments of fewer bits change numbers: such choices may
 be the best one only if rounding is allowed.
 
 The best choice is the smallest change that fits: raising the stage comes before moving optimizer
@@ -15,32 +18,93 @@ either, parameters go to the host, then states to NVMe.
 
 from __future__ import annotations
 
+import copy
+import importlib
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_core._torch import pytree
 from zero_core.blueprint import Blueprint
 from zero_core.comm.meter import Links
-from zero_core.config import ActivationCheckpointingConfig, Config, ZeroConfig
+from zero_core.config import ActivationCheckpointingConfig, Config, ZeroConfig, load_config
 from zero_core.config.rules import check_rules
-from zero_core.errors import ConfigError
+from zero_core.errors import ConfigError, MissingPartError
+from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.activations import Trace, trace_step
-from zero_core.plan.choices import AS_CONFIGURED, Placement, placements, roundings, traffic_choices
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import Forecast, MemoryUse
-from zero_core.plan.result import STAGE_3_KEYS, Choice, Plan, format_bytes
-from zero_core.plan.traffic import step_traffic
+from zero_core.plan.result import (
+    AS_CONFIGURED,
+    STAGE_3_KEYS,
+    Choice,
+    Placement,
+    Plan,
+    format_bytes,
+)
+from zero_core.plan.traffic import step_traffic, traffic_choices
 
 GPUS_PER_NODE = 8
 """Ranks per node unless they are given."""
 PERCENT = 100
 MOST_MICRO_BATCHES = 6
+MOMENTS = {"bfloat16": "bf16 moments", "int8": "8-bit moments"}
+"""Placements of Adam's moments on the host in fewer bits, the more bits first."""
+
+
+def plan(
+    model: Any,
+    config: Mapping[str, Any] | str | Path,
+    world_size: int,
+    *,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+    ranks_per_node: int | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    device_type: Literal["accelerator", "cpu"] = "accelerator",
+    allow_rounding: bool = False,
+    nvme_path: str | None = None,
+) -> Plan:
+    """Compute the memory and traffic of `build` and a training step. Nothing is allocated.
+
+    Bytes of long-lived memory are exact: they come from the code that allocates it. Not counted are
+    temporaries within an operation or an optimizer's step, and what torch, the
+    communication library and the allocator keep for themselves. Of Muon's step neither the memory
+    nor the traffic of its gather of momenta is counted. What a package that is not installed would
+    keep and send is not counted either: ``missing`` of the result names it.
+
+    Args:
+        model: a module on any device, best on the meta device; or a Hugging Face configuration
+            (an object, or what its ``config.json`` holds), of which the model is made there.
+        config: the engine's configuration, or the path of its JSON file.
+        world_size: number of data-parallel ranks.
+        device_memory: bytes of one rank's device; None does not limit it.
+        host_memory: bytes of one node's memory, shared by its ranks; None does not limit it.
+        ranks_per_node: ranks of one node; 8 unless given, or all if they are fewer.
+        example_inputs: arguments of one micro-batch's forward, on any device; with them, the
+            activations that autograd saves are counted, and other micro-batches are tried: tensors
+            whose first dimension is the micro-batch are made so much longer or shorter.
+        device_type: "accelerator", or "cpu" where parameters are in host memory too: the sum
+            of both is then held against ``host_memory``.
+        allow_rounding: choose configurations as well whose numbers differ: quantized communication,
+            and Adam's moments of 16 or 8 bits on the host.
+        nvme_path: folder on an NVMe disk that may hold optimizer states. Its room is not checked.
+
+    Raises:
+        ConfigError: an argument or the configuration is wrong, or does not fit the model.
+        MissingPartError: a Hugging Face configuration without transformers.
+    """
+    per_node = ranks_of_node(world_size, ranks_per_node)
+    machine = Machine(world_size, per_node, device_memory, host_memory, device_type, nvme_path)
+    return Planner(model, config, machine, example_inputs).plan(allow_rounding=allow_rounding)
 
 
 @dataclass(frozen=True)
@@ -52,7 +116,7 @@ class Machine:
     device_memory: int | None
     host_memory: int | None
     device_type: str
-    nvme_path: str | None = None
+    nvme_path: str | None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -62,10 +126,8 @@ class Machine:
                 f"ranks_per_node = {self.ranks_per_node}: must divide world_size = "
                 f"{self.world_size}; give the number of ranks that share a node"
             )
-        for name, value in (
-            ("device_memory", self.device_memory),
-            ("host_memory", self.host_memory),
-        ):
+        for name in ("device_memory", "host_memory"):
+            value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} = {value}: must be a positive number of bytes")
         if self.device_type not in ("accelerator", "cpu"):
@@ -104,79 +166,79 @@ class Variant:
     is_recomputed: bool  # whether activations are recomputed
     placement: Placement = AS_CONFIGURED  # other keys of ``zero_optimization``
 
-    def of(self, config: Config) -> Config:
-        """Return the configuration changed to this."""
-        samples = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
-        changes: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": samples // self.micro_batch,
-            "zero_optimization": self.placement.of(config.zero_optimization),
-        }
-        if self.is_recomputed and not config.is_recomputed:
-            changes["activation_checkpointing"] = ActivationCheckpointingConfig()
-        if not self.is_recomputed:
-            changes["activation_checkpointing"] = None
-        return config.model_copy(update=changes)
-
 
 class Planner:
     """Forecasts of all choices, and the smallest that fits. See [Note: choices]."""
 
     def __init__(
         self,
-        drawn: Blueprint,
-        config: Config,
+        model: Any,
+        config: Mapping[str, Any] | str | Path,
         machine: Machine,
-        buffer_bytes: int,
         inputs: Mapping[str, Any] | Sequence[Any] | None,
     ) -> None:
-        self._drawn = drawn
-        self.config = config
+        """Draw the configured run. Arguments and errors are those of `plan`."""
+        world_size, per_node = machine.world_size, machine.ranks_per_node
+        resolved = load_config(config, world_size=world_size).on_nodes(per_node, world_size)
+        module = model if isinstance(model, nn.Module) else _model_of(model)
+        self.config = resolved
         self.machine = machine
-        self.layout = drawn.layout  # of the parameters
-        self._buffer_bytes = buffer_bytes
+        self._drawn = Blueprint.draw(module, resolved, world_size)
+        self.layout = self._drawn.layout  # of the parameters
+        buffers = (b for inner in module.modules() for b in inner.buffers(recurse=False))
+        self._buffer_bytes = sum(
+            b.numel() * compute_dtype(b, resolved.buffer_dtype).itemsize for b in buffers
+        )
         self._inputs = inputs
-        self._stage = config.zero_optimization.stage
-        self._stages = range(4) if machine.world_size > 1 else [self._stage]
-        self._device = config.zero_optimization.offload_optimizer.device
+        zero = resolved.zero_optimization
+        self._stage = zero.stage
+        self._stages = range(4) if world_size > 1 else [self._stage]
+        self._device = zero.offload_optimizer.device
         self._offloaded = "cpu" if self._device == "none" else self._device
         self._footprints = Footprints()
-        self.links = Links(
-            machine.world_size,
-            machine.ranks_per_node,
-            machine.is_accelerated,
-            config.world_size_invariant,
-        )
+        is_sequential = resolved.world_size_invariant
+        self.links = Links(world_size, per_node, machine.is_accelerated, is_sequential)
         self._forecasts: dict[tuple[Any, ...], Forecast] = {}
         self._traces: dict[int, Trace] = {}
-        self.given = Variant(config.train_micro_batch_size_per_gpu, config.is_recomputed)
-        self._ratio = self._planned_ratio()
+        self.given = Variant(resolved.train_micro_batch_size_per_gpu, resolved.is_recomputed)
+        # the share of the optimizer state that the configuration gives to the host
+        self._ratio = 0.0
+        if self._device != "none":
+            tier = self._forecast(self.given, self._stage, self._device).tier
+            asked = zero.offload_optimizer.ratio
+            self._ratio = asked if isinstance(asked, float) else 1.0
+            if tier is not None:
+                trainable = [(p.name, p.numel) for p in self.layout.params if p.is_trainable]
+                self._ratio = tier.planned_ratio(trainable)
         self.configured = self.choice(self.given, self._stage, self._ratio)
-
-    def _planned_ratio(self) -> float:
-        """Return the share of the optimizer state that the configuration gives to the host."""
-        offload = self.config.zero_optimization.offload_optimizer
-        if offload.device == "none":
-            return 0.0
-        tier = self._forecast(self.given, self._stage, self._device).tier
-        if tier is None:
-            return 1.0 if offload.ratio is None or offload.ratio == "auto" else offload.ratio
-        params = self.layout.params
-        return tier.planned_ratio([(p.name, p.numel) for p in params if p.is_trainable])
+        # whether an installed package can hold the optimizer's state on the host
+        self._can_offload = False
+        with suppress(ConfigError):  # raised for the configuration itself before
+            forecast = self._forecast(self.given, self._stage, self._offloaded)
+            self._can_offload = forecast.tier is not None
 
     # ------------------------------------------------------------- forecasts
 
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
-        """Return the configuration without keys that are not served at the ``stage``."""
-        zero = self.config.zero_optimization
-        changes: dict[str, Any] = {
+        """Return the configuration of a choice, without keys that its stage does not serve."""
+        config, zero = self.config, self.config.zero_optimization
+        keys: dict[str, Any] = {
             "stage": stage,
             "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
         }
         if stage != 3:
-            changes |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
-        zero = zero.model_copy(update=changes)
-        return variant.of(self.config.model_copy(update={"zero_optimization": zero}))
+            keys |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
+        samples = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
+        changes: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": variant.micro_batch,
+            "gradient_accumulation_steps": samples // variant.micro_batch,
+            "zero_optimization": variant.placement.of(zero.model_copy(update=keys)),
+        }
+        if not variant.is_recomputed:
+            changes["activation_checkpointing"] = None
+        elif not config.is_recomputed:
+            changes["activation_checkpointing"] = ActivationCheckpointingConfig()
+        return config.model_copy(update=changes)
 
     def config_of(self, choice: Choice) -> Config:
         return self._changed(variant_of(choice), choice.stage, choice.device)
@@ -207,7 +269,7 @@ class Planner:
                 shape = (micro_batch, *value.shape[1:])
                 return torch.empty(shape, dtype=value.dtype, device="meta")
 
-            units = [(name, module) for name, module, _ in self._drawn.found.units]
+            units = [module for _, module, _ in self._drawn.found.units]
             inputs = pytree.tree_map(resize, self._inputs)
             self._traces[micro_batch] = trace_step(self._drawn.module, self.config, inputs, units)
         return self._traces[micro_batch]
@@ -265,7 +327,7 @@ class Planner:
             num_parameters=sum(p.numel for p in layout.params),
             num_trainable=sum(p.numel for p in layout.params if p.is_trainable),
             configured=self.configured,
-            memory=self._memory(self.given, forecast, self._ratio),
+            memory=self._memory(forecast, config, self._ratio),
             traffic=step_traffic(layout, config, self.links, forecast.collectives, link_bytes),
             traffic_choices=traffic_choices(layout, config, self.links),
             choices=tuple(by_key[key] for key in sorted(by_key)),
@@ -279,27 +341,48 @@ class Planner:
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
         """Yield each stage with no offload, all, the least that fits, and further ``ratios``."""
-        can_offload, placement = self._can_offload(), variant.placement
-        is_divisible = can_offload and self._drawn.updates_slices
-        whole = [] if placement.needs_offload else [0.0]
-        whole += [1.0] if can_offload else []
+        is_divisible = self._can_offload and self._drawn.updates_slices
+        needs_offload = variant.placement.changes("offload_optimizer")
+        tried = [] if needs_offload else [0.0]
+        tried += [1.0] if self._can_offload else []
+        tried += ratios if is_divisible else ()
+        limit = self.machine.device_memory
         found: list[Choice] = []
-        for stage in [3] if placement.needs_stage_3 else self._stages:
+        for stage in [3] if variant.placement.changes("offload_param") else self._stages:
             # Moving state from host memory to host memory saves nothing.
             if is_divisible and self.machine.is_accelerated:
-                found.append(self._least_offload(variant, stage))
-            tried = [*whole, *(ratios if is_divisible else ())]
+
+                def is_enough(percent: int, stage: int = stage) -> bool:
+                    use = self.choice(variant, stage, percent / PERCENT).device_bytes
+                    return limit is None or use <= limit
+
+                # Device bytes fall as the ratio grows.
+                percent = bisect_left(range(PERCENT), True, key=is_enough)
+                found.append(self.choice(variant, stage, percent / PERCENT))
             found += [self.choice(variant, stage, ratio) for ratio in tried]
         for choice in found:
-            is_told = choice.ratio > 0 or not placement.needs_offload
+            is_told = choice.ratio > 0 or not needs_offload
             if is_told and self.forecast_of(choice).is_complete:
                 yield choice
 
     def placed(self, variants: Sequence[Variant]) -> list[Variant]:
         """Return the variants with each other placement, the smaller change before the larger."""
-        zero, machine = self.config.zero_optimization, self.machine
-        path = machine.nvme_path if self._drawn.updates_slices else None
-        found = placements(zero, path, is_accelerated=machine.is_accelerated)
+        zero, path = self.config.zero_optimization, self.machine.nvme_path
+        params, states = [AS_CONFIGURED], [AS_CONFIGURED]
+        if zero.offload_param.device != "none":
+            settings = (("offload_param", "device", "none"),)
+            params.append(Placement("parameters on the device", settings))
+        elif self.machine.is_accelerated:
+            settings = (("offload_param", "device", "cpu"),)
+            params.append(Placement("parameters in host memory", settings))
+        if zero.offload_optimizer.device == "nvme":
+            settings = (("offload_optimizer", "device", "cpu"),)
+            states.append(Placement("states in host memory", settings))
+        elif path is not None and self._drawn.updates_slices:
+            block = "offload_optimizer"
+            keys = ((block, "device", "nvme"), (block, "nvme_path", path))
+            states.append(Placement("states on NVMe", keys))
+        found = [of_states.joined(p) for of_states, p in itertools.product(states, params)][1:]
         served = [placement for placement in found if self.is_served(placement)]
         return [replace(variant, placement=p) for p in served for variant in variants]
 
@@ -309,13 +392,17 @@ class Planner:
         is_amsgrad = any(group.get("amsgrad") for group in self._drawn.groups)
         if not is_adam or is_amsgrad or not has_kernel_rule(self.config, self._drawn.given):
             return
-        for placement in roundings(self.config.zero_optimization):
+        order = ["float32", *MOMENTS]
+        configured = self.config.zero_optimization.offload_optimizer.state_dtype
+        for dtype in order[order.index(configured) + 1 :]:
+            settings = (("offload_optimizer", "state_dtype", dtype),)
+            placement = Placement(MOMENTS[dtype], settings, is_rounding=True)
             if self.is_served(placement):
                 yield from self.choices(replace(self.given, placement=placement))
 
     def is_served(self, placement: Placement) -> bool:
         """Whether the engine and its packages accept a configuration with this placement."""
-        stage = 3 if placement.needs_stage_3 else self._stage
+        stage = 3 if placement.changes("offload_param") else self._stage
         variant, device = replace(self.given, placement=placement), self._offloaded
         try:
             check_rules(self._changed(variant, stage, device), self.machine.world_size)
@@ -328,34 +415,20 @@ class Planner:
         allowed = [c for c in choices if c.is_fitting and c.stage >= self._stage]
         return min(allowed, key=lambda c: (c.ratio, c.stage), default=None)
 
-    def _can_offload(self) -> bool:
-        """Whether an installed package can hold the optimizer's state on the host."""
-        try:
-            forecast = self._forecast(self.given, self._stage, self._offloaded)
-        except ConfigError:  # raised for the configuration itself before
-            return False
-        return forecast.tier is not None
-
-    def _memory(self, variant: Variant, forecast: Forecast, ratio: float) -> MemoryUse:
-        use, trace = forecast.memory(ratio), self.trace(variant.micro_batch)
+    def _memory(self, forecast: Forecast, config: Config, ratio: float) -> MemoryUse:
+        use, trace = forecast.memory(ratio), self.trace(config.train_micro_batch_size_per_gpu)
         if trace is None:
             return use
-        config = variant.of(self.config)
-        is_accelerated = self.machine.is_accelerated
-        traced = {"activations": trace.nbytes(config, is_accelerated=is_accelerated)}
-        if not is_accelerated and (code := trace.code_bytes()):
-            traced["kernels"] = code
-        host = dict(use.host)
-        if moved := trace.host_bytes(config, is_accelerated=is_accelerated):
-            host["activations"] = moved
-        return MemoryUse({**use.device, **traced}, host)
+        saved = trace.memory(config, is_accelerated=self.machine.is_accelerated)
+        return MemoryUse({**use.device, **saved.device}, {**use.host, **saved.host})
 
     def choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
         device = variant.placement.device or self._offloaded if ratio else "none"
         if variant.placement.device is None and (stage, ratio) == (self._stage, self._ratio):
             device = self._device
+        config = self._changed(variant, stage, device)
         forecast = self._forecast(variant, stage, device)
-        use = self._memory(variant, forecast, ratio)
+        use = self._memory(forecast, config, ratio)
         return Choice(
             stage,
             ratio,
@@ -364,23 +437,12 @@ class Planner:
             forecast.is_complete and self.machine.has_room(use),
             device=device,
             micro_batch=variant.micro_batch,
-            micro_steps=variant.of(self.config).gradient_accumulation_steps,
+            micro_steps=config.gradient_accumulation_steps,
             is_recomputed=variant.is_recomputed,
             is_varied=variant != self.given,
             placement=variant.placement,
             file_bytes=forecast.bytes_in_file(ratio),
         )
-
-    def _least_offload(self, variant: Variant, stage: int) -> Choice:
-        """Return the smallest ratio, in hundredths, with which ``stage`` fits the device."""
-        limit = self.machine.device_memory
-
-        def is_enough(percent: int) -> bool:  # device bytes fall as the ratio grows
-            found = self.choice(variant, stage, percent / PERCENT)
-            return limit is None or found.device_bytes <= limit
-
-        percent = bisect_left(range(PERCENT), True, key=is_enough)
-        return self.choice(variant, stage, percent / PERCENT)
 
     def advice(self, best: Choice | None, choices: Sequence[Choice]) -> str:
         """Return in one sentence whether the configuration fits, and what does otherwise."""
@@ -416,3 +478,46 @@ def variant_of(choice: Choice) -> Variant:
 def ranks_of_node(world_size: int, ranks_per_node: int | None) -> int:
     """Return the ranks of one node, `GPUS_PER_NODE` or all if they are fewer unless given."""
     return min(world_size, GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
+
+
+def _model_of(config: Any) -> nn.Module:
+    """Return a Hugging Face configuration's model, with a language model's head if it has one."""
+    # foreign: a configuration of transformers
+    is_config = isinstance(config, Mapping) or hasattr(config, "model_type")
+    if not is_config:
+        raise ConfigError(
+            f"model: expected a torch module or a Hugging Face configuration, found "
+            f"{type(config).__name__}"
+        )
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingPartError(
+            "a plan from a Hugging Face configuration needs the package transformers, which is "
+            "not installed: pip install transformers; or pass the model itself, made within "
+            "torch.device('meta')"
+        ) from error
+    try:
+        if isinstance(config, Mapping):
+            config = transformers.AutoConfig.for_model(**config)
+        else:
+            config = copy.deepcopy(config)
+        is_seq2seq = config.is_encoder_decoder and (
+            type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        )
+        if is_seq2seq:
+            kind = transformers.AutoModelForSeq2SeqLM
+        elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            kind = transformers.AutoModelForCausalLM
+        else:
+            kind = transformers.AutoModel
+        # An encoder-decoder shifts its labels and fills up with pad_token_id. Others would look for
+        # padding in inputs that have no values on the meta device.
+        if not is_seq2seq:
+            config.pad_token_id = None
+        with torch.device("meta"):
+            module: nn.Module = kind.from_config(config)
+    except Exception as error:  # whatever a model's code makes of values that it does not expect
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"model: transformers cannot make it: {cause}") from error
+    return module.train()

@@ -1,4 +1,10 @@
-"""Result of `zero_core.plan`: plain frozen data, as JSON or as tables of text."""
+"""Result of `zero_core.plan`: plain frozen data, as JSON or as tables of text.
+
+[Note: placements]
+parameters  in host memory (`offload_param`), at stage 3 on an accelerator
+states      on NVMe in place of host memory, where a folder on such a disk is known
+bits        Adam's moments in 16 or 8 bits on the host, which alone changes numbers
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_core.comm.meter import Traffic
-from zero_core.plan.choices import AS_CONFIGURED, Placement, TrafficChoice
+from zero_core.config import ZeroConfig
 from zero_core.plan.forecast import MemoryUse
+from zero_core.plan.traffic import TrafficChoice
 
 STAGE_3_KEYS = (
     "offload_param",
@@ -20,6 +27,49 @@ STAGE_3_KEYS = (
 """Keys of ``zero_optimization`` that lower stages do not serve."""
 MOST_VARIED = 8
 """Choices with another micro-batch or recomputation that a table shows."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Keys of ``zero_optimization`` that differ from the configuration. See [Note: placements]."""
+
+    words: str = ""  # the difference in words; empty for the configuration itself
+    settings: tuple[tuple[str, str, Any], ...] = ()  # ``(block or , key, value)``
+    is_rounding: bool = False  # whether the numbers of a run change
+
+    @property
+    def device(self) -> str | None:
+        """Device of the host's part of the states, where it differs."""
+        keys = ("offload_optimizer", "device")
+        return next((v for block, key, v in self.settings if (block, key) == keys), None)
+
+    def changes(self, block: str) -> bool:
+        return any(name == block for name, _, _ in self.settings)
+
+    def joined(self, other: Placement) -> Placement:
+        words = ", ".join(w for w in (self.words, other.words) if w)
+        is_rounding = self.is_rounding or other.is_rounding
+        return Placement(words, self.settings + other.settings, is_rounding)
+
+    def of(self, zero: ZeroConfig) -> ZeroConfig:
+        """Return a resolved block changed to this."""
+        for name, key, value in self.settings:
+            if name:
+                key, value = name, getattr(zero, name).model_copy(update={key: value})
+            zero = zero.model_copy(update={key: value})
+        return zero
+
+    def apply(self, zero: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a block, as it was given, with the keys changed."""
+        found = {**zero}
+        for name, key, value in self.settings:
+            if name:
+                key, value = name, {**found.get(name, {}), key: value}
+            found[key] = value
+        return found
+
+
+AS_CONFIGURED = Placement()
 
 
 @dataclass(frozen=True)
@@ -106,42 +156,27 @@ class Table:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes that a run takes per rank.
+    """Bytes that a run takes per rank."""
 
-    Attributes:
-        world_size: number of ranks.
-        ranks_per_node: how many of them share a node and its host memory.
-        num_parameters: elements of all parameters, tied ones once, padding not counted.
-        num_trainable: those that an optimizer updates.
-        configured: the configuration as it was given.
-        memory: its bytes by kind.
-        traffic: its transfers in one optimizer step.
-        traffic_choices: what it would send with other keys; empty for one rank.
-        choices: every stage without offload, with all of it, and with the least that fits; and
-            those of other micro-batches and with recomputation that were looked at.
-        best: the smallest change that fits, ``configured`` itself if it does; None if none does.
-        advice: the same in one sentence.
-        device_memory: bytes of one device, or None if not given.
-        host_memory: bytes of one node's memory, or None if not given.
-        async_save_bytes: the most host memory that `Engine.async_save` takes meanwhile.
-        missing: for each package that is needed and not installed, a sentence that names the key
-            and the package. Its bytes are not counted, and choices that need it are left out.
-    """
-
-    world_size: int
-    ranks_per_node: int
-    num_parameters: int
-    num_trainable: int
-    configured: Choice
-    memory: MemoryUse
-    traffic: tuple[Traffic, ...]
+    world_size: int  # number of ranks
+    ranks_per_node: int  # how many of them share a node and its host memory
+    num_parameters: int  # elements of all parameters, tied ones once, padding not counted
+    num_trainable: int  # those that an optimizer updates
+    configured: Choice  # the configuration as it was given
+    memory: MemoryUse  # its bytes by kind
+    traffic: tuple[Traffic, ...]  # its transfers in one optimizer step
+    # what it would send with other keys; empty for one rank
     traffic_choices: tuple[TrafficChoice, ...]
+    # every stage without offload, with all of it, and with the least that fits; and those of other
+    # micro-batches and with recomputation that were looked at
     choices: tuple[Choice, ...]
-    best: Choice | None
-    advice: str
-    device_memory: int | None
-    host_memory: int | None
-    async_save_bytes: int = 0
+    best: Choice | None  # smallest change that fits, ``configured`` if it does; None if none does
+    advice: str  # the same in one sentence
+    device_memory: int | None  # bytes of one device, or None if not given
+    host_memory: int | None  # bytes of one node's memory, or None if not given
+    async_save_bytes: int = 0  # the most host memory that `Engine.async_save` takes meanwhile
+    # for each package that is needed and not installed, a sentence that names the key and the
+    # package. Its bytes are not counted, and choices that need it are left out
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -154,58 +189,46 @@ class Plan:
         kinds = [(k, device.get(k, 0), host.get(k, 0)) for k in dict.fromkeys((*device, *host))]
         kinds.append(("in all", self.memory.device_bytes, self.memory.host_bytes))
         kinds.append(("during async_save, at most", 0, self.async_save_bytes))
-        sent = [
-            (
-                *(f"{t.collective} of {t.content}", str(t.num_calls)),
-                *(t.within_node_bytes, t.between_nodes_bytes, t.host_link_bytes),
-            )
-            for t in self.traffic
-        ]
         ways = ("within a node", "between nodes")
-        return (
+        found = [
             _table("Memory per rank", ("kind", "device", "host"), kinds),
             _table(
                 "Bytes sent per rank and step",
                 ("transfer", "calls", *ways, "device and host"),
-                sent,
+                [
+                    (
+                        *(f"{t.collective} of {t.content}", str(t.num_calls)),
+                        *(t.within_node_bytes, t.between_nodes_bytes, t.host_link_bytes),
+                    )
+                    for t in self.traffic
+                ],
             ),
-            *([self._saving_table()] if self.traffic_choices else []),
-            self._choice_table(),
-        )
-
-    def _saving_table(self) -> Table:
-        first = self.traffic_choices[0]
-        is_far = first.between_nodes_bytes > 0  # then that is the slower link
-        slow = [
-            c.between_nodes_bytes if is_far else c.within_node_bytes for c in self.traffic_choices
         ]
-        rows = [
-            (
-                *(c.name, c.within_node_bytes, c.between_nodes_bytes),
-                f"{nbytes / max(slow[0], 1):.1%}",
-                *(c.most_between_nodes_bytes, c.kept_bytes),
-            )
-            for c, nbytes in zip(self.traffic_choices, slow, strict=True)
-        ]
-        headings = (
-            *("choice", "within a node", "between nodes", "of now", "between nodes at most"),
-            "memory for it",
-        )
-        return _table("Traffic choices, per rank and step", headings, rows)
-
-    def _choice_table(self) -> Table:
+        if self.traffic_choices:
+            sent = [(c.within_node_bytes, c.between_nodes_bytes) for c in self.traffic_choices]
+            slower = int(sent[0][1] > 0)  # the link between nodes, if anything crosses it
+            rows = [
+                (
+                    *(c.name, near, far),
+                    f"{(near, far)[slower] / max(sent[0][slower], 1):.1%}",
+                    *(c.most_between_nodes_bytes, c.kept_bytes),
+                )
+                for c, (near, far) in zip(self.traffic_choices, sent, strict=True)
+            ]
+            headings = ("choice", *ways, "of now", "between nodes at most", "memory for it")
+            found.append(_table("Traffic choices, per rank and step", headings, rows))
         has_limits = self.device_memory is not None or self.host_memory is not None
         words = ("no", "yes") if has_limits else ("-", "-")
         is_varied = any(choice.is_varied for choice in self.choices)
-        rows: list[tuple[str | int, ...]] = [
+        choices: list[tuple[str | int, ...]] = [
             (
                 *(str(c.stage), f"{c.ratio:.2f}", *([c.variant] if is_varied else [])),
                 *(c.device_bytes, c.host_bytes, words[c.is_fitting]),
             )
             for c in self.shown_choices()
         ]
-        headings = ("stage", "ratio", *(["variant"] if is_varied else []), "device", "host", "fits")
-        return _table("Choices", headings, rows)
+        heads = ("stage", "ratio", *(["variant"] if is_varied else []), "device", "host", "fits")
+        return (*found, _table("Choices", heads, choices))
 
     def shown_choices(self) -> list[Choice]:
         """Return the choices of a table: all without variants, the first, each placement's."""

@@ -11,19 +11,21 @@ micro-step. A quantized gather or reduction counts as a call per phase or hop; s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zero_core.comm.fused_sum import sum_dtype
 from zero_core.comm.meter import Links, Traffic
-from zero_core.config import Config
+from zero_core.config import Config, ZeroConfig
 from zero_core.core.facts import facts_nbytes
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.plan.footprints import CollectivesFootprint
-from zero_core.plan.forecast import num_gathers
+from zero_core.plan.footprints import CollectivesFootprint, Footprints
+from zero_core.plan.forecast import collectives_memory, num_gathers
 
 
 def step_traffic(
@@ -39,11 +41,35 @@ def step_traffic(
     are bytes to the host and back, with offload.
     """
     found: list[Traffic] = []
+
+    def add(collective: str, content: str, calls: Sequence[tuple[int, int]]) -> None:
+        if calls:
+            near, far = (sum(sent) for sent in zip(*calls, strict=True))
+            found.append(Traffic(collective, content, len(calls), near, far))
+
+    zero, steps = config.zero_optimization, config.gradient_accumulation_steps
+    if layout.world_size > 1 and (footprint is not None or zero.quantized_key is None):
+        gathers: list[tuple[int, int]] = []
+        reductions: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # if quantized
+        sums: list[tuple[int, int]] = []
+        for segment in layout.segments:
+            anew, each = gather_calls(segment, links, footprint)
+            # With a secondary shard a step's new version is gathered once, frozen weights never.
+            gathers += anew * int(segment.is_trainable)
+            gathers += each * num_gathers(segment, layout, config)
+            if segment.is_trainable:
+                calls, is_quantized = reduction_calls(segment, config, links, footprint)
+                reductions[is_quantized] += calls
+                width = accumulated_dtype(segment, config).itemsize
+                sums.append(links.gather(segment.shard_numel * width))
+        add("all_gather", "parameters", gathers)
+        add("reduce_scatter", "gradients", reductions[False] * steps)
+        add("all_to_all", "gradients", reductions[True] * steps)
+        if zero.stage == 0:
+            add("all_gather", "gradients", sums)
     if layout.world_size > 1:
-        if footprint is not None or config.zero_optimization.quantized_key is None:
-            found += _collectives(layout, config, links, footprint)
         nbytes = facts_nbytes(len(layout.params), len(layout.units), arithmetic_of(config))
-        found += _sum("all_reduce", "facts of the step", [links.all_reduce(nbytes)])
+        add("all_reduce", "facts of the step", [links.all_reduce(nbytes)])
     down, up = host_link
     if down or up:
         found.append(Traffic("to_host", "gradients", 1, host_link_bytes=down))
@@ -51,47 +77,33 @@ def step_traffic(
     return tuple(found)
 
 
-def _collectives(
-    layout: Layout, config: Config, links: Links, footprint: CollectivesFootprint | None
-) -> Iterator[Traffic]:
-    gathers: list[tuple[int, int]] = []
-    for segment in layout.segments:
-        uses = num_gathers(segment, layout, config)
-        anew, each = gather_calls(segment, links, footprint)
-        # With a secondary shard a step's new version is gathered once, and frozen weights never.
-        gathers += anew * int(segment.is_trainable) + each * uses
-    yield from _sum("all_gather", "parameters", gathers)
-    steps = config.gradient_accumulation_steps
-    trainable = [s for s in layout.segments if s.is_trainable]
-    by_way: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
-    for segment in trainable:
-        calls, is_quantized = reduction_calls(segment, config, links, footprint)
-        by_way[is_quantized] += calls
-    yield from _sum("reduce_scatter", "gradients", by_way[False] * steps)
-    yield from _sum("all_to_all", "gradients", by_way[True] * steps)
-    if config.zero_optimization.stage == 0:
-        whole = [links.gather(_shard_bytes(s, accumulated_dtype(s, config))) for s in trainable]
-        yield from _sum("all_gather", "gradients", whole)
-
-
 def gather_calls(
     segment: Segment, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return a gather's calls per version and per use: bytes within and between nodes."""
-    numel, is_trainable = segment.shard_numel, segment.is_trainable
-    gather = None
+    numel, dtype, gather = segment.shard_numel, segment.dtype, None
     if footprint is not None:
-        gather = footprint.gather(numel, segment.dtype, is_trainable=is_trainable)
+        gather = footprint.gather(numel, dtype, is_trainable=segment.is_trainable)
     if footprint is None or gather is None:
-        return [], [links.gather(_shard_bytes(segment, segment.dtype))]
+        return [], [links.gather(numel * dtype.itemsize)]
+
+    def mean(groups: Iterable[range], nbytes: int) -> tuple[int, int]:
+        """Return what a rank sends when each group, all equally large, gathers ``nbytes`` a rank.
+
+        Each group has links with the number of groups that they join.
+        """
+        counts = Counter(map(links.among, groups))
+        sent = [(number, *of_group.gather(nbytes)) for of_group, number in counts.items()]
+        near = sum(number * near for number, near, _ in sent)
+        far = sum(number * far for number, _, far in sent)
+        return near // counts.total(), far // counts.total()
+
     # Ranks of equal place in their group exchange in phase 1, the ranks of a group in phase 2.
-    # Each phase has links with the number of groups that they join.
     size, num_ranks = footprint.group_size, links.world_size
-    across = Counter(links.among(range(place, num_ranks, size)) for place in range(size))
-    starts = range(0, num_ranks, size)
-    within = Counter(links.among(range(start, start + size)) for start in starts)
-    first = [_mean(across, gather.across_nbytes)] if footprint.num_groups > 1 else []
-    second = [_mean(within, gather.within_nbytes)] if footprint.group_size > 1 else []
+    across = (range(place, num_ranks, size) for place in range(size))
+    within = (range(start, start + size) for start in range(0, num_ranks, size))
+    first = [mean(across, gather.across_nbytes)] if footprint.num_groups > 1 else []
+    second = [mean(within, gather.within_nbytes)] if size > 1 else []
     return (first, second) if gather.is_kept else ([], first + second)
 
 
@@ -99,45 +111,136 @@ def reduction_calls(
     segment: Segment, config: Config, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], bool]:
     """Return the calls of one reduction of a segment, as `gather_calls`, and if it is quantized."""
-    dtype = communicated_dtype(segment, config)
-    hops = None if footprint is None else footprint.reduction(segment.shard_numel, dtype)
-    if hops is None:
-        return [_reduction_bytes(segment, dtype, links, footprint)], False
-    near, nodes = links.ranks_per_node - 1, links.num_nodes
-    calls = [(near * nodes * hops.within_nbytes, 0)] if near else []
-    return calls + ([(0, (nodes - 1) * hops.across_nbytes)] if nodes > 1 else []), True
-
-
-def _reduction_bytes(
-    segment: Segment, dtype: torch.dtype, links: Links, footprint: CollectivesFootprint | None
-) -> tuple[int, int]:
-    """Return the bytes of the engine's own reduction within the node and between nodes."""
+    numel, dtype = segment.shard_numel, communicated_dtype(segment, config)
+    hops = None if footprint is None else footprint.reduction(numel, dtype)
+    if hops is not None:
+        near, nodes = links.ranks_per_node - 1, links.num_nodes
+        calls = [(near * nodes * hops.within_nbytes, 0)] if near else []
+        return calls + ([(0, (nodes - 1) * hops.across_nbytes)] if nodes > 1 else []), True
 
     def coded(own: torch.dtype) -> int:
+        """Return the bytes of a slice that is sent to another node."""
         found = None
         if footprint is not None and links.codes_slices:
-            found = footprint.coded_nbytes(segment.shard_numel, own)
-        return _shard_bytes(segment, own) if found is None else found[0]
+            found = footprint.coded_nbytes(numel, own)
+        return numel * own.itemsize if found is None else found[0]
 
     wide = sum_dtype(dtype)
-    near, _ = links.reduction(_shard_bytes(segment, dtype), _shard_bytes(segment, wide))
-    _, far = links.reduction(coded(dtype), coded(wide))
-    return near, far
+    within, _ = links.reduction(numel * dtype.itemsize, numel * wide.itemsize)
+    _, between = links.reduction(coded(dtype), coded(wide))
+    return [(within, between)], False
 
 
-def _mean(groups: Counter[Links], nbytes: int) -> tuple[int, int]:
-    """Return what a rank sends when each group, all equally large, gathers ``nbytes`` a rank."""
-    sent = [(count, *links.gather(nbytes)) for links, count in groups.items()]
-    near = sum(count * near for count, near, _ in sent)
-    far = sum(count * far for count, _, far in sent)
-    return near // groups.total(), far // groups.total()
+@dataclass(frozen=True)
+class TrafficChoice:
+    """One configuration of the traffic, per rank and optimizer step."""
+
+    name: str  # "as configured", "plain", or what is turned on
+    settings: Mapping[str, Any]  # keys of ``zero_optimization`` that make it
+    traffic: tuple[Traffic, ...]  # expected, without copies between a device and its host
+    within_node_bytes: int  # bytes that a rank sends within its node
+    between_nodes_bytes: int  # bytes that a rank sends to other nodes
+    most_between_nodes_bytes: int  # the most that it may send to them
+    kept_bytes: int  # memory for it: secondary shards, messages and errors
 
 
-def _shard_bytes(segment: Segment, dtype: torch.dtype) -> int:
-    return segment.shard_numel * dtype.itemsize
+def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
+    """Return the configuration as it is, and with each key that would change its traffic.
+
+    One rank has nothing to choose, and stage 0 has a choice for gradients alone. Choices that need
+    a package which is not installed are left out; all are if the configuration does.
+    """
+    if links.world_size == 1:
+        return ()
+    footprints = Footprints()  # what a choice alone would need is not missing
+    found: list[TrafficChoice] = []
+    for name, settings in _choices(config.zero_optimization, links):
+        zero = config.zero_optimization.model_copy(update=settings)
+        changed = config.model_copy(update={"zero_optimization": zero})
+        if settings and changed == config:
+            continue
+        expected = footprints.collectives(changed, links)
+        most = footprints.collectives(changed, links, is_worst_case=True)
+        if expected is None and zero.quantized_key is not None:
+            if not settings:
+                return ()
+            continue
+        traffic = step_traffic(layout, changed, links, expected)
+        at_most = step_traffic(layout, changed, links, most)
+        found.append(
+            TrafficChoice(
+                name,
+                settings,
+                traffic,
+                sum(t.within_node_bytes for t in traffic),
+                sum(t.between_nodes_bytes for t in traffic),
+                sum(t.between_nodes_bytes for t in at_most),
+                sum(collectives_memory(most, layout, changed).values()),
+            )
+        )
+    return tuple(found) if len(found) > 1 else ()
 
 
-def _sum(collective: str, content: str, calls: Sequence[tuple[int, int]]) -> Iterator[Traffic]:
-    if calls:
-        near, far = (sum(sent) for sent in zip(*calls, strict=True))
-        yield Traffic(collective, content, len(calls), near, far)
+_PLAIN = {
+    key: ZeroConfig.model_fields[key].default
+    for key in (
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_hpz_partition_size",
+        "zero_lossless_weights",
+        "zero_lossless_gradients",
+        "zero_quantized_gradients",
+        "zeropp_loco_param",
+    )
+}
+_LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
+_CODED = {
+    "zero_lossless_gradients": True,
+    "zero_quantized_gradients": False,
+    "zeropp_loco_param": None,
+}
+_FOUR_BIT = {
+    "zero_quantized_weights_format": "int4_difference",
+    "zero_quantized_gradients_within_node": "int8",
+    "zero_quantized_gradients_between_nodes": "int4",
+    "zero_quantized_gradients_hadamard": True,
+}
+"""SDP4Bit (arXiv 2410.15526): differences of weights, gradients in 8 and 4 bits, rotated."""
+
+
+def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each flag turned on, or off where it is on, and all of them."""
+    yield "as configured", {}
+    yield "plain", _PLAIN
+    has_nodes = links.num_nodes > 1
+    every: dict[str, Any] = {"zero_quantized_gradients": True}
+    if zero.stage == 3:
+        every = {"zero_quantized_weights": True, **every}
+    if zero.stage == 3 and has_nodes and links.ranks_per_node > 1:
+        every = {"zero_hpz_partition_size": links.ranks_per_node, **every}
+    # Quantized weights or gradients round what the other key sends exactly.
+    rounded: dict[str, Any] = {"zero_lossless_weights": False}
+    not_coded: dict[str, Any] = {"zero_lossless_gradients": False}
+    further = {"zero_quantized_weights": rounded, "zero_quantized_gradients": not_coded}
+    for key, value in every.items():
+        name = key if value is True else f"{key} {value}"
+        yield name, {key: value, **further.get(key, {})}
+        if getattr(zero, key) != _PLAIN[key]:
+            loco = {"zeropp_loco_param": None} if key == "zero_quantized_gradients" else {}
+            yield f"without {key}", {key: _PLAIN[key], **loco}
+    if has_nodes:
+        yield "zero_lossless_gradients", _CODED
+    if zero.stage > 0 and has_nodes:
+        quantized = {"zero_quantized_gradients": True, **not_coded}
+        yield "zero_lossless_weights", _LOSSLESS
+        yield "lossless weights and gradients", {**_LOSSLESS, **_CODED}
+        yield "lossless weights, quantized gradients", {**_LOSSLESS, **quantized}
+    if zero.zero_lossless_gradients:
+        yield "without zero_lossless_gradients", not_coded
+    if zero.zero_lossless_weights:
+        yield "without zero_lossless_weights", rounded
+    if zero.stage == 3:
+        every |= {**rounded, **not_coded}
+        yield "all of these", every
+        if has_nodes:
+            yield "4-bit mode", {**every, **_FOUR_BIT}
