@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core.optim.adam import BaseOptimizer, check_settings, corrected_update, moments_of
+from zero_core.optim.adam import BaseOptimizer, check_settings, update_adam
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
@@ -77,12 +77,12 @@ class Muon(BaseOptimizer):
 
     def _update(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
             if not group["use_muon"]:
-                states = [moments_of(self.state[p], p, is_fused=True) for p in params]
-                corrected_update(group, params, states)
+                update_adam(group, self.state)
                 continue
-            for param in params:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
                 state = self.state[param]
                 if "exp_avg" not in state:
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)

@@ -1,11 +1,12 @@
 """State tier of optimizers that need whole parameters.
 
 [Note: whole parameters]
-Each parameter has an owner among the ranks that hold a part of it (`zero_core.layout.owners`), and
-its optimizer state is there, whole. Master weights stay sliced as for any optimizer. In a step the
-owner gathers the master weights and gradients of its divided parameters, the optimizer updates
-them, and the new values return to the ranks that hold them. Where every rank has the whole state
-(stage 0, one rank) each updates everything, and nothing is sent.
+Each parameter has an owner among the ranks that hold a part of it, and its optimizer state is
+there, whole. Master weights stay sliced as for any optimizer. A parameter within one shard is
+updated where it is. One that crosses the bounds of shards is *divided*: in a step its owner gathers
+master weight and gradient, the optimizer updates them, and the new values return to the ranks that
+hold a part. Where every rank has the whole state (stage 0, one rank) each updates everything, and
+nothing is sent.
 
 Parameters in groups that the optimizer declares elementwise (`zero_core.optim.factory`) have no
 owner: each rank updates its slice of them, and has the slice's state.
@@ -29,6 +30,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -42,12 +44,42 @@ from zero_core.config import master_dtype
 from zero_core.core import access
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import Layout, Piece
-from zero_core.layout.owners import Share, Whole, assign_owners
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
 # Of torch itself, whatever the class of a parameter overrides.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's ``[start, stop)`` of a parameter, counted from the parameter's first element."""
+
+    rank: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A trainable parameter, and who has which part of it."""
+
+    param: int  # its number in the layout
+    segment: int  # index of its segment
+    owner: int  # the rank that updates it
+    shares: tuple[Share, ...]  # its parts by rank, in order. One if it is not divided
+
+    @property
+    def numel(self) -> int:
+        return self.shares[-1].stop
+
+    @property
+    def is_divided(self) -> bool:
+        return len(self.shares) > 1
 
 
 class WholeTier(FlatTier):
@@ -109,7 +141,13 @@ class WholeTier(FlatTier):
             if state and number in self._updated:
                 self._initial[number] = state
             elif state and number in sliced and number in self._piece_of:
-                self._initial[number] = self._sliced_state(number, state)
+                piece, spec = self._piece_of[number], layout.params[number]
+                stop = piece.offset + piece.stop - piece.start
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
+                        own = spec.to_elements(value)[piece.offset : stop].clone()
+                        state[name] = self._lent(number, own)
+                self._initial[number] = state
         for number in self._initial:
             self._clear_state(number)
 
@@ -127,9 +165,35 @@ class WholeTier(FlatTier):
         offered = self._starts_of(self._pieces[index].start for index in active)
         self._scale(offered, grad_scale)
         used = {self._pieces[index].param for index in active}
-        values = self._update(self._gather(used, grad_scale))
+        offers = Chunked([(start, self._grads[start]) for start in sorted(self._grads)])
+        own: dict[int, tuple[Tensor, Tensor]] = {}
+        for param in sorted(used):
+            span = self._piece_of[param].start, self._piece_of[param].stop
+            own[param] = self._masters.one(*span), offers.one(*span)
+        # Values and gradient of what this rank updates, 1-D: divided parameters first.
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for exchange in self._exchanges:
+            found |= exchange.to_owners(own, grad_scale)
+        alone = {piece.param for piece in self._sliced}.union(self._updated).difference(found)
+        for param in sorted(used & alone):
+            master, grad = own[param]
+            if grad.dtype != master.dtype or grad.device != master.device:
+                wide = torch.empty_like(master)
+                _put((master, grad), (master, wide), grad_scale)
+                grad = wide
+            found[param] = master, grad
+        lent = {
+            self._model_params[param]: (self._lent(param, values), self._lent(param, grad))
+            for param, (values, grad) in found.items()
+        }
+        with _lending(self._model_params, lent):
+            self._optimizer.step()
+            for model_param, (values, _) in lent.items():
+                if model_param.data_ptr() != values.data_ptr():  # some optimizers assign new memory
+                    values.copy_(model_param.detach())
+        updated = {param: values for param, (values, _) in found.items()}
         for exchange in self._exchanges:  # to the ranks that hold a part of divided parameters
-            for param, part in exchange.from_owners(values, used).items():
+            for param, part in exchange.from_owners(updated, used).items():
                 piece = self._piece_of[param]
                 self._masters.one(piece.start, piece.stop).copy_(part)
         for index in active:
@@ -137,39 +201,6 @@ class WholeTier(FlatTier):
         starts = {self._masters.index_of(self._pieces[index].start) for index in active}
         chunks = [self._masters.chunks[index] for index in sorted(starts)]
         self._publish([c for s, m in chunks for c in self._copies(s, s + m.numel())])
-
-    def _gather(self, used: set[int], factor: float) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return values and gradient of what this rank updates of the used parameters, 1-D."""
-        offers = Chunked([(start, self._grads[start]) for start in sorted(self._grads)])
-        pieces = [self._piece_of[param] for param in sorted(used)]
-        own = {
-            p.param: (self._masters.one(p.start, p.stop), offers.one(p.start, p.stop))
-            for p in pieces
-        }
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for exchange in self._exchanges:
-            found |= exchange.to_owners(own, factor)
-        alone = {piece.param for piece in self._sliced}.union(self._updated).difference(found)
-        for param in sorted(used & alone):
-            master, grad = own[param]
-            if grad.dtype != master.dtype or grad.device != master.device:
-                wide = torch.empty_like(master)
-                _put((master, grad), (master, wide), factor)
-                grad = wide
-            found[param] = master, grad
-        return found
-
-    def _update(self, found: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-        """Run the optimizer over 1-D values and gradients. Return the values, updated in place."""
-        lent = {}
-        for number, (values, grad) in found.items():
-            lent[self._model_params[number]] = self._lent(number, values), self._lent(number, grad)
-        with _lending(self._model_params, lent):
-            self._optimizer.step()
-            for param, (values, _) in lent.items():
-                if param.data_ptr() != values.data_ptr():  # some optimizers assign new memory
-                    values.copy_(param.detach())
-        return {param: values for param, (values, _) in found.items()}
 
     def _lent(self, param: int, elements: Tensor) -> Tensor:
         """Return a view of ``elements`` as the optimizer sees the parameter, or a slice of it."""
@@ -297,29 +328,50 @@ class WholeTier(FlatTier):
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
         """Replace the state of an updated parameter, in its strides, on the tier's device."""
         owner, shape = self._model_params[param], self._layout.params[param].shape
-        state = {
-            name: self._lent(param, self._elements(param, value))
-            if type(value) is Tensor and value.shape == shape and name != "step"
-            else value
-            for name, value in state.items()
-        }
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
         # As torch's own load_state_dict does: these kernels read the count on the device.
         is_on_device = bool(group.get("fused") or group.get("capturable"))
-        self._optimizer.state[owner] = {
-            name: value if name == "step" and not is_on_device else _moved(value, self._device)
-            for name, value in state.items()
-        }
+        moved = {}
+        for name, value in state.items():
+            if name != "step" and type(value) is Tensor and value.shape == shape:
+                value = self._lent(param, self._elements(param, value))
+            if name != "step" or is_on_device:
+                value = pytree.tree_map_only(Tensor, lambda t: t.to(self._device), value)
+            moved[name] = value
+        self._optimizer.state[owner] = moved
 
-    def _sliced_state(self, param: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        piece, spec = self._piece_of[param], self._layout.params[param]
-        stop = piece.offset + piece.stop - piece.start
-        return {
-            name: self._lent(param, spec.to_elements(value)[piece.offset : stop].clone())
-            if isinstance(value, Tensor) and value.shape == spec.shape and name != "step"
-            else value
-            for name, value in state.items()
-        }
+
+def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
+    """Assign the trainable parameters to ranks, in the order of the layout.
+
+    Divided ones are assigned, largest first, to the rank that has the least so far among those with
+    a part. The shares are those of stages 1 to 3: at stage 0 every rank has all of each parameter.
+    Those ``sliced``, by number, and empty ones have no owner.
+    """
+    load = [0] * layout.world_size
+    found: dict[int, tuple[int, tuple[Share, ...]]] = {}
+    divided: list[tuple[int, int]] = []
+    owners: dict[int, int] = {}
+    for segment in layout.segments:
+        for slot in segment.slots if segment.is_trainable else ():
+            if slot.start == slot.stop or slot.param in sliced:
+                continue
+            numel = segment.shard_numel
+            shares = tuple(
+                Share(rank, *slot.common(rank * numel, (rank + 1) * numel))
+                for rank in range(slot.start // numel, (slot.stop - 1) // numel + 1)
+            )
+            found[slot.param] = segment.index, shares
+            if len(shares) > 1:
+                divided.append((slot.start - slot.stop, slot.param))
+            else:
+                owners[slot.param] = shares[0].rank
+                load[shares[0].rank] += slot.stop - slot.start
+    for minus_numel, param in sorted(divided):
+        owner = min((s.rank for s in found[param][1]), key=lambda rank: (load[rank], rank))
+        owners[param] = owner
+        load[owner] -= minus_numel
+    return tuple(Whole(param, index, owners[param], s) for param, (index, s) in found.items())
 
 
 def rounds_of(layout: Layout, wholes: Sequence[Whole]) -> list[tuple[torch.dtype, list[Whole]]]:
@@ -490,16 +542,6 @@ def _lending(
                 set_grad(param, None)
                 _set_data(param, values)
                 set_grad(param, old_grad)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
