@@ -30,7 +30,7 @@ from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.stored import components
 from zero_core.runtime.host_inputs import page_locked_bytes
-from zero_core.tiled.modules import TiledForwards, WholeModel
+from zero_core.tiled import TiledForwards
 
 _META = torch.device("meta")
 _CODE_BYTES = 600 << 10
@@ -372,7 +372,7 @@ def _tiled(model: nn.Module, config: Config) -> Iterator[None]:
     if config.tiled_compute is None:
         yield
         return
-    forwards = TiledForwards(model, config.tiled_compute, WholeModel())
+    forwards = TiledForwards(model, config.tiled_compute, None)
     try:
         yield
     finally:

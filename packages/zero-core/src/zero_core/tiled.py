@@ -1,4 +1,12 @@
-"""Logits that are never held as a whole: a head's output, computed where it is used.
+"""Modules and losses that are computed tile by tile, as ``tiled_compute`` asks.
+
+[Note: tiles]
+A module that acts on each token by itself (the MLP of a transformer's block) keeps activations of
+all tokens for backward, several times as wide as its input. Computed on tiles of ``tile_tokens``
+tokens, each of which keeps its input alone and is computed again in backward, it holds those of one
+tile. The sums over tokens in the gradients of its parameters are taken tile by tile, so that they
+round differently. Only a module's ``forward`` is wrapped, on the object: names, class and hooks
+stay.
 
 [Note: tiled logits]
 A language model's head turns ``[..., tokens, features]`` into ``[..., tokens, vocabulary]``, and
@@ -11,29 +19,41 @@ computed once, with their gradients. Before the backward of its forward that is 
 tensor. After it the head's weights may be elsewhere or changed, and on this rank alone they cannot
 be gathered: reading is an error then, and so is a change in place, which the tiles would not see.
 
-The method is that of the tiled loss in Arctic Long Sequence Training (arXiv 2506.13996).
+Both methods are those of Arctic Long Sequence Training (arXiv 2506.13996).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from zero_core._torch import METADATA_READS, DisableTorchFunction, pytree
+from zero_core._torch import (
+    METADATA_READS,
+    DisableTorchFunction,
+    is_in_backward,
+    outside_graphs,
+    pytree,
+)
+from zero_core.config import ModulesConfig, TiledComputeConfig
+from zero_core.core.hooks import ModuleUnits
+from zero_core.errors import ConfigError
+from zero_core.layout.discovery import ModuleRule
+from zero_core.object_methods import ObjectMethods
 
 
 class TileForward(Protocol):
-    """Forward of one tile, which makes sure that the parameters it reads have their values."""
+    """Forward of one tile, [..., tokens, features], to a row for each token, or to their loss."""
 
-    def __call__(self, tile: Tensor, /) -> Tensor:
-        """Return a row for each token of ``tile``, [..., tokens, features], or their loss."""
+    def __call__(self, tile: Tensor, /) -> Tensor: ...
 
 
 _FACTS = METADATA_READS | {Tensor.stride, Tensor.is_contiguous}
@@ -51,26 +71,22 @@ _CHANGING = frozenset(
 _POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous, Tensor.to})
 
 
-class _Call(NamedTuple):
-    """A function of logits whose other arguments are known."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class TiledLogits(Tensor):
     """Logits, [..., vocabulary], of which one tile exists at a time. See [Note: tiled logits]."""
 
     _hidden: Tensor
     _head: TileForward
-    _steps: tuple[_Call, ...]
+    _steps: Sequence[TileForward]
     _tile_tokens: int
     _whole: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, hidden: Tensor, head: TileForward, tile_tokens: int, steps: tuple[_Call, ...] = ()
+        cls,
+        hidden: Tensor,
+        head: TileForward,
+        tile_tokens: int,
+        steps: Sequence[TileForward] = (),
     ) -> Self:
         """Return ``head``'s logits for ``hidden``, [..., features], with ``steps`` applied."""
         like = _apply(head(hidden[..., :0, :]), steps)  # of no token: its shape and dtype
@@ -104,7 +120,11 @@ class TiledLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _changes(func, args, kwargs):
+        name, first = func.__name__, args[0] if args else None
+        is_in_place = name.endswith("_") and not name.startswith("__")
+        is_in_place = is_in_place or name in _CHANGING or bool(kwargs.get("inplace"))
+        changed = kwargs.get("out"), first if is_in_place else None
+        if any(isinstance(value, TiledLogits) for value in changed):
             raise RuntimeError(
                 f"{func.__name__} would change tiled logits, of which one tile exists at a time: "
                 "use a function that returns new ones, or leave the head out of "
@@ -113,19 +133,16 @@ class TiledLogits(Tensor):
         if func in _FACTS:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
-        if args and isinstance(args[0], TiledLogits):
-            found = args[0]._follow(func, args[1:], kwargs)
+        if isinstance(first, TiledLogits):
+            found = first._follow(func, args[1:], kwargs)
             if found is not None:
                 return found
         if func is functional.cross_entropy:
             loss = _cross_entropy(*args, **kwargs)
             if loss is not None:
                 return loss
-
-        def whole(value: Any) -> Any:
-            return value.whole() if isinstance(value, TiledLogits) else value
-
-        args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
+        given = (tuple(args), dict(kwargs))
+        args, kwargs = pytree.tree_map_only(TiledLogits, TiledLogits.whole, given)
         return func(*args, **kwargs)
 
     @classmethod
@@ -143,7 +160,10 @@ class TiledLogits(Tensor):
         if func in _POINTWISE or (func in _SCALING and is_number and not kwargs):
             if any(isinstance(value, Tensor) for value in (*rest, *kwargs.values())):
                 return None
-            step = _Call(func, tuple(rest), dict(kwargs))
+
+            def step(logits: Tensor) -> Any:
+                return func(logits, *rest, **kwargs)
+
             return type(self)(self._hidden, self._head, self._tile_tokens, (*self._steps, step))
         hidden = self._view(func, rest, kwargs)
         if hidden is None or hidden.dim() < 2:
@@ -168,20 +188,9 @@ class TiledLogits(Tensor):
         return None
 
 
-def _changes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether ``func`` changes tiled logits that it is given, or keeps something on them."""
-    if isinstance(kwargs.get("out"), TiledLogits):
-        return True
-    name = func.__name__
-    is_in_place = name.endswith("_") and not name.startswith("__")
-    if not (is_in_place or name in _CHANGING or kwargs.get("inplace")):
-        return False
-    return bool(args) and isinstance(args[0], TiledLogits)
-
-
-def _apply(logits: Tensor, steps: Sequence[_Call]) -> Tensor:
-    for func, args, kwargs in steps:
-        logits = func(logits, *args, **kwargs)
+def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:
+    for step in steps:
+        logits = step(logits)
     return logits
 
 
@@ -262,7 +271,132 @@ def _cross_entropy(
 def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
     """Compute ``tile``. With gradients, keep it alone and compute it again in backward."""
     if not torch.is_grad_enabled():
-        whole: Tensor = forward(tile)
-        return whole
+        return forward(tile)
     result: Tensor = checkpoint(forward, tile, use_reentrant=False)
     return result
+
+
+class TiledForwards(ObjectMethods):
+    """Wraps the forwards of the modules that the configuration names until `remove`."""
+
+    def __init__(
+        self, model: nn.Module, config: TiledComputeConfig, units: ModuleUnits | None
+    ) -> None:
+        """Wrap the modules of ``model``: see `check_names`. None: they are in no engine."""
+        self._tile_tokens = config.tile_tokens
+        self._units = units
+        tiled = [(m, self._tiled(path, m)) for path, m in _selected(model, config.modules)]
+        heads = [(m, self._with_loss(path, m)) for path, m in _selected(model, config.logits)]
+        super().__init__("forward", [*tiled, *heads])
+
+    def _tiled(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._units is not None and is_in_backward():
+                self._units.gather(module)  # in forward the module's own hooks have done it
+            return forward(*args, **kwargs)
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            if len(tensors) != 1 or leaves[tensors[0]].dim() < 2:
+                shapes = [tuple(leaves[at].shape) for at in tensors]
+                raise ConfigError(
+                    f"tiled_compute.modules: {path!r} ({type(module).__name__}) was called with "
+                    f"tensors of shapes {shapes}: only a module that takes one tensor, [..., "
+                    "tokens, features], can be tiled"
+                )
+            (at,) = tensors
+            x = leaves[at]
+            size = max(1, self._tile_tokens * x.shape[-2] * x.shape[-1] // max(1, x.numel()))
+            if x.shape[-2] <= size:
+                return forward(*args, **kwargs)
+
+            def of_tile(tile: Tensor) -> Tensor:
+                # A module may view what it is given, as the Conv1D of GPT-2 does.
+                its_args, its_kwargs = pytree.tree_unflatten(
+                    [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
+                )
+                output = run(*its_args, **its_kwargs)
+                if not isinstance(output, Tensor) or output.shape[:-1] != tile.shape[:-1]:
+                    raise ConfigError(
+                        f"tiled_compute.modules: {path!r} ({type(module).__name__}) does not "
+                        "return one tensor with a row for each token: leave it out"
+                    )
+                return output
+
+            return torch.cat([run_tile(of_tile, tile) for tile in x.split(size, dim=-2)], dim=-2)
+
+        return wrapped
+
+    def _with_loss(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            inputs = [*args, *kwargs.values()]
+            # Without gradients logits may be read on one rank alone, when nothing is gathered.
+            if len(inputs) != 1 or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            hidden: Tensor = inputs[0]
+            tokens = hidden.numel() // max(1, hidden.shape[-1])
+            if hidden.dim() < 2 or tokens <= self._tile_tokens:
+                return forward(hidden)
+            head = self._head(path, module, forward, hidden.device.type)
+            return TiledLogits(hidden, head, self._tile_tokens)
+
+        return outside_graphs(wrapped)  # a graph would hold the whole logits
+
+    def _head(self, path: str, module: nn.Module, forward: Any, device_type: str) -> TileForward:
+        """Return a head's own forward with the weights and the autocast that it has now."""
+        units = self._units
+        version = 0 if units is None else units.version(module)
+        autocast: dict[str, Any] | None = None
+        if torch.amp.is_autocast_available(device_type):
+            autocast = {
+                "device_type": device_type,
+                "dtype": torch.get_autocast_dtype(device_type),
+                "enabled": torch.is_autocast_enabled(device_type),
+            }
+
+        def run(hidden: Tensor) -> Tensor:
+            if units is not None and version != units.version(module):
+                raise RuntimeError(
+                    f"logits of {path!r} were read after step(), which has changed its weights: "
+                    "read them before it, or leave the head out of tiled_compute.logits"
+                )
+            if units is not None and is_in_backward():
+                units.gather(module)
+            elif units is not None and not units.is_gathered(module):
+                raise RuntimeError(
+                    f"logits of {path!r} were read after their backward, which has released its "
+                    "weights: read them before it, or leave the head out of tiled_compute.logits"
+                )
+            with torch.autocast(**autocast) if autocast else nullcontext():
+                logits: Tensor = forward(hidden)
+            return logits
+
+        return run
+
+
+def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
+    """Check the names in the configuration before anything is changed."""
+    for key, block in (("modules", config.modules), ("logits", config.logits)):
+        missing = ModuleRule(**block.model_dump()).missing(model)
+        if missing:
+            raise ConfigError(
+                f"tiled_compute.{key} names what the model lacks: {', '.join(missing)}"
+            )
+
+
+def _selected(model: nn.Module, config: ModulesConfig) -> list[tuple[str, nn.Module]]:
+    """Return the modules that ``config`` names, each once, but none within another one."""
+    rule = ModuleRule(**config.model_dump())
+    found: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        is_within = bool(found) and path.startswith(f"{found[-1][0]}.")
+        if not is_within and rule.selects(path, module):
+            found.append((path, module))
+    return found
