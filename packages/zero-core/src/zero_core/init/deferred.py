@@ -1,17 +1,31 @@
 """Construction without memory: a model's ``__init__`` is recorded and replayed later.
 
-See [Note: recording] in zero_core.init.tape. Each random operation is run once while it is
-recorded, on memory that is freed at once, so that the generator advances as in an ordinary
-construction, and the state before each operation is known. Values that Python reads during
-construction (a number, a shape that depends on values) are computed at once. Deferred tensors are
-on the meta device. During construction they claim to be on the CPU, because ``torch.nn.init`` skips
-meta tensors.
+[Note: recording]
+deferred    a tensor on the meta device that stands for one on the CPU
+storage     the storage of deferred tensors, by number. Views share one
+ref         a tensor's storage, offset, shape, strides and dtype. Views need no recording
+tape        the operations that wrote storages, in order, random ones with the generator's state
+overwrite   a write after which nothing earlier in the storage matters (``normal_``, ``zero_``)
+
+Any tensor can be computed alone and in any order, bit for bit: `Recording.value` replays the
+operations that it depends on, back to the last overwrite, each random one from the state of its
+generator. Replay per tensor is the idea of torchdistx's deferred_init.
+
+Each random operation is run once while it is recorded, on memory that is freed at once, so that the
+generator advances as in an ordinary construction, and the state before each operation is known.
+Values that Python reads during construction (a number, a shape that depends on values) are computed
+at once. Deferred tensors are on the meta device. During construction they claim to be on the CPU,
+because ``torch.nn.init`` skips meta tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,9 +35,17 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_core._torch import DisableTorchFunction, current_dispatch_mode, pytree, storage_of
-from zero_core.init.tape import Entry, Recording, Ref
+from zero_core._torch import (
+    DisableTorchFunction,
+    current_dispatch_mode,
+    disable_current_modes,
+    pytree,
+    storage_of,
+)
 
+_MAPPED_BYTES = 1 << 15
+# Private: the system merges neighbours, of which it has a limited number otherwise.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
 _META = torch.device("meta")
 _OVERWRITES = {
     *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),
@@ -37,6 +59,147 @@ _PRETENDED = {
 }
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Position of a tensor in its storage."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Ref:
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise RuntimeError(
+                "deferred_init(): sparse, conjugated and negated views cannot be deferred: call "
+                "to_dense() or resolve_conj() first"
+            )
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return cls(storage_of(tensor), tensor.dtype, shape, stride, int(tensor.storage_offset()))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Operation of the tape, with refs in place of deferred tensors."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[Ref | None, ...]  # of its results, those that lie in new storages
+    reads: frozenset[int]
+    overwrites: frozenset[int]
+    generator: torch.Generator
+    generator_state: Tensor | None
+    default_dtype: torch.dtype
+
+
+def zeroed(nbytes: int) -> torch.UntypedStorage:
+    """Return zeroed memory that is returned to the system when it is freed.
+
+    On the heap, small allocations between two large tensors would fragment the hole of the first,
+    and the process would grow to the size of the model.
+    """
+    if nbytes < _MAPPED_BYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
+    mapped = mmap.mmap(-1, nbytes, **_PRIVATE)
+    return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+
+
+class Recording:
+    """Tape of one `deferred_init` block: see [Note: recording]."""
+
+    def __init__(self) -> None:
+        self._tape: list[Entry] = []
+        self._writers: dict[int, list[int]] = {}  # numbers of entries, by storage
+        self._nbytes: dict[int, int] = {}
+        self._kept: list[torch.UntypedStorage] = []  # so that a number stays that storage's
+        self._versions: dict[int, int] = {}
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` was made within the block."""
+        return tensor.is_meta and storage_of(tensor) in self._nbytes
+
+    def is_changed(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` was written after the block, where nothing was recorded."""
+        return tensor._version != self._versions.get(storage_of(tensor), tensor._version)
+
+    def note_versions(self, module: nn.Module) -> None:
+        """Note the versions of a module's tensors, so that later writes are detected."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if self.knows(tensor):
+                self._versions[storage_of(tensor)] = tensor._version
+
+    @torch.no_grad()
+    def value(self, tensor: Tensor) -> Tensor:
+        """Return the value that an ordinary construction gives ``tensor``, on the CPU."""
+        with DisableTorchFunction(), disable_current_modes():
+            ref = Ref.of(tensor)
+            view = partial(self._view, {})
+            for number in sorted(self._needed(ref.storage)):
+                entry = self._tape[number]
+                args, kwargs = pytree.tree_map_only(Ref, view, (entry.args, entry.kwargs))
+                state, before = entry.generator_state, torch.get_default_dtype()
+                now = None if state is None else entry.generator.get_state()
+                try:
+                    torch.set_default_dtype(entry.default_dtype)
+                    if state is not None:
+                        entry.generator.set_state(state)
+                    results = pytree.tree_leaves(entry.func(*args, **kwargs))
+                finally:
+                    torch.set_default_dtype(before)
+                    if now is not None:
+                        entry.generator.set_state(now)
+                for made, result in zip(entry.made, results, strict=True):
+                    if made is not None:
+                        view(made).copy_(result)
+            return view(ref)
+
+    def blank(self, tensor: Tensor) -> Tensor:
+        """Return a zeroed CPU tensor like ``tensor``, in memory of its own."""
+        return self._view({}, Ref.of(tensor))
+
+    def _view(self, storages: dict[int, torch.UntypedStorage], ref: Ref) -> Tensor:
+        """Return the tensor at ``ref`` in ``storages``, which are zeroed when first used."""
+        if ref.storage not in storages:
+            storages[ref.storage] = zeroed(self._nbytes[ref.storage])
+        view = torch.empty(0, dtype=ref.dtype)
+        return view.set_(storages[ref.storage], ref.offset, ref.shape, ref.stride)
+
+    def add_storage(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        self._nbytes[storage_of(tensor)] = storage.nbytes()
+
+    def add(self, entry: Entry, written: Sequence[Tensor]) -> None:
+        """Add the next operation, which wrote to ``written`` and to the storages it made."""
+        storages = {storage_of(t) for t in written} | {
+            r.storage for r in entry.made if r is not None
+        }
+        for storage in storages:
+            self._writers.setdefault(storage, []).append(len(self._tape))
+        self._tape.append(entry)
+
+    def _needed(self, storage: int) -> set[int]:
+        """Return the operations that the contents of ``storage`` depend on."""
+        needed: set[int] = set()
+        wanted = [(storage, len(self._tape))]
+        while wanted:
+            storage, before = wanted.pop()
+            for number in reversed(self._writers.get(storage, ())):
+                if number >= before:
+                    continue
+                entry = self._tape[number]
+                if number not in needed:
+                    needed.add(number)
+                    wanted += [(read, number) for read in entry.reads if read != storage]
+                if storage in entry.overwrites:
+                    break
+        return needed
+
 
 # The modules made under deferred_init(), each with what was recorded of it.
 _recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
@@ -129,12 +292,14 @@ class _Recorder(TorchDispatchMode):
         has_result = any("Tensor" in str(r.type) for r in func._schema.returns)
         if not has_result or any(not t.is_meta for t in written):
             return self._run(func, args, kwargs, written)
-        on_meta = {}
+        meta_args, meta_kwargs = pytree.tree_map_only(
+            Tensor, lambda t: t if t.is_meta else t.to(_META), (args, kwargs)
+        )
         if is_factory or kwargs.get("device") is not None:
-            kwargs["device"], on_meta = torch.device("cpu"), {"device": _META}
+            kwargs["device"], meta_kwargs["device"] = torch.device("cpu"), _META
         sizes = [t.untyped_storage().nbytes() for t in written]
         try:
-            out = func(*_on_meta(args), **(_on_meta(kwargs) | on_meta))
+            out = func(*meta_args, **meta_kwargs)
         except NotImplementedError:  # its shape depends on values
             return self._run(func, args, kwargs, written)
         if sizes != [t.untyped_storage().nbytes() for t in written]:
@@ -164,7 +329,10 @@ class _Recorder(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in _ALLOCATIONS or not (written or any(made)):
             return
-        overwritten = [t for t in written if name in _OVERWRITES and _is_whole(t)]
+        whole = [
+            t for t in written if t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes()
+        ]
+        overwritten = whole if name in _OVERWRITES else []
         generator = kwargs.get("generator") or torch.default_generator
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         state = generator.get_state() if is_random else None
@@ -243,15 +411,6 @@ def _check_device(func: object, device: Any) -> None:
             f"deferred_init(): {name} asks for device {device}; a "
             "deferred model is made on the CPU, and build() moves it: leave the device out"
         )
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    nbytes = tensor.numel() * tensor.element_size()
-    return tensor.is_contiguous() and nbytes == tensor.untyped_storage().nbytes()
-
-
-def _on_meta(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(_META), tree)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -14,8 +14,7 @@ from zero_core.core.params import FlatParams
 from zero_core.core.pool import BufferPool, allocator
 from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
 from zero_core.init.former import FormerModel
-from zero_core.init.slices import forget_slice
-from zero_core.init.values import InitialValues
+from zero_core.init.values import InitialValues, slices
 from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import Discovered, compute_dtype
 from zero_core.protocols import StateTier
@@ -106,7 +105,7 @@ def adopt(flat: FlatParams, former: FormerModel) -> None:
     if not flat.is_kept:
         former.give_up(flat)
     for param in flat.params:
-        forget_slice(param)
+        slices.pop(param, None)
 
 
 def adopt_buffers(

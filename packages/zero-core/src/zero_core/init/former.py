@@ -24,8 +24,7 @@ from zero_core._torch import DisableTorchFunction, get_grad, set_grad, swap_tens
 from zero_core.core import access
 from zero_core.core.params import FlatParams
 from zero_core.errors import CollectiveError
-from zero_core.init.slices import restore_slice, slice_of, slice_range
-from zero_core.init.values import InitialValues
+from zero_core.init.values import InitialValues, slice_range, slices
 from zero_core.lifecycle import Ownership
 from zero_core.protocols import PartitionedParam
 from zero_core.sharded.sharded_state import ShardedState
@@ -48,7 +47,7 @@ class _FormerParam:
         self._grad = get_grad(param)
         found = {name: getattr(param, name) for name in _HOOKS}
         self._hooks = {name: None if h is None else dict(h) for name, h in found.items()}
-        self._slice = slice_of(param)
+        self._slice = slices.get(param)
         self._data: Tensor | None = None
         if is_taken:
             with DisableTorchFunction():
@@ -115,7 +114,7 @@ class _FormerParam:
             return
         _put_back(vars(param), self._attributes)
         if self._slice is not None:
-            restore_slice(param, self._slice)
+            slices[param] = self._slice
 
 
 class FormerModel:
