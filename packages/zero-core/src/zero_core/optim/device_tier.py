@@ -237,7 +237,7 @@ class DeviceTier(FlatTier):
             own.update({k: v for k, v in given.items() if k != "params"})
         starts = self._starts_of([self._parts[i][0].start for i in active])
         self._scale(starts, grad_scale)
-        self._downloads.order_before_update()
+        self._wait_for_downloads()
         self._made.clear()
         plan = self._plan_of(active, starts)
         for turn in plan.turns:

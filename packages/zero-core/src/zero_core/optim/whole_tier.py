@@ -161,7 +161,7 @@ class WholeTier(FlatTier):
         An error of the optimizer is raised on the ranks that it has one on. The others wait for the
         new values, until the collectives' timeout.
         """
-        self._downloads.order_before_update()
+        self._wait_for_downloads()
         offered = self._starts_of(self._pieces[index].start for index in active)
         self._scale(offered, grad_scale)
         used = {self._pieces[index].param for index in active}
