@@ -127,17 +127,14 @@ class DeviceTier(FlatTier):
         self._optimizer = self._make(
             [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
         )
-        if self._parts and device.type not in ("cpu", "meta"):
-            self._make_states()
-
-    def _make_states(self) -> None:
-        """Make all states that the optimizer will have. See [Note: states]."""
+        if not self._parts or device.type in ("cpu", "meta"):
+            return  # the optimizer makes its states in its first step: see [Note: states]
         for dtype, kinds in self._probe().items():
             for name, kind in kinds.items():
                 if name not in self._flat:
                     self._flat[name] = self._new_flat(name, kind)
-            for number, group in enumerate(self._optimizer.param_groups):
-                found = _probe_initial_state(self._make, group, self._device, dtype)
+            for number, options in enumerate(self._optimizer.param_groups):
+                found = _probe_initial_state(self._make, options, self._device, dtype)
                 self._initial[dtype, number] = found
         for part in chain.from_iterable(self._parts):
             self._give_state(part)
@@ -192,16 +189,11 @@ class DeviceTier(FlatTier):
         grad_scale: Tensor | float,
         found_inf: Tensor,
     ) -> None:
-        """Enqueue ``step``, which is to change nothing if ``found_inf`` is 1.
+        """Enqueue ``step``, which changes nothing if ``found_inf``, 0-dim fp32 on the device, is 1.
 
-        `settle` follows when the host knows that. Then further pieces of the same training step may
-        follow by ``step``, with the same factor.
-
-        Args:
-            groups, active: as for ``step``.
-            grad_scale: the factor, 0-dim float64 on the device; 1 where ``found_inf`` is. A number
-                if no gradient is to be multiplied.
-            found_inf: 0 or 1: 0-dim fp32 on the device.
+        ``grad_scale`` is 0-dim float64 on the device, 1 where ``found_inf`` is; or a number if no
+        gradient is to be multiplied. `settle` follows when the host knows. Then further pieces of
+        the same training step may follow by ``step``, with the same factor.
         """
         with set_found_inf(self._optimizer, found_inf):
             self.step(groups, active, grad_scale=grad_scale)

@@ -107,10 +107,8 @@ class WholeTier(FlatTier):
     ) -> None:
         """Make this rank's tier over its shards, or over everything unless ``is_sharded``.
 
-        ``params`` and ``param_store`` are those of `zero_core.protocols.StateTierFactory`,
-        ``own_masters`` those of `FlatTier`. The optimizer's states move to ``device``.
-        ``model_params`` are in the order of the layout, and of those whose numbers are in
-        ``sliced`` each rank updates its slice.
+        The optimizer's states move to ``device``. ``model_params`` are in the order of the layout,
+        and of those whose numbers are in ``sliced`` each rank updates its slice.
         """
         super().__init__(
             params=params, device=device, param_store=param_store, own_masters=own_masters
@@ -463,12 +461,10 @@ class _Exchange:
         """Send ``parts``, value and gradient, to their owners. Return those that are whole here."""
         held = [parcel for parcel in self._held if parcel[1] in parts]
         missing = [parcel for parcel in self._missing if parcel[1] in parts]
-        sent = self._like.new_empty(2 * sum(share.numel for _, _, share in held))
-        at = 0
-        for _, param, share in held:
-            rows = sent[at : at + 2 * share.numel].view(2, share.numel)
-            _put(parts[param], rows.unbind(), factor)
-            at += 2 * share.numel
+        sizes = [2 * share.numel for _, _, share in held]
+        sent = self._like.new_empty(sum(sizes))
+        for (_, param, _), flat in zip(held, torch.split(sent, sizes), strict=True):
+            _put(parts[param], flat.view(2, -1).unbind(), factor)
         arrived = self._exchange(sent, held, missing, rows=2)
         found = {}
         for whole in self._owned:
@@ -478,12 +474,10 @@ class _Exchange:
                 share = self._own_share[whole.param]
                 _put(parts[whole.param], [row[share.start : share.stop] for row in full], factor)
                 found[whole.param] = full
-        at = 0
-        for _, param, share in missing:
-            rows = arrived[at : at + 2 * share.numel].view(2, share.numel)
-            for into, row in zip(found[param], rows, strict=True):
+        sizes = [2 * share.numel for _, _, share in missing]
+        for (_, param, share), flat in zip(missing, torch.split(arrived, sizes), strict=True):
+            for into, row in zip(found[param], flat.view(2, -1), strict=True):
                 into[share.start : share.stop] = row
-            at += 2 * share.numel
         return found
 
     def from_owners(self, values: Mapping[int, Tensor], used: set[int]) -> dict[int, Tensor]:
