@@ -82,11 +82,7 @@ class TiledLogits(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        hidden: Tensor,
-        head: TileForward,
-        tile_tokens: int,
-        steps: Sequence[TileForward] = (),
+        cls, hidden: Tensor, head: TileForward, tile_tokens: int, steps: Sequence[TileForward] = ()
     ) -> Self:
         """Return ``head``'s logits for ``hidden``, [..., features], with ``steps`` applied."""
         like = _apply(head(hidden[..., :0, :]), steps)  # of no token: its shape and dtype
@@ -292,11 +288,6 @@ class TiledForwards(ObjectMethods):
     def _tiled(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._units is not None and is_in_backward():
-                self._units.gather(module)  # in forward the module's own hooks have done it
-            return forward(*args, **kwargs)
-
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -315,11 +306,13 @@ class TiledForwards(ObjectMethods):
                 return forward(*args, **kwargs)
 
             def of_tile(tile: Tensor) -> Tensor:
+                if self._units is not None and is_in_backward():
+                    self._units.gather(module)  # in forward the module's own hooks have done it
                 # A module may view what it is given, as the Conv1D of GPT-2 does.
                 its_args, its_kwargs = pytree.tree_unflatten(
                     [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
                 )
-                output = run(*its_args, **its_kwargs)
+                output = forward(*its_args, **its_kwargs)
                 if not isinstance(output, Tensor) or output.shape[:-1] != tile.shape[:-1]:
                     raise ConfigError(
                         f"tiled_compute.modules: {path!r} ({type(module).__name__}) does not "
@@ -344,41 +337,39 @@ class TiledForwards(ObjectMethods):
             tokens = hidden.numel() // max(1, hidden.shape[-1])
             if hidden.dim() < 2 or tokens <= self._tile_tokens:
                 return forward(hidden)
-            head = self._head(path, module, forward, hidden.device.type)
+            # The head's own forward, with the weights and the autocast that it has now.
+            units, device_type = self._units, hidden.device.type
+            version = 0 if units is None else units.version(module)
+            autocast: dict[str, Any] | None = None
+            if torch.amp.is_autocast_available(device_type):
+                autocast = {
+                    "device_type": device_type,
+                    "dtype": torch.get_autocast_dtype(device_type),
+                    "enabled": torch.is_autocast_enabled(device_type),
+                }
+
+            def head(tile: Tensor) -> Tensor:
+                if units is not None and version != units.version(module):
+                    raise RuntimeError(
+                        f"logits of {path!r} were read after step(), which has changed its "
+                        "weights: read them before it, or leave the head out of "
+                        "tiled_compute.logits"
+                    )
+                if units is not None and is_in_backward():
+                    units.gather(module)
+                elif units is not None and not units.is_gathered(module):
+                    raise RuntimeError(
+                        f"logits of {path!r} were read after their backward, which has released "
+                        "its weights: read them before it, or leave the head out of "
+                        "tiled_compute.logits"
+                    )
+                with torch.autocast(**autocast) if autocast else nullcontext():
+                    logits: Tensor = forward(tile)
+                return logits
+
             return TiledLogits(hidden, head, self._tile_tokens)
 
         return outside_graphs(wrapped)  # a graph would hold the whole logits
-
-    def _head(self, path: str, module: nn.Module, forward: Any, device_type: str) -> TileForward:
-        """Return a head's own forward with the weights and the autocast that it has now."""
-        units = self._units
-        version = 0 if units is None else units.version(module)
-        autocast: dict[str, Any] | None = None
-        if torch.amp.is_autocast_available(device_type):
-            autocast = {
-                "device_type": device_type,
-                "dtype": torch.get_autocast_dtype(device_type),
-                "enabled": torch.is_autocast_enabled(device_type),
-            }
-
-        def run(hidden: Tensor) -> Tensor:
-            if units is not None and version != units.version(module):
-                raise RuntimeError(
-                    f"logits of {path!r} were read after step(), which has changed its weights: "
-                    "read them before it, or leave the head out of tiled_compute.logits"
-                )
-            if units is not None and is_in_backward():
-                units.gather(module)
-            elif units is not None and not units.is_gathered(module):
-                raise RuntimeError(
-                    f"logits of {path!r} were read after their backward, which has released its "
-                    "weights: read them before it, or leave the head out of tiled_compute.logits"
-                )
-            with torch.autocast(**autocast) if autocast else nullcontext():
-                logits: Tensor = forward(hidden)
-            return logits
-
-        return run
 
 
 def check_names(model: nn.Module, config: TiledComputeConfig) -> None:

@@ -115,13 +115,13 @@ class Recording:
     def __init__(self) -> None:
         self._tape: list[Entry] = []
         self._writers: dict[int, list[int]] = {}  # numbers of entries, by storage
-        self._nbytes: dict[int, int] = {}
-        self._kept: list[torch.UntypedStorage] = []  # so that a number stays that storage's
+        # By number, which is that storage's as long as it is kept.
+        self._storages: dict[int, torch.UntypedStorage] = {}
         self._versions: dict[int, int] = {}
 
     def knows(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` was made within the block."""
-        return tensor.is_meta and storage_of(tensor) in self._nbytes
+        return tensor.is_meta and storage_of(tensor) in self._storages
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` was written after the block, where nothing was recorded."""
@@ -158,30 +158,73 @@ class Recording:
                         view(made).copy_(result)
             return view(ref)
 
-    def blank(self, tensor: Tensor) -> Tensor:
-        """Return a zeroed CPU tensor like ``tensor``, in memory of its own."""
-        return self._view({}, Ref.of(tensor))
-
     def _view(self, storages: dict[int, torch.UntypedStorage], ref: Ref) -> Tensor:
         """Return the tensor at ``ref`` in ``storages``, which are zeroed when first used."""
         if ref.storage not in storages:
-            storages[ref.storage] = zeroed(self._nbytes[ref.storage])
+            storages[ref.storage] = zeroed(self._storages[ref.storage].nbytes())
         view = torch.empty(0, dtype=ref.dtype)
         return view.set_(storages[ref.storage], ref.offset, ref.shape, ref.stride)
 
-    def add_storage(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._kept.append(storage)
-        self._nbytes[storage_of(tensor)] = storage.nbytes()
+    def add(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        written: list[Tensor],
+        results: list[Any],
+    ) -> None:
+        """Record an operation on ``tensors``, of which it wrote ``written``, on the meta device."""
+        given = {storage_of(t) for t in tensors if t.is_meta}
+        made = tuple(
+            Ref.of(r) if isinstance(r, Tensor) and storage_of(r) not in given else None
+            for r in results
+        )
+        for ref, result in zip(made, results, strict=True):
+            if ref is not None:
+                self._storages[ref.storage] = result.untyped_storage()
+        name = func._schema.name.removeprefix("aten::")
+        if name in _ALLOCATIONS or not (written or any(made)):
+            return
+        whole = [
+            t for t in written if t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes()
+        ]
+        overwritten = whole if name in _OVERWRITES else []
+        generator = kwargs.get("generator") or torch.default_generator
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        state = generator.get_state() if is_random else None
+        if is_random:  # on memory of its own: only the generator moves on
+            func(*self.real(args, overwritten), **self.real(kwargs, overwritten))
+        stored_args, stored_kwargs = pytree.tree_map_only(
+            Tensor, lambda t: Ref.of(t) if t.is_meta else t.detach().clone(), (args, kwargs)
+        )
+        overwrites = frozenset(storage_of(t) for t in overwritten)
+        new = {ref.storage for ref in made if ref is not None}
+        for number in new.union(map(storage_of, written)):
+            self._writers.setdefault(number, []).append(len(self._tape))
+        self._tape.append(
+            Entry(
+                func,
+                stored_args,
+                stored_kwargs,
+                made,
+                frozenset(given - overwrites),
+                overwrites | new,
+                generator,
+                state,
+                torch.get_default_dtype(),
+            )
+        )
 
-    def add(self, entry: Entry, written: Sequence[Tensor]) -> None:
-        """Add the next operation, which wrote to ``written`` and to the storages it made."""
-        storages = {storage_of(t) for t in written} | {
-            r.storage for r in entry.made if r is not None
-        }
-        for storage in storages:
-            self._writers.setdefault(storage, []).append(len(self._tape))
-        self._tape.append(entry)
+    def real(self, tree: Any, overwritten: Sequence[Tensor] = ()) -> Any:
+        """Replace deferred tensors by their values, and overwritten ones by zeros."""
+
+        def real(tensor: Tensor) -> Tensor:
+            if any(tensor is t for t in overwritten):
+                return self._view({}, Ref.of(tensor))
+            return self.value(tensor) if tensor.is_meta else tensor
+
+        return pytree.tree_map_only(Tensor, real, tree)
 
     def _needed(self, storage: int) -> set[int]:
         """Return the operations that the contents of ``storage`` depend on."""
@@ -278,8 +321,8 @@ class _Recorder(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        has_device = any(a.name == "device" for a in func._schema.arguments)
-        is_factory = has_device and not tensors
+        names = [argument.name for argument in func._schema.arguments]
+        is_factory = "device" in names and not tensors
         if not is_factory and not any(t.is_meta for t in tensors):
             return func(*args, **kwargs)
         _check_device(func, kwargs.get("device"))
@@ -288,7 +331,10 @@ class _Recorder(TorchDispatchMode):
                 f"deferred_init(): {func} was given a tensor on the meta device that was not made "
                 "within: make the whole model under one deferred_init()"
             )
-        written = _written(func, args, kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        writes = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        changed = pytree.tree_leaves([given.get(name) for name in writes])
+        written = [t for t in changed if isinstance(t, Tensor)]
         has_result = any("Tensor" in str(r.type) for r in func._schema.returns)
         if not has_result or any(not t.is_meta for t in written):
             return self._run(func, args, kwargs, written)
@@ -306,54 +352,8 @@ class _Recorder(TorchDispatchMode):
             raise RuntimeError(
                 f"deferred_init(): {func} resizes a tensor, which cannot be deferred"
             )
-        self._record(func, args, kwargs, tensors, written, pytree.tree_leaves(out))
+        self._recording.add(func, args, kwargs, tensors, written, pytree.tree_leaves(out))
         return out
-
-    def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        written: list[Tensor],
-        results: list[Any],
-    ) -> None:
-        given = {storage_of(t) for t in tensors if t.is_meta}
-        made = tuple(
-            Ref.of(r) if isinstance(r, Tensor) and storage_of(r) not in given else None
-            for r in results
-        )
-        for ref, result in zip(made, results, strict=True):
-            if ref is not None:
-                self._recording.add_storage(result)
-        name = func._schema.name.removeprefix("aten::")
-        if name in _ALLOCATIONS or not (written or any(made)):
-            return
-        whole = [
-            t for t in written if t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes()
-        ]
-        overwritten = whole if name in _OVERWRITES else []
-        generator = kwargs.get("generator") or torch.default_generator
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        state = generator.get_state() if is_random else None
-        if is_random:  # on memory of its own: only the generator moves on
-            func(*self._real(args, overwritten), **self._real(kwargs, overwritten))
-        stored_args, stored_kwargs = pytree.tree_map_only(
-            Tensor, lambda t: Ref.of(t) if t.is_meta else t.detach().clone(), (args, kwargs)
-        )
-        overwrites = frozenset(storage_of(t) for t in overwritten)
-        entry = Entry(
-            func,
-            stored_args,
-            stored_kwargs,
-            made,
-            frozenset(given - overwrites),
-            overwrites | {r.storage for r in made if r is not None},
-            generator,
-            state,
-            torch.get_default_dtype(),
-        )
-        self._recording.add(entry, written)
 
     def _run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
@@ -364,17 +364,7 @@ class _Recorder(TorchDispatchMode):
                 f"deferred_init(): {func} changes a tensor in a way that cannot be deferred: do it "
                 "on a tensor made outside, and copy_() the result"
             )
-        return func(*self._real(args), **self._real(kwargs))
-
-    def _real(self, tree: Any, overwritten: Sequence[Tensor] = ()) -> Any:
-        """Replace deferred tensors by their values, and overwritten ones by blanks."""
-
-        def real(tensor: Tensor) -> Tensor:
-            if any(tensor is t for t in overwritten):
-                return self._recording.blank(tensor)
-            return self._recording.value(tensor) if tensor.is_meta else tensor
-
-        return pytree.tree_map_only(Tensor, real, tree)
+        return func(*self._recording.real(args), **self._recording.real(kwargs))
 
 
 class _OnCpu(TorchFunctionMode):
@@ -411,11 +401,3 @@ def _check_device(func: object, device: Any) -> None:
             f"deferred_init(): {name} asks for device {device}; a "
             "deferred model is made on the CPU, and build() moves it: leave the device out"
         )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments that ``func`` writes."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    leaves = pytree.tree_leaves([given.get(name) for name in changed])
-    return [t for t in leaves if isinstance(t, Tensor)]

@@ -81,41 +81,36 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
 def stored_tensors(param: Tensor) -> list[Component]:
     """Return the components of ``param``, which may be of a class that cannot be sharded."""
     if inner_tensors(param) is not None:
-        return list(_inner("", param))
+        return list(inner_components("", param))
     found = [Component("", param)]
     if type(param) is not nn.Parameter and not param.requires_grad:
         found += _attached("", param, {id(param)}, _MAX_DEPTH)
     return found
 
 
-def _inner(path: str, tensor: Tensor) -> Iterator[Component]:
+def inner_components(path: str, tensor: Tensor) -> Iterator[Component]:
+    """Yield the plain tensors that the ``tensor`` at ``path`` consists of: itself, or several."""
     parts = inner_tensors(tensor)
     if parts is None:
         yield Component(path, tensor)
         return
     for attribute, inner in parts[0].items():
-        yield from _inner(f"{path}.{attribute}".lstrip("."), inner)
+        yield from inner_components(f"{path}.{attribute}".lstrip("."), inner)
 
 
 def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[Component]:
     """Yield the tensors in the attributes of ``value`` and of the plain objects in them."""
-    for attribute, found in _attributes(value).items():
+    # foreign: objects of a quantizer
+    for attribute, found in getattr(value, "__dict__", {}).items():
         if id(found) in seen or isinstance(found, _NO_METADATA):
             continue
         seen.add(id(found))
         where = f"{path}.{attribute}".lstrip(".")
         if isinstance(found, Tensor):
             if not isinstance(found, nn.Parameter) and not found.requires_grad:
-                yield from _inner(where, found)
+                yield from inner_components(where, found)
         elif depth > 1:
             yield from _attached(where, found, seen, depth - 1)
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    try:
-        return vars(value)
-    except TypeError:  # it has none
-        return {}
 
 
 class Metadata:
@@ -125,7 +120,8 @@ class Metadata:
         self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id: now, and before
         values: list[object] = [param]
         for _ in range(_MAX_DEPTH):
-            tables = [found for value in values if (found := _attributes(value))]
+            # foreign: objects of a quantizer
+            tables = [t for value in values if (t := getattr(value, "__dict__", {}))]
             values = [
                 value
                 for table in tables

@@ -74,14 +74,21 @@ class _Turn:
     sizes: list[list[int]] = field(default_factory=list)  # of extents' parts and gaps
     places: list[int] = field(default_factory=list)  # of each part among all ``sizes``
 
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Turns and copies of a step, kept while its arguments are alike."""
-
-    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # active pieces; offers
-    turns: list[_Turn]
-    copies: list[tuple[int, Tensor, Tensor]]  # start, masters and shard, if that is other memory
+    def add(self, part: _Part, offer: int) -> None:
+        """Add a part, which is in the gradient that was offered at ``offer``."""
+        self.parts.append(part)
+        self.members[part.group].append(part.param)
+        if not self.extents or self.extents[-1][0] != offer:
+            self.extents.append([offer, part.start, part.start])
+            self.sizes.append([])
+        place = self.places[-1] + 1 if self.places else 0
+        extent, sizes = self.extents[-1], self.sizes[-1]
+        if part.start > extent[2]:
+            sizes.append(part.start - extent[2])
+            place += 1
+        sizes.append(part.stop - part.start)
+        self.places.append(place)
+        extent[2] = part.stop
 
 
 class DeviceTier(FlatTier):
@@ -119,7 +126,10 @@ class DeviceTier(FlatTier):
                 ]
             )
             self._members[group] += [part.param for part in self._parts[-1]]
-        self._plan: _Plan | None = None  # of the last step
+        # Turns and copies of the last step, kept while the active pieces and the offers are alike.
+        self._plan_key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None = None
+        self._turns: list[_Turn] = []
+        self._plan_copies: list[tuple[int, Tensor, Tensor]] = []
         self._widened: dict[torch.dtype, Tensor] = {}
         self._watcher: ChangeWatcher | None = None
         # The state before the first step, by dtype and group: None if the optimizer must make it.
@@ -213,7 +223,7 @@ class DeviceTier(FlatTier):
                 if not any(name in p.states for p in chain.from_iterable(self._parts)):
                     del self._flat[name]
             self._made.clear()
-            self._plan = None
+            self._plan_key = None
         self._ahead = []
 
     def step(
@@ -231,39 +241,51 @@ class DeviceTier(FlatTier):
         self._scale(starts, grad_scale)
         self._wait_for_downloads()
         self._made.clear()
-        plan = self._plan_of(active, starts)
-        for turn in plan.turns:
+        spans = tuple([(start, start + self._grads[start].numel()) for start in starts])
+        key = tuple(active), spans
+        if self._plan_key != key:
+            self._turns, has_states = self._divide(active, starts)
+            self._plan_copies = [copied for span in spans for copied in self._copies(*span)]
+            # In its first step the optimizer makes states, in turns of their own.
+            self._plan_key = key if has_states else None
+        for turn in self._turns:
             if self._watcher is not None:
                 for _, start, stop in turn.extents:
                     self._watcher.before_change(start, stop)
             self._run(turn, grad_scale)
-            if plan is not self._plan and len(plan.turns) > 1:
+            if self._plan_key is None and len(self._turns) > 1:
                 release_free_pages()
         for piece in active:
             self._num_steps[piece] += 1
-        self._publish(plan.copies)
+        self._publish(self._plan_copies)
 
-    def _plan_of(self, active: Sequence[int], starts: Sequence[int]) -> _Plan:
-        """Return the turns and copies of a step over ``active``, with the offers at ``starts``."""
-        key = (tuple(active), tuple([(start, self._grads[start].numel()) for start in starts]))
-        if self._plan is not None and self._plan.key == key:
-            return self._plan
-        copies = [
-            one
-            for start in starts
-            for one in self._copies(start, start + self._grads[start].numel())
-        ]
-        due = []
-        for part in chain.from_iterable(self._parts[i] for i in active):
+    def _divide(self, active: Sequence[int], starts: Sequence[int]) -> tuple[list[_Turn], bool]:
+        """Divide pieces into turns, and return whether the optimizer has states for all of them."""
+        turns: list[_Turn] = []
+        last_names: set[str] | None = None
+        have_all = True
+        for part in chain.from_iterable(self._parts[piece] for piece in active):
+            offer = starts[bisect_right(starts, self._parts[part.piece][0].start) - 1]
             state = self._optimizer.state.get(part.param, {})
             names = {name for name, v in state.items() if _is_elementwise(part.param, v)}
-            offer = starts[bisect_right(starts, self._parts[part.piece][0].start) - 1]
             is_given = self._initial.get((part.param.dtype, part.group)) is not None
-            due.append((part, offer, names, is_given or self._num_steps[part.piece] > 0))
-        plan = _Plan(key, _divide(due, len(self._members), self.turn_numel), copies)
-        # In its first step the optimizer makes states, in turns of their own.
-        self._plan = plan if all(has_state for *_, has_state in due) else None
-        return plan
+            has_state = is_given or self._num_steps[part.piece] > 0
+            have_all &= has_state
+            extents = turns[-1].extents if turns else []
+            is_begun = bool(extents) and extents[-1][0] == offer
+            start = extents[-1][1] if is_begun else part.start
+            before = extents[: len(extents) - is_begun]
+            sizes = [*(high - low for _, low, high in before), part.stop - start]
+            is_full = widened_numel(sizes) > self.turn_numel
+            # New states are moved to the flat buffers offer by offer: those of one take little
+            # memory, those of all as much as all states once more.
+            is_full |= not (is_begun or has_state)
+            # torch's fused SGD makes the states of all of a call, or of none.
+            if is_full or names != last_names:
+                turns.append(_Turn([], [[] for _ in self._members], []))
+            last_names = names
+            turns[-1].add(part, offer)
+        return turns, have_all
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
         """Return the buffer of widened gradients, which serves any turn."""
@@ -340,7 +362,7 @@ class DeviceTier(FlatTier):
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
-        self._plan = None  # its turns go by the states that there were
+        self._plan_key = None  # its turns go by the states that there were
         names = [name for name in self._flat if name != MASTER]
         for part in self._parts[piece]:
             self._announce(part.start, part.stop)
@@ -423,46 +445,6 @@ class DeviceTier(FlatTier):
 
 def _is_elementwise(param: Tensor, value: object) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape
-
-
-def _divide(
-    due: Iterable[tuple[_Part, int, set[str], bool]], num_groups: int, limit: int
-) -> list[_Turn]:
-    """Divide parts into turns of at most ``limit`` elements.
-
-    ``due`` are in ascending order: a part, the start of the offered gradient that it is in, the
-    names of the elementwise states that the optimizer has for it, and whether these are all.
-    """
-    turns: list[_Turn] = []
-    last_names: set[str] | None = None
-    for part, offer, names, has_state in due:
-        extents = turns[-1].extents if turns else []
-        is_begun = bool(extents) and extents[-1][0] == offer
-        start = extents[-1][1] if is_begun else part.start
-        before = extents[: len(extents) - is_begun]
-        if (
-            widened_numel([*(high - low for _, low, high in before), part.stop - start]) > limit
-            # New states are moved to the flat buffers offer by offer: those of one take little
-            # memory, those of all as much as all states once more.
-            or not (is_begun or has_state)
-            or names != last_names  # torch's fused SGD makes the states of a whole call, or none
-        ):
-            turns.append(_Turn([], [[] for _ in range(num_groups)], []))
-            is_begun = False
-        last_names, turn = names, turns[-1]
-        turn.parts.append(part)
-        turn.members[part.group].append(part.param)
-        if not is_begun:
-            turn.extents.append([offer, part.start, part.start])
-            turn.sizes.append([])
-        place = turn.places[-1] + 1 if turn.places else 0
-        if part.start > turn.extents[-1][2]:
-            turn.sizes[-1].append(part.start - turn.extents[-1][2])
-            place += 1
-        turn.sizes[-1].append(part.stop - part.start)
-        turn.places.append(place)
-        turn.extents[-1][2] = part.stop
-    return turns
 
 
 def widened_numel(sizes: Iterable[int]) -> int:

@@ -11,10 +11,6 @@ from torch import Tensor, nn
 
 from zero_core.optim.adam import BaseOptimizer, check_settings, update_adam
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_SMALLEST_NORM = 1e-7
-_NOT_MATRICES = ("embed", "lm_head")
-
 
 class Muon(BaseOptimizer):
     """Muon (Jordan et al., 2024) as `torch.optim.Muon` has it, and AdamW, by group.
@@ -101,10 +97,10 @@ class Muon(BaseOptimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does."""
     rows, columns = matrix.shape
-    a, b, c = _COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.bfloat16()
     x = x.T if rows > columns else x
-    x = x / x.norm().clamp(min=_SMALLEST_NORM)
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -118,7 +114,7 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """
     for name, param in named:
         if not hasattr(param, "use_muon"):  # foreign: DeepSpeed's mark on a torch parameter
-            is_other = any(word in name.lower() for word in _NOT_MATRICES)
+            is_other = any(word in name.lower() for word in ("embed", "lm_head"))
             param.use_muon = param.ndim == 2 and not is_other  # type: ignore[attr-defined]
 
 

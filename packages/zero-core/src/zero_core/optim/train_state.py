@@ -382,7 +382,5 @@ def _is_like(own: object, saved: object) -> bool:
             len(own) != len(saved) or all(map(_is_like, own, saved))
         )
     kinds: tuple[Any, ...] = (bool, _NUMBER, str, Mapping)
-    for kind in kinds:
-        if isinstance(own, kind):
-            return isinstance(saved, kind)
-    return True
+    kind = next((kind for kind in kinds if isinstance(own, kind)), object)
+    return isinstance(saved, kind)

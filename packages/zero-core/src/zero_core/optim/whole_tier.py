@@ -30,20 +30,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import get_grad, inner_tensors, pytree, set_grad
+from zero_core._torch import get_grad, pytree, set_grad
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import WHOLES, Meter
 from zero_core.config import master_dtype
 from zero_core.core import access
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import Layout, Piece
+from zero_core.layout.stored import inner_components
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
@@ -149,8 +150,6 @@ class WholeTier(FlatTier):
         for number in self._initial:
             self._clear_state(number)
 
-    # ------------------------------------------------------------------- step
-
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
@@ -210,8 +209,6 @@ class WholeTier(FlatTier):
         spec = self._layout.params[param]
         return spec.to_elements(state) if state.numel() == spec.numel else state
 
-    # ----------------------------------------------------------------- states
-
     def state_names(self) -> Sequence[str]:
         return list(dict.fromkeys([MASTER, *(n for p in self._sliced for n in self._states_of(p))]))
 
@@ -231,9 +228,8 @@ class WholeTier(FlatTier):
         for piece in self._sliced:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high and name in (states := self._states_of(piece)):
-                found[low - start : high - start] = states[name][
-                    low - piece.start : high - piece.start
-                ]
+                own = states[name][low - piece.start : high - piece.start]
+                found[low - start : high - start] = own
         return found
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
@@ -253,10 +249,11 @@ class WholeTier(FlatTier):
         state[name] = self._lent(piece.param, own[name])
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        states = [self.read_whole_state(param) for param in self._piece_of]
+        states = pytree.tree_leaves([self.read_whole_state(param) for param in self._piece_of])
+        tensors = [state for state in states if isinstance(state, Tensor)]
         return {
             "master_weights": [tensor for _, tensor in self._masters.chunks],
-            "optimizer_states": [tensor for state in states for tensor in _tensors_in(state)],
+            "optimizer_states": [part.tensor for t in tensors for part in inner_components("", t)],
         }
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
@@ -268,20 +265,19 @@ class WholeTier(FlatTier):
         for name, value in self.read_whole_state(param).items():
             if name in sliced:
                 continue
-            if isinstance(value, int | float):  # it stays a number, as it is
-                scalars[name] = value
-                continue
-            if isinstance(value, Tensor) and value.numel() == 1:
+            if isinstance(value, int | float):
+                scalars[name] = value  # it stays a number, as it is
+            elif isinstance(value, Tensor) and value.numel() == 1:
                 scalars[name] = float(value)
-                continue
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-            raise CheckpointError(
-                f"{type(self._optimizer).__name__} has the state {name!r} of "
-                f"{self._layout.params[param].name}, a {type(value).__qualname__} ({found}), and "
-                "says that its group is elementwise (is_elementwise_group): states of such a group "
-                "are tensors of the parameter's shape, or numbers. Keep it in another form, or "
-                "leave the group out"
-            )
+            else:
+                shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                raise CheckpointError(
+                    f"{type(self._optimizer).__name__} has the state {name!r} of "
+                    f"{self._layout.params[param].name}, a {type(value).__qualname__} "
+                    f"({shape or repr(value)[:80]}), and says that its group is elementwise "
+                    "(is_elementwise_group): states of such a group are tensors of the parameter's "
+                    "shape, or numbers. Keep it in another form, or leave the group out"
+                )
         return scalars
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
@@ -347,29 +343,26 @@ def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whol
     Those ``sliced``, by number, and empty ones have no owner.
     """
     load = [0] * layout.world_size
-    found: dict[int, tuple[int, tuple[Share, ...]]] = {}
-    divided: list[tuple[int, int]] = []
-    owners: dict[int, int] = {}
+    found: list[Whole] = []
     for segment in layout.segments:
+        numel = segment.shard_numel
         for slot in segment.slots if segment.is_trainable else ():
             if slot.start == slot.stop or slot.param in sliced:
                 continue
-            numel = segment.shard_numel
             shares = tuple(
                 Share(rank, *slot.common(rank * numel, (rank + 1) * numel))
                 for rank in range(slot.start // numel, (slot.stop - 1) // numel + 1)
             )
-            found[slot.param] = segment.index, shares
-            if len(shares) > 1:
-                divided.append((slot.start - slot.stop, slot.param))
-            else:
-                owners[slot.param] = shares[0].rank
+            found.append(Whole(slot.param, segment.index, shares[0].rank, shares))
+            if len(shares) == 1:
                 load[shares[0].rank] += slot.stop - slot.start
-    for minus_numel, param in sorted(divided):
-        owner = min((s.rank for s in found[param][1]), key=lambda rank: (load[rank], rank))
-        owners[param] = owner
-        load[owner] -= minus_numel
-    return tuple(Whole(param, index, owners[param], s) for param, (index, s) in found.items())
+    owners: dict[int, int] = {}  # of divided ones
+    divided = [whole for whole in found if whole.is_divided]
+    for whole in sorted(divided, key=lambda whole: (-whole.numel, whole.param)):
+        owner = min((s.rank for s in whole.shares), key=lambda rank: (load[rank], rank))
+        owners[whole.param] = owner
+        load[owner] += whole.numel
+    return tuple(replace(w, owner=owners.get(w.param, w.owner)) for w in found)
 
 
 def rounds_of(layout: Layout, wholes: Sequence[Whole]) -> list[tuple[torch.dtype, list[Whole]]]:
@@ -536,14 +529,3 @@ def _lending(
                 set_grad(param, None)
                 _set_data(param, values)
                 set_grad(param, old_grad)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a state that have memory of their own."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found = inner_tensors(leaf)
-            if found is None:
-                yield leaf
-            else:
-                yield from _tensors_in(found[0])
