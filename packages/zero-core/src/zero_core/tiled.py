@@ -161,27 +161,22 @@ class TiledLogits(Tensor):
                 return func(logits, *rest, **kwargs)
 
             return type(self)(self._hidden, self._head, self._tile_tokens, (*self._steps, step))
-        hidden = self._view(func, rest, kwargs)
+        # Views that leave the last dimension alone are views of the head's input.
+        hidden: Tensor | None = None
+        if func in (Tensor.view, Tensor.reshape) and not kwargs:
+            sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
+            leading = math.prod(self._hidden.shape[:-1])
+            is_same = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
+            if is_same and sizes[-1] in (self.shape[-1], -1) and _has_numel(sizes[:-1], leading):
+                hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+        elif func is Tensor.flatten and not kwargs and tuple(rest) == (0, self.dim() - 2):
+            hidden = self._hidden.flatten(0, self.dim() - 2)
+        elif func is Tensor.__getitem__:
+            index = _leading_index(rest[0], self.dim())
+            hidden = None if index is None else self._hidden[index]
         if hidden is None or hidden.dim() < 2:
             return None
         return type(self)(hidden, self._head, self._tile_tokens, self._steps)
-
-    def _view(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Return the head's input for a view that leaves the last dimension alone, or None."""
-        hidden, vocabulary = self._hidden, self.shape[-1]
-        if func in (Tensor.view, Tensor.reshape) and not kwargs:
-            sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
-            leading = math.prod(hidden.shape[:-1])
-            is_same = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
-            if is_same and sizes[-1] in (vocabulary, -1) and _has_numel(sizes[:-1], leading):
-                return hidden.reshape(*sizes[:-1], hidden.shape[-1])
-        if func is Tensor.flatten and not kwargs and tuple(rest) == (0, self.dim() - 2):
-            return hidden.flatten(0, self.dim() - 2)
-        if func is Tensor.__getitem__:
-            index = _leading_index(rest[0], self.dim())
-            if index is not None:
-                return hidden[index]
-        return None
 
 
 def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:

@@ -228,7 +228,16 @@ def fill(
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
     # One buffer for all: the heap stays whole.
     pool = BufferPool(allocator(all_params[0].device), max(sizes))
-    is_deferred = _is_any_recorded(found, control, initial)
+    num_recorded = sum(initial.is_recorded(p) for p in found.params)
+    num_in_parts = sum(initial.is_in_parts(p) for p in found.params)
+    rows = control.gather(torch.tensor([num_recorded, num_in_parts])).view(-1, 2)
+    if bool((rows[:, 1] != rows[0, 1]).any()):
+        raise RankMismatchError(
+            f"ranks have {rows[:, 1].tolist()} parameters that were sharded before build(): make "
+            "and load the model in the same way on every rank"
+        )
+    # Where a value has to be computed first on some rank, rank 0 alone does so.
+    is_deferred = bool((rows[:, 0] > 0).any())
     num_differing = torch.zeros(
         len(layout.segments), dtype=torch.int64, device=all_params[0].device
     )
@@ -265,19 +274,6 @@ def fill(
     for of_segment, number in zip(all_params, control.sum(num_differing).tolist(), strict=True):
         if number:
             of_segment.invalidate()  # the other ranks gather it
-
-
-def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialValues) -> bool:
-    """Return whether a value has to be computed first on some rank: then rank 0 alone does so."""
-    num_recorded = sum(initial.is_recorded(p) for p in found.params)
-    num_in_parts = sum(initial.is_in_parts(p) for p in found.params)
-    rows = control.gather(torch.tensor([num_recorded, num_in_parts])).view(-1, 2)
-    if bool((rows[:, 1] != rows[0, 1]).any()):
-        raise RankMismatchError(
-            f"ranks have {rows[:, 1].tolist()} parameters that were sharded before build(): make "
-            "and load the model in the same way on every rank"
-        )
-    return bool((rows[:, 0] > 0).any())
 
 
 def adopt(flat: FlatParams, former: FormerModel) -> None:

@@ -196,19 +196,19 @@ class InitialValues:
     def give_attributes(self) -> None:
         """Compute the values of deferred tensors in plain attributes, on the CPU."""
 
-        def is_deferred(value: object) -> bool:
-            is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            return is_plain and any(r.knows(value) for r in self._recordings)  # type: ignore[arg-type]
-
         def give(value: Any) -> Any:
-            return self.of(value) if is_deferred(value) else value
+            is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            is_deferred = is_plain and any(r.knows(value) for r in self._recordings)
+            return self.of(value) if is_deferred else value
 
         for module in self._model.modules():
             for name, value in vars(module).items():
                 if name in ("_parameters", "_buffers", "_modules"):
                     continue
-                if any(is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
-                    vars(module)[name] = pytree.tree_map(give, value)
+                leaves, spec = pytree.tree_flatten(value)
+                given = [give(leaf) for leaf in leaves]
+                if any(new is not old for new, old in zip(given, leaves, strict=True)):
+                    vars(module)[name] = pytree.tree_unflatten(given, spec)
 
 
 def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> None:

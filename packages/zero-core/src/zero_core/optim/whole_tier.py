@@ -350,7 +350,7 @@ def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whol
             if slot.start == slot.stop or slot.param in sliced:
                 continue
             shares = tuple(
-                Share(rank, *slot.common(rank * numel, (rank + 1) * numel))
+                Share(rank, *slot.common(*segment.shard_range(rank)))
                 for rank in range(slot.start // numel, (slot.stop - 1) // numel + 1)
             )
             found.append(Whole(slot.param, segment.index, shares[0].rank, shares))
