@@ -11,8 +11,7 @@ from torch import nn
 
 import zero_core
 from zero_core.init import values
-from zero_core.init.slices import put_in_slices, slice_of, whole_value
-from zero_core.init.values import InitialValues
+from zero_core.init.values import InitialValues, put_in_slices, whole_value
 from zero_core.testing import Case, Hard, assert_same, make_model, on_ranks, simulate, train_steps
 
 
@@ -274,7 +273,7 @@ def test_slices_are_freed_as_their_unit_is_filled():
     def build(ranks):
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
         put_in_slices(list(model.parameters()), ranks.connect())
-        slices[threading.get_ident()] = [slice_of(param) for param in model.parameters()]
+        slices[threading.get_ident()] = [values.slices[param] for param in model.parameters()]
         Case(3).build(ranks, model)
 
     with mock.patch.object(values, "whole_value", noted):

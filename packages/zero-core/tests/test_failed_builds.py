@@ -10,7 +10,7 @@ from support.tiers import MadeTier
 
 import zero_core
 from zero_core.errors import CollectiveError, ConfigError
-from zero_core.init.slices import put_in_slices
+from zero_core.init.values import put_in_slices
 from zero_core.testing.failing import Failure, described, failing
 from zero_core.testing.models import batch, make_model, seeded
 from zero_core.testing.oracle import Case

@@ -12,7 +12,7 @@ from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.activations import trace_step
 from zero_core.testing import Case, assert_same, on_ranks, seeded, train
-from zero_core.tiled.logits import TiledLogits
+from zero_core.tiled import TiledLogits
 
 VOCAB, WIDTH, TOKENS = 37, 12, 11
 TILED = {

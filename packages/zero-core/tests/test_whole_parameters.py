@@ -8,7 +8,7 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
-from zero_core.layout.owners import assign_owners
+from zero_core.optim.whole_tier import assign_owners
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
 from zero_core.testing.simulated import on_ranks, simulate

@@ -23,7 +23,7 @@ from zero_core.optim.factory import check_served, elementwise_groups, is_element
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.train_state import describe_groups, is_finite_setting
 from zero_core.sharded.buffers import CommonBuffers
-from zero_core.tiled.modules import check_names
+from zero_core.tiled import check_names
 
 
 @dataclass(frozen=True)

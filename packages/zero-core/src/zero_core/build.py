@@ -42,8 +42,7 @@ from zero_core.extensions import (
     wrap_forwards,
 )
 from zero_core.extensions.invariance import arithmetic_of
-from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
-from zero_core.init.former import FormerModel
+from zero_core.init.fill import FormerModel, adopt, adopt_buffers, fill, on_all_ranks
 from zero_core.init.values import InitialValues
 from zero_core.lifecycle import Ownership, Removable, check_is_free
 from zero_core.optim.train_state import TrainState
@@ -136,7 +135,7 @@ def build(
     `zero_core.protocols.PartitionedParam`.
 
     If it fails, model and optimizer are as before, and another call may follow: see [Note: a build
-    is a transaction] in `zero_core.init.former`.
+    is a transaction] in `zero_core.init.fill`.
 
     Args:
         model: any module; nothing in it needs to be changed or wrapped.
@@ -242,7 +241,8 @@ def _join(
     control = ranks.connect(config.name_waits_within_s)
     control.place.enter("build()")
     drawn.check_ranks_agree(control, config, [one.describe() for one in extensions])
-    check_values(control, initial, has_pretrained=has_pretrained)
+    with on_all_ranks(control, ConfigError):  # values that one of them does not know
+        initial.check(has_pretrained=has_pretrained)
     per_node = count_per_node(control, ranks)
     arithmetic = arithmetic_of(config)
     is_ring = ranks.device.type != "cpu"

@@ -20,8 +20,13 @@ from zero_core.checkpoint.safetensors_files import StoredTensor, find_tensors
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.topology import Ranks, find_ranks
 from zero_core.errors import CheckpointError, ConfigError
-from zero_core.init.slices import keep_slice, put_in_slices, slice_range
-from zero_core.init.values import InitialValues, make_ordinary
+from zero_core.init.values import (
+    InitialValues,
+    keep_slice,
+    make_ordinary,
+    put_in_slices,
+    slice_range,
+)
 from zero_core.layout.discovery import discover, plain_name
 from zero_core.layout.stored import components
 

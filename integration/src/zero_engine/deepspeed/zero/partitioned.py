@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from zero_core import RankMismatchError, ShardedModel, engine_of
 from zero_core.comm.control import ControlGroup
-from zero_core.init.tape import Recording, zeroed
+from zero_core.init.deferred import Recording, zeroed
 from zero_core.layout.arithmetic import ParamSpec
 
 _CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from zero_core import engine_of
 from zero_core._libc import release_free_pages
 from zero_core.comm.topology import find_ranks
-from zero_core.init.slices import is_in_slices, put_in_slices
+from zero_core.init.values import put_in_slices, slices
 from zero_core.layout.stored import is_storage_dtype, stored_tensors
 from zero_engine.deepspeed.zero.described import describe
 from zero_engine.deepspeed.zero.partitioned import PartitionedValue, can_partition, partition
@@ -69,7 +69,7 @@ def _check_whole(module: nn.Module, args: Any) -> None:
         return
     params = {name: p for name, p in module._parameters.items() if p is not None}
     for name, param in params.items():
-        if any(is_in_slices(component.tensor) for component in stored_tensors(param)):
+        if any(component.tensor in slices for component in stored_tensors(param)):
             raise RuntimeError(
                 f"forward of a {type(module).__name__} whose quantized {name} is sharded over the "
                 "ranks, as it was loaded under a configuration of stage 3, and no engine has it: "

@@ -24,7 +24,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.recompute import Recompute
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.tiled.modules import TiledForwards
+from zero_core.tiled import TiledForwards
 
 
 def attach_extensions(

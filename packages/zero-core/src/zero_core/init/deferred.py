@@ -1,17 +1,31 @@
 """Construction without memory: a model's ``__init__`` is recorded and replayed later.
 
-See [Note: recording] in zero_core.init.tape. Each random operation is run once while it is
-recorded, on memory that is freed at once, so that the generator advances as in an ordinary
-construction, and the state before each operation is known. Values that Python reads during
-construction (a number, a shape that depends on values) are computed at once. Deferred tensors are
-on the meta device. During construction they claim to be on the CPU, because ``torch.nn.init`` skips
-meta tensors.
+[Note: recording]
+deferred    a tensor on the meta device that stands for one on the CPU
+storage     the storage of deferred tensors, by number. Views share one
+ref         a tensor's storage, offset, shape, strides and dtype. Views need no recording
+tape        the operations that wrote storages, in order, random ones with the generator's state
+overwrite   a write after which nothing earlier in the storage matters (``normal_``, ``zero_``)
+
+Any tensor can be computed alone and in any order, bit for bit: `Recording.value` replays the
+operations that it depends on, back to the last overwrite, each random one from the state of its
+generator. Replay per tensor is the idea of torchdistx's deferred_init.
+
+Each random operation is run once while it is recorded, on memory that is freed at once, so that the
+generator advances as in an ordinary construction, and the state before each operation is known.
+Values that Python reads during construction (a number, a shape that depends on values) are computed
+at once. Deferred tensors are on the meta device. During construction they claim to be on the CPU,
+because ``torch.nn.init`` skips meta tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,9 +35,17 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_core._torch import DisableTorchFunction, current_dispatch_mode, pytree, storage_of
-from zero_core.init.tape import Entry, Recording, Ref
+from zero_core._torch import (
+    DisableTorchFunction,
+    current_dispatch_mode,
+    disable_current_modes,
+    pytree,
+    storage_of,
+)
 
+_MAPPED_BYTES = 1 << 15
+# Private: the system merges neighbours, of which it has a limited number otherwise.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
 _META = torch.device("meta")
 _OVERWRITES = {
     *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),
@@ -37,6 +59,190 @@ _PRETENDED = {
 }
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Position of a tensor in its storage."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Ref:
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise RuntimeError(
+                "deferred_init(): sparse, conjugated and negated views cannot be deferred: call "
+                "to_dense() or resolve_conj() first"
+            )
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return cls(storage_of(tensor), tensor.dtype, shape, stride, int(tensor.storage_offset()))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Operation of the tape, with refs in place of deferred tensors."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[Ref | None, ...]  # of its results, those that lie in new storages
+    reads: frozenset[int]
+    overwrites: frozenset[int]
+    generator: torch.Generator
+    generator_state: Tensor | None
+    default_dtype: torch.dtype
+
+
+def zeroed(nbytes: int) -> torch.UntypedStorage:
+    """Return zeroed memory that is returned to the system when it is freed.
+
+    On the heap, small allocations between two large tensors would fragment the hole of the first,
+    and the process would grow to the size of the model.
+    """
+    if nbytes < _MAPPED_BYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
+    mapped = mmap.mmap(-1, nbytes, **_PRIVATE)
+    return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+
+
+class Recording:
+    """Tape of one `deferred_init` block: see [Note: recording]."""
+
+    def __init__(self) -> None:
+        self._tape: list[Entry] = []
+        self._writers: dict[int, list[int]] = {}  # numbers of entries, by storage
+        # By number, which is that storage's as long as it is kept.
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._versions: dict[int, int] = {}
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` was made within the block."""
+        return tensor.is_meta and storage_of(tensor) in self._storages
+
+    def is_changed(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` was written after the block, where nothing was recorded."""
+        return tensor._version != self._versions.get(storage_of(tensor), tensor._version)
+
+    def note_versions(self, module: nn.Module) -> None:
+        """Note the versions of a module's tensors, so that later writes are detected."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if self.knows(tensor):
+                self._versions[storage_of(tensor)] = tensor._version
+
+    @torch.no_grad()
+    def value(self, tensor: Tensor) -> Tensor:
+        """Return the value that an ordinary construction gives ``tensor``, on the CPU."""
+        with DisableTorchFunction(), disable_current_modes():
+            ref = Ref.of(tensor)
+            view = partial(self._view, {})
+            for number in sorted(self._needed(ref.storage)):
+                entry = self._tape[number]
+                args, kwargs = pytree.tree_map_only(Ref, view, (entry.args, entry.kwargs))
+                state, before = entry.generator_state, torch.get_default_dtype()
+                now = None if state is None else entry.generator.get_state()
+                try:
+                    torch.set_default_dtype(entry.default_dtype)
+                    if state is not None:
+                        entry.generator.set_state(state)
+                    results = pytree.tree_leaves(entry.func(*args, **kwargs))
+                finally:
+                    torch.set_default_dtype(before)
+                    if now is not None:
+                        entry.generator.set_state(now)
+                for made, result in zip(entry.made, results, strict=True):
+                    if made is not None:
+                        view(made).copy_(result)
+            return view(ref)
+
+    def _view(self, storages: dict[int, torch.UntypedStorage], ref: Ref) -> Tensor:
+        """Return the tensor at ``ref`` in ``storages``, which are zeroed when first used."""
+        if ref.storage not in storages:
+            storages[ref.storage] = zeroed(self._storages[ref.storage].nbytes())
+        view = torch.empty(0, dtype=ref.dtype)
+        return view.set_(storages[ref.storage], ref.offset, ref.shape, ref.stride)
+
+    def add(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        written: list[Tensor],
+        results: list[Any],
+    ) -> None:
+        """Record an operation on ``tensors``, of which it wrote ``written``, on the meta device."""
+        given = {storage_of(t) for t in tensors if t.is_meta}
+        made = tuple(
+            Ref.of(r) if isinstance(r, Tensor) and storage_of(r) not in given else None
+            for r in results
+        )
+        for ref, result in zip(made, results, strict=True):
+            if ref is not None:
+                self._storages[ref.storage] = result.untyped_storage()
+        name = func._schema.name.removeprefix("aten::")
+        if name in _ALLOCATIONS or not (written or any(made)):
+            return
+        whole = [
+            t for t in written if t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes()
+        ]
+        overwritten = whole if name in _OVERWRITES else []
+        generator = kwargs.get("generator") or torch.default_generator
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        state = generator.get_state() if is_random else None
+        if is_random:  # on memory of its own: only the generator moves on
+            func(*self.real(args, overwritten), **self.real(kwargs, overwritten))
+        stored_args, stored_kwargs = pytree.tree_map_only(
+            Tensor, lambda t: Ref.of(t) if t.is_meta else t.detach().clone(), (args, kwargs)
+        )
+        overwrites = frozenset(storage_of(t) for t in overwritten)
+        new = {ref.storage for ref in made if ref is not None}
+        for number in new.union(map(storage_of, written)):
+            self._writers.setdefault(number, []).append(len(self._tape))
+        self._tape.append(
+            Entry(
+                func,
+                stored_args,
+                stored_kwargs,
+                made,
+                frozenset(given - overwrites),
+                overwrites | new,
+                generator,
+                state,
+                torch.get_default_dtype(),
+            )
+        )
+
+    def real(self, tree: Any, overwritten: Sequence[Tensor] = ()) -> Any:
+        """Replace deferred tensors by their values, and overwritten ones by zeros."""
+
+        def real(tensor: Tensor) -> Tensor:
+            if any(tensor is t for t in overwritten):
+                return self._view({}, Ref.of(tensor))
+            return self.value(tensor) if tensor.is_meta else tensor
+
+        return pytree.tree_map_only(Tensor, real, tree)
+
+    def _needed(self, storage: int) -> set[int]:
+        """Return the operations that the contents of ``storage`` depend on."""
+        needed: set[int] = set()
+        wanted = [(storage, len(self._tape))]
+        while wanted:
+            storage, before = wanted.pop()
+            for number in reversed(self._writers.get(storage, ())):
+                if number >= before:
+                    continue
+                entry = self._tape[number]
+                if number not in needed:
+                    needed.add(number)
+                    wanted += [(read, number) for read in entry.reads if read != storage]
+                if storage in entry.overwrites:
+                    break
+        return needed
+
 
 # The modules made under deferred_init(), each with what was recorded of it.
 _recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
@@ -115,8 +321,8 @@ class _Recorder(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        has_device = any(a.name == "device" for a in func._schema.arguments)
-        is_factory = has_device and not tensors
+        names = [argument.name for argument in func._schema.arguments]
+        is_factory = "device" in names and not tensors
         if not is_factory and not any(t.is_meta for t in tensors):
             return func(*args, **kwargs)
         _check_device(func, kwargs.get("device"))
@@ -125,67 +331,29 @@ class _Recorder(TorchDispatchMode):
                 f"deferred_init(): {func} was given a tensor on the meta device that was not made "
                 "within: make the whole model under one deferred_init()"
             )
-        written = _written(func, args, kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        writes = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        changed = pytree.tree_leaves([given.get(name) for name in writes])
+        written = [t for t in changed if isinstance(t, Tensor)]
         has_result = any("Tensor" in str(r.type) for r in func._schema.returns)
         if not has_result or any(not t.is_meta for t in written):
             return self._run(func, args, kwargs, written)
-        on_meta = {}
+        meta_args, meta_kwargs = pytree.tree_map_only(
+            Tensor, lambda t: t if t.is_meta else t.to(_META), (args, kwargs)
+        )
         if is_factory or kwargs.get("device") is not None:
-            kwargs["device"], on_meta = torch.device("cpu"), {"device": _META}
+            kwargs["device"], meta_kwargs["device"] = torch.device("cpu"), _META
         sizes = [t.untyped_storage().nbytes() for t in written]
         try:
-            out = func(*_on_meta(args), **(_on_meta(kwargs) | on_meta))
+            out = func(*meta_args, **meta_kwargs)
         except NotImplementedError:  # its shape depends on values
             return self._run(func, args, kwargs, written)
         if sizes != [t.untyped_storage().nbytes() for t in written]:
             raise RuntimeError(
                 f"deferred_init(): {func} resizes a tensor, which cannot be deferred"
             )
-        self._record(func, args, kwargs, tensors, written, pytree.tree_leaves(out))
+        self._recording.add(func, args, kwargs, tensors, written, pytree.tree_leaves(out))
         return out
-
-    def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        written: list[Tensor],
-        results: list[Any],
-    ) -> None:
-        given = {storage_of(t) for t in tensors if t.is_meta}
-        made = tuple(
-            Ref.of(r) if isinstance(r, Tensor) and storage_of(r) not in given else None
-            for r in results
-        )
-        for ref, result in zip(made, results, strict=True):
-            if ref is not None:
-                self._recording.add_storage(result)
-        name = func._schema.name.removeprefix("aten::")
-        if name in _ALLOCATIONS or not (written or any(made)):
-            return
-        overwritten = [t for t in written if name in _OVERWRITES and _is_whole(t)]
-        generator = kwargs.get("generator") or torch.default_generator
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        state = generator.get_state() if is_random else None
-        if is_random:  # on memory of its own: only the generator moves on
-            func(*self._real(args, overwritten), **self._real(kwargs, overwritten))
-        stored_args, stored_kwargs = pytree.tree_map_only(
-            Tensor, lambda t: Ref.of(t) if t.is_meta else t.detach().clone(), (args, kwargs)
-        )
-        overwrites = frozenset(storage_of(t) for t in overwritten)
-        entry = Entry(
-            func,
-            stored_args,
-            stored_kwargs,
-            made,
-            frozenset(given - overwrites),
-            overwrites | {r.storage for r in made if r is not None},
-            generator,
-            state,
-            torch.get_default_dtype(),
-        )
-        self._recording.add(entry, written)
 
     def _run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
@@ -196,17 +364,7 @@ class _Recorder(TorchDispatchMode):
                 f"deferred_init(): {func} changes a tensor in a way that cannot be deferred: do it "
                 "on a tensor made outside, and copy_() the result"
             )
-        return func(*self._real(args), **self._real(kwargs))
-
-    def _real(self, tree: Any, overwritten: Sequence[Tensor] = ()) -> Any:
-        """Replace deferred tensors by their values, and overwritten ones by blanks."""
-
-        def real(tensor: Tensor) -> Tensor:
-            if any(tensor is t for t in overwritten):
-                return self._recording.blank(tensor)
-            return self._recording.value(tensor) if tensor.is_meta else tensor
-
-        return pytree.tree_map_only(Tensor, real, tree)
+        return func(*self._recording.real(args), **self._recording.real(kwargs))
 
 
 class _OnCpu(TorchFunctionMode):
@@ -243,20 +401,3 @@ def _check_device(func: object, device: Any) -> None:
             f"deferred_init(): {name} asks for device {device}; a "
             "deferred model is made on the CPU, and build() moves it: leave the device out"
         )
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    nbytes = tensor.numel() * tensor.element_size()
-    return tensor.is_contiguous() and nbytes == tensor.untyped_storage().nbytes()
-
-
-def _on_meta(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(_META), tree)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments that ``func`` writes."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    leaves = pytree.tree_leaves([given.get(name) for name in changed])
-    return [t for t in leaves if isinstance(t, Tensor)]

@@ -151,7 +151,7 @@ class Piece:
     segment: int
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -207,11 +207,11 @@ class Layout:
                 key = spec.segment_dtype, spec.is_trainable, spec.is_opaque
                 alike.setdefault(key, []).append(p)
             for (dtype, is_trainable, is_opaque), same in alike.items():
-                aligned = _round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
+                aligned = round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
                 slots: dict[int, Slot] = {}
                 end = 0
                 for p in same:  # one after another; twins share a slot
-                    start = _round_up(end, aligned)
+                    start = round_up(end, aligned)
                     twin = params[p].twin
                     if twin is None:
                         end = start + params[p].slot_numel
@@ -219,7 +219,7 @@ class Layout:
                     else:
                         slots[p] = Slot(p, slots[twin].start, slots[twin].stop)
                 multiple = CHUNK_NUMEL if is_in_chunks and is_trainable else 1
-                shard = _round_up(-(-max(end, 1) // world_size), math.lcm(aligned, multiple))
+                shard = round_up(-(-max(end, 1) // world_size), math.lcm(aligned, multiple))
                 kind = dtype, is_trainable, tuple(slots.values()), shard, world_size, is_opaque
                 segments.append(Segment(count, index, *kind))
                 count += 1

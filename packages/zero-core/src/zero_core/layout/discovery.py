@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -109,23 +109,21 @@ class ModuleRule:
     name_suffixes: tuple[str, ...] = ()
 
     def selects(self, path: str, module: nn.Module) -> bool:
-        """Return whether ``module``, at ``path``, is named."""
         is_named = path in self.names or path.endswith(self.name_suffixes)
         return is_named or not _names_of(type(module)).isdisjoint(self.classes)
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
-        """Return whether ``module``, at ``path``, is named or marked as a leaf."""
         # foreign: DeepSpeed's models carry this attribute
         return self.selects(path, module) or bool(getattr(module, "_is_zero_leaf", False))
 
     def missing(self, model: nn.Module) -> list[str]:
         paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
         classes = {name for module in model.modules() for name in _names_of(type(module))}
-        missing = [name for name in self.classes if name not in classes]
-        missing += [name for name in self.names if name not in paths]
-        for suffix in self.name_suffixes:
-            missing += [] if any(path.endswith(suffix) for path in paths) else [suffix]
-        return missing
+        return [
+            *(name for name in self.classes if name not in classes),
+            *(name for name in self.names if name not in paths),
+            *(s for s in self.name_suffixes if not any(path.endswith(s) for path in paths)),
+        ]
 
 
 def _names_of(kind: type[nn.Module]) -> set[str]:
@@ -164,11 +162,8 @@ def _blocks(prefix: str, module: nn.Module, rule: ModuleRule) -> Iterator[tuple[
 def _owner(name: str, paths: dict[str, str]) -> str:
     """Return the block that contains the parameter ``name``, or "" for the root."""
     parts = name.split(".")
-    for length in range(1, len(parts)):
-        block = paths.get(".".join(parts[:length]))
-        if block is not None:
-            return block
-    return ""
+    above = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return next((paths[path] for path in above if path in paths), "")
 
 
 def _behind_blocks(model: nn.Module, blocks: set[int]) -> set[str]:
@@ -202,10 +197,9 @@ def discover(
     numbers_of = {id(q.param): q.numbers for q in quantized}
 
     blocks: dict[int, tuple[str, nn.Module]] = {}
-    below: Iterable[tuple[str, nn.Module]]
-    below = () if rule.is_leaf("", model) else _blocks("", model, rule)
-    for path, module in below:
-        blocks.setdefault(id(module), (path, module))  # the same block twice in a list: one unit
+    if not rule.is_leaf("", model):
+        for path, module in _blocks("", model, rule):
+            blocks.setdefault(id(module), (path, module))  # the same block twice: one unit
     # Every path to a block, for a block or a part of it may stand in several places.
     paths = {
         path: blocks[id(module)][0]

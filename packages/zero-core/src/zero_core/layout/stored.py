@@ -53,8 +53,20 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
     """Return the tensors that hold the bytes of ``param``, itself if it is not quantized."""
     if isinstance(param, PartitionedParam):
         return (Component("", param),)
-    if inner_tensors(param) is not None:
-        _check_wrapper(name, param)
+    is_wrapper = inner_tensors(param) is not None
+    kind = f"{type(param).__module__}.{type(param).__qualname__}"
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if is_wrapper and dtensor is not None and isinstance(param, dtensor.DTensor):
+        raise ConfigError(
+            f"parameter {name} is a DTensor, which other code has sharded: build the engine from "
+            "the model before fully_shard() or parallelize_module()"
+        )
+    if is_wrapper and param.requires_grad:
+        raise ConfigError(
+            f"parameter {name} is a {kind}, a tensor subclass, and requires a gradient: quantized "
+            "parameters are not trained. Freeze it by requires_grad_(False) and train adapters, or "
+            "leave its class out (for torchao.float8: enable_fsdp_float8_all_gather=False)"
+        )
     found = stored_tensors(param)
     for path, tensor in found:
         if tensor.layout is not torch.strided:
@@ -69,85 +81,60 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
 def stored_tensors(param: Tensor) -> list[Component]:
     """Return the components of ``param``, which may be of a class that cannot be sharded."""
     if inner_tensors(param) is not None:
-        return list(_inner("", param))
+        return list(inner_components("", param))
     found = [Component("", param)]
     if type(param) is not nn.Parameter and not param.requires_grad:
         found += _attached("", param, {id(param)}, _MAX_DEPTH)
     return found
 
 
-def _check_wrapper(name: str, param: Tensor) -> None:
-    kind = f"{type(param).__module__}.{type(param).__qualname__}"
-    dtensor = sys.modules.get("torch.distributed.tensor")
-    if dtensor is not None and isinstance(param, dtensor.DTensor):
-        raise ConfigError(
-            f"parameter {name} is a DTensor, which other code has sharded: build the engine from "
-            "the model before fully_shard() or parallelize_module()"
-        )
-    if param.requires_grad:
-        raise ConfigError(
-            f"parameter {name} is a {kind}, a tensor subclass, and requires a gradient: quantized "
-            "parameters are not trained. Freeze it by requires_grad_(False) and train adapters, or "
-            "leave its class out (for torchao.float8: enable_fsdp_float8_all_gather=False)"
-        )
-
-
-def _inner(path: str, tensor: Tensor) -> Iterator[Component]:
+def inner_components(path: str, tensor: Tensor) -> Iterator[Component]:
+    """Yield the plain tensors that the ``tensor`` at ``path`` consists of: itself, or several."""
     parts = inner_tensors(tensor)
     if parts is None:
         yield Component(path, tensor)
         return
     for attribute, inner in parts[0].items():
-        yield from _inner(_joined(path, attribute), inner)
+        yield from inner_components(f"{path}.{attribute}".lstrip("."), inner)
 
 
 def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[Component]:
     """Yield the tensors in the attributes of ``value`` and of the plain objects in them."""
-    for attribute, found in _attributes(value).items():
+    # foreign: objects of a quantizer
+    for attribute, found in getattr(value, "__dict__", {}).items():
         if id(found) in seen or isinstance(found, _NO_METADATA):
             continue
         seen.add(id(found))
-        where = _joined(path, attribute)
+        where = f"{path}.{attribute}".lstrip(".")
         if isinstance(found, Tensor):
             if not isinstance(found, nn.Parameter) and not found.requires_grad:
-                yield from _inner(where, found)
+                yield from inner_components(where, found)
         elif depth > 1:
             yield from _attached(where, found, seen, depth - 1)
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    try:
-        return vars(value)
-    except TypeError:  # it has none
-        return {}
 
 
 class Metadata:
     """Snapshot of the attributes of a parameter with attached components."""
 
     def __init__(self, param: Tensor) -> None:
-        found: dict[int, dict[str, Any]] = {}
-        _list_attributes(param, found, _MAX_DEPTH)
-        self._found = [(attributes, dict(attributes)) for attributes in found.values()]
+        self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id: now, and before
+        values: list[object] = [param]
+        for _ in range(_MAX_DEPTH):
+            # foreign: objects of a quantizer
+            tables = [t for value in values if (t := getattr(value, "__dict__", {}))]
+            values = [
+                value
+                for table in tables
+                if id(table) not in self._found
+                for value in table.values()
+                if not isinstance(value, (*_NO_METADATA, Tensor))
+            ]
+            self._found |= {id(table): (table, dict(table)) for table in tables}
 
     def put_back(self) -> None:
-        for attributes, before in self._found:
+        for attributes, before in self._found.values():
             attributes.clear()
             attributes.update(before)
-
-
-def _list_attributes(value: object, found: dict[int, dict[str, Any]], depth: int) -> None:
-    attributes = _attributes(value)
-    if id(attributes) in found or not attributes or not depth:
-        return
-    found[id(attributes)] = attributes
-    for one in attributes.values():
-        if not isinstance(one, (*_NO_METADATA, Tensor)):
-            _list_attributes(one, found, depth - 1)
-
-
-def _joined(path: str, attribute: str) -> str:
-    return f"{path}.{attribute}" if path else attribute
 
 
 def is_same_memory(first: Tensor, second: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, overload
 
 import torch
@@ -39,7 +39,6 @@ class BaseOptimizer(torch.optim.Optimizer, ABC):
 
 
 def check_settings(betas: tuple[float, ...], **settings: float) -> None:
-    """Check hyperparameters."""
     for name, value in settings.items():
         if not value >= 0.0:
             raise ValueError(f"{name} must not be negative, got {value}")
@@ -92,63 +91,56 @@ class Adam(BaseOptimizer):
 
     def _update(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in params):
-                raise RuntimeError("Adam does not take sparse gradients")
-            is_fused = bool(group["fused"])
-            states = [moments_of(self.state[p], p, is_fused=is_fused) for p in params]
-            (corrected_update if group["bias_correction"] else _uncorrected)(group, params, states)
+            update_adam(group, self.state)
 
 
-def moments_of(state: dict[str, Tensor], param: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
-    """Return ``state`` of ``param``, created if it is empty."""
-    if "exp_avg_sq" not in state:
-        device = param.device if is_fused else torch.device("cpu")
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    return state
-
-
-def corrected_update(
-    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
-) -> None:
-    """Update ``params`` by torch's own kernel, with the settings of ``group``."""
-    beta1, beta2 = group["betas"]
-    adam(
-        params,
-        [p.grad for p in params if p.grad is not None],
-        [s["exp_avg"] for s in states],
-        [s["exp_avg_sq"] for s in states],
-        [],
-        [s["step"] for s in states],
-        foreach=False,
-        fused=bool(group["fused"]),
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-    )
-
-
-def _uncorrected(
-    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
-) -> None:
+def update_adam(group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Tensor]]) -> None:
+    """Update the parameters of ``group`` that have a gradient, and their ``state``: see `Adam`."""
+    params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+    grads = [p.grad for p in params if p.grad is not None]
+    if any(grad.is_sparse for grad in grads):
+        raise RuntimeError("Adam does not take sparse gradients")
+    is_fused = bool(group["fused"])
+    for param in params:
+        own = state[param]
+        if "exp_avg_sq" not in own:
+            device = param.device if is_fused else torch.device("cpu")
+            own["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                own[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    names = ("exp_avg", "exp_avg_sq", "step")
+    averages, squares, steps = ([state[p][name] for p in params] for name in names)
     beta1, beta2 = group["betas"]
     lr, decay = group["lr"], group["weight_decay"]
-    for param, state in zip(params, states, strict=True):
-        assert param.grad is not None
-        grad = -param.grad if group["maximize"] else param.grad
+    if group.get("bias_correction", True):
+        adam(
+            params,
+            grads,
+            averages,
+            squares,
+            [],
+            steps,
+            foreach=False,
+            fused=is_fused,
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=decay,
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        return
+    for param, grad, average, square, step in zip(
+        params, grads, averages, squares, steps, strict=True
+    ):
+        grad = -grad if group["maximize"] else grad
         if group["decoupled_weight_decay"]:
             param.mul_(1 - lr * decay)
         else:
             grad = grad.add(param, alpha=decay)
-        state["step"] += 1
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
-        param.sub_(state["exp_avg"] / denominator * lr)
+        step += 1
+        average.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        param.sub_(average / square.sqrt().add_(group["eps"]) * lr)

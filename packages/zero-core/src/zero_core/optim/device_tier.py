@@ -28,10 +28,13 @@ was 0 in ``build``) are unset memory if the step is not taken, and are dropped a
 
 from __future__ import annotations
 
+import copy
+import inspect
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import chain, pairwise
 from typing import Any, ClassVar
 
@@ -41,19 +44,51 @@ from torch import Tensor, nn
 from zero_core._libc import release_free_pages
 from zero_core._torch import set_found_inf, takes_found_inf
 from zero_core.config import WIDE_DTYPES
+from zero_core.layout.arithmetic import ALIGNMENT, round_up
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
-from zero_core.optim.probe import optimizer_maker, probe_initial_state, probe_state, probe_states
-from zero_core.optim.turns import TURN_NUMEL, Due, Part, Turn, aligned, divide, widened_numel
 from zero_core.protocols import ChangeWatcher, ParamStore
+
+TURN_NUMEL = 1 << 26
+"""Elements that are updated at once: 256 MiB of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """Turns and copies of a step, kept while its arguments are alike."""
+class _Part:
+    """A piece, or as much of it as one turn takes: ``[start, stop)`` of the flat space."""
 
-    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # active pieces; offers
-    turns: list[Turn]
-    copies: list[tuple[int, Tensor, Tensor]]  # start, masters and shard, if that is other memory
+    piece: int  # its index
+    start: int
+    stop: int
+    group: int  # index of its parameter group
+    param: nn.Parameter  # its master weights
+    states: dict[str, Tensor]  # its elementwise states in the flat buffers, by name
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Parts that are updated together."""
+
+    parts: list[_Part]  # in ascending order
+    members: list[list[nn.Parameter]]  # their parameters by group
+    extents: list[list[int]]  # ``[offer, start, stop]``: the turn's part of an offered gradient
+    sizes: list[list[int]] = field(default_factory=list)  # of extents' parts and gaps
+    places: list[int] = field(default_factory=list)  # of each part among all ``sizes``
+
+    def add(self, part: _Part, offer: int) -> None:
+        """Add a part, which is in the gradient that was offered at ``offer``."""
+        self.parts.append(part)
+        self.members[part.group].append(part.param)
+        if not self.extents or self.extents[-1][0] != offer:
+            self.extents.append([offer, part.start, part.start])
+            self.sizes.append([])
+        place = self.places[-1] + 1 if self.places else 0
+        extent, sizes = self.extents[-1], self.sizes[-1]
+        if part.start > extent[2]:
+            sizes.append(part.start - extent[2])
+            place += 1
+        sizes.append(part.stop - part.start)
+        self.places.append(place)
+        extent[2] = part.stop
 
 
 class DeviceTier(FlatTier):
@@ -76,23 +111,25 @@ class DeviceTier(FlatTier):
         super().__init__(
             params=params, device=device, param_store=param_store, own_masters=own_masters
         )
-        self._numel = numel
         self._make = optimizer_maker(optimizer_class, groups)
         self._flat: dict[str, Chunked] = {MASTER: self._masters}
         self._num_steps = [0] * len(pieces)
         self._ahead: list[int] = []  # pieces updated ahead of the decision
-        self._made: list[tuple[Part, str]] = []  # states that the last step has made
-        self._parts = [
-            [
-                Part(piece, low, high, group, nn.Parameter(self._masters.one(low, high)), {})
-                for low, high in pairwise([*range(start, stop, self.turn_numel), stop])
-            ]
-            for piece, (start, stop, group) in enumerate(pieces)
-        ]
+        self._made: list[tuple[_Part, str]] = []  # states that the last step has made
+        self._parts: list[list[_Part]] = []  # by piece
         self._members: list[list[nn.Parameter]] = [[] for _ in groups]
-        for part in self._all_parts():
-            self._members[part.group].append(part.param)
-        self._plan: _Plan | None = None  # of the last step
+        for piece, (start, stop, group) in enumerate(pieces):
+            self._parts.append(
+                [
+                    _Part(piece, low, high, group, nn.Parameter(self._masters.one(low, high)), {})
+                    for low, high in pairwise([*range(start, stop, self.turn_numel), stop])
+                ]
+            )
+            self._members[group] += [part.param for part in self._parts[-1]]
+        # Turns and copies of the last step, kept while the active pieces and the offers are alike.
+        self._plan_key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None = None
+        self._turns: list[_Turn] = []
+        self._plan_copies: list[tuple[int, Tensor, Tensor]] = []
         self._widened: dict[torch.dtype, Tensor] = {}
         self._watcher: ChangeWatcher | None = None
         # The state before the first step, by dtype and group: None if the optimizer must make it.
@@ -100,25 +137,19 @@ class DeviceTier(FlatTier):
         self._optimizer = self._make(
             [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
         )
-        if self._parts and device.type not in ("cpu", "meta"):
-            self._make_states()
-
-    def _all_parts(self) -> Iterator[Part]:
-        return chain.from_iterable(self._parts)
-
-    def _make_states(self) -> None:
-        """Make all states that the optimizer will have. See [Note: states]."""
+        if not self._parts or device.type in ("cpu", "meta"):
+            return  # the optimizer makes its states in its first step: see [Note: states]
         for dtype, kinds in self._probe().items():
             for name, kind in kinds.items():
                 if name not in self._flat:
                     self._flat[name] = self._new_flat(name, kind)
-            for number, group in enumerate(self._optimizer.param_groups):
-                found = probe_initial_state(self._make, group, self._device, dtype)
+            for number, options in enumerate(self._optimizer.param_groups):
+                found = _probe_initial_state(self._make, options, self._device, dtype)
                 self._initial[dtype, number] = found
-        for part in self._all_parts():
+        for part in chain.from_iterable(self._parts):
             self._give_state(part)
 
-    def _give_state(self, part: Part) -> bool:
+    def _give_state(self, part: _Part) -> bool:
         """Give the optimizer a state of zeros. Return whether it starts from one."""
         initial = self._initial.get((part.param.dtype, part.group))
         if initial is None:
@@ -135,7 +166,7 @@ class DeviceTier(FlatTier):
             self._optimizer.state[part.param] = state
         return True
 
-    def _state_of(self, part: Part, name: str) -> Tensor:
+    def _state_of(self, part: _Part, name: str) -> Tensor:
         return self._flat[name].one(part.start, part.stop)
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
@@ -168,16 +199,11 @@ class DeviceTier(FlatTier):
         grad_scale: Tensor | float,
         found_inf: Tensor,
     ) -> None:
-        """Enqueue ``step``, which is to change nothing if ``found_inf`` is 1.
+        """Enqueue ``step``, which changes nothing if ``found_inf``, 0-dim fp32 on the device, is 1.
 
-        `settle` follows when the host knows that. Then further pieces of the same training step may
-        follow by ``step``, with the same factor.
-
-        Args:
-            groups, active: as for ``step``.
-            grad_scale: the factor, 0-dim float64 on the device; 1 where ``found_inf`` is. A number
-                if no gradient is to be multiplied.
-            found_inf: 0 or 1: 0-dim fp32 on the device.
+        ``grad_scale`` is 0-dim float64 on the device, 1 where ``found_inf`` is; or a number if no
+        gradient is to be multiplied. `settle` follows when the host knows. Then further pieces of
+        the same training step may follow by ``step``, with the same factor.
         """
         with set_found_inf(self._optimizer, found_inf):
             self.step(groups, active, grad_scale=grad_scale)
@@ -194,10 +220,10 @@ class DeviceTier(FlatTier):
                 part.states.pop(name).zero_()
                 del self._optimizer.state[part.param][name]
             for name in {name for _, name in self._made}:
-                if not any(name in part.states for part in self._all_parts()):
+                if not any(name in p.states for p in chain.from_iterable(self._parts)):
                     del self._flat[name]
             self._made.clear()
-            self._plan = None
+            self._plan_key = None
         self._ahead = []
 
     def step(
@@ -213,63 +239,53 @@ class DeviceTier(FlatTier):
             own.update({k: v for k, v in given.items() if k != "params"})
         starts = self._starts_of([self._parts[i][0].start for i in active])
         self._scale(starts, grad_scale)
-        self._downloads.order_before_update()
+        self._wait_for_downloads()
         self._made.clear()
-        plan = self._plan_of(active, starts)
-        for turn in plan.turns:
+        spans = tuple([(start, start + self._grads[start].numel()) for start in starts])
+        key = tuple(active), spans
+        if self._plan_key != key:
+            self._turns, has_states = self._divide(active, starts)
+            self._plan_copies = [copied for span in spans for copied in self._copies(*span)]
+            # In its first step the optimizer makes states, in turns of their own.
+            self._plan_key = key if has_states else None
+        for turn in self._turns:
             if self._watcher is not None:
                 for _, start, stop in turn.extents:
                     self._watcher.before_change(start, stop)
             self._run(turn, grad_scale)
-            if plan is not self._plan and len(plan.turns) > 1:
+            if self._plan_key is None and len(self._turns) > 1:
                 release_free_pages()
         for piece in active:
             self._num_steps[piece] += 1
-        self._publish(plan.copies)
+        self._publish(self._plan_copies)
 
-    def _plan_of(self, active: Sequence[int], starts: Sequence[int]) -> _Plan:
-        """Return the turns and copies of a step over ``active``, with the offers at ``starts``."""
-        key = (tuple(active), tuple([(start, self._grads[start].numel()) for start in starts]))
-        if self._plan is None or self._plan.key != key:
-            copies = [
-                copy
-                for start in starts
-                for copy in self._copies(start, start + self._grads[start].numel())
-            ]
-            due = []
-            for part in (part for i in active for part in self._parts[i]):
-                state = self._optimizer.state.get(part.param, {})
-                names = {name for name, v in state.items() if _is_elementwise(part.param, v)}
-                offer = starts[bisect_right(starts, self._parts[part.piece][0].start) - 1]
-                due.append(Due(part, offer, names, self._has_state(part)))
-            turns = divide(due, num_groups=len(self._members), limit=self.turn_numel)
-            plan = _Plan(key, turns, copies)
-            # In its first step the optimizer makes states, in turns of their own.
-            self._plan = plan if all(one.has_state for one in due) else None
-            return plan
-        return self._plan
-
-    def _has_state(self, part: Part) -> bool:
-        is_given = self._initial.get((part.param.dtype, part.group)) is not None
-        return is_given or self._num_steps[part.piece] > 0
-
-    def _take_grads(self, turn: Turn, factor: Tensor | float) -> list[Tensor]:
-        """Return the gradient of each part of a turn, widened if need be. It is not kept."""
-        views: list[Tensor] = []
-        place: Counter[torch.dtype] = Counter()
-        for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
-            dtype = self._master_dtype(start)
-            grad = self._grads[offer][start - offer : stop - offer]
-            if grad.dtype != dtype:
-                low = place[dtype]
-                wide = self._buffer(dtype)[low : low + stop - start]
-                place[dtype] += aligned(stop - start)
-                wide.copy_(grad)  # before it is unscaled: small values survive
-                if not (isinstance(factor, float) and factor == 1.0):
-                    wide.mul_(factor)
-                grad = wide
-            views += torch.split(grad, sizes)
-        return [views[place] for place in turn.places]
+    def _divide(self, active: Sequence[int], starts: Sequence[int]) -> tuple[list[_Turn], bool]:
+        """Divide pieces into turns, and return whether the optimizer has states for all of them."""
+        turns: list[_Turn] = []
+        last_names: set[str] | None = None
+        have_all = True
+        for part in chain.from_iterable(self._parts[piece] for piece in active):
+            offer = starts[bisect_right(starts, self._parts[part.piece][0].start) - 1]
+            state = self._optimizer.state.get(part.param, {})
+            names = {name for name, v in state.items() if _is_elementwise(part.param, v)}
+            is_given = self._initial.get((part.param.dtype, part.group)) is not None
+            has_state = is_given or self._num_steps[part.piece] > 0
+            have_all &= has_state
+            extents = turns[-1].extents if turns else []
+            is_begun = bool(extents) and extents[-1][0] == offer
+            start = extents[-1][1] if is_begun else part.start
+            before = extents[: len(extents) - is_begun]
+            sizes = [*(high - low for _, low, high in before), part.stop - start]
+            is_full = widened_numel(sizes) > self.turn_numel
+            # New states are moved to the flat buffers offer by offer: those of one take little
+            # memory, those of all as much as all states once more.
+            is_full |= not (is_begun or has_state)
+            # torch's fused SGD makes the states of all of a call, or of none.
+            if is_full or names != last_names:
+                turns.append(_Turn([], [[] for _ in self._members], []))
+            last_names = names
+            turns[-1].add(part, offer)
+        return turns, have_all
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
         """Return the buffer of widened gradients, which serves any turn."""
@@ -279,22 +295,35 @@ class DeviceTier(FlatTier):
             self._widened[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
         return self._widened[dtype]
 
-    def _run(self, turn: Turn, factor: Tensor | float) -> None:
-        for part, grad in zip(turn.parts, self._take_grads(turn, factor), strict=True):
-            part.param.grad = grad
+    def _run(self, turn: _Turn, factor: Tensor | float) -> None:
+        """Update the parts of a turn, whose gradients are widened if need be, and not kept."""
+        views: list[Tensor] = []
+        widened: Counter[torch.dtype] = Counter()  # elements in use of each buffer
+        for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
+            dtype = self._master_dtype(start)
+            grad = self._grads[offer][start - offer : stop - offer]
+            if grad.dtype != dtype:
+                wide = self._buffer(dtype)[widened[dtype] :][: stop - start]
+                widened[dtype] += round_up(stop - start, ALIGNMENT)
+                wide.copy_(grad)  # before it is unscaled: small values survive
+                if not (isinstance(factor, float) and factor == 1.0):
+                    wide.mul_(factor)
+                grad = wide
+            views += torch.split(grad, sizes)
+        for part, place in zip(turn.parts, turn.places, strict=True):
+            part.param.grad = views[place]
+        groups = self._optimizer.param_groups
         try:
-            self._set_members(turn.members)
+            for group, params in zip(groups, turn.members, strict=True):
+                group["params"] = params
             self._optimizer.step()
         finally:
-            self._set_members(self._members)
+            for group, params in zip(groups, self._members, strict=True):
+                group["params"] = params
             for part in turn.parts:
                 part.param.grad = None
         for part in turn.parts:
             self._flatten_state(part)
-
-    def _set_members(self, members: Sequence[list[nn.Parameter]]) -> None:
-        for group, params in zip(self._optimizer.param_groups, members, strict=True):
-            group["params"] = params
 
     def state_names(self) -> Sequence[str]:
         return list(self._flat)
@@ -333,59 +362,49 @@ class DeviceTier(FlatTier):
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
-        self._plan = None  # its turns go by the states that there were
+        self._plan_key = None  # its turns go by the states that there were
+        names = [name for name in self._flat if name != MASTER]
         for part in self._parts[piece]:
             self._announce(part.start, part.stop)
-            if self._num_steps[piece] == 0:
-                self._clear_state(part)
-            else:
-                self._restore_state(part, scalars)
+            group = self._optimizer.param_groups[part.group]
+            if self._num_steps[piece]:
+                self._optimizer.state[part.param] = state = {}
+                # As torch's own load_state_dict does: these kernels read the count on the device.
+                is_on_device = bool(group.get("fused") or group.get("capturable"))
+                device = part.param.device if is_on_device else torch.device("cpu")
+                for name, value in scalars.items():
+                    if name != "num_steps":
+                        state[name] = torch.tensor(value, dtype=torch.float32, device=device)
+                for name in names:
+                    state[name] = part.states[name] = self._state_of(part, name)
+                continue
+            for name in names:
+                self._state_of(part, name).zero_()
+            if not self._give_state(part):  # it is empty, or for instance Adagrad's sum
+                fresh = self._make([{**group, "params": [part.param]}])
+                self._optimizer.state[part.param] = dict(fresh.state.get(part.param, {}))
+                self._flatten_state(part)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
         states = self._probe()
         for name in names:
             if name not in self._flat and not any(name in found for found in states.values()):
                 raise KeyError(f"{self._make.func} has no state {name!r}")
-        entries: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
-        for piece, of_piece in enumerate(scalars):
-            if not of_piece["num_steps"]:
-                continue
-            part = self._parts[piece][0]
-            key = part.group, part.param.dtype
-            if key not in entries:
-                group = self._optimizer.param_groups[part.group]
-                entries[key] = probe_state(self._make, group, self._device, part.param.dtype)
-            elementwise = states[part.param.dtype].keys()
-            needed = {k for k, v in entries[key].items() if v is not None} - elementwise
-            wrong = sorted(of_piece.keys() & elementwise), sorted(needed - of_piece.keys())
-            if any(wrong):
-                raise ValueError(
-                    f"the state is another optimizer's: scalars {wrong[0]} are tensors of this "
-                    f"one, {wrong[1]} are missing"
-                )
 
-    def _clear_state(self, part: Part) -> None:
-        for name in self._flat:
-            if name != MASTER:
-                self._state_of(part, name).zero_()
-        if not self._give_state(part):  # it is empty, or for instance Adagrad's sum
-            group = self._optimizer.param_groups[part.group]
-            fresh = self._make([{**group, "params": [part.param]}])
-            self._optimizer.state[part.param] = dict(fresh.state.get(part.param, {}))
-            self._flatten_state(part)
+        @cache
+        def needed(group: int, dtype: torch.dtype) -> set[str]:
+            own = _probe_state(self._make, self._optimizer.param_groups[group], self._device, dtype)
+            return {k for k, v in own.items() if v is not None} - states[dtype].keys()
 
-    def _restore_state(self, part: Part, scalars: Mapping[str, float]) -> None:
-        self._optimizer.state[part.param] = state = {}
-        # As torch's own load_state_dict does: these kernels read the count on the device.
-        group = self._optimizer.param_groups[part.group]
-        is_on_device = bool(group.get("fused") or group.get("capturable"))
-        device = part.param.device if is_on_device else torch.device("cpu")
-        for name, value in scalars.items():
-            if name != "num_steps":
-                state[name] = torch.tensor(value, dtype=torch.float32, device=device)
-        for name in self._flat:
-            if name != MASTER:
-                state[name] = part.states[name] = self._state_of(part, name)
+        for (part, *_), given in zip(self._parts, scalars, strict=True):
+            if given["num_steps"]:
+                extra = sorted(given.keys() & states[part.param.dtype].keys())
+                missing = sorted(needed(part.group, part.param.dtype) - given.keys())
+                if extra or missing:
+                    raise ValueError(
+                        f"the state is another optimizer's: scalars {extra} are tensors of this "
+                        f"one, {missing} are missing"
+                    )
 
     def _probe(self) -> dict[torch.dtype, dict[str, torch.dtype]]:
         """Return the states that the optimizer can have, by the dtype of the master weights."""
@@ -395,7 +414,7 @@ class DeviceTier(FlatTier):
             for dtype in dict.fromkeys(master.dtype for _, master in self._masters.chunks)
         }
 
-    def _flatten_state(self, part: Part) -> None:
+    def _flatten_state(self, part: _Part) -> None:
         """Move state that the optimizer has just made into the flat buffers."""
         state = self._optimizer.state[part.param]
         for name, value in state.items():
@@ -418,11 +437,91 @@ class DeviceTier(FlatTier):
         found: list[tuple[int, Tensor]] = []
         for kind in dict.fromkeys(of_master.values()):
             same = [(start, m.numel()) for start, m in chunks if of_master[m.dtype] == kind]
-            sizes = [numel for _, numel in same]
-            flat = torch.zeros(sum(sizes), dtype=kind, device=self._device)
-            found += zip([start for start, _ in same], torch.split(flat, sizes), strict=True)
+            flat = torch.zeros(sum(n for _, n in same), dtype=kind, device=self._device)
+            views = torch.split(flat, [numel for _, numel in same])
+            found += zip([start for start, _ in same], views, strict=True)
         return Chunked(sorted(found, key=lambda chunk: chunk[0]))
 
 
 def _is_elementwise(param: Tensor, value: object) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape
+
+
+def widened_numel(sizes: Iterable[int]) -> int:
+    """Return the elements that gradients of ``sizes`` take one after another, each aligned."""
+    return sum(round_up(size, ALIGNMENT) for size in sizes)
+
+
+def optimizer_maker(
+    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
+) -> partial[torch.optim.Optimizer]:
+    """Return the optimizer's class with the options of ``groups``, to be called with groups.
+
+    Some options count when the optimizer is made, not per group: Adagrad's initial sum.
+    """
+    make: Any = optimizer_class  # each class types its own options
+    taken = inspect.signature(optimizer_class).parameters.keys() - {"params"}
+    return partial(make, **{name: v for name, v in groups[0].items() if name in taken})
+
+
+def probe_states(
+    make: partial[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...] = (2,),
+) -> dict[str, torch.dtype]:
+    """Return the elementwise states of a parameter of ``dtype`` and ``shape``, after a step."""
+    found: dict[str, torch.dtype] = {}
+    for group in groups:
+        state = _probe_state(make, group, device, dtype, shape)
+        found |= {
+            k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape
+        }
+    return found
+
+
+def _probe_state(
+    make: partial[torch.optim.Optimizer],
+    group: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...] = (2,),
+) -> dict[str, Any]:
+    """Return the state of a parameter of ``dtype`` and ``shape`` after its first step."""
+    probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    probe.grad = torch.zeros_like(probe)
+    optimizer = make([{**group, "params": [probe]}])
+    optimizer.step()
+    return dict(optimizer.state.get(probe, {}))
+
+
+def _probe_initial_state(
+    make: partial[torch.optim.Optimizer],
+    group: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Any] | None:
+    """Return zeros from which a parameter starts as from none, found by two steps, or None."""
+    grad = torch.tensor([0.5, -3.0], dtype=dtype, device=device)
+
+    def step(zeros: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
+        probe = nn.Parameter(torch.tensor([1.0, -0.75], dtype=dtype, device=device))
+        optimizer = make([{**group, "params": [probe]}])
+        if zeros:
+            optimizer.state[probe] = copy.deepcopy(zeros)
+        probe.grad = grad.clone()
+        optimizer.step()
+        return probe.detach(), dict(optimizer.state.get(probe, {}))
+
+    expected, state = step(None)
+    zeros = {
+        name: torch.zeros_like(value) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+    found, from_zeros = step(zeros)
+    is_same = torch.equal(found, expected) and all(
+        torch.equal(from_zeros[name], value) if isinstance(value, Tensor) else value is None
+        for name, value in state.items()
+    )
+    return zeros if is_same else None

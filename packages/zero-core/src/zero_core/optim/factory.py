@@ -37,22 +37,16 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "lion": Lion,
 }
 
-_ELEMENTWISE = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD),
-    *(torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam),
-    *(torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop, Lion),
-)
-
-_KERNEL_CLASSES = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, Lion),
-)
-"""Optimizers that a host kernel computes where the state is offloaded. A subclass may update
-otherwise, and is none."""
+_ELEMENTWISE = set(_BY_NAME.values()) - {torch.optim.Adafactor}
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers whose fused kernels run on CPUs and accelerators alike. A slice that begins and ends
 at multiples of `zero_core.layout.arithmetic.ALIGNMENT` gets the same bits as within the whole."""
 _OWN_KERNEL = {"fused", "foreach", "capturable", "differentiable"}
+
+_KERNEL_CLASSES = (*_FUSED, torch.optim.Adagrad, Lion)
+"""Optimizers that a host kernel computes where the state is offloaded. A subclass may update
+otherwise, and is none."""
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
@@ -161,10 +155,11 @@ def make_optimizer(
     ``fused``, ``foreach`` or the like is given: one pass over memory where the loop makes ten.
     """
     options = dict(config.params)
-    if config.type.lower() == "muon":
-        optimizer_class, known = _muon(options)
-    else:
-        optimizer_class, known = _by_name(config.type, options)
+    optimizer_class = _choose(config.type, options)
+    known = [p for p in inspect.signature(optimizer_class).parameters if p != "params"]
+    if optimizer_class is Muon:
+        keys = "lr muon_lr adam_lr weight_decay momentum nesterov adjust_lr_fn betas eps"
+        known = keys.split()
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(
@@ -185,13 +180,21 @@ def make_optimizer(
     return optimizer
 
 
-_Choice = tuple[type[torch.optim.Optimizer], list[str]]
-"""An optimizer and the keys of ``optimizer.params`` that it takes."""
-
-
-def _by_name(name: str, options: dict[str, Any]) -> _Choice:
+def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
     """Choose an optimizer, and replace DeepSpeed's further keys in ``options``."""
     kind = name.lower()
+    if kind == "muon":
+        for key, served, reason in (
+            ("ns_method", "standard", "the iteration is torch.optim.Muon's"),
+            ("per_head_muon", False, "a matrix is made orthogonal as a whole"),
+            ("adam_w_mode", True, "weight decay is decoupled"),
+        ):
+            found = options.pop(key, served)
+            if found != served:
+                raise ConfigError(
+                    f"optimizer.params.{key} = {found!r} is not served, only {served!r}: {reason}"
+                )
+        return Muon
     options.pop("set_grad_none", None)  # gradients never stay on the parameters
     if not options.pop("fp32_optimizer_states", True):
         raise ConfigError(
@@ -204,43 +207,23 @@ def _by_name(name: str, options: dict[str, Any]) -> _Choice:
             "optimizer.type = 'Lamb' is not served: torch has none; pass an object of a Lamb class "
             "to build(), or use AdamW, Lion or Muon"
         )
-    optimizer_class = _BY_NAME.get(kind)
-    if kind in ("adam", "adamw"):
-        is_adamw = options.pop("adam_w_mode", True) or kind == "adamw"
-        options.pop("torch_adam", None)  # see zero_core.build: it keeps the host kernel out
-        optimizer_class = _BY_NAME["adamw" if is_adamw else "adam"]
-        options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
-        if options.get("bias_correction") is False:
-            optimizer_class = Adam
-            options["decoupled_weight_decay"] = is_adamw
-            if options.pop("amsgrad", False):
-                raise ConfigError(
-                    "optimizer.params.bias_correction = false with amsgrad = true is not served: "
-                    "leave one of them out"
-                )
-        else:
-            options.pop("bias_correction", None)
-    if optimizer_class is None:
+    if kind not in _BY_NAME:
         raise ConfigError(
             f"optimizer.type = {name!r} is not served; known: {sorted(_BY_NAME)}; "
             "any other torch optimizer can be passed to build() as an object"
         )
-    return optimizer_class, [
-        p for p in inspect.signature(optimizer_class).parameters if p != "params"
-    ]
-
-
-def _muon(options: dict[str, Any]) -> _Choice:
-    """Choose Muon, and drop DeepSpeed's further keys from ``options`` at the values served."""
-    for key, served, reason in (
-        ("ns_method", "standard", "the iteration is torch.optim.Muon's"),
-        ("per_head_muon", False, "a matrix is made orthogonal as a whole"),
-        ("adam_w_mode", True, "weight decay is decoupled"),
-    ):
-        found = options.pop(key, served)
-        if found != served:
-            raise ConfigError(
-                f"optimizer.params.{key} = {found!r} is not served, only {served!r}: {reason}"
-            )
-    keys = "lr muon_lr adam_lr weight_decay momentum nesterov adjust_lr_fn betas eps"
-    return Muon, keys.split()
+    if kind not in ("adam", "adamw"):
+        return _BY_NAME[kind]
+    is_adamw = options.pop("adam_w_mode", True) or kind == "adamw"
+    options.pop("torch_adam", None)  # `has_kernel_rule` reads it
+    options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
+    if options.get("bias_correction") is not False:
+        options.pop("bias_correction", None)
+        return _BY_NAME["adamw" if is_adamw else "adam"]
+    options["decoupled_weight_decay"] = is_adamw
+    if options.pop("amsgrad", False):
+        raise ConfigError(
+            "optimizer.params.bias_correction = false with amsgrad = true is not served: "
+            "leave one of them out"
+        )
+    return Adam

@@ -87,7 +87,11 @@ class FlatTier:
         self._masters = Chunked(masters)
         self._grads: dict[int, Tensor] = {}
         self._scaled: set[int] = set()  # starts of offers that were multiplied in place
-        self._downloads = _Downloads(device)
+        # Copies of updated shards to the host, on a stream of their own: the stop and the event of
+        # each, by its start. They wait for the update, the readers of a shard for its copy, and the
+        # next update for all copies of master weights that it overwrites. The host never waits.
+        self._downloads: dict[int, tuple[int, torch.Event]] = {}
+        self._download_stream: torch.Stream | None = None
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         self._grads[start] = grad
@@ -118,14 +122,19 @@ class FlatTier:
 
     def wait_params(self, start: int, stop: int) -> None:
         """Make the current stream wait for shards that are on their way to the host."""
-        if self._downloads.under_way:
-            for event in self._downloads.events(start, stop):
+        for low, (high, event) in self._downloads.items():
+            if low < stop and high > start:
                 torch.accelerator.current_stream(self._device).wait_event(event)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        if not self._downloads.under_way:
-            return True
-        return all(event.query() for event in self._downloads.events(start, stop))
+        downloads = self._downloads.items()
+        return all(e.query() for low, (high, e) in downloads if low < stop and high > start)
+
+    def _wait_for_downloads(self) -> None:
+        """Make the current stream wait for all copies to the host."""
+        if self._downloads:
+            assert self._download_stream is not None
+            torch.accelerator.current_stream(self._device).wait_stream(self._download_stream)
 
     def _master_dtype(self, start: int) -> torch.dtype:
         return self._masters.chunks[self._masters.index_of(start)][1].dtype
@@ -141,10 +150,12 @@ class FlatTier:
 
     def _write_master(self, start: int, values: Tensor) -> None:
         """Overwrite master weights from element ``start`` on, and publish them."""
-        self._downloads.order_before_update()
+        self._wait_for_downloads()
         self._masters.write(start, values)
         self._publish(self._copies(start, start + values.numel()))
-        self._downloads.synchronize()
+        if self._download_stream is not None:
+            self._download_stream.synchronize()
+            self._downloads.clear()
 
     @torch.no_grad()
     def _publish(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
@@ -161,48 +172,13 @@ class FlatTier:
                 shard.copy_(master)
             else:
                 away.append((start, master, shard))
-        if away:
-            self._downloads.start(away)
-
-
-class _Downloads:
-    """Copies of updated shards to the host, on a stream of their own.
-
-    The copies wait for the update, the readers of a shard for its copy, and the next update for all
-    copies of master weights that it overwrites. The host waits for nothing.
-
-    Attributes:
-        under_way: the stop and the event of each copy, by its start.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.Stream | None = None
-        self.under_way: dict[int, tuple[int, torch.Event]] = {}
-
-    def start(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Copy each of the master weights into its shard: ``(start, master, shard)``."""
-        if self._stream is None:
-            self._stream = torch.Stream(self._device)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            for start, master, shard in copies:
+        if not away:
+            return
+        if self._download_stream is None:
+            self._download_stream = torch.Stream(self._device)
+        stream = self._download_stream
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            for start, master, shard in away:
                 shard.copy_(master.to(shard.dtype), non_blocking=True)
-                event = self._stream.record_event()
-                self.under_way[start] = start + shard.numel(), event
-
-    def order_before_update(self) -> None:
-        """Make the current stream wait for all copies."""
-        if self.under_way:
-            assert self._stream is not None
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
-    def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-            self.under_way.clear()
-
-    def events(self, start: int, stop: int) -> list[torch.Event]:
-        """Return those of the copies under way of ``[start, stop)``."""
-        under_way = self.under_way.items()
-        return [event for low, (high, event) in under_way if low < stop and high > start]
+                self._downloads[start] = start + shard.numel(), stream.record_event()

@@ -24,16 +24,12 @@ class Lion(BaseOptimizer):
         weight_decay: decoupled, not negative; the paper advises three to ten times AdamW's.
         maximize: maximize the objective instead.
 
-    Attributes:
-        is_elementwise: an element's update depends on that element alone.
-        update_rule: the name by which an offloaded tier finds a kernel for this update.
-
     Raises:
         ValueError: a setting that is out of range, by name; in ``step``, a sparse gradient.
     """
 
-    is_elementwise: ClassVar[bool] = True
-    update_rule: ClassVar[str] = "lion"
+    is_elementwise: ClassVar[bool] = True  # an element's update depends on that element alone
+    update_rule: ClassVar[str] = "lion"  # by which an offloaded tier finds a kernel for it
 
     def __init__(
         self,

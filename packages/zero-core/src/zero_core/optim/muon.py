@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core.optim.adam import BaseOptimizer, check_settings, corrected_update, moments_of
-
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_SMALLEST_NORM = 1e-7
-_NOT_MATRICES = ("embed", "lm_head")
+from zero_core.optim.adam import BaseOptimizer, check_settings, update_adam
 
 
 class Muon(BaseOptimizer):
@@ -77,12 +73,12 @@ class Muon(BaseOptimizer):
 
     def _update(self) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
             if not group["use_muon"]:
-                states = [moments_of(self.state[p], p, is_fused=True) for p in params]
-                corrected_update(group, params, states)
+                update_adam(group, self.state)
                 continue
-            for param in params:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
                 state = self.state[param]
                 if "exp_avg" not in state:
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -101,10 +97,10 @@ class Muon(BaseOptimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does."""
     rows, columns = matrix.shape
-    a, b, c = _COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.bfloat16()
     x = x.T if rows > columns else x
-    x = x / x.norm().clamp(min=_SMALLEST_NORM)
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -118,7 +114,7 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """
     for name, param in named:
         if not hasattr(param, "use_muon"):  # foreign: DeepSpeed's mark on a torch parameter
-            is_other = any(word in name.lower() for word in _NOT_MATRICES)
+            is_other = any(word in name.lower() for word in ("embed", "lm_head"))
             param.use_muon = param.ndim == 2 and not is_other  # type: ignore[attr-defined]
 
 

@@ -17,25 +17,19 @@ from zero_core.schedules import Schedule, check_state, resume_rates
 _log = logging.getLogger(__name__)
 
 _NUMBER = int | float
-_MEANT = "; if that is meant, load without the schedule"
-_NO_SAVED = "the engine's schedule stays where it is: none was saved" + _MEANT
-_OWN_GROUPS = ": it keeps its own settings (learning rates, weight decay); states pair by name"
-_NO_OWN = "the schedule that was saved is not used: the engine has none" + _MEANT
 
 
 class Accumulation:
     """Counter of micro-steps."""
 
-    def __init__(self, steps: int, num_parts: int = 1) -> None:
-        """``num_parts``: the ranks among which `divide` divides a loss besides."""
+    def __init__(self, steps: int) -> None:
         self.steps = steps  # micro-steps per step
-        self._num_parts = num_parts
         self.micro_steps = 0  # micro-steps that have ended
         self.count = 0  # those of the current step that have ended; 0 between two steps
         self.override: bool | None = None  # whether this one ends its step. None: the count decides
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
-        """Refuse to save in the middle of a step, unless its part is ``or_dropped``."""
+        """Refuse to save in the middle of a step, unless its gradients are dropped."""
         if self.count and not or_dropped:
             raise CheckpointError(
                 f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
@@ -43,7 +37,6 @@ class Accumulation:
             )
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of micro-steps per step."""
         if steps < 1:
             raise ValueError(f"gradient_accumulation_steps = {steps}: expected 1 or more")
         if self.count:
@@ -60,7 +53,6 @@ class Accumulation:
         self.count = number
 
     def end_micro_step(self) -> None:
-        """Count a micro-step. At a boundary, start a new step."""
         self.count = 0 if self.is_boundary() else self.count + 1
         self.micro_steps += 1
 
@@ -69,28 +61,13 @@ class Accumulation:
         self.micro_steps -= self.count
         self.count = 0
 
-    def resume(self, global_steps: int) -> None:
-        """Continue after ``global_steps`` whole steps."""
-        self.micro_steps, self.count = global_steps * self.steps, 0
-
-    def divide(self, loss: Tensor, over: int | None) -> Tensor:
-        """Divide ``loss`` by ``over`` micro-steps. None stands for `steps`."""
-        steps = self.steps if over is None else over
-        if steps < 1:
-            raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
-        steps *= self._num_parts
-        return loss / steps if steps > 1 else loss
-
 
 class LossScaler:
     """The loss scale: constant, or dynamic as of Micikevicius et al. (arXiv 1710.03740), 3.2.
 
     Dynamic: doubled after every ``loss_scale_window`` steps without overflow, as by torch's
     GradScaler; an overflow first uses up ``hysteresis``, then each one halves the scale, down to
-    ``min_loss_scale``.
-
-    Attributes:
-        scale: factor on the loss; 1 without fp16.
+    ``min_loss_scale``. Without fp16 it is 1.
     """
 
     def __init__(self, config: Fp16Config) -> None:
@@ -106,10 +83,6 @@ class LossScaler:
         self.hysteresis_left = config.hysteresis  # overflows, of which the last halves the scale
         self.steps_since_overflow = 0  # steps without overflow since the last one
         self.growth_delay = 0  # of these, how many come before the first window. DeepSpeed has one
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        self.is_applied = True
-        return loss if self.scale == 1.0 else loss * self.scale
 
     def update(self, *, is_overflow: bool) -> None:
         """Adapt the scale after a step that was taken, or skipped for an overflow."""
@@ -166,11 +139,11 @@ class TrainState:
         self.global_steps = 0  # optimizer steps so far, skipped ones included
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # how often gradients were dropped, with or without a step
-        micro_steps, num_parts = config.gradient_accumulation_steps, 1
+        self.accumulation = Accumulation(config.gradient_accumulation_steps)
+        self._num_parts = 1  # ranks among which a loss is divided besides
         if config.world_size_invariant:
-            step_size = config.train_micro_batch_size_per_gpu * micro_steps
-            num_parts = config.train_batch_size // step_size
-        self.accumulation = Accumulation(micro_steps, num_parts)  # micro-steps of a step
+            step_size = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
+            self._num_parts = config.train_batch_size // step_size
         self.scaler = LossScaler(config.loss_scaling)
         self.lr_scheduler = lr_scheduler  # stepped at each optimizer step that is taken, or None
         self.grad_norm: float | None = None  # of the last step, unscaled, before clipping
@@ -179,8 +152,15 @@ class TrainState:
         self._rank = rank
 
     def scale(self, loss: Tensor, over: int | None) -> Tensor:
-        """Return ``loss`` times the loss scale, divided by ``over`` micro-steps."""
-        return self.accumulation.divide(self.scaler.scale_loss(loss), over)
+        """Return ``loss`` times the loss scale, divided by ``over`` micro-steps, or a step's."""
+        steps = self.accumulation.steps if over is None else over
+        if steps < 1:
+            raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
+        steps *= self._num_parts
+        self.scaler.is_applied = True
+        if self.scaler.scale != 1.0:
+            loss = loss * self.scaler.scale
+        return loss / steps if steps > 1 else loss
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._param_groups]
@@ -227,33 +207,32 @@ class TrainState:
 
     def check(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
         """Refuse a ``saved`` state, checked by `check_progress`, that could not be loaded here."""
-        if "optimizer" not in without:
-            self._check_hyperparameters(saved["param_groups"])
-        if "lr_scheduler" not in without:
-            self._check_schedule(saved["lr_scheduler"])
-
-    def _check_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        counts = len(saved), len(self._param_groups)
-        if counts[0] != counts[1]:
-            if self._rank == 0:
-                _log.warning(
-                    "%d parameter groups were saved, the engine has %d" + _OWN_GROUPS, *counts
-                )
-            return
-        for number, (own, group) in enumerate(zip(self._param_groups, saved, strict=True)):
-            # Others may be new: schedules and some optimizers (Prodigy) add theirs as they go.
-            for key in own.keys() & group.keys():
-                if not _is_setting(own[key], group[key]):
-                    raise CheckpointCorruptError(
-                        f"progress.param_groups.{number}.{key} is {group[key]!r:.100}, the "
-                        f"optimizer's is {own[key]!r:.100}"
-                    )
-
-    def _check_schedule(self, state: Any) -> None:
+        groups, state = saved["param_groups"], saved["lr_scheduler"]
+        counts = len(groups), len(self._param_groups)
+        if "optimizer" not in without and counts[0] != counts[1] and self._rank == 0:
+            _log.warning(
+                "%d parameter groups were saved, the engine has %d: it keeps its own settings "
+                "(learning rates, weight decay); states pair by name",
+                *counts,
+            )
+        if "optimizer" not in without and counts[0] == counts[1]:
+            for number, (own, group) in enumerate(zip(self._param_groups, groups, strict=True)):
+                # Others may be new: schedules and some optimizers (Prodigy) add theirs as they go.
+                for key in own.keys() & group.keys():
+                    if not _is_setting(own[key], group[key]):
+                        raise CheckpointCorruptError(
+                            f"progress.param_groups.{number}.{key} is {group[key]!r:.100}, the "
+                            f"optimizer's is {own[key]!r:.100}"
+                        )
         scheduler = self.lr_scheduler
+        if "lr_scheduler" in without or (scheduler is None and state is None):
+            return
         if scheduler is None or state is None:
-            if (scheduler is None) != (state is None) and self._rank == 0:
-                _log.warning(_NO_SAVED if state is None else _NO_OWN)
+            if self._rank == 0:
+                found = "the engine's schedule stays where it is: none was saved"
+                if state is not None:
+                    found = "the schedule that was saved is not used: the engine has none"
+                _log.warning("%s; if that is meant, load without the schedule", found)
             return
         try:
             if not isinstance(state, Mapping):
@@ -263,10 +242,11 @@ class TrainState:
             if methods or "optimizer" in state:
                 raise ValueError(f"its state has {methods or ['optimizer']}")
             check_state(scheduler, state)
-            own = scheduler.state_dict()
-            for key in own.keys() & state.keys():
-                if not _is_like(own[key], state[key]):
-                    raise ValueError(f"{key} is {state[key]!r:.100}, expected as {own[key]!r:.100}")
+            own_state = scheduler.state_dict()
+            for key in own_state.keys() & state.keys():
+                own_value, value = own_state[key], state[key]
+                if not _is_like(own_value, value):
+                    raise ValueError(f"{key} is {value!r:.100}, expected as {own_value!r:.100}")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"the schedule that was saved does not fit: {error}; "
@@ -278,7 +258,8 @@ class TrainState:
         if "progress" not in without:
             self.global_steps = saved["global_steps"]
             # Another accumulation may be configured now: count micro-steps in its terms.
-            self.accumulation.resume(self.global_steps)
+            self.accumulation.micro_steps = self.global_steps * self.accumulation.steps
+            self.accumulation.count = 0
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
         groups = saved["param_groups"]
@@ -301,11 +282,11 @@ class TrainState:
 
     def restart_step(self) -> None:
         """Begin the step under way again, as its last backward did not end."""
-        text = (
-            "rank %d: step %d starts again from its first micro-step, as the last backward did not"
+        _log.warning(
+            "rank %d: step %d starts again from its first micro-step, as the last backward did not "
+            "end (%d micro-steps were done)",
+            *(self._rank, self.global_steps, self.accumulation.count),
         )
-        counts = self._rank, self.global_steps, self.accumulation.count
-        _log.warning(text + " end (%d micro-steps were done)", *counts)
         self.accumulation.forget()
 
 
@@ -401,7 +382,5 @@ def _is_like(own: object, saved: object) -> bool:
             len(own) != len(saved) or all(map(_is_like, own, saved))
         )
     kinds: tuple[Any, ...] = (bool, _NUMBER, str, Mapping)
-    for kind in kinds:
-        if isinstance(own, kind):
-            return isinstance(saved, kind)
-    return True
+    kind = next((kind for kind in kinds if isinstance(own, kind)), object)
+    return isinstance(saved, kind)

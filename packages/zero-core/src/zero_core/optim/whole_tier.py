@@ -1,11 +1,12 @@
 """State tier of optimizers that need whole parameters.
 
 [Note: whole parameters]
-Each parameter has an owner among the ranks that hold a part of it (`zero_core.layout.owners`), and
-its optimizer state is there, whole. Master weights stay sliced as for any optimizer. In a step the
-owner gathers the master weights and gradients of its divided parameters, the optimizer updates
-them, and the new values return to the ranks that hold them. Where every rank has the whole state
-(stage 0, one rank) each updates everything, and nothing is sent.
+Each parameter has an owner among the ranks that hold a part of it, and its optimizer state is
+there, whole. Master weights stay sliced as for any optimizer. A parameter within one shard is
+updated where it is. One that crosses the bounds of shards is *divided*: in a step its owner gathers
+master weight and gradient, the optimizer updates them, and the new values return to the ranks that
+hold a part. Where every rank has the whole state (stage 0, one rank) each updates everything, and
+nothing is sent.
 
 Parameters in groups that the optimizer declares elementwise (`zero_core.optim.factory`) have no
 owner: each rank updates its slice of them, and has the slice's state.
@@ -29,25 +30,57 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import get_grad, inner_tensors, pytree, set_grad
+from zero_core._torch import get_grad, pytree, set_grad
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import WHOLES, Meter
 from zero_core.config import master_dtype
 from zero_core.core import access
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import Layout, Piece
-from zero_core.layout.owners import Share, Whole, assign_owners
+from zero_core.layout.stored import inner_components
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
 # Of torch itself, whatever the class of a parameter overrides.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's ``[start, stop)`` of a parameter, counted from the parameter's first element."""
+
+    rank: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A trainable parameter, and who has which part of it."""
+
+    param: int  # its number in the layout
+    segment: int  # index of its segment
+    owner: int  # the rank that updates it
+    shares: tuple[Share, ...]  # its parts by rank, in order. One if it is not divided
+
+    @property
+    def numel(self) -> int:
+        return self.shares[-1].stop
+
+    @property
+    def is_divided(self) -> bool:
+        return len(self.shares) > 1
 
 
 class WholeTier(FlatTier):
@@ -75,10 +108,8 @@ class WholeTier(FlatTier):
     ) -> None:
         """Make this rank's tier over its shards, or over everything unless ``is_sharded``.
 
-        ``params`` and ``param_store`` are those of `zero_core.protocols.StateTierFactory`,
-        ``own_masters`` those of `FlatTier`. The optimizer's states move to ``device``.
-        ``model_params`` are in the order of the layout, and of those whose numbers are in
-        ``sliced`` each rank updates its slice.
+        The optimizer's states move to ``device``. ``model_params`` are in the order of the layout,
+        and of those whose numbers are in ``sliced`` each rank updates its slice.
         """
         super().__init__(
             params=params, device=device, param_store=param_store, own_masters=own_masters
@@ -109,11 +140,15 @@ class WholeTier(FlatTier):
             if state and number in self._updated:
                 self._initial[number] = state
             elif state and number in sliced and number in self._piece_of:
-                self._initial[number] = self._sliced_state(number, state)
+                piece, spec = self._piece_of[number], layout.params[number]
+                stop = piece.offset + piece.stop - piece.start
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
+                        own = spec.to_elements(value)[piece.offset : stop].clone()
+                        state[name] = self._lent(number, own)
+                self._initial[number] = state
         for number in self._initial:
             self._clear_state(number)
-
-    # ------------------------------------------------------------------- step
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
@@ -123,13 +158,39 @@ class WholeTier(FlatTier):
         An error of the optimizer is raised on the ranks that it has one on. The others wait for the
         new values, until the collectives' timeout.
         """
-        self._downloads.order_before_update()
+        self._wait_for_downloads()
         offered = self._starts_of(self._pieces[index].start for index in active)
         self._scale(offered, grad_scale)
         used = {self._pieces[index].param for index in active}
-        values = self._update(self._gather(used, grad_scale))
+        offers = Chunked([(start, self._grads[start]) for start in sorted(self._grads)])
+        own: dict[int, tuple[Tensor, Tensor]] = {}
+        for param in sorted(used):
+            span = self._piece_of[param].start, self._piece_of[param].stop
+            own[param] = self._masters.one(*span), offers.one(*span)
+        # Values and gradient of what this rank updates, 1-D: divided parameters first.
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for exchange in self._exchanges:
+            found |= exchange.to_owners(own, grad_scale)
+        alone = {piece.param for piece in self._sliced}.union(self._updated).difference(found)
+        for param in sorted(used & alone):
+            master, grad = own[param]
+            if grad.dtype != master.dtype or grad.device != master.device:
+                wide = torch.empty_like(master)
+                _put((master, grad), (master, wide), grad_scale)
+                grad = wide
+            found[param] = master, grad
+        lent = {
+            self._model_params[param]: (self._lent(param, values), self._lent(param, grad))
+            for param, (values, grad) in found.items()
+        }
+        with _lending(self._model_params, lent):
+            self._optimizer.step()
+            for model_param, (values, _) in lent.items():
+                if model_param.data_ptr() != values.data_ptr():  # some optimizers assign new memory
+                    values.copy_(model_param.detach())
+        updated = {param: values for param, (values, _) in found.items()}
         for exchange in self._exchanges:  # to the ranks that hold a part of divided parameters
-            for param, part in exchange.from_owners(values, used).items():
+            for param, part in exchange.from_owners(updated, used).items():
                 piece = self._piece_of[param]
                 self._masters.one(piece.start, piece.stop).copy_(part)
         for index in active:
@@ -137,39 +198,6 @@ class WholeTier(FlatTier):
         starts = {self._masters.index_of(self._pieces[index].start) for index in active}
         chunks = [self._masters.chunks[index] for index in sorted(starts)]
         self._publish([c for s, m in chunks for c in self._copies(s, s + m.numel())])
-
-    def _gather(self, used: set[int], factor: float) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return values and gradient of what this rank updates of the used parameters, 1-D."""
-        offers = Chunked([(start, self._grads[start]) for start in sorted(self._grads)])
-        pieces = [self._piece_of[param] for param in sorted(used)]
-        own = {
-            p.param: (self._masters.one(p.start, p.stop), offers.one(p.start, p.stop))
-            for p in pieces
-        }
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for exchange in self._exchanges:
-            found |= exchange.to_owners(own, factor)
-        alone = {piece.param for piece in self._sliced}.union(self._updated).difference(found)
-        for param in sorted(used & alone):
-            master, grad = own[param]
-            if grad.dtype != master.dtype or grad.device != master.device:
-                wide = torch.empty_like(master)
-                _put((master, grad), (master, wide), factor)
-                grad = wide
-            found[param] = master, grad
-        return found
-
-    def _update(self, found: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-        """Run the optimizer over 1-D values and gradients. Return the values, updated in place."""
-        lent = {}
-        for number, (values, grad) in found.items():
-            lent[self._model_params[number]] = self._lent(number, values), self._lent(number, grad)
-        with _lending(self._model_params, lent):
-            self._optimizer.step()
-            for param, (values, _) in lent.items():
-                if param.data_ptr() != values.data_ptr():  # some optimizers assign new memory
-                    values.copy_(param.detach())
-        return {param: values for param, (values, _) in found.items()}
 
     def _lent(self, param: int, elements: Tensor) -> Tensor:
         """Return a view of ``elements`` as the optimizer sees the parameter, or a slice of it."""
@@ -180,8 +208,6 @@ class WholeTier(FlatTier):
         """Return a state that is like what is `_lent`, 1-D: a view if it has its strides."""
         spec = self._layout.params[param]
         return spec.to_elements(state) if state.numel() == spec.numel else state
-
-    # ----------------------------------------------------------------- states
 
     def state_names(self) -> Sequence[str]:
         return list(dict.fromkeys([MASTER, *(n for p in self._sliced for n in self._states_of(p))]))
@@ -202,9 +228,8 @@ class WholeTier(FlatTier):
         for piece in self._sliced:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high and name in (states := self._states_of(piece)):
-                found[low - start : high - start] = states[name][
-                    low - piece.start : high - piece.start
-                ]
+                own = states[name][low - piece.start : high - piece.start]
+                found[low - start : high - start] = own
         return found
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
@@ -224,10 +249,11 @@ class WholeTier(FlatTier):
         state[name] = self._lent(piece.param, own[name])
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        states = [self.read_whole_state(param) for param in self._piece_of]
+        states = pytree.tree_leaves([self.read_whole_state(param) for param in self._piece_of])
+        tensors = [state for state in states if isinstance(state, Tensor)]
         return {
             "master_weights": [tensor for _, tensor in self._masters.chunks],
-            "optimizer_states": [tensor for state in states for tensor in _tensors_in(state)],
+            "optimizer_states": [part.tensor for t in tensors for part in inner_components("", t)],
         }
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
@@ -239,20 +265,19 @@ class WholeTier(FlatTier):
         for name, value in self.read_whole_state(param).items():
             if name in sliced:
                 continue
-            if isinstance(value, int | float):  # it stays a number, as it is
-                scalars[name] = value
-                continue
-            if isinstance(value, Tensor) and value.numel() == 1:
+            if isinstance(value, int | float):
+                scalars[name] = value  # it stays a number, as it is
+            elif isinstance(value, Tensor) and value.numel() == 1:
                 scalars[name] = float(value)
-                continue
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-            raise CheckpointError(
-                f"{type(self._optimizer).__name__} has the state {name!r} of "
-                f"{self._layout.params[param].name}, a {type(value).__qualname__} ({found}), and "
-                "says that its group is elementwise (is_elementwise_group): states of such a group "
-                "are tensors of the parameter's shape, or numbers. Keep it in another form, or "
-                "leave the group out"
-            )
+            else:
+                shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                raise CheckpointError(
+                    f"{type(self._optimizer).__name__} has the state {name!r} of "
+                    f"{self._layout.params[param].name}, a {type(value).__qualname__} "
+                    f"({shape or repr(value)[:80]}), and says that its group is elementwise "
+                    "(is_elementwise_group): states of such a group are tensors of the parameter's "
+                    "shape, or numbers. Keep it in another form, or leave the group out"
+                )
         return scalars
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
@@ -297,29 +322,47 @@ class WholeTier(FlatTier):
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
         """Replace the state of an updated parameter, in its strides, on the tier's device."""
         owner, shape = self._model_params[param], self._layout.params[param].shape
-        state = {
-            name: self._lent(param, self._elements(param, value))
-            if type(value) is Tensor and value.shape == shape and name != "step"
-            else value
-            for name, value in state.items()
-        }
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
         # As torch's own load_state_dict does: these kernels read the count on the device.
         is_on_device = bool(group.get("fused") or group.get("capturable"))
-        self._optimizer.state[owner] = {
-            name: value if name == "step" and not is_on_device else _moved(value, self._device)
-            for name, value in state.items()
-        }
+        moved = {}
+        for name, value in state.items():
+            if name != "step" and type(value) is Tensor and value.shape == shape:
+                value = self._lent(param, self._elements(param, value))
+            if name != "step" or is_on_device:
+                value = pytree.tree_map_only(Tensor, lambda t: t.to(self._device), value)
+            moved[name] = value
+        self._optimizer.state[owner] = moved
 
-    def _sliced_state(self, param: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        piece, spec = self._piece_of[param], self._layout.params[param]
-        stop = piece.offset + piece.stop - piece.start
-        return {
-            name: self._lent(param, spec.to_elements(value)[piece.offset : stop].clone())
-            if isinstance(value, Tensor) and value.shape == spec.shape and name != "step"
-            else value
-            for name, value in state.items()
-        }
+
+def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
+    """Assign the trainable parameters to ranks, in the order of the layout.
+
+    Divided ones are assigned, largest first, to the rank that has the least so far among those with
+    a part. The shares are those of stages 1 to 3: at stage 0 every rank has all of each parameter.
+    Those ``sliced``, by number, and empty ones have no owner.
+    """
+    load = [0] * layout.world_size
+    found: list[Whole] = []
+    for segment in layout.segments:
+        numel = segment.shard_numel
+        for slot in segment.slots if segment.is_trainable else ():
+            if slot.start == slot.stop or slot.param in sliced:
+                continue
+            shares = tuple(
+                Share(rank, *slot.common(*segment.shard_range(rank)))
+                for rank in range(slot.start // numel, (slot.stop - 1) // numel + 1)
+            )
+            found.append(Whole(slot.param, segment.index, shares[0].rank, shares))
+            if len(shares) == 1:
+                load[shares[0].rank] += slot.stop - slot.start
+    owners: dict[int, int] = {}  # of divided ones
+    divided = [whole for whole in found if whole.is_divided]
+    for whole in sorted(divided, key=lambda whole: (-whole.numel, whole.param)):
+        owner = min((s.rank for s in whole.shares), key=lambda rank: (load[rank], rank))
+        owners[whole.param] = owner
+        load[owner] += whole.numel
+    return tuple(replace(w, owner=owners.get(w.param, w.owner)) for w in found)
 
 
 def rounds_of(layout: Layout, wholes: Sequence[Whole]) -> list[tuple[torch.dtype, list[Whole]]]:
@@ -411,12 +454,10 @@ class _Exchange:
         """Send ``parts``, value and gradient, to their owners. Return those that are whole here."""
         held = [parcel for parcel in self._held if parcel[1] in parts]
         missing = [parcel for parcel in self._missing if parcel[1] in parts]
-        sent = self._like.new_empty(2 * sum(share.numel for _, _, share in held))
-        at = 0
-        for _, param, share in held:
-            rows = sent[at : at + 2 * share.numel].view(2, share.numel)
-            _put(parts[param], rows.unbind(), factor)
-            at += 2 * share.numel
+        sizes = [2 * share.numel for _, _, share in held]
+        sent = self._like.new_empty(sum(sizes))
+        for (_, param, _), flat in zip(held, torch.split(sent, sizes), strict=True):
+            _put(parts[param], flat.view(2, -1).unbind(), factor)
         arrived = self._exchange(sent, held, missing, rows=2)
         found = {}
         for whole in self._owned:
@@ -426,12 +467,10 @@ class _Exchange:
                 share = self._own_share[whole.param]
                 _put(parts[whole.param], [row[share.start : share.stop] for row in full], factor)
                 found[whole.param] = full
-        at = 0
-        for _, param, share in missing:
-            rows = arrived[at : at + 2 * share.numel].view(2, share.numel)
-            for into, row in zip(found[param], rows, strict=True):
+        sizes = [2 * share.numel for _, _, share in missing]
+        for (_, param, share), flat in zip(missing, torch.split(arrived, sizes), strict=True):
+            for into, row in zip(found[param], flat.view(2, -1), strict=True):
                 into[share.start : share.stop] = row
-            at += 2 * share.numel
         return found
 
     def from_owners(self, values: Mapping[int, Tensor], used: set[int]) -> dict[int, Tensor]:
@@ -490,24 +529,3 @@ def _lending(
                 set_grad(param, None)
                 _set_data(param, values)
                 set_grad(param, old_grad)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a state that have memory of their own."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found = inner_tensors(leaf)
-            if found is None:
-                yield leaf
-            else:
-                yield from _tensors_in(found[0])

@@ -30,7 +30,7 @@ from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.stored import components
 from zero_core.plan.forecast import MemoryUse
 from zero_core.runtime.host_inputs import page_locked_bytes
-from zero_core.tiled.modules import TiledForwards, WholeModel
+from zero_core.tiled import TiledForwards
 
 _META = torch.device("meta")
 _CODE_BYTES = 600 << 10
@@ -187,7 +187,7 @@ def trace_step(
             stack.enter_context(hooks)
             stack.enter_context(_WithoutData())
             if config.tiled_compute is not None:
-                stack.callback(TiledForwards(model, config.tiled_compute, WholeModel()).remove)
+                stack.callback(TiledForwards(model, config.tiled_compute, None).remove)
             stack.enter_context(tracer.followed())
             stack.enter_context(tracer)
             output = torch.func.functional_call(model, values, args, kwargs)

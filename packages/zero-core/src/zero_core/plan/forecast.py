@@ -26,9 +26,13 @@ from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
+from zero_core.optim.device_tier import (
+    TURN_NUMEL,
+    optimizer_maker,
+    probe_states,
+    widened_numel,
+)
 from zero_core.optim.factory import has_kernel_rule
-from zero_core.optim.probe import optimizer_maker, probe_states
-from zero_core.optim.turns import TURN_NUMEL, widened_numel
 from zero_core.optim.whole_tier import step_bytes
 from zero_core.plan.footprints import (
     CollectivesFootprint,

@@ -1,0 +1,388 @@
+"""Modules and losses that are computed tile by tile, as ``tiled_compute`` asks.
+
+[Note: tiles]
+A module that acts on each token by itself (the MLP of a transformer's block) keeps activations of
+all tokens for backward, several times as wide as its input. Computed on tiles of ``tile_tokens``
+tokens, each of which keeps its input alone and is computed again in backward, it holds those of one
+tile. The sums over tokens in the gradients of its parameters are taken tile by tile, so that they
+round differently. Only a module's ``forward`` is wrapped, on the object: names, class and hooks
+stay.
+
+[Note: tiled logits]
+A language model's head turns ``[..., tokens, features]`` into ``[..., tokens, vocabulary]``, and
+the loss needs one tile of it at a time. `TiledLogits` stands for that output: it holds the head's
+input, and what was done to the output since, if that acts on each token by itself (views and slices
+of the leading dimensions, casts, scaling by numbers). ``torch.nn.functional.cross_entropy`` of it
+computes the head and the loss of one tile after the other and computes both again in backward, so
+that one tile of logits exists at a time. Any other function that reads them gets the whole logits,
+computed once, with their gradients. Before the backward of its forward that is as with a plain
+tensor. After it the head's weights may be elsewhere or changed, and on this rank alone they cannot
+be gathered: reading is an error then, and so is a change in place, which the tiles would not see.
+
+Both methods are those of Arctic Long Sequence Training (arXiv 2506.13996).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from zero_core._torch import (
+    METADATA_READS,
+    DisableTorchFunction,
+    is_in_backward,
+    outside_graphs,
+    pytree,
+)
+from zero_core.config import ModulesConfig, TiledComputeConfig
+from zero_core.core.hooks import ModuleUnits
+from zero_core.errors import ConfigError
+from zero_core.layout.discovery import ModuleRule
+from zero_core.object_methods import ObjectMethods
+
+
+class TileForward(Protocol):
+    """Forward of one tile, [..., tokens, features], to a row for each token, or to their loss."""
+
+    def __call__(self, tile: Tensor, /) -> Tensor: ...
+
+
+_FACTS = METADATA_READS | {Tensor.stride, Tensor.is_contiguous}
+"""Functions of a tensor that the wrapper itself answers."""
+_SCALING = frozenset({Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__})
+"""Functions of logits and a number that act on each element by itself."""
+_CHANGING = frozenset(
+    {
+        *("__setitem__", "__set__", "__delete__", "register_hook", "retain_grad"),
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod")),
+        *(f"__i{name}__" for name in ("pow", "and", "or", "xor", "lshift", "rshift", "matmul")),
+    }
+)
+"""Names of functions that change a tensor or what is kept on it, beside those that end in "_"."""
+_POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous, Tensor.to})
+
+
+class TiledLogits(Tensor):
+    """Logits, [..., vocabulary], of which one tile exists at a time. See [Note: tiled logits]."""
+
+    _hidden: Tensor
+    _head: TileForward
+    _steps: Sequence[TileForward]
+    _tile_tokens: int
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, hidden: Tensor, head: TileForward, tile_tokens: int, steps: Sequence[TileForward] = ()
+    ) -> Self:
+        """Return ``head``'s logits for ``hidden``, [..., features], with ``steps`` applied."""
+        like = _apply(head(hidden[..., :0, :]), steps)  # of no token: its shape and dtype
+        logits = Tensor._make_wrapper_subclass(
+            cls,
+            (*hidden.shape[:-1], like.shape[-1]),
+            dtype=like.dtype,
+            device=like.device,
+            requires_grad=like.requires_grad,
+        )
+        logits._hidden, logits._head, logits._steps = hidden, head, steps
+        logits._tile_tokens, logits._whole = tile_tokens, None
+        return logits
+
+    def whole(self) -> Tensor:
+        """Return the logits as a plain tensor, computed once, with their gradients."""
+        if self._whole is None:
+            with torch.enable_grad():
+                self._whole = _apply(self._head(self._hidden), self._steps)
+        return self._whole
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"TiledLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, first = func.__name__, args[0] if args else None
+        is_in_place = name.endswith("_") and not name.startswith("__")
+        is_in_place = is_in_place or name in _CHANGING or bool(kwargs.get("inplace"))
+        changed = kwargs.get("out"), first if is_in_place else None
+        if any(isinstance(value, TiledLogits) for value in changed):
+            raise RuntimeError(
+                f"{func.__name__} would change tiled logits, of which one tile exists at a time: "
+                "use a function that returns new ones, or leave the head out of "
+                "tiled_compute.logits"
+            )
+        if func in _FACTS:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)
+        if isinstance(first, TiledLogits):
+            found = first._follow(func, args[1:], kwargs)
+            if found is not None:
+                return found
+        if func is functional.cross_entropy:
+            loss = _cross_entropy(*args, **kwargs)
+            if loss is not None:
+                return loss
+        given = (tuple(args), dict(kwargs))
+        args, kwargs = pytree.tree_map_only(TiledLogits, TiledLogits.whole, given)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} was called with tiled logits where torch looks for no subclasses: leave the "
+            "head out of tiled_compute.logits"
+        )
+
+    def _follow(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Self | None:
+        """Return the result of ``func`` without computing it, or None if it needs the values."""
+        is_number = len(rest) == 1 and isinstance(rest[0], int | float)
+        if func in _POINTWISE or (func in _SCALING and is_number and not kwargs):
+            if any(isinstance(value, Tensor) for value in (*rest, *kwargs.values())):
+                return None
+
+            def step(logits: Tensor) -> Any:
+                return func(logits, *rest, **kwargs)
+
+            return type(self)(self._hidden, self._head, self._tile_tokens, (*self._steps, step))
+        # Views that leave the last dimension alone are views of the head's input.
+        hidden: Tensor | None = None
+        if func in (Tensor.view, Tensor.reshape) and not kwargs:
+            sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
+            leading = math.prod(self._hidden.shape[:-1])
+            is_same = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
+            if is_same and sizes[-1] in (self.shape[-1], -1) and _has_numel(sizes[:-1], leading):
+                hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+        elif func is Tensor.flatten and not kwargs and tuple(rest) == (0, self.dim() - 2):
+            hidden = self._hidden.flatten(0, self.dim() - 2)
+        elif func is Tensor.__getitem__:
+            index = _leading_index(rest[0], self.dim())
+            hidden = None if index is None else self._hidden[index]
+        if hidden is None or hidden.dim() < 2:
+            return None
+        return type(self)(hidden, self._head, self._tile_tokens, self._steps)
+
+
+def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:
+    for step in steps:
+        logits = step(logits)
+    return logits
+
+
+def _has_numel(sizes: Sequence[int], numel: int) -> bool:
+    """Return whether ``sizes`` have ``numel`` elements, if a single -1 among them can be chosen."""
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes:
+        return sizes.count(-1) == 1 and known > 0 and numel % known == 0
+    return known == numel
+
+
+def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
+    """Return ``index`` for all dimensions, if it takes whole rows in the last one, or None."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(not (isinstance(item, int | slice) or item is Ellipsis) for item in items):
+        return None
+    if items.count(Ellipsis) > 1 or any(isinstance(item, bool) for item in items):
+        return None
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    at = items.index(Ellipsis)
+    items[at : at + 1] = [slice(None)] * (num_dims - len(items) + 1)
+    return tuple(items) if len(items) == num_dims and items[-1] == slice(None) else None
+
+
+def _cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Return `functional.cross_entropy` of [tokens, vocabulary] by tiles, None if it needs all."""
+    if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
+        return None
+    is_legacy = (size_average, reduce) != (None, None)
+    is_fitting = input.dim() == 2 and target.shape[:1] == input.shape[:1]
+    if is_legacy or not is_fitting or reduction not in ("mean", "sum", "none"):
+        return None  # also where torch has to say what is wrong
+    logits = input
+    is_summed = reduction != "none"
+    # A sum of thousands of losses may be more than fp16 holds.
+    dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+    own_dtype = logits.dtype  # of a loss: wider than the logits under autocast
+
+    def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
+        nonlocal own_dtype
+        tile = _apply(logits._head(hidden), logits._steps)
+        losses = functional.cross_entropy(
+            tile,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        own_dtype = losses.dtype
+        return losses.sum(dtype=dtype) if is_summed else losses
+
+    size = logits._tile_tokens
+    tiles = zip(torch.split(logits._hidden, size), torch.split(target, size), strict=True)
+    losses = [run_tile(partial(loss_of, target=wanted), hidden) for hidden, wanted in tiles]
+    if not is_summed:
+        return torch.cat(losses)
+    total = torch.stack(losses).sum()
+    if reduction == "mean":
+        if target.is_floating_point():
+            total = total / target.shape[0]
+        else:  # the rows, or the weights of those that count
+            counted = target != ignore_index
+            total = total / (counted.sum() if weight is None else weight[target[counted]].sum())
+    return total.to(own_dtype)
+
+
+def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
+    """Compute ``tile``. With gradients, keep it alone and compute it again in backward."""
+    if not torch.is_grad_enabled():
+        return forward(tile)
+    result: Tensor = checkpoint(forward, tile, use_reentrant=False)
+    return result
+
+
+class TiledForwards(ObjectMethods):
+    """Wraps the forwards of the modules that the configuration names until `remove`."""
+
+    def __init__(
+        self, model: nn.Module, config: TiledComputeConfig, units: ModuleUnits | None
+    ) -> None:
+        """Wrap the modules of ``model``: see `check_names`. None: they are in no engine."""
+        self._tile_tokens = config.tile_tokens
+        self._units = units
+        tiled = [(m, self._tiled(path, m)) for path, m in _selected(model, config.modules)]
+        heads = [(m, self._with_loss(path, m)) for path, m in _selected(model, config.logits)]
+        super().__init__("forward", [*tiled, *heads])
+
+    def _tiled(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            if len(tensors) != 1 or leaves[tensors[0]].dim() < 2:
+                shapes = [tuple(leaves[at].shape) for at in tensors]
+                raise ConfigError(
+                    f"tiled_compute.modules: {path!r} ({type(module).__name__}) was called with "
+                    f"tensors of shapes {shapes}: only a module that takes one tensor, [..., "
+                    "tokens, features], can be tiled"
+                )
+            (at,) = tensors
+            x = leaves[at]
+            size = max(1, self._tile_tokens * x.shape[-2] * x.shape[-1] // max(1, x.numel()))
+            if x.shape[-2] <= size:
+                return forward(*args, **kwargs)
+
+            def of_tile(tile: Tensor) -> Tensor:
+                if self._units is not None and is_in_backward():
+                    self._units.gather(module)  # in forward the module's own hooks have done it
+                # A module may view what it is given, as the Conv1D of GPT-2 does.
+                its_args, its_kwargs = pytree.tree_unflatten(
+                    [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
+                )
+                output = forward(*its_args, **its_kwargs)
+                if not isinstance(output, Tensor) or output.shape[:-1] != tile.shape[:-1]:
+                    raise ConfigError(
+                        f"tiled_compute.modules: {path!r} ({type(module).__name__}) does not "
+                        "return one tensor with a row for each token: leave it out"
+                    )
+                return output
+
+            return torch.cat([run_tile(of_tile, tile) for tile in x.split(size, dim=-2)], dim=-2)
+
+        return wrapped
+
+    def _with_loss(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            inputs = [*args, *kwargs.values()]
+            # Without gradients logits may be read on one rank alone, when nothing is gathered.
+            if len(inputs) != 1 or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            hidden: Tensor = inputs[0]
+            tokens = hidden.numel() // max(1, hidden.shape[-1])
+            if hidden.dim() < 2 or tokens <= self._tile_tokens:
+                return forward(hidden)
+            # The head's own forward, with the weights and the autocast that it has now.
+            units, device_type = self._units, hidden.device.type
+            version = 0 if units is None else units.version(module)
+            autocast: dict[str, Any] | None = None
+            if torch.amp.is_autocast_available(device_type):
+                autocast = {
+                    "device_type": device_type,
+                    "dtype": torch.get_autocast_dtype(device_type),
+                    "enabled": torch.is_autocast_enabled(device_type),
+                }
+
+            def head(tile: Tensor) -> Tensor:
+                if units is not None and version != units.version(module):
+                    raise RuntimeError(
+                        f"logits of {path!r} were read after step(), which has changed its "
+                        "weights: read them before it, or leave the head out of "
+                        "tiled_compute.logits"
+                    )
+                if units is not None and is_in_backward():
+                    units.gather(module)
+                elif units is not None and not units.is_gathered(module):
+                    raise RuntimeError(
+                        f"logits of {path!r} were read after their backward, which has released "
+                        "its weights: read them before it, or leave the head out of "
+                        "tiled_compute.logits"
+                    )
+                with torch.autocast(**autocast) if autocast else nullcontext():
+                    logits: Tensor = forward(tile)
+                return logits
+
+            return TiledLogits(hidden, head, self._tile_tokens)
+
+        return outside_graphs(wrapped)  # a graph would hold the whole logits
+
+
+def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
+    """Check the names in the configuration before anything is changed."""
+    for key, block in (("modules", config.modules), ("logits", config.logits)):
+        missing = ModuleRule(**block.model_dump()).missing(model)
+        if missing:
+            raise ConfigError(
+                f"tiled_compute.{key} names what the model lacks: {', '.join(missing)}"
+            )
+
+
+def _selected(model: nn.Module, config: ModulesConfig) -> list[tuple[str, nn.Module]]:
+    """Return the modules that ``config`` names, each once, but none within another one."""
+    rule = ModuleRule(**config.model_dump())
+    found: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        is_within = bool(found) and path.startswith(f"{found[-1][0]}.")
+        if not is_within and rule.selects(path, module):
+            found.append((path, module))
+    return found
