@@ -300,7 +300,8 @@ class ShardedModel:
             with self._module_units.keeping(limit):
                 yield self.module
         finally:
-            self._memory.shrink_pools()
+            self._memory.pools.free(keeps_expected=True)
+            self._memory.forget_views()
 
     def set_modules_to_forward_prefetch(
         self, module: nn.Module, modules: Iterable[nn.Module]

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice, takewhile
 
 import torch
@@ -64,6 +65,10 @@ class OffloadedSegments:
 
     segments: tuple[Segment, ...]
     tier: ParamTier | None
+
+    @cached_property
+    def indices(self) -> frozenset[int]:
+        return frozenset(segment.index for segment in self.segments)
 
 
 class OffloadedShard(ShardSource):
