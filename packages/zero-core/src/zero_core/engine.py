@@ -229,7 +229,7 @@ class Engine(ShardedModel):
             return loss, self.scale(loss, over=over)
 
         try:
-            with self._micro_batches.random.kept():
+            with self._micro_batches.kept_random_states():
                 losses = self._micro_batches.run(found, scaled, seed=seed)
                 self._end_micro_step(client_state)
         except BaseException:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._libc import share_arenas
-from zero_core._torch import is_in_backward, outside_graphs
+from zero_core._torch import is_in_backward, outside_graphs, seed_generators
 from zero_core.config import Config
 from zero_core.core.grads import FlatGrads
 from zero_core.core.passes import Driver, Passes
@@ -49,7 +49,12 @@ from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.micro_batches import MicroBatches, RandomStates, ScaledLoss
+from zero_core.step.micro_batches import (
+    MicroBatches,
+    ScaledLoss,
+    random_states,
+    set_random_states,
+)
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads
 from zero_core.vertical.segments import SegmentCrossing
 from zero_core.vertical.turns import ForwardAbandoned, MicroBatch
@@ -117,7 +122,6 @@ class VerticalSchedule:
         if state.device.type == "cpu":
             share_arenas()  # micro-batches take turns on threads of their own
         self._host_inputs = host_inputs
-        self._random = RandomStates(state.device)
         # Tensors in modules before a turn; None once the model's code has been seen.
         self._in_attributes: dict[str, list[Tensor]] | None = {}
         self._running: MicroBatch | None = None  # the forward that has its turn
@@ -243,9 +247,9 @@ class VerticalSchedule:
         accumulation = self._train.accumulation
         accumulation.enter_micro_step(one.number)
         if one.states is None:
-            self._random.seed(seed, accumulation.micro_steps)
+            seed_generators(self._device, seed, accumulation.micro_steps)
         else:
-            self._random.set(one.states)
+            set_random_states(self._device, one.states)
         self._running = one
         try:
             one.advance()
@@ -269,7 +273,7 @@ class VerticalSchedule:
                         f"in the attribute {name}, where another micro-batch would find it",
                     )
         self._running = None  # after an error it goes on until it is abandoned
-        one.states = self._random.get()
+        one.states = random_states(self._device)
 
     # --------------------------------------------------------------- backward
 
