@@ -269,18 +269,17 @@ class Engine(ShardedModel):
                 check()
             self.optimizer.update_ahead()
             self._passes.backward.complete_gradient()
-            decision = self._gradient.decide()
+            why_skipped = self._gradient.decide().why_skipped
         except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
             self.place.unfinished = ""
             raise
-        why_skipped = "" if decision.is_taken else self._gradient.explain_skip()
-        self.optimizer.overflow = not decision.is_taken
-        if decision.is_taken:
-            self.optimizer.engine_step()
-            self._train.step_taken()
-        else:
+        self.optimizer.overflow = bool(why_skipped)
+        if why_skipped:
             self._meter.end_step()
             self._train.step_skipped(why_skipped)
+        else:
+            self.optimizer.engine_step()
+            self._train.step_taken()
         self._passes.backward.discard()
         self._train.end_step()
         self.place.unfinished = ""

@@ -157,6 +157,14 @@ class ShardedState:
         """Index of this rank's piece of a parameter, by the parameter's number in the layout."""
         return {piece.param: index for index, piece in enumerate(self.pieces)}
 
+    @cached_property
+    def pieces_of(self) -> dict[int, list[int]]:
+        """Indices of this rank's pieces of a segment, by segment."""
+        found: dict[int, list[int]] = {}
+        for index, piece in enumerate(self.pieces):
+            found.setdefault(piece.segment, []).append(index)
+        return found
+
     def piece_of(self, param: int) -> Piece | None:
         """Return this rank's piece of parameter number ``param``, None if it has none."""
         index = self.piece_numbers.get(param)

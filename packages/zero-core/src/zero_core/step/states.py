@@ -127,7 +127,7 @@ class StateAccess:
         segment, slot = self._find(name, what)
         if what == GRAD:
             factor = self._complete_gradient()
-            own = _widened(self._gradient.grads_of(segment.index).values().cpu()) * factor
+            own = _widened(self._gradient.grads[segment.index].values().cpu()) * factor
         elif segment.is_opaque:
             own = self._state.own_slice(segment.index)
         elif what == MASTER:
@@ -153,7 +153,7 @@ class StateAccess:
         if piece is None:
             return torch.empty(0)
         if what == GRAD:
-            final = self._gradient.grads_of(segment.index).covered()
+            final = self._gradient.grads[segment.index].covered()
             low = piece.offset + slot.start - self._state.covered(segment.index)[0]
             return _widened(final[low : low + piece.stop - piece.start].cpu()) * factor
         if what not in self._state.state_names():
@@ -350,7 +350,7 @@ class StateAccess:
         """Have the gradient reduced. Return the factor that brings it to its true scale."""
         self._gradient.policy.check_unused("reading, setting or clipping gradients")
         self._passes.backward.complete_gradient()
-        return self._gradient.factor
+        return self._gradient.scale.factor
 
     def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
         self._device_states.check_states("access to states by name")
@@ -409,7 +409,7 @@ class StateAccess:
     def _set_gradient(self, segment: Segment, slot: Slot, part: Tensor) -> None:
         """Set the gradient's shard, which may be smaller than ``part``, the span of the state."""
         factor = self._complete_gradient()
-        grads = self._gradient.grads_of(segment.index)
+        grads = self._gradient.grads[segment.index]
         base, _ = segment.shard_range(self._state.control.rank)
         low, high = max(slot.start, base), min(slot.stop, base + segment.shard_numel)
         if low < high:

@@ -74,11 +74,13 @@ class UpdatePolicy:
         begins_early: whether updates begin before the step is decided, in backward.
         is_final: whether such an update stays, whatever comes.
         undo_bytes: host memory of an undo log.
+        is_ahead: whether an update was enqueued that `step` has not ended.
     """
 
     begins_early: ClassVar[bool] = False
     is_final: ClassVar[bool] = False
     undo_bytes = 0
+    is_ahead = False
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         self._tier = tier
@@ -93,18 +95,12 @@ class UpdatePolicy:
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether `step_ahead` may be called."""
         return False
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
         """Enqueue the update: see `DeviceTier`. Called where `can_step_ahead` alone."""
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether an update was enqueued that `step` has not ended."""
-        return False
 
     def settle(self, *, is_void: bool) -> None:
         """Note the decision on an update that was enqueued ahead."""
@@ -127,50 +123,44 @@ class UpdatePolicy:
 class AheadPolicy(UpdatePolicy):
     """See [Note: update ahead]."""
 
-    def __init__(self, tier: DeviceTier, train: TrainState) -> None:
-        super().__init__(tier, train)
-        self._ahead_tier = tier
-        self._ahead: Sequence[int] = ()  # pieces whose update was enqueued
+    _tier: DeviceTier
+    _ahead: Sequence[int] = ()  # pieces whose update was enqueued
 
     @property
     def can_step_ahead(self) -> bool:
-        return self._ahead_tier.can_step_ahead  # a load may bring groups with other kernels
+        return self._tier.can_step_ahead  # a load may bring groups with other kernels
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        self._ahead = active
+        self._ahead, self.is_ahead = active, True
         groups = self._train.hyperparameters()
-        self._ahead_tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
-
-    @property
-    def is_ahead(self) -> bool:
-        return bool(self._ahead)
+        self._tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
 
     def settle(self, *, is_void: bool) -> None:
-        if self._ahead:
-            self._ahead_tier.settle(is_void=is_void)
+        if self.is_ahead:
+            self._tier.settle(is_void=is_void)
         if is_void:
-            self._ahead = ()
+            self.clear()
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
         done = set(self._ahead)
         super().step([i for i in active if i not in done], grad_scale=grad_scale)
-        self._ahead = ()
+        self.clear()
 
     def clear(self) -> None:
-        self._ahead = ()
+        self._ahead, self.is_ahead = (), False
 
 
 class InBackwardPolicy(UpdatePolicy):
     """See [Note: optimizer in backward]."""
 
     begins_early = is_final = True
+    _settings = ""  # that pieces were updated with
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         super().__init__(tier, train)
         self._updated: set[int] = set()  # pieces, in this step
-        self._settings = ""  # that they were updated with
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
         if active:
@@ -203,15 +193,14 @@ class UndoPolicy(UpdatePolicy):
     """See [Note: speculation]."""
 
     begins_early = True
+    _tier: SpeculativeTier
 
     def __init__(self, tier: SpeculativeTier, train: TrainState) -> None:
         super().__init__(tier, train)
-        self._speculative_tier = tier
         self.undo_bytes = tier.undo_bytes
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
-        groups = self._train.hyperparameters()
-        self._speculative_tier.speculate(groups, active, grad_scale=grad_scale)
+        self._tier.speculate(self._train.hyperparameters(), active, grad_scale=grad_scale)
         return False
 
 
