@@ -274,7 +274,7 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
 
 def frozen_slices(state: ShardedState) -> dict[str, Tensor]:
     frozen = [s.index for s in state.layout.segments if not s.is_trainable]
-    return {str(s): state.own_slice(s) for s in frozen}
+    return {str(s): state.own_state(s) for s in frozen}
 
 
 def random_states() -> dict[str, Tensor]:

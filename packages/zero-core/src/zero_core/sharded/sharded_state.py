@@ -15,7 +15,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.core import access
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.params import FlatParams
-from zero_core.layout.arithmetic import Layout, ParamSpec, Piece, Segment
+from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
 from zero_core.sharded.buffers import CommonBuffers
@@ -86,32 +86,22 @@ class ShardedState:
 
     def extension_slices(self, name: str) -> dict[str, Tensor]:
         """Return copies of this rank's slices of an extension's state, by segment."""
-        found = {}
-        for segment in self.layout.segments:
-            if segment.is_trainable:
-                found[str(segment.index)] = self.read_state(name, *self.own_span(segment.index))
-        return found
+        trained = [s.index for s in self.layout.segments if s.is_trainable]
+        return {str(index): self.own_state(index, name) for index in trained}
 
-    def own_slice(self, segment: int) -> Tensor:
-        """Return this rank's [shard_numel] of the master weights, or of frozen values, on the CPU.
+    def own_state(self, segment: int, name: str = MASTER) -> Tensor:
+        """Return this rank's [shard_numel] of a state, or of frozen values, on the CPU.
 
         One slice per rank, whatever the stage: where every rank holds the whole segment, it is
-        that rank's part of it.
+        that rank's part of it. Zeros if the tier of this rank does not know the state.
         """
-        values = self.params[segment]
-        if values.source.span is None:
-            return values.source.read().detach().cpu()
-        return self.own_state(segment, MASTER)
-
-    def own_state(self, segment: int, name: str) -> Tensor:
-        """Return this rank's [shard_numel] of state ``name`` of a trainable segment, on the CPU.
-
-        It is a copy, of zeros if the tier of this rank does not know the state.
-        """
+        source, dtype = self.params[segment].source, self.layout.segments[segment].dtype
+        if source.span is None:
+            return source.read().detach().cpu()
         start, stop = self.own_span(segment)
         if name not in self.state_names():
-            is_wide = self.layout.segments[segment].dtype == torch.float64
-            return torch.zeros(stop - start, dtype=torch.float64 if is_wide else torch.float32)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            return torch.zeros(stop - start, dtype=wide)
         return self.read_state(name, start, stop)
 
     def own_span(self, segment: int) -> tuple[int, int]:
@@ -243,7 +233,12 @@ class ShardedState:
         With ``rank`` the others get nothing, and download nothing.
         """
         for segment in self.layout.segments:
-            own = self._slice_for(segment, dtype)
+            if dtype in (None, segment.dtype):
+                source = self.params[segment.index].source
+                source.wait_update()
+                own = source.read().detach().cpu()
+            else:
+                own = self.own_state(segment.index)
             if rank not in (None, self.control.rank):
                 for _ in self.control.gather_in_pieces(own):
                     pass
@@ -252,14 +247,6 @@ class ShardedState:
             for slot in segment.slots:
                 spec = self.layout.params[slot.param]
                 yield spec, spec.to_values(full[slot.start : slot.stop].clone())
-
-    def _slice_for(self, segment: Segment, dtype: torch.dtype | None) -> Tensor:
-        """Return this rank's slice of what `full_params` yields."""
-        if dtype not in (None, segment.dtype):
-            return self.own_slice(segment.index)
-        params = self.params[segment.index]
-        params.source.wait_update()
-        return params.source.read().detach().cpu()
 
     def names(self) -> list[str]:
         """Return the keys of the unwrapped model's state dict, in order, tied names included."""

@@ -10,25 +10,23 @@ Elsewhere ``param.grad`` is None, or what was assigned: a backward adds to that,
 as it is.
 
 At stages 1 to 3 no rank has the whole gradient, and where units are updated in backward it is not
-kept. There ``param.grad`` is None at all times, and `torch.nn.utils.clip_grad_norm_` would clip
-nothing, silently. So a read between backward and `step` logs a warning, once, and an assignment is
-an error.
+kept. There a read between backward and `step` returns None and logs a warning, once, as
+`torch.nn.utils.clip_grad_norm_` would clip nothing, silently. An assignment is an error.
 
-Nothing of this costs anything unless ``grad`` is read or set: it is a property of the parameters'
-class. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further
+``grad`` is a property of the parameters' class, so nothing of this costs anything unless it is read
+or set. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further
 backward of the same step adds nothing to the tensors that were given out.
 
-A rank may be late and still gather the gradient from its peers' shards while one of them reads and
-changes it. So a view is given out only of memory that no peer reads, and a shard is changed only
-after the sum of the step's statistics, which ends all of those reads. That sum is of the gradient
-as it was reduced. Changes count after it: by then every rank has the whole gradient, computes the
-norm of the changed one by itself, and needs no second exchange, which another rank might not enter.
+A rank may be late and still gather the gradient from its peers' shards. So a view is given out only
+of memory that no peer reads, and a shard is changed only after the sum of the step's facts, which
+ends all of those reads. That sum is of the gradient as it was reduced. Changes count after it: by
+then every rank has the whole gradient, and computes the norm of the changed one by itself.
 
 Changes are found by a checksum of each view that was given out, and by comparison of copies. (A
 permutation may keep the checksum. It keeps the norm too.) A segment that was only read keeps its
 statistics. Every rank must make the same changes, as with DDP; reading is each rank's own affair.
-The statistics carry which segments were changed: where ranks differ the step is refused on all of
-them, and after `Engine.clip_grad_norm_` the next one.
+The facts say which segments were changed: where ranks differ the step is refused on all of them,
+and after `Engine.clip_grad_norm_` the next one.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +67,12 @@ class TrainedParameter(EngineParameter):
         own: Tensor | None = get_grad(self)
         if own is not None:
             return own
-        served = _served(self)
+        served = _serving.get(id(self))
         return None if served is None else served.read(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        served = _served(self)
+        served = _serving.get(id(self))
         if served is None or not served.write(self, value):
             set_grad(self, value)
 
@@ -85,20 +82,6 @@ class TrainedParameter(EngineParameter):
 
 
 allow_foreach(TrainedParameter)
-
-_serving: dict[int, weakref.ref[ParamGrads]] = {}  # by id of the parameter
-
-
-def _served(param: nn.Parameter) -> ParamGrads | None:
-    found = _serving.get(id(param))
-    return None if found is None else found()
-
-
-def _forget(numbers: Collection[int], dropped: weakref.ref[ParamGrads]) -> None:
-    # Not by a walk through the dictionary: collection of another engine may change it meanwhile.
-    for number in numbers:
-        if _serving.get(number) is dropped:
-            del _serving[number]
 
 
 class ParamGrads:
@@ -118,21 +101,21 @@ class ParamGrads:
     ) -> None:
         """Prepare for the trainable parameters among ``params``. Reads return None before `serve`.
 
-        ``params_with_grad`` are the numbers of those that have a gradient on this rank. It is kept
-        up to date. ``owns_grads``: whether the state tier copies gradients. ``why_none``: why none
-        is given out; empty where it is.
+        Args:
+            params_with_grad: numbers of those that have a gradient on this rank, kept up to date.
+            owns_grads: whether the state tier copies gradients.
+            why_none: why none is given out; empty where it is.
         """
         self._with_grad = params_with_grad
         self._owns_grads = owns_grads
         self._why_none = why_none
-        self._params = [
-            (param, flat.segment.index, position)
-            for flat in params
-            if flat.segment.is_trainable
-            for position, param in enumerate(flat.params)
-            if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
-        ]
-        self._places = {id(param): place for param, *place in self._params}
+        self._params: list[nn.Parameter] = []
+        self._places: dict[int, tuple[int, int]] = {}  # segment and position, by id
+        for flat in params:
+            for position, param in enumerate(flat.params if flat.segment.is_trainable else ()):
+                if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter:
+                    self._params.append(param)
+                    self._places[id(param)] = flat.segment.index, position
         self._complete: dict[int, FlatGrads] = {}  # by segment, while they may be read
         # By segment and position: what reads return, None where there is to be no gradient.
         self._given: dict[int, dict[int, Tensor | None]] = {}
@@ -149,16 +132,15 @@ class ParamGrads:
 
     def serve(self) -> ParamGrads:
         """Serve reads and changes of ``param.grad`` until `remove`."""
-        own = weakref.ref(self, partial(_forget, tuple(self._places)))
-        access.use_class((param for param, _, _ in self._params), TrainedParameter)
-        _serving.update((number, own) for number in self._places)
+        access.use_class(self._params, TrainedParameter)
+        _serving.update(dict.fromkeys(self._places, self))
         return self
 
     def remove(self) -> None:
         self.clear()
         for number in self._places:
             _serving.pop(number, None)
-        access.use_class((param for param, _, _ in self._params), nn.Parameter)
+        access.use_class(self._params, nn.Parameter)
 
     # ------------------------------------------------------------- of scripts
 
@@ -169,7 +151,9 @@ class ParamGrads:
         if grads is None:
             return None
         if self._why_none:
-            self._warn()
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("%s", self._why_none)
             return None
         given = self._given.setdefault(index, {})
         if position not in given:
@@ -206,11 +190,6 @@ class ParamGrads:
             self._with_grad.add(number)
         return True
 
-    def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning("%s", self._why_none)
-
     # --------------------------------------------------------------- of a step
 
     def open(self, grads: FlatGrads) -> None:
@@ -236,6 +215,10 @@ class ParamGrads:
             set_grad(param, None)
         self._assigned.clear()
 
+    def is_assigned(self, param: nn.Parameter) -> bool:
+        """Whether a script gave ``param`` a gradient while the step had none."""
+        return id(param) in self._assigned
+
     def take_assigned(self) -> None:
         """Take what was assigned before the gradient was complete."""
         assigned, self._assigned = self._assigned, {}
@@ -246,41 +229,13 @@ class ParamGrads:
                 is_taken = self.write(param, grad)
                 assert is_taken, "the gradient is complete now"
 
-    def is_assigned(self, param: nn.Parameter) -> bool:
-        """Whether a script gave ``param`` a gradient while the step had none."""
-        return id(param) in self._assigned
-
+    @torch.no_grad()
     def note_changes(self, *, is_agreed: bool) -> dict[int, dict[int, Tensor]]:
         """Return what was changed, by segment and position of the parameter, and write nothing.
 
         Changes of views are in the gradient already: their segment is there, perhaps with nothing.
         ``is_agreed``: the sum of the facts does not have them.
         """
-        found = self._find_changes()
-        (self._changed_late if is_agreed else self._changed).update(found)
-        return found
-
-    def begin_agreement(self, communicator: Communicator) -> list[str]:
-        """Begin the sum of the facts, and name the segments that were changed, which it hashes."""
-        self._changed |= self._changed_late
-        self._changed_late = set()
-        self.set_params.clear()
-        name_of = communicator.name_of
-        changed = [name_of("param.grad", i) for i in sorted(self._changed)]
-        before = [name_of("the last step's param.grad", i) for i in sorted(self._changed_before)]
-        return changed + before
-
-    def forget_last_changes(self) -> None:
-        """Compare the changes of the last step no more: they were refused."""
-        self._changed_before = set()
-
-    def decided(self) -> None:
-        """End reads and changes: the step is decided."""
-        self.close()
-        self._changed_before, self._changed_late = self._changed_late, set()
-
-    @torch.no_grad()
-    def _find_changes(self) -> dict[int, dict[int, Tensor]]:
         found = {}
         for index, given in self._given.items():
             grads, own = self._complete[index], {}
@@ -293,6 +248,7 @@ class ParamGrads:
             checksums = self._checksums.get(index, {}).items()
             if own or any(not torch.equal(_checksum(grads.of_param(p)), s) for p, s in checksums):
                 found[index] = own
+        (self._changed_late if is_agreed else self._changed).update(found)
         return found
 
     @torch.no_grad()
@@ -313,6 +269,29 @@ class ParamGrads:
         """Have the next reductions add to the gradients with ``changes``."""
         for index in changes.keys() | self._checksums.keys():
             self._complete[index].keep_changes(changes.get(index, {}))
+
+    def begin_agreement(self, communicator: Communicator) -> list[str]:
+        """Begin the sum of the facts, and name the segments that were changed, which it hashes."""
+        self._changed |= self._changed_late
+        self._changed_late = set()
+        self.set_params.clear()
+        name_of = communicator.name_of
+        changed = [name_of("param.grad", i) for i in sorted(self._changed)]
+        before = [name_of("the last step's param.grad", i) for i in sorted(self._changed_before)]
+        return changed + before
+
+    def forget_last_changes(self) -> None:
+        """Compare the changes of the last step no more: they were refused."""
+        self._changed_before = set()
+
+    def decided(self) -> None:
+        """End reads and changes: the step is decided."""
+        self.close()
+        self._changed_before, self._changed_late = self._changed_late, set()
+
+
+_serving: weakref.WeakValueDictionary[int, ParamGrads] = weakref.WeakValueDictionary()
+"""By ``id`` of the parameter."""
 
 
 def _checksum(values: Tensor) -> Tensor:
