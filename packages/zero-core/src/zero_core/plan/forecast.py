@@ -165,7 +165,7 @@ class Forecast:
             ),
         }
         self._fixed = {
-            **memory.expected_report(),
+            **memory.report(is_expected=True),
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": self._further_shard_bytes(),
             # Autograd's, before it joins its unit's.

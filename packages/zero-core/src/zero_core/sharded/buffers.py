@@ -37,20 +37,14 @@ class _Buffer(NamedTuple):
 
 
 class CommonBuffers:
-    """The model's buffers, as all ranks have them, and their broadcast from rank 0.
-
-    See the notes above.
-
-    Attributes:
-        handles: of the hooks that `attach` put on the model.
-    """
+    """The model's buffers, as all ranks have them, and their broadcast. See the notes above."""
 
     def __init__(self, model: nn.Module) -> None:
         """Prepare. There are none before `confirm`."""
         self._model = model
         self._seen: list[_Buffer] = []
         self._agreed: list[_Buffer] = []
-        self.handles: list[Any] = []
+        self.handles: list[Any] = []  # of the hooks that `attach` puts on the model
 
     def describe(self) -> Mapping[str, str]:
         """Return shape and dtype of this rank's buffers, by their names."""

@@ -62,15 +62,13 @@ class Pools:
         *,
         is_accelerated: bool,
     ) -> None:
-        """``stream`` fetches offloaded shards. The rest is as for `Memory`."""
         self._layout = layout
         self._has_peers = layout.world_size > 1
         self._device = device
         self._exchanged = exchanged
         self._private = allocator(device)
         self._stream = stream
-        # Copies to other memory are under way on an accelerator while the next unit is reduced.
-        self._num_spare = NUM_SPARE if is_accelerated else 0
+        self._num_spare = NUM_SPARE if is_accelerated else 0  # elsewhere copies have ended
         self._pools: list[tuple[str, BufferPool | RefilledBuffers, int]] = []
 
     def split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
@@ -93,8 +91,8 @@ class Pools:
     ) -> BufferPool:
         """Make a pool for requests of ``nbytes``, of which ``num_at_once`` are lent together.
 
-        ``num_copied`` segments borrow in a backward and are copied elsewhere when they return it.
-        Only so many buffers more are of use: the root, whose segments are lent together, has none.
+        ``num_copied`` of them are copied elsewhere in a backward. Only so many spare buffers are of
+        use: the root, whose segments are lent together, has none.
         """
         num_spare = max(0, min(self._num_spare, num_copied - num_at_once))
         pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
@@ -104,10 +102,7 @@ class Pools:
     def make_for_values(
         self, gathered: Collection[int], offloaded: Collection[int]
     ) -> dict[int, tuple[BufferPool | RefilledBuffers, BufferPool | None]]:
-        """Return what lends gathered values, and fetched shards if any are, by segment.
-
-        ``gathered``: segments that are gathered for each use.
-        """
+        """Return what lends gathered values, and fetched shards if any are, by segment."""
         found: dict[int, tuple[BufferPool | RefilledBuffers, BufferPool | None]] = {}
         allocate, stream = self._private, self._stream
         for part in self.split(self._layout.segments):
@@ -141,9 +136,9 @@ class Pools:
     def make_for_gradients(
         self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan], *, is_whole: bool
     ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
-        """Return the pools of `GradientBuffers`, for one part of the model.
+        """Return the pools of `GradientBuffers` for one part of the model.
 
-        ``is_whole``: whether each rank updates all of a segment.
+        ``is_whole``: each rank updates all of a segment.
         """
         plans = [(s, plan_of[s.index]) for s in segments]
         full = {}
@@ -190,38 +185,23 @@ class Pools:
         return full, shard_pool, rounded_pool
 
     def add_to(self, report: dict[str, int], *, is_expected: bool) -> None:
-        """Add bytes by kind: those that are allocated, or those that `reserve` allocates."""
         for kind, pool, expected in self._pools:
             nbytes = expected * pool.buffer_bytes if is_expected else pool.allocated_bytes
             report[kind] = report.get(kind, 0) + nbytes
 
     def reserve(self) -> None:
-        """Allocate what steps borrow, before there are activations.
-
-        On an accelerator memory that is allocated later would lie between them.
-        """
+        """Allocate what steps borrow. Later on an accelerator it would be between activations."""
         for _, pool, expected in self._pools:
             pool.reserve(expected)
 
     def free(self, *, keeps_expected: bool = False) -> None:
-        """Free memory that is not lent: all, or what is there beyond what `reserve` allocates."""
+        """Free memory that is not lent: all, or what is beyond that of `reserve`."""
         for _, pool, expected in self._pools:
             pool.free(keep=expected if keeps_expected else 0)
 
 
 class Memory:
-    """Allocates parameters, gradients and pools, and makes the units on top of them.
-
-    Attributes:
-        device: where memory is allocated.
-        pools: short-lived memory.
-        spans: each trainable segment's part of the local flat space, by segment.
-        update_targets: what the state tier writes new values to, by start in the local flat space.
-            Shards that it cannot write itself (offloaded to a file, or with logged changes) are on
-            the meta device: their new values go to ``store``.
-        store: takes the new values of shards on the meta device. None: there are none.
-        changes: the log of changed values that patches of the weights need, if there is one.
-    """
+    """Allocates parameters, gradients and pools, and makes the units on top of them."""
 
     def __init__(
         self,
@@ -237,10 +217,8 @@ class Memory:
     ) -> None:
         """Allocate values for ``rank`` on ``device``. The model's parameters stay as they are.
 
-        Args:
-            exchanged: allocates what other ranks read (shards and gradients), if that is special.
-            is_accelerated: whether the compute device is another one than the host.
-            offloaded: the segments whose shards are not on the device, if there are any.
+        ``exchanged`` allocates what other ranks read (shards and gradients), if that is special.
+        ``is_accelerated``: whether the compute device is another one than the host.
         """
         self._found = found
         self._layout = layout
@@ -270,29 +248,29 @@ class Memory:
                 if s.index not in self._offloaded.indices
             },
         )
-        self.spans: dict[int, tuple[int, int]] = {}
+        self.spans: dict[int, tuple[int, int]] = {}  # of segments in the local flat space
         for index, start in layout.local_starts(is_sharded=self.has_sharded_state).items():
             low, high = layout.state_range(
                 layout.segments[index], rank, is_sharded=self.has_sharded_state
             )
             self.spans[index] = (start, start + high - low)
+        # What the state tier writes new values to, by start in the local flat space. Shards that it
+        # cannot write itself (in a file, or with logged changes) are on the meta device: their new
+        # values go to the store.
         self.update_targets: list[tuple[int, Tensor]] = []
         self.store: ParamStore | None = None
-        self.changes: ChangeLog | None = None
+        self.changes: ChangeLog | None = None  # for patches of the weights
         self._find_targets()
 
     @property
     def has_sharded_state(self) -> bool:
-        """Whether each rank updates its shard alone."""
         return self._stage >= 1
 
     @property
     def has_sharded_params(self) -> bool:
-        """Whether values are gathered for each use."""
         return self._stage >= 3
 
     def _find_targets(self) -> None:
-        """Find what the state tier writes to, and start the log of changes, if one is asked for."""
         config, tier, offloaded = self._config, self._offloaded.tier, self._offloaded.indices
         # A master weight that shares the parameter's bits needs to be at the parameter.
         is_split = config.zero_optimization.offload_optimizer.state_dtype != "float32"
@@ -326,7 +304,6 @@ class Memory:
             )
 
     def _shard(self, segment: Segment) -> Tensor:
-        """Return this rank's shard of a segment on the device."""
         values = self._values[segment.index]
         if segment.index in self._gathered:
             return values
@@ -342,10 +319,7 @@ class Memory:
         *,
         has_own_tier: bool,
     ) -> list[Unit]:
-        """Allocate what gradients need, and make the units, whose shards ``tier`` updates.
-
-        ``has_own_tier``: whether a program brings it.
-        """
+        """Allocate what gradients need, and make the units. A program may bring its ``tier``."""
         segments, zero = self._layout.segments, self._config.zero_optimization
         has_masters = has_own_tier or zero.offload_optimizer.device != "none"
         params = [
@@ -435,7 +409,6 @@ class Memory:
         )
 
     def _views_of(self, segment: Segment, params: Sequence[Tensor]) -> SegmentViews:
-        """Return views that the segment shares with those that are like it."""
         slots = [
             (slot.start, slot.stop, p.shape, dim_order(p))
             for slot, p in zip(segment.slots, params, strict=True)
@@ -499,22 +472,17 @@ class Memory:
 
     # ------------------------------------------------------------------ reports
 
-    def report(self) -> dict[str, int]:
-        """Return bytes by kind, on this rank, without the state tier's."""
-        found = self._report(is_expected=False)
+    def report(self, *, is_expected: bool = False) -> dict[str, int]:
+        """Return bytes by kind, on this rank, without the state tier's.
+
+        ``is_expected``: as after steps in which units ran in the module tree's order.
+        """
+        found = self._arena.report()
+        self.pools.add_to(found, is_expected=is_expected)
         if self.changes is not None:
             found["weight patches"] = self.changes.nbytes
         tier = self._offloaded.tier
         return found if tier is None else {**found, **tier.report()}
-
-    def expected_report(self) -> dict[str, int]:
-        """Return what `report` says after steps in which units ran in the module tree's order."""
-        return self._report(is_expected=True)
-
-    def _report(self, *, is_expected: bool) -> dict[str, int]:
-        found = self._arena.report()
-        self.pools.add_to(found, is_expected=is_expected)
-        return found
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
         """Return long-lived buffers: see `zero_core.protocols.DeviceMemory`."""
@@ -530,7 +498,7 @@ class Memory:
 
 
 def _num_of_largest_unit(segments: Sequence[Segment]) -> int:
-    """Return how many segments the unit has that has the most of them."""
+    """Return the most segments of a unit."""
     return max(Counter(s.unit for s in segments).values(), default=0)
 
 

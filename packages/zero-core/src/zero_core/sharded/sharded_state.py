@@ -26,35 +26,20 @@ MASTER = "master_weight"
 
 @dataclass(frozen=True)
 class ShardedState:
-    """Shards, master weights and optimizer state of a model on one rank.
-
-    Attributes:
-        module: the model, for its names and buffers.
-        layout: the place of every element.
-        params: the flat parameters of every segment, by segment index.
-        tier: the master weights and optimizer state.
-        control: the group for small exchanges.
-        common_buffers: the model's buffers, as ranks agree on them.
-        pieces: this rank's part of each trainable parameter.
-        optimizer: its kind and number of groups, in words.
-        quantized: the model's quantized parameters.
-        changes: the log of changed values; None if no patches are made.
-        readers: work under way in other threads that reads shards.
-        extensions: have states of their own: see `zero_core.core.extension.Extension.states`.
-    """
+    """Shards, master weights and optimizer state of a model on one rank."""
 
     module: nn.Module
     layout: Layout
-    params: tuple[FlatParams, ...]
+    params: tuple[FlatParams, ...]  # by segment index
     tier: StateTier
-    control: ControlGroup
+    control: ControlGroup  # for small exchanges
     common_buffers: CommonBuffers
-    pieces: tuple[Piece, ...]
-    optimizer: str
+    pieces: tuple[Piece, ...]  # this rank's parts of the trainable parameters
+    optimizer: str  # its kind and number of groups, in words
     quantized: tuple[Quantized, ...] = ()
-    changes: ChangeLog | None = None
-    readers: list[Future[Any]] = field(default_factory=list)
-    extensions: list[Extension] = field(default_factory=list)
+    changes: ChangeLog | None = None  # for patches
+    readers: list[Future[Any]] = field(default_factory=list)  # of shards, in other threads
+    extensions: list[Extension] = field(default_factory=list)  # with states of their own
 
     @property
     def local_numel(self) -> int:
@@ -63,11 +48,9 @@ class ShardedState:
         return max((span[1] for span in spans if span is not None), default=0)
 
     def state_names(self) -> list[str]:
-        """Return the names of the tier's states and of the extensions'."""
         return [*self.tier.state_names(), *self.extension_states()]
 
     def extension_states(self) -> dict[str, Tensor]:
-        """Return the extensions' states by name."""
         every = (extension.states().items() for extension in self.extensions)
         return {f"{PREFIX}{name}": values for states in every for name, values in states}
 
@@ -78,7 +61,6 @@ class ShardedState:
         return self.tier.read_state(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state from ``start`` on in the local flat space."""
         if name.startswith(PREFIX):
             self.extension_states()[name][start : start + values.numel()].copy_(values)
         else:
@@ -105,7 +87,7 @@ class ShardedState:
         return self.read_state(name, start, stop)
 
     def own_span(self, segment: int) -> tuple[int, int]:
-        """Return the span of this rank's slice of a trainable segment in the local flat space."""
+        """Return the span of this rank's slice of a segment in the local flat space."""
         span = self.params[segment].source.span
         assert span is not None
         layout = self.layout.segments[segment]
@@ -144,7 +126,7 @@ class ShardedState:
 
     @cached_property
     def piece_numbers(self) -> dict[int, int]:
-        """Index of this rank's piece of a parameter, by the parameter's number in the layout."""
+        """Index of this rank's piece of a parameter, by its number in the layout."""
         return {piece.param: index for index, piece in enumerate(self.pieces)}
 
     @cached_property
@@ -156,22 +138,18 @@ class ShardedState:
         return found
 
     def piece_of(self, param: int) -> Piece | None:
-        """Return this rank's piece of parameter number ``param``, None if it has none."""
         index = self.piece_numbers.get(param)
         return None if index is None else self.pieces[index]
 
     @property
     def cures(self) -> access.Cures:
-        """Calls that errors about uses of sharded parameters name."""
         return self.params[0].shown.cures
 
     @property
     def device(self) -> torch.device:
-        """Device that computes the model."""
         return self.params[0].device
 
     def refresh(self) -> None:
-        """Wait for the state tier, where only its update is missing of kept values."""
         for flat in self.params:
             flat.refresh()
 
@@ -265,7 +243,6 @@ class ShardedState:
         return {name: b.detach().cpu().clone() for name, b in buffers if name in kept}
 
     def owned_params(self) -> Iterator[tuple[int, ParamSpec]]:
-        """Yield piece and parameter where this rank covers the parameter's first element."""
         for index, piece in enumerate(self.pieces):
             if piece.offset == 0:
                 yield index, self.layout.params[piece.param]
@@ -278,7 +255,6 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy ``saved`` buffers into the model's, in place."""
     own = named_buffers(module)
     with torch.no_grad():
         for name, value in saved.items():

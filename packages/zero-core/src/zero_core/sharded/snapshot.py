@@ -27,17 +27,12 @@ BLOCK_NUMEL = 1 << 20
 
 
 class StateWatch:
-    """Watches the changes of a tier's states: `zero_core.protocols.ChangeWatcher`.
-
-    Attributes:
-        num_changes: of ranges so far.
-        snapshot: the one that needs the states of before.
-    """
+    """Watches the changes of a tier's states: `zero_core.protocols.ChangeWatcher`."""
 
     def __init__(self, tier: SnapshotTier) -> None:
         self.tier = tier
-        self.num_changes = 0
-        self.snapshot: Snapshot | None = None
+        self.num_changes = 0  # of ranges so far
+        self.snapshot: Snapshot | None = None  # that needs the states of before
         tier.watch_changes(self)
 
     def before_change(self, start: int, stop: int) -> None:
@@ -49,10 +44,7 @@ class StateWatch:
 
 @dataclass(frozen=True)
 class StateBlocks:
-    """A state of one segment's slice on this rank, 1-D, in blocks.
-
-    Each is read when it is reached, and can be read once.
-    """
+    """A state of one segment's slice on this rank, 1-D. Each block can be read once."""
 
     snapshot: Snapshot
     blocks: range
@@ -69,9 +61,6 @@ class Snapshot:
     """States of this rank's slices of all trainable segments, as they are when it is made.
 
     Without a watch they are read from the tier, and must not change until they have been read.
-
-    Attributes:
-        peak_bytes: the most that copies have taken so far.
     """
 
     def __init__(
@@ -82,7 +71,7 @@ class Snapshot:
         ``max_bytes`` bounds the copies: an update that needs more waits until some are read.
         Without a watch there is no bound: `keep_all` copies before anything is read.
         """
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # the most that copies have taken so far
         self._names = list(state.tier.state_names())
         self._read = state.tier.read_state if watch is None else watch.tier.peek_state
         self._watch = watch

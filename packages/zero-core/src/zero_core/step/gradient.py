@@ -39,19 +39,12 @@ _MAX_RANKS = 8
 
 @dataclass(frozen=True)
 class StepDecision:
-    """The same on all ranks, but for ``active``.
+    """The same on all ranks, but for ``active``."""
 
-    Attributes:
-        norm: 2-norm of the gradient, unscaled, before clipping.
-        why_skipped: why the step is skipped; empty if it is taken.
-        active: this rank's pieces to be updated, sorted.
-        grad_scale: factor on the gradient that unscales and clips it.
-    """
-
-    norm: float
-    why_skipped: str
-    active: list[int]
-    grad_scale: float
+    norm: float  # of the gradient, unscaled, before clipping
+    why_skipped: str  # empty if the step is taken
+    active: list[int]  # this rank's pieces to be updated, sorted
+    grad_scale: float  # unscales and clips the gradient
 
 
 class StepAgreement:
@@ -71,10 +64,7 @@ class StepAgreement:
         self._words = [0.0] * NUM_WORDS
 
     def words(self, changed: Sequence[str]) -> list[float]:
-        """Return this rank's hash: `NUM_WORDS` integers below 2**16.
-
-        ``changed`` names the units of which ``param.grad`` was changed.
-        """
+        """Return this rank's hash. ``changed``: the units whose ``param.grad`` was changed."""
         facts = (
             describe_groups(self._train.hyperparameters()),
             find_trainable(self._params),
@@ -91,11 +81,7 @@ class StepAgreement:
         return self._words
 
     def refuse(self, step: int) -> None:
-        """Raise, on all ranks, with what differs in step number ``step``. All must call it.
-
-        Raises:
-            RankMismatchError: always.
-        """
+        """Raise, on all ranks, with what differs in step number ``step``. All must call it."""
         facts = describe_groups(self._train.hyperparameters())
         for param in self._params:
             name = self._state.param_names[id(param)]
@@ -114,18 +100,14 @@ class StepAgreement:
 
 
 class GradientScale:
-    """The factor that unscales and clips a step's gradient, and whether the step is taken.
-
-    Attributes:
-        is_checked: whether a gradient that is not finite skips the step.
-        clipped: product of the factors of `StepGradient.clip` in this step.
-    """
+    """The factor that unscales and clips a step's gradient, and whether the step is taken."""
 
     def __init__(self, train: TrainState, config: Config) -> None:
         self._scaler = train.scaler
         self._max_norm = config.gradient_clipping
+        # Whether a gradient that is not finite skips the step.
         self.is_checked = config.check_grad_overflow or config.loss_scaling.enabled
-        self.clipped = 1.0
+        self.clipped = 1.0  # the product of what `StepGradient.clip` has clipped by in this step
 
     @property
     def factor(self) -> float:
@@ -165,16 +147,7 @@ class GradientScale:
 class StepGradient:
     """Gradient of the current step.
 
-    The first group of methods is the runtime's `zero_core.core.passes.GradientSink`, which
-    documents them.
-
-    Attributes:
-        params_with_grad: parameters that got a gradient on this rank since the last step.
-        grads: the reduced gradients, by segment. They are complete after `agree`.
-        scale: the factor on the gradient.
-        decision: on the last step, or None before the first.
-        param_grads: gives the gradient out as ``param.grad``, if it serves.
-        policy: when the tier updates.
+    The first methods, up to `clear`, are those of `zero_core.core.passes.GradientSink`.
     """
 
     def __init__(
@@ -188,8 +161,8 @@ class StepGradient:
         arithmetic: Arithmetic,
     ) -> None:
         self._extensions = extensions
-        self.params_with_grad: set[int] = set()
-        self.decision: StepDecision | None = None
+        self.params_with_grad: set[int] = set()  # on this rank, since the last step
+        self.decision: StepDecision | None = None  # on the last step
         self._state = state
         self._communicator = communicator
         self._train = train
@@ -207,7 +180,7 @@ class StepGradient:
             for slot, param in zip(flat.segment.slots, flat.params, strict=True)
         ]
         self._starts = {f.segment.index: f.source.span[0] for f in state.params if f.source.span}
-        self.grads: dict[int, FlatGrads] = {}
+        self.grads: dict[int, FlatGrads] = {}  # by segment; complete after `agree`
         # By segment: its norm. Of gradients that the tier adds up, what asks it for the square.
         self._norms: dict[int, Tensor | Callable[[], Tensor]] = {}
         self.policy = choose_policy(state.tier, train, config, rank=state.control.rank)
@@ -219,8 +192,6 @@ class StepGradient:
             owns_grads=state.tier.owns_grads,
             why_none=SHARDED if is_sharded else UPDATED_IN_BACKWARD * is_final,
         )
-
-    # ------------------------------------------------------------------- sink
 
     @property
     def is_boundary(self) -> bool:
@@ -375,13 +346,8 @@ class StepGradient:
         self.policy.clear()
         self.scale.clipped = 1.0
 
-    # ------------------------------------------------------------------- step
-
     def clip(self, max_norm: float, p: float) -> float:
-        """Clip by the ``p``-norm, after `agree`, and return the norm before, unscaled.
-
-        Every rank must call it.
-        """
+        """Clip by the ``p``-norm, after `agree`. Return the norm before. All must call it."""
         if p == 2.0:
             norm = math.sqrt(self._square_sum)
         else:
@@ -393,10 +359,7 @@ class StepGradient:
         return norm
 
     def update_ahead(self) -> None:
-        """Enqueue the update, if that can be done before the host knows the decision.
-
-        It follows `agree`.
-        """
+        """Enqueue the update after `agree`, if the host need not know the decision for that."""
         self.param_grads.close()
         if self._facts.is_known or not self.policy.can_step_ahead:
             return
@@ -451,11 +414,7 @@ class StepGradient:
         return self._facts.square_sum
 
     def apply(self) -> None:
-        """Have the state tier update what the decision says.
-
-        Raises:
-            RuntimeError: units were updated in backward with other settings.
-        """
+        """Have the state tier update what the decision says."""
         assert self.decision is not None, "the engine decides first"
         self.policy.step(self.decision.active, grad_scale=self.decision.grad_scale)
         if self._whole_params:
@@ -466,10 +425,7 @@ class StepGradient:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor that brings a gradient's ``norm`` down to ``max_norm``, 1 if that is 0.
-
-    The formula of `torch.nn.utils.clip_grad_norm_`.
-    """
+    """Return the factor of `torch.nn.utils.clip_grad_norm_`. It is 1 if ``max_norm`` is 0."""
     if max_norm <= 0.0 or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPSILON))

@@ -44,13 +44,9 @@ class ScaledLoss(Protocol):
 
 
 class MicroBatches:
-    """Runs forward and backward of each micro-batch before the next one begins.
+    """Runs forward and backward of each micro-batch before the next one begins."""
 
-    Attributes:
-        handles: of hooks on modules.
-    """
-
-    handles: Sequence[Any] = ()
+    handles: Sequence[Any] = ()  # of hooks on modules
 
     def __init__(self, train: TrainState, place: Place, device: torch.device) -> None:
         self._train = train
@@ -58,11 +54,7 @@ class MicroBatches:
         self._device = device
 
     def check_apart(self, call: str) -> None:
-        """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them.
-
-        Raises:
-            AccumulationScheduleError: with what to do.
-        """
+        """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them."""
 
     def kept_random_states(self) -> AbstractContextManager[None]:
         """Return a context that ends with torch's random states as it began with."""

@@ -20,13 +20,7 @@ from zero_core.step.gradient import StepGradient
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Optimizer over the groups of the one that was given, stepped by the engine alone.
-
-    Attributes:
-        given: that optimizer.
-        overflow: whether the last step was skipped, as its gradient was not finite.
-        guard: refuses a step of the given optimizer until it is removed.
-    """
+    """Optimizer over the groups of the one that was ``given``, stepped by the engine alone."""
 
     def __init__(
         self,
@@ -37,10 +31,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         meter: Meter,
         names: Mapping[int, str],
     ) -> None:
-        """Take the groups of ``given``, which cannot be stepped itself from now on.
-
-        ``names`` are those of the model's parameters, by ``id``.
-        """
+        """Take the groups of ``given``. ``names``: of the model's parameters, by ``id``."""
         self._has_all_groups = False
         super().__init__(given.param_groups, given.defaults)
         self._has_all_groups = True
@@ -48,14 +39,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._grouped = [{id(p) for p in group["params"]} for group in given.param_groups]
         self.param_groups = given.param_groups
         self.given = given
-        self.overflow = False
+        self.overflow = False  # whether the last step was skipped
         self._train = train
         self._gradient = gradient
         self._passes = passes
         self._meter = meter
         self._may_step = False
         self.state = given.state
-        self.guard = given.register_step_pre_hook(self._refuse_step)
+        self.guard = given.register_step_pre_hook(self._refuse_step)  # until it is removed
 
     def update_ahead(self) -> None:
         """Enqueue the update, if that can be done before it is known whether the step is taken.

@@ -45,7 +45,7 @@ class WholeStates:
         self._state = state
 
     def own(self, param: int) -> Mapping[str, Any] | None:
-        """Return all states of a parameter, None if they are on another rank."""
+        """Return a parameter's states. None: they are on another rank."""
         is_own = param in self.tier.updated_params()
         return self.tier.read_whole_state(param) if is_own else None
 
@@ -57,9 +57,6 @@ class WholeStates:
         """Return the owner of a state and its shape. Every rank must call it.
 
         The shape is None if the parameter has no such state, but another one has.
-
-        Raises:
-            KeyError: no parameter has such a state, or this one's is no tensor.
         """
         tier, own = self.tier, self.own(param) or {}
         kept = [tier.read_whole_state(p) for p in tier.updated_params()]
@@ -94,7 +91,6 @@ class WholeStates:
         return full.cpu()
 
     def set(self, param: int, what: str, values: Tensor) -> None:
-        """Overwrite a state, if it is on this rank."""
         found = self.tensor(param, what)
         if found is not None:
             found.copy_(values.detach().view(found.shape))
@@ -110,7 +106,6 @@ class StateAccess:
         passes: Passes,
         device_states: DeviceStates,
     ) -> None:
-        """Give access to what ``state`` has sharded, and to the ``gradient`` of a step."""
         self._state = state
         self._device_states = device_states
         self._gradient = gradient
@@ -277,7 +272,6 @@ class StateAccess:
                 tier.write_scalars(number, scalars)
 
     def _check_own(self, name: str, states: Mapping[str, Any], *, has_stepped: bool) -> None:
-        """Refuse ``states`` that `load_own` could not restore."""
         param, whole = self._find_states(name)
         tier, piece = self._state.tier, self._state.piece_of(param)
         own: dict[str, tuple[int, ...]] = {}
@@ -392,7 +386,7 @@ class StateAccess:
         return segment, slot
 
     def _find_states(self, name: str) -> tuple[int, WholeStates | None]:
-        """Return the number of a trained parameter, and what has its states if they are whole."""
+        """Return a trained parameter's number, and what has its states if they are whole."""
         _, slot = self._find(name, "state", is_local=True)
         return slot.param, self._whole_states(slot.param, "state")
 
@@ -410,7 +404,6 @@ class StateAccess:
         return self._gradient.scale.factor
 
     def _settable_shape(self, whole: WholeStates, param: int, what: str) -> tuple[int, ...]:
-        """Return the shape of a whole state that is there. Every rank must call it."""
         self._check_stepped(param)
         _, shape = whole.shape(param, what)
         if shape is None:

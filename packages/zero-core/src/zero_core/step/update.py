@@ -68,29 +68,19 @@ def may_speculate(config: Config) -> bool:
 
 
 class UpdatePolicy:
-    """Updates after the step's decision, from which the other policies differ.
+    """Updates after the step's decision, from which the other policies differ."""
 
-    Attributes:
-        begins_early: whether updates begin before the step is decided, in backward.
-        is_final: whether such an update stays, whatever comes.
-        undo_bytes: host memory of an undo log.
-        is_ahead: whether an update was enqueued that `step` has not ended.
-    """
-
-    begins_early: ClassVar[bool] = False
-    is_final: ClassVar[bool] = False
-    undo_bytes = 0
-    is_ahead = False
+    begins_early: ClassVar[bool] = False  # updates begin in backward, before the step is decided
+    is_final: ClassVar[bool] = False  # such an update stays, whatever comes
+    undo_bytes = 0  # host memory of an undo log
+    is_ahead = False  # an update was enqueued that `step` has not ended
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         self._tier = tier
         self._train = train
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
-        """Note that a segment's gradient was offered, of which this rank has pieces ``active``.
-
-        Returns whether they have new values.
-        """
+        """Take a segment of which pieces ``active`` were offered. Return whether it is updated."""
         return False
 
     @property
@@ -106,11 +96,7 @@ class UpdatePolicy:
         """Note the decision on an update that was enqueued ahead."""
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update pieces as decided.
-
-        Raises:
-            RuntimeError: units were updated in backward with other settings.
-        """
+        """Update pieces as decided."""
         self._tier.step(self._train.hyperparameters(), active, grad_scale=grad_scale)
 
     def check_unused(self, what: str) -> None:
@@ -205,11 +191,7 @@ class UndoPolicy(UpdatePolicy):
 
 
 def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: int) -> UpdatePolicy:
-    """Return what the configuration and the tier allow.
-
-    Raises:
-        ConfigError: updates in backward are demanded, and the tier cannot undo them.
-    """
+    """Return what the configuration and the tier allow."""
     # A tier of whole parameters steps together on all ranks, when all gradients are there.
     if updates_in_backward(config) and not isinstance(tier, WholeTier):
         return InBackwardPolicy(tier, train)
