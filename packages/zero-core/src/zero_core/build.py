@@ -477,9 +477,7 @@ def _make_engine(
     installed += micro_batches.handles
     engine = Engine(
         parts,
-        optimizer=EngineOptimizer(
-            drawn.optimizer, train, gradient, passes, meter, state.param_names
-        ),
+        optimizer=EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names),
         gradient=gradient,
         micro_batches=micro_batches,
         patches=patches,

@@ -374,15 +374,7 @@ class Memory:
             assert param_tier is not None
             assert stream is not None
             assert staging is not None
-            source = OffloadedShard(
-                segment,
-                param_tier,
-                stream,
-                staging=staging,
-                communicator=communicator,
-                tier=tier,
-                span=span,
-            )
+            source = OffloadedShard(segment, param_tier, stream, staging, communicator, tier, span)
         else:
             source = DeviceShard(index, self._shard(segment), communicator, tier, span)
         params = [self._found.params[slot.param] for slot in segment.slots]

@@ -79,7 +79,6 @@ class OffloadedShard(ShardSource):
         segment: Segment,
         param_tier: ParamTier,
         stream: CopyStream,
-        *,
         staging: BufferPool,
         communicator: Communicator,
         tier: StateTier,

@@ -15,7 +15,6 @@ from torch import Tensor
 from zero_core._torch import has_step_pre_hooks, mark_stepped
 from zero_core.comm.meter import Meter
 from zero_core.core.passes import Passes
-from zero_core.optim.train_state import TrainState
 from zero_core.step.gradient import StepGradient
 
 
@@ -25,7 +24,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         given: torch.optim.Optimizer,
-        train: TrainState,
         gradient: StepGradient,
         passes: Passes,
         meter: Meter,
@@ -36,11 +34,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(given.param_groups, given.defaults)
         self._has_all_groups = True
         self._names = names
-        self._grouped = [{id(p) for p in group["params"]} for group in given.param_groups]
+        self._grouped = {id(p) for group in given.param_groups for p in group["params"]}
+        self._num_params = [len(group["params"]) for group in given.param_groups]
         self.param_groups = given.param_groups
         self.given = given
         self.overflow = False  # whether the last step was skipped
-        self._train = train
         self._gradient = gradient
         self._passes = passes
         self._meter = meter
@@ -75,12 +73,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def check_groups(self) -> None:
         """Raise if the groups hold other parameters than at first."""
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes == [len(ids) for ids in self._grouped]:
-            return
-        known = set().union(*self._grouped)
-        added = [p for g in self.param_groups for p in g["params"] if id(p) not in known]
-        self._refuse_param(next(iter(added), None))
+        if [len(group["params"]) for group in self.param_groups] != self._num_params:
+            found = (p for group in self.param_groups for p in group["params"])
+            self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
 
     def _refuse_param(self, param: Any) -> NoReturn:
         if isinstance(param, tuple):  # torch takes (name, parameter) too

@@ -34,6 +34,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -84,12 +85,19 @@ class TrainedParameter(EngineParameter):
 allow_foreach(TrainedParameter)
 
 
-class ParamGrads:
-    """The gradient of a step by parameter, and the changes that scripts make to it.
+@dataclass(slots=True)
+class _Complete:
+    """A segment's gradient that may be read, and what was given out of it, by position."""
 
-    Attributes:
-        set_params: numbers of those whose gradient was set since the facts were summed.
-    """
+    grads: FlatGrads
+    # What reads return; None where there is to be no gradient.
+    given: dict[int, Tensor | None] = field(default_factory=dict)
+    # Of views that were given out, with changes so far.
+    checksums: dict[int, Tensor] = field(default_factory=dict)
+
+
+class ParamGrads:
+    """The gradient of a step by parameter, and the changes that scripts make to it."""
 
     def __init__(
         self,
@@ -116,12 +124,9 @@ class ParamGrads:
                 if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter:
                     self._params.append(param)
                     self._places[id(param)] = flat.segment.index, position
-        self._complete: dict[int, FlatGrads] = {}  # by segment, while they may be read
-        # By segment and position: what reads return, None where there is to be no gradient.
-        self._given: dict[int, dict[int, Tensor | None]] = {}
-        self.set_params: set[int] = set()
-        # Of views that were given out, with changes so far, by segment and position.
-        self._checksums: dict[int, dict[int, Tensor]] = {}
+        self._complete: dict[int, _Complete] = {}  # by segment
+        self._given: dict[int, _Complete] = {}  # those of which something was given out or set
+        self.set_params: set[int] = set()  # numbers, since the facts were summed
         self._assigned: dict[int, nn.Parameter] = {}  # while no gradient was there, by id
         # Segments that were changed in this step: before the sum of the facts, and after it; and
         # after that of the step before.
@@ -147,15 +152,15 @@ class ParamGrads:
     def read(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient of ``param``, the same tensor each time. None if it has none now."""
         index, position = self._places[id(param)]
-        grads = self._complete.get(index)
-        if grads is None:
+        found = self._complete.get(index)
+        if found is None:
             return None
         if self._why_none:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("%s", self._why_none)
             return None
-        given = self._given.setdefault(index, {})
+        grads, given = found.grads, found.given
         if position not in given:
             grad = grads.of_param(position)
             if not grad.untyped_storage().nbytes():
@@ -165,15 +170,16 @@ class ParamGrads:
             # Not the memory itself where the tier would not see what is done to it, or peers would.
             is_copy = self._owns_grads or not grads.is_sum_private
             given[position] = grad.to(param.dtype, copy=is_copy)
+            self._given[index] = found
             if given[position] is grad:
-                self._checksums.setdefault(index, {})[position] = _checksum(grad)
+                found.checksums[position] = _checksum(grad)
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
         """Have the step use ``grad``. Return whether it does: else it is torch's own attribute."""
         index, position = self._places[id(param)]
-        grads = self._complete.get(index)
-        if grads is None or get_grad(param) is not None:
+        found = self._complete.get(index)
+        if found is None or get_grad(param) is not None:
             if grad is not None:
                 self._assigned[id(param)] = param
             return False
@@ -181,8 +187,9 @@ class ParamGrads:
             raise RuntimeError(self._why_none)
         set_grad(param, grad)  # it checks shape, dtype and device
         set_grad(param, None)
-        self._given.setdefault(index, {})[position] = grad
-        number = grads.param_numbers[position]
+        found.given[position] = grad
+        self._given[index] = found
+        number = found.grads.param_numbers[position]
         self.set_params.add(number)
         if grad is None:
             self._with_grad.discard(number)
@@ -194,16 +201,13 @@ class ParamGrads:
 
     def open(self, grads: FlatGrads) -> None:
         """Allow the gradient of a segment to be read: it is complete."""
-        index = grads.segment.index
-        self._complete[index] = grads
-        self._given.pop(index, None)
-        self._checksums.pop(index, None)
+        self._complete[grads.segment.index] = _Complete(grads)
+        self._given.pop(grads.segment.index, None)
 
     def close(self) -> None:
         """Allow no more reads and changes."""
         self._complete.clear()
         self._given.clear()
-        self._checksums.clear()
 
     def clear(self) -> None:
         """Drop all that was given out or assigned."""
@@ -237,16 +241,16 @@ class ParamGrads:
         ``is_agreed``: the sum of the facts does not have them.
         """
         found = {}
-        for index, given in self._given.items():
-            grads, own = self._complete[index], {}
-            for position, grad in given.items():
-                home = grads.of_param(position)
+        for index, one in self._given.items():
+            own = {}
+            for position, grad in one.given.items():
+                home = one.grads.of_param(position)
                 wanted = torch.zeros_like(home) if grad is None else grad
                 is_view = not self._owns_grads and wanted.data_ptr() == home.data_ptr()
                 if not (is_view or _are_same(home.to(wanted.dtype), wanted)):
                     own[position] = wanted
-            checksums = self._checksums.get(index, {}).items()
-            if own or any(not torch.equal(_checksum(grads.of_param(p)), s) for p, s in checksums):
+            before = one.checksums.items()
+            if own or any(not torch.equal(_checksum(one.grads.of_param(p)), s) for p, s in before):
                 found[index] = own
         (self._changed_late if is_agreed else self._changed).update(found)
         return found
@@ -257,18 +261,20 @@ class ParamGrads:
 
         After all ranks have agreed on the gradient as it was.
         """
-        for index in changes.keys() | self._checksums.keys():  # a change may keep a checksum
-            self._complete[index].take_changes(changes.get(index, {}))
-        for index in changes.keys() & self._checksums.keys():
-            grads, checksums = self._complete[index], self._checksums[index]
-            checksums.update((p, _checksum(grads.of_param(p))) for p in checksums)
-        return [self._complete[index] for index in sorted(changes)]
+        for index, one in self._given.items():
+            if index in changes or one.checksums:  # a change may keep a checksum
+                one.grads.take_changes(changes.get(index, {}))
+        for index in changes:
+            one = self._complete[index]
+            one.checksums.update((p, _checksum(one.grads.of_param(p))) for p in one.checksums)
+        return [self._complete[index].grads for index in sorted(changes)]
 
     @torch.no_grad()
     def keep_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Have the next reductions add to the gradients with ``changes``."""
-        for index in changes.keys() | self._checksums.keys():
-            self._complete[index].keep_changes(changes.get(index, {}))
+        for index, one in self._given.items():
+            if index in changes or one.checksums:
+                one.grads.keep_changes(changes.get(index, {}))
 
     def begin_agreement(self, communicator: Communicator) -> list[str]:
         """Begin the sum of the facts, and name the segments that were changed, which it hashes."""

@@ -7,7 +7,6 @@ local   the part that this rank's optimizer state covers, 1-D: at stage 0 the wh
         state of whole parameters the owner has all, others none
 
 A state of whole parameters may have another shape than the parameter, and is returned in its own.
-
 Every rank must set its part of a state; parts that overlap (stage 0) must agree. ``"grad"`` is the
 step's gradient between the last backward and ``step``: unscaled, and clipped as far as it has been.
 All values are on the CPU, in fp32 (float64 for float64).
@@ -190,7 +189,8 @@ class StateAccess:
         else:
             if what != MASTER:
                 self._check_known(what)
-            own = _widened(self._state.own_state(segment.index, what))
+            own = self._state.own_state(segment.index, what)
+            own = own if segment.is_opaque else _widened(own)
         full = self._state.control.gather(own)
         return self._state.layout.params[slot.param].to_values(full[slot.start : slot.stop])
 
@@ -436,8 +436,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _widened(values: Tensor) -> Tensor:
-    """Return ``values`` in fp32 or wider. Bytes of a quantizer stay bytes."""
-    return values if values.dtype in (torch.float64, torch.uint8) else values.to(torch.float32)
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
 def _unknown(what: str) -> str:
