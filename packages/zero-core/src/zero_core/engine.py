@@ -269,7 +269,7 @@ class Engine(ShardedModel):
                 check()
             self.optimizer.update_ahead()
             self._passes.backward.complete_gradient()
-            why_skipped = self._gradient.decide().why_skipped
+            why_skipped = self._gradient.decide()
         except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
             self.place.unfinished = ""
             raise

@@ -2,7 +2,7 @@
 
 The runtime adds each segment's gradient when its reduction ends. The segment's statistics are kept
 and the gradient is offered to the state tier. `agree` sums the statistics over all ranks, `decide`
-makes a `StepDecision` of them, `apply` has the state tier carry it out.
+decides by them, `apply` has the state tier carry it out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,16 +34,6 @@ CLIP_EPSILON = 1e-6
 _CHANGED = "param.grad was changed to values that are not finite"
 _MAX_NAMED = 3
 _MAX_RANKS = 8
-
-
-@dataclass(frozen=True)
-class StepDecision:
-    """The same on all ranks, but for ``active``."""
-
-    norm: float  # of the gradient, unscaled, before clipping
-    why_skipped: str  # empty if the step is taken
-    active: list[int]  # this rank's pieces to be updated, sorted
-    grad_scale: float  # unscales and clips the gradient
 
 
 class StepAgreement:
@@ -115,7 +104,7 @@ class GradientScale:
         return self.clipped / self._scaler.scale
 
     def decide(self, square_sum: float) -> tuple[float, bool, float]:
-        """Return the norm, whether the step is taken, and the factor: see `StepDecision`."""
+        """Return the norm before clipping, unscaled, whether the step is taken, and the factor."""
         norm = math.sqrt(square_sum) / self._scaler.scale
         factor = self.clipped * clip_factor(norm * self.clipped, self._max_norm)
         is_taken = math.isfinite(norm) or not self.is_checked
@@ -162,7 +151,7 @@ class StepGradient:
     ) -> None:
         self._extensions = extensions
         self.params_with_grad: set[int] = set()  # on this rank, since the last step
-        self.decision: StepDecision | None = None  # on the last step
+        self._decided: tuple[list[int], float] = [], 1.0  # this rank's pieces, and the factor
         self._state = state
         self._communicator = communicator
         self._train = train
@@ -374,8 +363,8 @@ class StepGradient:
             )
             self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
 
-    def decide(self) -> StepDecision:
-        """Decide on the step from what `agree` found.
+    def decide(self) -> str:
+        """Decide on the step from what `agree` found. Return why it is skipped, if it is.
 
         Raises:
             RankMismatchError: ranks differ in what must be equal. Nothing was updated, except in
@@ -403,9 +392,9 @@ class StepGradient:
             self._communicator.forget_errors()  # of collectives that quantize
             why_skipped = _explain_nonfinite(self.grads, self._state)
         active = [i for i, p in enumerate(self._state.pieces) if used[p.param] > 0]
-        self.decision = StepDecision(norm, "" if is_taken else why_skipped, active, grad_scale)
+        self._decided = active, grad_scale
         self._train.grad_norm = norm
-        return self.decision
+        return "" if is_taken else why_skipped
 
     @property
     def _square_sum(self) -> float:
@@ -414,9 +403,9 @@ class StepGradient:
         return self._facts.square_sum
 
     def apply(self) -> None:
-        """Have the state tier update what the decision says."""
-        assert self.decision is not None, "the engine decides first"
-        self.policy.step(self.decision.active, grad_scale=self.decision.grad_scale)
+        """Have the state tier update what `decide` has decided."""
+        active, grad_scale = self._decided
+        self.policy.step(active, grad_scale=grad_scale)
         if self._whole_params:
             # As of an optimizer's update in place: a backward of a forward before it is refused.
             used = self._facts.counts("used")
