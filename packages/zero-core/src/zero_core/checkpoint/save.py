@@ -310,7 +310,11 @@ def whole_states(
 
 def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
     """Return the scalars of the parameters whose first element this rank has, by name."""
-    return {spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()}
+    return {
+        state.layout.params[piece.param].name: dict(state.tier.read_scalars(index))
+        for index, piece in enumerate(state.pieces)
+        if piece.offset == 0
+    }
 
 
 def write_file(

@@ -242,11 +242,6 @@ class ShardedState:
         buffers = named_buffers(self.module).items()
         return {name: b.detach().cpu().clone() for name, b in buffers if name in kept}
 
-    def owned_params(self) -> Iterator[tuple[int, ParamSpec]]:
-        for index, piece in enumerate(self.pieces):
-            if piece.offset == 0:
-                yield index, self.layout.params[piece.param]
-
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return every buffer of ``module`` by each of its names in the unwrapped model."""

@@ -255,9 +255,29 @@ class StateAccess:
                 whole parameter's state.
             KeyError: no such parameter, or the optimizer has no such state.
         """
-        for name, (scalars, states) in saved.items():
-            self._check_own(name, states, has_stepped=bool(scalars["num_steps"]))
         tier = self._state.tier
+        for name, (scalars, states) in saved.items():
+            param, whole = self._find_states(name)
+            piece = self._state.piece_of(param)
+            own: dict[str, tuple[int, ...]] = {}
+            if whole is not None:
+                kept = (whole.own(param) if scalars["num_steps"] else None) or {}
+                own = {n: tuple(v.shape) for n, v in kept.items() if isinstance(v, Tensor)}
+            elif piece is not None:
+                own = dict.fromkeys(states, (piece.stop - piece.start,))
+            for what, shape in own.items():
+                value, found = states.get(what), None
+                if isinstance(value, Tensor):
+                    found = (value.numel(),) if whole is None else tuple(value.shape)
+                if found != shape:
+                    raise ValueError(
+                        f"rank {self._state.control.rank} has {what!r} of {name} in shape {shape}, "
+                        f"found {found}: the state is of another optimizer, stage, number of ranks "
+                        "or rank; load a checkpoint instead"
+                    )
+            if piece is not None and self._whole is None:
+                for what in states.keys() - set(tier.state_names()):
+                    tier.write_state(what, piece.start, states[what].reshape(-1)[:0])  # may raise
         for name, (scalars, states) in saved.items():
             param, whole = self._find_states(name)
             number = self._state.piece_numbers.get(param)
@@ -270,29 +290,6 @@ class StateAccess:
                     tier.write_state(what, start, values.detach().reshape(-1))
             if number is not None:
                 tier.write_scalars(number, scalars)
-
-    def _check_own(self, name: str, states: Mapping[str, Any], *, has_stepped: bool) -> None:
-        param, whole = self._find_states(name)
-        tier, piece = self._state.tier, self._state.piece_of(param)
-        own: dict[str, tuple[int, ...]] = {}
-        if whole is not None:
-            kept = (whole.own(param) if has_stepped else None) or {}
-            own = {n: tuple(v.shape) for n, v in kept.items() if isinstance(v, Tensor)}
-        elif piece is not None:
-            own = dict.fromkeys(states, (piece.stop - piece.start,))
-        for what, shape in own.items():
-            value, found = states.get(what), None
-            if isinstance(value, Tensor):
-                found = (value.numel(),) if whole is None else tuple(value.shape)
-            if found != shape:
-                raise ValueError(
-                    f"rank {self._state.control.rank} has {what!r} of {name} in shape {shape}, "
-                    f"found {found}: the state is of another optimizer, stage, number of ranks or "
-                    "rank; load a checkpoint instead"
-                )
-        if piece is not None and self._whole is None:
-            for what in states.keys() - set(tier.state_names()):
-                tier.write_state(what, piece.start, states[what].reshape(-1)[:0])  # may raise
 
     @torch.no_grad()
     def set_full(self, name: str, value: Tensor, what: str = MASTER) -> None:
