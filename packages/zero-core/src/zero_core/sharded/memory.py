@@ -420,46 +420,39 @@ class Memory:
         There are no gradient shards if the state tier copies gradients (``owns_grads``), unless
         they add up over micro-steps and it cannot do that (``adds_grads``).
         """
-        segments = [s for s in self._layout.segments if s.is_trainable]
-        plans = {
+        plan_of = {
             s.index: plan_segment_gradient(
                 s, self._config, stage=self._stage, owns_grads=owns_grads, adds_grads=adds_grads
             )
-            for s in segments
+            for s in self._layout.segments
+            if s.is_trainable
         }
+        plans = [(self._layout.segments[index], plan) for index, plan in plan_of.items()]
         allocate = self._arena.allocate
         full = allocate(
             "gradients",
-            {
-                s.index: (plans[s.index].communicated, s.padded_numel)
-                for s in segments
-                if plans[s.index].is_full_kept
-            },
+            {s.index: (p.communicated, s.padded_numel) for s, p in plans if p.is_full_kept},
         )
         # A reduction leaves the kept gradients free: they hold the sum, if it fits.
-        total = {i: full[i] for i, p in plans.items() if p.is_sum_in_full}
+        total = {s.index: full[s.index] for s, p in plans if p.is_sum_in_full}
         shards: dict[int, Tensor] = {}
         if self._layout.world_size > 1 and self._stage == 0:
-            rest = [s for s in segments if s.index not in total]
+            rest = [(s, p) for s, p in plans if s.index not in total]
             total |= allocate(
-                "gradients", {s.index: (plans[s.index].accumulated, s.padded_numel) for s in rest}
+                "gradients", {s.index: (p.accumulated, s.padded_numel) for s, p in rest}
             )
             # The sum that is gathered into begins as this rank's slice of it.
-            shards = {s.index: total[s.index][slice(*s.shard_range(self._rank))] for s in rest}
+            shards = {s.index: total[s.index][slice(*s.shard_range(self._rank))] for s, _ in rest}
+        kept = [(s, p) for s, p in plans if p.is_shard_kept and s.index not in shards]
         shards |= allocate(
-            "gradient shards",
-            {
-                s.index: (plans[s.index].accumulated, s.shard_numel)
-                for s in segments
-                if s.index not in shards and plans[s.index].is_shard_kept
-            },
+            "gradient shards", {s.index: (p.accumulated, s.shard_numel) for s, p in kept}
         )
         found = {}
-        for part in self.pools.split(segments):
-            pools = self.pools.make_for_gradients(part, plans, is_whole=self._stage == 0)
+        for part in self.pools.split(s for s, _ in plans):
+            pools = self.pools.make_for_gradients(part, plan_of, is_whole=self._stage == 0)
             for s in part:
                 of_segment = full.get(s.index), shards.get(s.index), total.get(s.index)
-                found[s.index] = GradientBuffers(plans[s.index], *of_segment, *pools)
+                found[s.index] = GradientBuffers(plan_of[s.index], *of_segment, *pools)
         return found
 
     # ------------------------------------------------------------------ reports
