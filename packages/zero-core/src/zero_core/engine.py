@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import cast_floats
+from zero_core._torch import cast_floats, has_step_pre_hooks
 from zero_core.checkpoint.background.saver import OnPending, PendingSave
 from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.patches.document import WeightPatch
@@ -267,7 +267,9 @@ class Engine(ShardedModel):
                 self._passes.backward.complete_gradient()
             for check in self._extensions.agreed:
                 check()
-            self.optimizer.update_ahead()
+            # Hooks may change the groups when a step begins, and run only if it is taken.
+            if not has_step_pre_hooks(self.optimizer):
+                self._gradient.update_ahead()
             self._passes.backward.complete_gradient()
             why_skipped = self._gradient.decide()
         except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update

@@ -69,14 +69,13 @@ class Snapshot:
         """Wait for updates under way, and begin. See [Note: copied before they change].
 
         ``max_bytes`` bounds the copies: an update that needs more waits until some are read.
-        Without a watch there is no bound: `keep_all` copies before anything is read.
+        Without a watch there is no bound: `keep` copies all before anything is read.
         """
         self.peak_bytes = 0  # the most that copies have taken so far
         self._names = list(state.tier.state_names())
         self._read = state.tier.read_state if watch is None else watch.tier.peek_state
         self._watch = watch
         self._max_bytes = None if watch is None else max_bytes
-        self._device = state.device
         self._blocks: list[tuple[int, int]] = []
         self._of_segment: dict[int, tuple[range, torch.dtype]] = {}  # blocks, the states' dtype
         for segment in state.layout.segments:
@@ -92,13 +91,14 @@ class Snapshot:
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._num_bytes = 0  # of the copies
         self._unread = {(index, n) for index in range(len(self._blocks)) for n in self._names}
-        self._ready: torch.Event | None = None
+        # Of what was enqueued when the snapshot was made: copies wait for that, and nothing later.
+        self.ready: torch.Event | None = None
         if self._blocks:
             low, _ = self._blocks[0]
             state.tier.read_state(self._names[0], low, low + 1)  # waits for updates under way
         if watch is not None:
-            if self._device.type != "cpu":
-                self._ready = torch.accelerator.current_stream(self._device).record_event()
+            if state.device.type != "cpu":
+                self.ready = torch.accelerator.current_stream(state.device).record_event()
             watch.snapshot = self
 
     def tensor(self, segment: int, name: str) -> StateBlocks:
@@ -153,11 +153,6 @@ class Snapshot:
     def _unread_names(self, block: int) -> list[str]:
         return [name for name in self._names if (block, name) in self._unread]
 
-    def keep_all(self) -> None:
-        """Copy everything now, for a tier that cannot announce its changes."""
-        if self._blocks:
-            self.keep(self._blocks[0][0], self._blocks[-1][1])
-
     def end(self) -> None:
         """Free the copies, and let everything change from now on."""
         if self._watch is not None:
@@ -167,14 +162,6 @@ class Snapshot:
             self._copies.clear()
             self._num_bytes = 0
             self._changed.notify_all()
-
-    def reading(self) -> AbstractContextManager[object]:
-        """Return a context for a thread of its own that reads.
-
-        On an accelerator its copies wait for what was enqueued when the snapshot was made, and for
-        nothing that is enqueued later.
-        """
-        return stream_after(self._ready, self._device)
 
 
 def stream_after(event: torch.Event | None, device: torch.device) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zero_core._torch import has_step_pre_hooks, mark_stepped
+from zero_core._torch import mark_stepped
 from zero_core.comm.meter import Meter
 from zero_core.core.passes import Passes
 from zero_core.step.gradient import StepGradient
@@ -45,14 +45,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._may_step = False
         self.state = given.state
         self.guard = given.register_step_pre_hook(self._refuse_step)  # until it is removed
-
-    def update_ahead(self) -> None:
-        """Enqueue the update, if that can be done before it is known whether the step is taken.
-
-        Hooks may change the groups when ``step`` begins, and run only if the step is taken.
-        """
-        if not has_step_pre_hooks(self):
-            self._gradient.update_ahead()
 
     def engine_step(self) -> None:
         """Run ``step`` with all its hooks, for `Engine.step`."""

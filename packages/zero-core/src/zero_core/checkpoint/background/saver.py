@@ -28,7 +28,7 @@ from zero_core.errors import CheckpointError, CheckpointFailedError, CollectiveE
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import SnapshotTier
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded.snapshot import Snapshot, StateWatch
+from zero_core.sharded.snapshot import Snapshot, StateWatch, stream_after
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Saver:
             save = self._take(snapshot, directory, tag, client_state, options)
             save.detach()
             if self._watch is None:
-                snapshot.keep_all()
+                snapshot.keep(0, self._state.local_numel)  # its tier announces no changes
         except BaseException:
             snapshot.end()
             raise
@@ -154,7 +154,7 @@ class Saver:
         failure = None
         try:
             use_one_core()
-            with torch.no_grad(), snapshot.reading():
+            with torch.no_grad(), stream_after(snapshot.ready, self._state.device):
                 save.write(self._exchange)
             self._known = save.known
         except BaseException as error:
