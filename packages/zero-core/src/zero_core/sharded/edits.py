@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import wait
 
 import torch
@@ -79,10 +79,12 @@ class Edits(Extension):
         if self._facts.is_any("written"):
             rows = self._state.control.gather_bytes(json.dumps(self._marked).encode())
             found: list[dict[str, int | None]] = [json.loads(row) for row in rows]
-            written = sorted(
-                {name for row in found for name, sum_ in row.items() if sum_ is not None}
-            )
-            differing = [name for name in written if _is_differing(name, found)]
+            differing = []
+            for name in sorted({name for row in found for name in row}):
+                checksums = {row[name] for row in found if row.get(name) is not None}
+                is_marked_by_all = all(name in row for row in found)
+                if len(checksums) > 1 or (checksums and not is_marked_by_all):
+                    differing.append(name)
             if differing:
                 more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
                 raise RankMismatchError(
@@ -151,9 +153,3 @@ class Edits(Extension):
         for name in list(self._marked) if names is None else names:
             self._marked.pop(name, None)
             self._pending.pop(name, None)
-
-
-def _is_differing(name: str, rows: Sequence[dict[str, int | None]]) -> bool:
-    """Whether ranks have written different values into a parameter, or some have not marked it."""
-    sums = {row[name] for row in rows if row.get(name) is not None}
-    return len(sums) > 1 or any(name not in row for row in rows)

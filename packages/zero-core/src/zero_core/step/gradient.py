@@ -317,7 +317,7 @@ class StepGradient:
         self.policy.settle(is_void=True)
 
     def clear(self) -> None:
-        if self.policy.is_ahead:  # the step was broken off
+        if self.policy.ahead:  # the step was broken off
             _, is_taken, _ = self.scale.decide(self._square_sum)
             is_void = (
                 self._facts.is_any("unreduced")

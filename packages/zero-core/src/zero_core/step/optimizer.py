@@ -21,6 +21,8 @@ from zero_core.step.gradient import StepGradient
 class EngineOptimizer(torch.optim.Optimizer):
     """Optimizer over the groups of the one that was ``given``, stepped by the engine alone."""
 
+    _has_all_groups = False  # while torch adds the groups
+
     def __init__(
         self,
         given: torch.optim.Optimizer,
@@ -30,7 +32,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         names: Mapping[int, str],
     ) -> None:
         """Take the groups of ``given``. ``names``: of the model's parameters, by ``id``."""
-        self._has_all_groups = False
         super().__init__(given.param_groups, given.defaults)
         self._has_all_groups = True
         self._names = names

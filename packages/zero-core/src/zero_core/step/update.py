@@ -73,7 +73,7 @@ class UpdatePolicy:
     begins_early: ClassVar[bool] = False  # updates begin in backward, before the step is decided
     is_final: ClassVar[bool] = False  # such an update stays, whatever comes
     undo_bytes = 0  # host memory of an undo log
-    is_ahead = False  # an update was enqueued that `step` has not ended
+    ahead: Sequence[int] = ()  # pieces whose update was enqueued, until `step` has ended it
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         self._tier = tier
@@ -110,7 +110,6 @@ class AheadPolicy(UpdatePolicy):
     """See [Note: update ahead]."""
 
     _tier: DeviceTier
-    _ahead: Sequence[int] = ()  # pieces whose update was enqueued
 
     @property
     def can_step_ahead(self) -> bool:
@@ -119,23 +118,23 @@ class AheadPolicy(UpdatePolicy):
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        self._ahead, self.is_ahead = active, True
+        self.ahead = active
         groups = self._train.hyperparameters()
         self._tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
 
     def settle(self, *, is_void: bool) -> None:
-        if self.is_ahead:
+        if self.ahead:
             self._tier.settle(is_void=is_void)
         if is_void:
             self.clear()
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        done = set(self._ahead)
+        done = set(self.ahead)
         super().step([i for i in active if i not in done], grad_scale=grad_scale)
         self.clear()
 
     def clear(self) -> None:
-        self._ahead, self.is_ahead = (), False
+        self.ahead = ()
 
 
 class InBackwardPolicy(UpdatePolicy):
