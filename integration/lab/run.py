@@ -5,5 +5,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where the packages lie
+    folder = Path(__file__).resolve().parents[1]  # where the packages lie
+    sys.path[0] = str(folder)
+    sys.path.append(str(folder.parent / "packages/zero-core/tests"))  # whose support has a device
     runpy.run_module("lab", run_name="__main__", alter_sys=True)

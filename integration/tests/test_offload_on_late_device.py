@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import late_device
+from support.late import simulate_late
 from torch import accelerator, nn
 
 import zero_core
@@ -18,7 +20,6 @@ from zero_core.testing import (
     Case,
     RootAndBlocks,
     batch,
-    late_device,
     make_model,
     run_alone,
     simulate,
@@ -128,7 +129,7 @@ def _run(world_size: int, cases: list[Case]) -> None:
         expected = simulate(train, world_size, case)
         late_device.set_delays(seed=seed, kernel_s=2e-5, copy_s=1e-3)
         late_device.reset_counters(with_stacks=True)
-        found = simulate(train, world_size, case, device="late")
+        found = simulate_late(train, world_size, case)
         late_device.set_delays()
         for (values, shares, sent), (exact, _, whole) in zip(found, expected, strict=True):
             torch.testing.assert_close(values, exact, rtol=0.0, atol=0.0, msg=str(case))
@@ -195,7 +196,7 @@ def _train_recorded(ranks: Any, folder: Path) -> None:
 def _record(folder: Path) -> None:
     late_device.load()
     late_device.set_delays(kernel_s=2e-5, copy_s=1e-3)
-    simulate(_train_recorded, 1, folder, device="late")
+    simulate_late(_train_recorded, 1, folder)
 
 
 def test_report_has_a_lane_of_copies(tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def _check_peaks(world_size: int) -> None:
     late_device.load()
     for settings, root in JOBS_OF[world_size]:
         gc.collect()  # what a cycle of the engine before still holds
-        ranks = simulate(peak_of, world_size, settings, root, device="late")
+        ranks = simulate_late(peak_of, world_size, settings, root)
         with torch.device("meta"):
             model = RootAndBlocks(WIDTH, NUM_BLOCKS, root)
         memory = zero_core.plan(model, settings, world_size).memory
@@ -310,7 +311,7 @@ def _pinned_in_a_step(ranks: Any, settings: dict[str, Any]) -> int:
 def _check_pinned() -> None:
     late_device.load()
     for settings in (*(settings for settings, _ in JOBS[8:15] + JOBS[-2:]), LOSSLESS):
-        assert simulate(_pinned_in_a_step, 1, settings, device="late") == [0], settings
+        assert simulate_late(_pinned_in_a_step, 1, settings) == [0], settings
 
 
 def test_host_memory_is_page_locked_in_build() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import STEPS, TINY, train_forked
+from support import late_device
+from support.late import simulate_late
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 import zero_core
 from zero_core.errors import ConfigError
-from zero_core.testing import Case, Tower, late_device, rows, run_alone, simulate, spawn
+from zero_core.testing import Case, Tower, rows, run_alone, spawn
 from zero_core.watch.place import Place
 from zero_engine.report.charts import loss_series
 from zero_engine.report.run import read_run
@@ -344,7 +346,7 @@ def _take_steps(ranks: Any) -> list[int]:
 
 def _run_the_program() -> None:
     late_device.load()
-    ((counts),) = simulate(_take_steps, 1, device="late")
+    ((counts),) = simulate_late(_take_steps, 1)
     assert max(counts) <= 1, counts
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import late_device
+from support.late import simulate_late
 from torch import Tensor, nn
 
 import zero_core
@@ -29,7 +31,6 @@ from zero_core.testing import (
     Trace,
     batch,
     check_left_anywhere,
-    late_device,
     make_model,
     on_ranks,
     run_alone,
@@ -298,7 +299,7 @@ def _compare_asleep() -> None:
     seen: set[str] = set()
     for world_size, zero in ZERO:
         done = Barrier(world_size)
-        run = partial(simulate, _train_asleep, world_size, zero, device="late", ranks_per_node=2)
+        run = partial(simulate_late, _train_asleep, world_size, zero, ranks_per_node=2)
         expected, found = run(False, done), run(True, done)
         for (values, kinds), (exact, _) in zip(found, expected, strict=True):
             torch.testing.assert_close(values, exact, rtol=0, atol=0)

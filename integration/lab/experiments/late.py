@@ -2,8 +2,8 @@
 
 The engine at stages 0 to 3, with offload of optimizer states and parameters and with ZeRO++, and an
 offloaded optimizer in a plain loop. Ranks are threads with a device each
-(`zero_core.testing.late_device`). A run draws what it trains and its delays from its number.
-Nothing is measured but failures.
+(`packages/zero-core/tests/support/late_device`). A run draws what it trains and its delays from its
+number. Nothing is measured but failures.
 
 [Note: oracles]
 The same program on CPU ranks. With AdamW and a ratio between 0 and 1 a device updates its part by
@@ -24,6 +24,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from support import late_device
+from support.late import simulate_late
 from torch import Tensor, nn, optim
 
 import zero_core
@@ -31,7 +33,7 @@ from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import Column, Section, judged, publish
 from zero_core.comm.topology import Ranks
-from zero_core.testing import late_device, make_model, run_alone, seeded, simulate, train_unread
+from zero_core.testing import make_model, run_alone, seeded, simulate, train_unread
 from zero_offload import OffloadedOptimizer
 
 STEPS = 4
@@ -223,12 +225,11 @@ class Bits:
             )
         late_device.set_delays(seed=run.number, kernel_s=run.delay_s, copy_s=10 * run.delay_s)
         try:
-            found = simulate(
+            found = simulate_late(
                 case.run,
                 run.world_size,
                 self._folder.name,
                 ranks_per_node=case.ranks_per_node,
-                device="late",
                 timeout_s=TIMEOUT_S,
             )
         except Exception as error:  # whatever it raises is this run's failure

@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from support import late_device
+from support.happens_before import Race, find_races, wait_of
+from support.late import simulate_late
+from support.late_device import TraceRecord
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,15 +35,11 @@ from zero_core.testing import (
     Case,
     SimulatedRanks,
     Tower,
-    late_device,
     make_tower,
     rows,
     run_alone,
-    simulate,
 )
-from zero_core.testing.happens_before import Race, find_races, wait_of
-from zero_core.testing.late_device import TraceRecord
-from zero_core.vertical.partial_grads import HostGradients, PartialGrads
+from zero_core.vertical.segments import PartialGrads
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat import geometry
 from zero_offload.flat.grads import GradLedger
@@ -257,7 +257,7 @@ def _train(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> None:
 
 
 def _train_on_ranks(config: dict[str, Any], per_node: int) -> None:
-    simulate(partial(_train, config), 2, ranks_per_node=per_node, device="late")
+    simulate_late(partial(_train, config), 2, ranks_per_node=per_node)
 
 
 def _offloaded_optimizer(ratio: float) -> None:
@@ -412,18 +412,17 @@ def _inputs_on_the_host() -> None:
 
 def _gradients_on_the_host() -> None:
     """Keep partial gradients of three micro-batches on the host, and add to each in its turn."""
-    host = HostGradients(HostInputs(torch.device("late:0")).copies, 3)
-    partials = [PartialGrads(host) for _ in range(3)]
+    sums = PartialGrads(3, HostInputs(torch.device("late:0")).copies)
     for _ in range(2):
-        for number, partial_grads in enumerate(partials):
-            with partial_grads.turn():
-                partial_grads.put(0, torch.full((1024,), float(number), device="late:0").square())
-        for partial_grads, following in zip(partials, [*partials[1:], partials[0]], strict=True):
-            following.prefetch([0])
-            with partial_grads.turn():
-                for _, grad in partial_grads.take_all():
-                    grad.add_(1.0)
-    host.settle()
+        for number in range(3):
+            sums.put(number, 0, torch.full((1024,), float(number), device="late:0").square())
+            sums.end_turn(number)
+        for number in range(3):
+            sums.prefetch((number + 1) % 3, [0])
+            for _, grad in sums.take_all(number):
+                grad.add_(1.0)
+            sums.end_turn(number)
+    sums.settle()
 
 
 def _saved_beside_training() -> None:
@@ -494,12 +493,13 @@ def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int
     sites: dict[str, list[int]] = defaultdict(list)
     hints = []
     for position, record in enumerate(trace):
-        site = wait_of(record, _ROOTS)
+        # The device's own waits are none of the product's.
+        site = wait_of(record, (*_ROOTS, late_device.__path__[0]))
         if record.kind == "event_query" and site.endswith(_HINTS):
             hints.append(position)
         elif record.kind == "device_synchronize" and site.endswith(_BETWEEN_STEPS):
             continue
-        elif site and "/testing/" not in site:
+        elif site.startswith(_ROOTS) and "/testing/" not in site:
             sites[f"{record.kind} {site}"].append(position)
     return sites, hints
 

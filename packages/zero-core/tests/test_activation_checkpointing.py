@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.late import on_late_rank
+from support import late_device
+from support.late import on_late_rank, simulate_late
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import late_device
 from zero_core.testing.models import make_model, make_tower, seeded
 from zero_core.testing.oracle import Case, train_unread
 from zero_core.testing.ranks import alone, on_processes
@@ -112,7 +112,7 @@ def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():
         late_device.load()
         expected = simulate(_train_late, world_size, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate(_train_late, world_size, stage, device="late")
+        found = simulate_late(_train_late, world_size, stage)
         assert_same(found, expected)
 
 

@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -259,7 +258,8 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
 def _exchange_after_a_failure(ranks):
     """Fail on rank 1 alone. In the next use rank 0 sees that rank 1 has left."""
     control = ranks.connect()
-    exchange = StoreExchange(None, rank=ranks.rank, world_size=2, timeout=timedelta())
+    exchange = StoreExchange(ranks, "a save beside training")
+    exchange.longest_wait_s = 0.0
     longest, groups._LEAVE_S = groups._LEAVE_S, 0.01  # rank 1 leaves without a word
     if ranks.rank == 1:
         with pytest.raises(CollectiveError, match=r"no answer of ranks \[0\]"):

@@ -21,7 +21,7 @@ from support.launches import LoggedCollectives
 from torch import nn
 
 from zero_core.comm.device import make_transport
-from zero_core.comm.meter import Meter
+from zero_core.comm.meter import Links, Meter
 from zero_core.testing import Case, batch, make_model, make_tower, on_ranks, rows, simulate, train
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
@@ -230,7 +230,7 @@ def test_all_ranks_launch_everything_in_one_order(program, accumulation, stage, 
 
 def _connect(ranks):
     on_cuda = dataclasses.replace(ranks, device=torch.device("cuda", 0))
-    make_transport(on_cuda, 2, None, Meter())
+    make_transport(on_cuda, None, Meter(Links(2, 2, is_ring=True)))
 
 
 @pytest.mark.parametrize("connections", ["1", "8", None])

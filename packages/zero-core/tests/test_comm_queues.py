@@ -6,9 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
+from support import late_device
 
 from zero_core.comm.queues import HostQueues, StreamQueues
-from zero_core.testing import alone, late_device
+from zero_core.testing import alone
 
 LIMIT_S = 20.0
 

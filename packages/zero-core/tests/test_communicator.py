@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import late_device
 from support.board import Board
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError, ConfigError
-from zero_core.testing import alone, late_device
+from zero_core.testing import alone
 from zero_core.watch.beats import Beat
 from zero_core.watch.device_waits import DeviceWaits
 from zero_core.watch.place import Place

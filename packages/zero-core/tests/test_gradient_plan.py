@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero_core.core.gradient_plan import GradientCase, plan_gradient
+from zero_core.layout.gradient_plan import GradientCase, plan_gradient
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ADDED = {"owns_grads": True, "adds_grads": True, "is_accumulated": True}

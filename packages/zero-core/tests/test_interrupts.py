@@ -11,7 +11,7 @@ from support.tiers import MadeTier
 
 import zero_core
 from zero_core.testing import Case, batch, check_left_anywhere, on_processes
-from zero_core.testing.interrupted import Interruption
+from zero_core.testing.failing import Interruption
 from zero_core.testing.training import assert_same, train_steps
 
 LEFT = r"after step\(\) was left in the middle.*engine\.load_checkpoint\(\)"

@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
+from support import late_device
+from support.late import simulate_late
 
 import zero_core
-from zero_core.testing import late_device
 from zero_core.testing.models import batch, make_model, seeded
 from zero_core.testing.oracle import Case, train_unread
 from zero_core.testing.ranks import alone, run_alone
@@ -41,7 +42,7 @@ def _run_grid(world_size, grid, per_node=None):
         late_device.load()
         expected = simulate(train, world_size, case, ranks_per_node=per_node)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate(train, world_size, case, device="late", ranks_per_node=per_node)
+        found = simulate_late(train, world_size, case, ranks_per_node=per_node)
         for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
             assert losses == exact_losses, case
             torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
@@ -72,7 +73,7 @@ def _hold(ranks):
 @alone
 def test_buffers_of_reductions_are_allocated_in_build(per_node):
     late_device.load()
-    simulate(_hold, 4, device="late", ranks_per_node=per_node)
+    simulate_late(_hold, 4, ranks_per_node=per_node)
 
 
 def _running_means(ranks):
@@ -94,5 +95,5 @@ def test_buffers_in_16_bits_are_those_of_rank_0():
     late_device.load()
     expected = simulate(_running_means, 2)
     assert_same(expected[1], expected[0])
-    found = simulate(_running_means, 2, device="late")
+    found = simulate_late(_running_means, 2)
     assert_same(found, expected)

@@ -17,15 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import late_device
+from support.late import simulate_late
 from torch import accelerator, nn
 
 import zero_core
 from zero_core.comm import control
-from zero_core.testing import Case, late_device
+from zero_core.testing import Case
 from zero_core.testing.models import RootAndBlocks
 from zero_core.testing.peak_memory import PeakMemory
 from zero_core.testing.ranks import alone, spawn
-from zero_core.testing.simulated import simulate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
@@ -248,7 +249,7 @@ def test_peak_is_what_was_planned():
     late_device.load()
     control.PIECE_BYTES = PIECE_BYTES
     for settings, root in JOBS:
-        ranks = simulate(measure_on_device, 2, (settings, root), device="late")
+        ranks = simulate_late(measure_on_device, 2, (settings, root))
         with torch.device("meta"):
             memory = zero_core.plan(RootAndBlocks(ROOT_WIDTH, NUM_BLOCKS, root), settings, 2).memory
         planned, late = memory.device_bytes, memory.device.get("exchange buffers", 0)

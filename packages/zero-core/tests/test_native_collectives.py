@@ -12,9 +12,9 @@ import torch.distributed as dist
 from support.hosts import CPU, connect
 
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.groups import ProcessLibrary
+from zero_core.comm.groups import Members, ProcessLibrary
 from zero_core.comm.host import HostCollectives
-from zero_core.comm.meter import Links
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import HostQueues
 from zero_core.testing import on_processes
@@ -168,9 +168,8 @@ def _refusals(native):
 
 def _twins(rank, world_size):
     """Gather with two sets of collectives over one group, in the opposite order on rank 0."""
-    twins = [
-        HostCollectives(ProcessMessages(None), rank=rank, world_size=world_size) for _ in range(2)
-    ]
+    messages, meter = ProcessMessages(None), Meter(Links(world_size, world_size, is_ring=False))
+    twins = [HostCollectives(messages, rank, None, HostQueues(), meter) for _ in range(2)]
     outs = [torch.empty(world_size) for _ in twins]
     works = []
     for i in (1, 0) if rank == 0 else (0, 1):
@@ -214,9 +213,9 @@ def test_hosts_exchange_what_torch_distributed_would(ranks, per_node):
 @on_processes(4)
 def test_a_library_exchanges_the_same(ranks):
     rank = ranks.rank
-    links = Links(4, 2, is_ring=True)
-    library = ProcessLibrary(None, rank=rank, world_size=4, device=CPU)
-    native = DeviceCollectives(library, links=links, queues=HostQueues())
+    meter = Meter(Links(4, 2, is_ring=True))
+    library = ProcessLibrary(Members(None, rank, 4, CPU))
+    native = DeviceCollectives(library, HostQueues(), meter)
     _check(native)
     halves = native.subgroup(range(rank // 2 * 2, rank // 2 * 2 + 2))
     _gathers(halves, seed=50 * (rank // 2))

@@ -6,10 +6,11 @@ from threading import Barrier
 
 import pytest
 import torch
+from support import late_device
+from support.late import simulate_late
 
 import zero_core
 from zero_core.runtime import device_states
-from zero_core.testing import late_device
 from zero_core.testing.models import RootAndBlocks, batch
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import alone
@@ -54,18 +55,18 @@ def train(ranks, case, parts, non_blocking, done):
 )
 @alone
 def test_training_goes_on_with_the_same_bits(device, world_size):
+    run = simulate
     if device == "late":
+        run = simulate_late
         late_device.load()
         late_device.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
     choices = itertools.cycle([ALL, *(frozenset([part]) for part in zero_core.StatePart), ALL])
     # Ranks are threads, and torch's empty_cache waits for the devices of all of them.
     done = Barrier(world_size)
     for number, case in enumerate(CASES):
-        expected = simulate(train, world_size, case, None, False, done, device=device)
+        expected = run(train, world_size, case, None, False, done)
         parts, is_late = next(choices), number % 2 == 1
-        assert_same(
-            simulate(train, world_size, case, parts, is_late, done, device=device), expected
-        )
+        assert_same(run(train, world_size, case, parts, is_late, done), expected)
 
 
 def _allocated(ranks):
@@ -94,7 +95,7 @@ def _measure(ranks, stage, done):
 def test_99_percent_of_the_device_is_free():
     late_device.load()
     for stage in range(4):
-        simulate(_measure, 2, stage, Barrier(2), device="late")
+        simulate_late(_measure, 2, stage, Barrier(2))
 
 
 @pytest.mark.parametrize("stage", range(4))

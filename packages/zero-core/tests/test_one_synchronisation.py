@@ -7,10 +7,12 @@ from itertools import product
 
 import pytest
 import torch
+from support import late_device
+from support.late import simulate_late
 from support.tiers import MadeTier
 from torch import Tensor
 
-from zero_core.testing import Case, alone, late_device, make_tower, simulate
+from zero_core.testing import Case, alone, make_tower, simulate
 
 WIDTH, NUM_STEPS = 16, 5
 OPTIMIZERS = {"AdamW": {"lr": 1e-2}, "SGD": {"lr": 1e-2}}
@@ -118,7 +120,7 @@ def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size
     for case in cases:
         expected = simulate(train, world_size, case)
         late_device.set_delays(seed=world_size, kernel_s=2e-5, copy_s=2e-4)
-        found = simulate(train, world_size, case, device="late")
+        found = simulate_late(train, world_size, case)
         for (waits, results), (_, on_cpu) in zip(found, expected, strict=True):
             assert len(waits) >= 2, case
             budget = 2 if case.is_twice else 1  # they agree again on gradients that came late

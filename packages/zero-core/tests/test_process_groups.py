@@ -19,10 +19,10 @@ from zero_core import ConfigError
 from zero_core._torch import count_groups, timeout_of
 from zero_core.comm import groups
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.control import Lane
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.device_library import Lane
-from zero_core.comm.groups import ProcessLibrary
-from zero_core.comm.meter import Links
+from zero_core.comm.groups import Members, ProcessLibrary
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
 from zero_core.testing import Case, spawn
@@ -33,8 +33,8 @@ CONFIG = Case(3).config()
 
 def _connect(group: dist.ProcessGroup | None) -> DeviceCollectives:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    library = ProcessLibrary(group, rank=rank, world_size=size, device=CPU)
-    return DeviceCollectives(library, links=Links(size, size, is_ring=True), queues=HostQueues())
+    library = ProcessLibrary(Members(group, rank, size, CPU))
+    return DeviceCollectives(library, HostQueues(), Meter(Links(size, size, is_ring=True)))
 
 
 def _check(collectives: Any) -> None:

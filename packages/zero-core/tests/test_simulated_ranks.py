@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support import late_device
 
-from zero_core.testing import late_device
 from zero_core.testing.oracle import Case, run_ddp, run_engine
 from zero_core.testing.ranks import alone, run_on_processes
 from zero_core.testing.simulated import SimulatedRanks, simulate

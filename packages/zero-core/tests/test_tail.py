@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from support import late_device
+from support.late import simulate_late
 from support.tiers import MadeTier
 from torch import nn
 from torch._dynamo.utils import counters
@@ -9,7 +11,6 @@ from torch.nn import functional
 
 from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
 from zero_core.protocols import EXACT_GRADIENTS
-from zero_core.testing import late_device
 from zero_core.testing.models import batch, seeded
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import alone, on_processes
@@ -298,7 +299,7 @@ def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late():
     for seed, (way, stage) in enumerate([("read last", 1), ("read from a list", 3)]):
         expected = simulate(_train, 2, way, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate(_train, 2, way, stage, device="late")
+        found = simulate_late(_train, 2, way, stage)
         assert_same(found, expected)
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import late_device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_core
 from zero_core import ConfigError
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks, fold
-from zero_core.testing import Case, alone, late_device, on_processes, spawn
+from zero_core.testing import Case, alone, on_processes, spawn
 
 
 @pytest.mark.parametrize(

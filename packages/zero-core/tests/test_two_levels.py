@@ -123,8 +123,8 @@ def _device(rank, world_size, per_node):
         job()  # in this thread, which the counter sees
         return Mock()
 
-    links = Links(world_size, per_node, is_ring=True)
-    return DeviceCollectives(library(rank, world_size), links=links, queues=Mock(launch=launch))
+    meter = Meter(Links(world_size, per_node, is_ring=True))
+    return DeviceCollectives(library(rank, world_size), Mock(launch=launch), meter)
 
 
 @pytest.mark.parametrize("per_node", [None, 8], ids=["one-node", "nodes-of-8"])

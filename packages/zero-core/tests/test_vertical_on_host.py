@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from support.late import on_late_rank
+from support import late_device
+from support.late import on_late_rank, simulate_late
 from torch import accelerator, nn
 
 import zero_core
-from zero_core.testing import Case, alone, assert_same, late_device, seeded, simulate
+from zero_core.testing import Case, alone, assert_same, seeded, simulate
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
 GRADIENT_BYTES, INPUT_BYTES = VOCAB * WIDTH * 4, ROWS * WIDTH * 4  # 160,000 and 96,000
@@ -71,7 +72,7 @@ def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_t
         expected = simulate(_train, world_size, is_shared, config)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         config = config | {"accumulation_schedule": "vertical"}
-        assert_same(simulate(_train, world_size, is_shared, config, device="late"), expected)
+        assert_same(simulate_late(_train, world_size, is_shared, config), expected)
 
 
 @on_late_rank
@@ -118,7 +119,7 @@ def _rise(ranks, steps):
 def test_device_has_two_gradients_however_many_micro_batches():
     late_device.load()
     late_device.set_delays(seed=1, copy_s=1e-2)  # copies take longer than everything else
-    (few,), (many,) = (simulate(_rise, 1, steps, device="late") for steps in (4, 8))
+    (few,), (many,) = (simulate_late(_rise, 1, steps) for steps in (4, 8))
     # But for those between two blocks, which have the size of an input.
     assert many - few < 4 * INPUT_BYTES + GRADIENT_BYTES / 2
 

@@ -4,12 +4,14 @@ import itertools
 
 import pytest
 import torch
+from support import late_device
+from support.late import simulate_late
 from torch import nn
 
 import zero_core
 from zero_core.extensions.invariance import bin_powers, chunk_norms, sum_bins
 from zero_core.layout.arithmetic import CHUNK_NUMEL
-from zero_core.testing import alone, late_device, make_model, make_tower, on_ranks, simulate
+from zero_core.testing import alone, make_model, make_tower, on_ranks, simulate
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
 
@@ -51,8 +53,8 @@ def train(ranks, changed):
     return losses, norms, {name: value.cpu().view(torch.int32) for name, value in values}
 
 
-def run(world_size, changed, **simulated):
-    found = simulate(train, world_size, changed, **simulated)
+def run(world_size, changed, run=simulate, **simulated):
+    found = run(train, world_size, changed, **simulated)
     losses = sorted(itertools.chain(*(own for own, _, _ in found)), key=lambda pair: pair[0])
     for _, *agreed in found[1:]:
         torch.testing.assert_close(agreed, [*found[0][1:]], rtol=0.0, atol=0.0, equal_nan=True)
@@ -121,10 +123,10 @@ def test_accelerators_on_nodes_have_the_bits_of_one_host():
     for kind in ({**KINDS["narrow"], "zero_optimization": {"stage": 3}}, {}):
         alone = run(1, kind)
         late_device.set_delays(seed=0, kernel_s=5e-5, copy_s=2e-3)
-        assert_same_bits(run(4, kind, device="late", ranks_per_node=2), alone)
+        assert_same_bits(run(4, kind, simulate_late, ranks_per_node=2), alone)
     block = {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     with pytest.raises(zero_core.ConfigError, match="border elsewhere"):
-        run(1, {"zero_optimization": block}, device="late")
+        run(1, {"zero_optimization": block}, simulate_late)
 
 
 def test_sums_of_powers_are_exact_in_any_order_and_show_what_is_not_finite():

@@ -18,7 +18,7 @@ from torch.nn.functional import gelu
 
 import zero_core
 from zero_core.comm.device import make_transport, share_memory
-from zero_core.comm.meter import Meter
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.topology import Ranks, count_per_node, find_ranks
 from zero_core.errors import MissingPartError
 from zero_core.plan.activations import ATTENTION, ATTENTION_BACKWARD, trace_step
@@ -104,7 +104,8 @@ def time_exchanges(watch: Stopwatch) -> None:
     control = ranks.connect()
     per_node = count_per_node(control, ranks)
     shared = share_memory(control, ranks, per_node)
-    transport = make_transport(ranks, per_node, shared, Meter())
+    links = Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu")
+    transport = make_transport(ranks, shared, Meter(links))
     way = "within" if per_node == ranks.size else "between"
     found: defaultdict[str, Points] = defaultdict(list)
     for nbytes in exchanged(ranks.size, is_host=watch.device.type == "cpu"):

@@ -24,9 +24,9 @@ from typing import NamedTuple
 from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.core.facts import facts_nbytes
-from zero_core.core.gradient_plan import GradientCase, accumulated_dtype
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
+from zero_core.layout.gradient_plan import GradientCase, accumulated_dtype
 from zero_core.plan.activations import Trace
 from zero_core.plan.forecast import Forecast, num_gathers
 from zero_core.plan.traffic import gather_calls, reduction_calls

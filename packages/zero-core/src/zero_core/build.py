@@ -244,12 +244,12 @@ def _join(
     drawn.check_ranks_agree(control, config, [one.describe() for one in extensions])
     check_values(control, initial, has_pretrained=has_pretrained)
     per_node = count_per_node(control, ranks)
-    meter = Meter(Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu"))
-    shared = share_memory(control, ranks, per_node)
     arithmetic = arithmetic_of(config)
-    transport = make_transport(
-        ranks, per_node, shared, meter, is_sequential=arithmetic.is_sequential
-    )
+    is_ring = ranks.device.type != "cpu"
+    links = Links(ranks.size, per_node, is_ring, is_sequential=arithmetic.is_sequential)
+    meter = Meter(links)
+    shared = share_memory(control, ranks, per_node)
+    transport = make_transport(ranks, shared, meter)
     config = config.on_nodes(per_node, ranks.size)
     return _Joined(
         config,

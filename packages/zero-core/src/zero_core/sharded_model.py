@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.core.saved import Holding
 from zero_core.errors import ConfigError, EvaluationOnlyError
-from zero_core.extensions.generation import Generation
+from zero_core.extensions.generation import keep_while_generating
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.train_state import LossScaler, TrainState
 from zero_core.runtime.copies import ModelCopies
@@ -138,7 +139,8 @@ class ShardedModel:
         self.remove_at_end([buffers, self._guard.watch(), FixedMemory(state.module)])
         self.remove_at_end([Holding(self._gathering)])
         if parts.config.zero_optimization.stage == 3:
-            self.remove_at_end([Generation(state.module, self)])
+            kept = keep_while_generating(state.module, WeakMethod(self.generating))
+            self.remove_at_end([kept])
         handles = (buffers.handles, self._ownership.hooks)
         self._copies = ModelCopies(state, handles)
         self._small_params: SmallParams | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from zero_core.comm.control import ControlGroup
-from zero_core.comm.groups import ProcessLibrary
+from zero_core.comm.groups import Members, ProcessLibrary
 from zero_core.comm.host import HostCollectives
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import ProcessMessages
+from zero_core.comm.queues import HostQueues
 from zero_core.comm.shared_memory import SharedMemory
 
 CPU = torch.device("cpu")
@@ -15,8 +17,7 @@ CPU = torch.device("cpu")
 
 def control_of(rank: int, world_size: int) -> ControlGroup:
     """Return a control group over torch's own collectives."""
-    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
-    return ControlGroup(library, CPU)
+    return ControlGroup(ProcessLibrary(Members(None, rank, world_size, CPU)), CPU)
 
 
 def connect(
@@ -27,10 +28,5 @@ def connect(
     shared = SharedMemory(control_of(rank, world_size), timeout_s=300, ranks_per_node=per_node)
     node = rank // per_node * per_node
     assert shared.peers == set(range(node, node + per_node)) - {rank}
-    return HostCollectives(
-        ProcessMessages(None),
-        rank=rank,
-        world_size=world_size,
-        shared=shared,
-        ranks_per_node=per_node,
-    ), shared
+    meter = Meter(Links(world_size, per_node, is_ring=False))
+    return HostCollectives(ProcessMessages(None), rank, shared, HostQueues(), meter), shared

@@ -5,9 +5,9 @@ In a profile each collective is a range with the same name. `zero_core.watch` na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -37,12 +37,8 @@ class _NotStarted:
         raise self.error
 
 
-class _Kind(NamedTuple):
-    """Protocols that a class of works satisfies."""
-
-    shows_parts: bool
-    is_in_place: bool
-    has_statistics: bool
+_OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)
+"""Protocols of reductions that offer more than to be waited for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +50,7 @@ class NamedWork:
     _name: str
 
     def wait(self) -> None:
-        """Wait. Raise `CollectiveError` if the collective failed or timed out."""
+        """Raise `CollectiveError` if the collective failed or timed out."""
         owner, what = self._owner, self._name
         owner.place.begin_wait(what)
         try:
@@ -69,21 +65,23 @@ class NamedWork:
 
 @dataclass(slots=True, eq=False)
 class NamedReduction(NamedWork):
-    """A reduction under way, with what the protocols of reductions offer besides."""
+    """A reduction under way, with what its ``_protocols`` offer besides."""
 
-    _kind: _Kind
+    _protocols: frozenset[type]
 
     def contributions(self) -> tuple[Tensor, ...]:
         """Return each rank's part of the sum, in rank order. Empty if they are not shown."""
-        return tuple(cast(Reduction, self._work).contributions) if self._kind.shows_parts else ()
+        shown = Reduction in self._protocols
+        return tuple(cast(Reduction, self._work).contributions) if shown else ()
 
     def statistics(self) -> StatisticsReduction | None:
-        return cast(StatisticsReduction, self._work) if self._kind.has_statistics else None
+        has_any = StatisticsReduction in self._protocols
+        return cast(StatisticsReduction, self._work) if has_any else None
 
     def acknowledge(self) -> NamedWork | None:
         """Report that the other ranks' parts were read. None if nobody waits for that."""
         work = self._work
-        if not self._kind.is_in_place:
+        if InPlaceReduction not in self._protocols:
             if self._owner.reduces_in_place:
                 raise ConfigError(
                     f"{self._name}: the collectives "
@@ -102,34 +100,24 @@ class NamedReduction(NamedWork):
 
 
 class Communicator:
-    """Collectives over segments of a layout, and the control group beside them.
-
-    Attributes:
-        transport: the collectives that carry the bytes.
-        control: the small exchanges of the same ranks.
-        place: where this rank is in its program.
-        device_waits: collectives that the device waits for; None where the host does.
-    """
+    """Collectives over segments of a layout, and the control group of the same ranks."""
 
     def __init__(
-        self,
-        transport: Collectives,
-        control: ControlGroup,
-        names: Mapping[int, str],
+        self, transport: Collectives, control: ControlGroup, names: Mapping[int, str]
     ) -> None:
-        """Prepare. ``names`` say in messages of which unit each segment is."""
+        """``names`` of the segments say in messages of which unit each is."""
         self.transport = transport
         self.control = control
         self.place = control.place
+        # Collectives that the device waits for; None where the host does.
         self.device_waits = None if control.watch is None else control.watch.device_waits
         self.rank = control.rank
         self.world_size = control.world_size
-        self._adding = transport if isinstance(transport, AddingCollectives) else None
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
-        self._names = dict(names)
+        self._names = names
         self._names_of: dict[tuple[str, int], str] = {}  # by verb and segment
-        self._ranges: dict[str, str] = {}  # in profiles, by name
-        self._kinds: dict[type, _Kind] = {}  # of works, by class: the check takes long
+        # Of works, by class: the check takes long.
+        self._protocols: dict[type, frozenset[type]] = {}
         optional = {"forget_values", "forget_errors", "private_nbytes"}
         found = sorted(optional.intersection(dir(transport)))
         if found and self._stateful is None:
@@ -142,14 +130,14 @@ class Communicator:
     def all_gather(
         self, out: Tensor, shard: Tensor, segment: int, *, version: int, backward: bool
     ) -> NamedWork:
-        """Start to fill ``out`` with every rank's ``shard`` of a segment.
+        """Start `Collectives.all_gather` of a segment.
 
-        See `zero_core.protocols.Collectives.all_gather`. If it cannot start, as a peer has ended,
-        waiting raises: values gathered ahead may never be needed.
+        If it cannot start, as a peer has ended, waiting raises: values gathered ahead may never be
+        needed.
         """
         name = self.name_of("all_gather", segment)
         try:
-            with profiled_range(self._ranges[name]):
+            with profiled_range(f"rank {self.rank}: {name}"):
                 work = self.transport.all_gather(
                     out, shard, unit=segment, version=version, backward=backward
                 )
@@ -159,48 +147,33 @@ class Communicator:
             self.place.clock.launch(name)
         return NamedWork(self, work, name)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
-        """Start to sum this rank's slice of every rank's ``full`` into ``out``.
-
-        See `zero_core.protocols.Collectives.reduce_scatter`. `CollectiveError` if it cannot start.
-        """
-        return self._reduce(self.transport.reduce_scatter, out, full, segment)
-
-    @property
-    def can_add(self) -> bool:
-        return self._adding is not None
-
-    def reduce_add(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
-        """Start to add this rank's slice of every rank's ``full`` to ``out``.
-
-        See `zero_core.protocols.AddingCollectives`. `CollectiveError` if it cannot start.
-        """
-        assert self._adding is not None, "checked when the engine was built"
-        return self._reduce(self._adding.reduce_add, out, full, segment)
-
-    def _reduce(
-        self, start: Callable[..., Work], out: Tensor, full: Tensor, segment: int
+    def reduce_scatter(
+        self, out: Tensor, full: Tensor, segment: int, *, is_added: bool = False
     ) -> NamedReduction:
+        """Start `Collectives.reduce_scatter` of a segment. `CollectiveError` if it cannot.
+
+        ``is_added``: to what is in ``out``, by `AddingCollectives.reduce_add`.
+        """
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
             self.place.clock.launch(name)
         try:
-            with profiled_range(self._ranges[name]):
-                work = start(out, full, unit=segment)
+            with profiled_range(f"rank {self.rank}: {name}"):
+                if is_added:  # `build` has checked that the collectives can
+                    adding = cast(AddingCollectives, self.transport)
+                    work = adding.reduce_add(out, full, unit=segment)
+                else:
+                    work = self.transport.reduce_scatter(out, full, unit=segment)
         except RuntimeError as error:
             self.fail(name, error)
-        kind = self._kinds.get(type(work))
-        if kind is None:
-            protocols = (Reduction, InPlaceReduction, StatisticsReduction)
-            kind = self._kinds[type(work)] = _Kind(*(isinstance(work, p) for p in protocols))
-        return NamedReduction(self, work, name, kind)
+        protocols = self._protocols.get(type(work))
+        if protocols is None:
+            protocols = frozenset(p for p in _OFFERED if isinstance(work, p))
+            self._protocols[type(work)] = protocols
+        return NamedReduction(self, work, name, protocols)
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
-        """Raise ``error`` of the collective ``name`` as a `CollectiveError`.
-
-        `torch.OutOfMemoryError` is no failure of the ranks' exchange and stays what it is.
-        """
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError):  # no failure of the ranks' exchange
             raise error
         raise self.control.error(name, error) from error
 
@@ -209,7 +182,6 @@ class Communicator:
         name = self._names_of.get((verb, segment))
         if name is None:
             name = self._names_of[verb, segment] = f"{verb} of {self._names[segment]}"
-            self._ranges[name] = f"rank {self.rank}: {name}"
         return name
 
     def sum_statistics(self, values: Tensor) -> None:
@@ -227,13 +199,13 @@ class Communicator:
             self.device_waits.close()
 
     def note_failure(self, where: str, error: BaseException) -> None:
-        """Have the others' errors name ``error`` of this rank, if they fail as they wait for it."""
+        """Publish this rank's error, so that ranks that fail waiting for it can name the cause."""
         watch = self.control.watch
         if watch is not None and not isinstance(error, CollectiveError):
             watch.note_cause(f"{where} raised {type(error).__name__}: {error}")
 
     def clear_failure(self) -> None:
-        """Take back what `note_failure` noted: this rank goes on."""
+        """Withdraw what `note_failure` published: this rank goes on."""
         if self.control.watch is not None:
             self.control.watch.note_cause("")
 

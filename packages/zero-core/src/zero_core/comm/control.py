@@ -2,6 +2,12 @@
 
 On an accelerator they are collectives of its library (`zero_core.comm.groups`), among hosts direct
 messages (`zero_core.comm.host`).
+
+[Note: communicators and lanes]
+A **communicator** is one connection of some ranks. A library (NCCL, say) runs the collectives of
+one communicator one after another, in the order in which each rank starts them, which must be the
+same on all of them. So what may interleave differently on different ranks has communicators of its
+own: a **lane** each for gathers and for reductions, beside the caller's for control.
 """
 
 from __future__ import annotations
@@ -12,12 +18,12 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from zero_core.comm.device_library import ControlLibrary
 from zero_core.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -25,6 +31,7 @@ from zero_core.errors import (
     CollectiveError,
     ConfigError,
 )
+from zero_core.protocols import Work
 from zero_core.watch.beats import OTHER_BLOCKS, count_ranks
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import Place
@@ -34,20 +41,74 @@ PIECE_BYTES = 64 << 20
 """Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
 _MAX_NAMED = 4
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
-"""Errors of `Exchange.together`: that of several ranks is the first of theirs."""
+"""Errors of `Exchange.together`: of those of several ranks the first here is raised."""
 _T = TypeVar("_T")
 
 
-class Exchange(Protocol):
-    """Bytes between ranks, and errors that all of them raise.
+class Lane(Enum):
+    """Purpose of a communicator. Those of different lanes share no order."""
 
-    Attributes:
-        rank: this rank within the group.
-        world_size: number of ranks.
-        place: where this rank is in its program.
+    GATHERS = "gathers"
+    REDUCTIONS = "reductions"
+
+
+class ControlLibrary(Protocol):
+    """Collectives of the control group. Each is started by every rank, in the same order.
+
+    Tensors are 1-D (for `all_reduce` and `broadcast`: of any shape), contiguous and on the rank's
+    device. Collectives run after what is on the caller's current stream, and ``wait`` makes the
+    current stream of its caller wait for them. Only then may the buffers be reused.
     """
 
-    rank: int
+    rank: int  # within the communicator
+    world_size: int
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        """Start to fill ``out`` with every rank's ``shard`` (any dtype), in rank order.
+
+        ``shard`` may be this rank's slice of ``out``.
+        """
+
+    def exchange(
+        self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Work:
+        """Start to send slices of different lengths.
+
+        ``parts`` are this rank's slices by target, ``out`` receives those for it by source, each
+        one after another without gaps. ``sent`` and ``received`` are their elements, by rank.
+        """
+
+    def all_reduce(self, values: Tensor) -> Work:
+        """Start to sum every rank's ``values`` in place, to the same bits on every rank."""
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        """Start to overwrite ``tensor``, of any dtype, with rank ``source``'s."""
+
+
+class DeviceLibrary(ControlLibrary, Protocol):
+    """Collectives over one communicator of an accelerator's library."""
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+        """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``, any dtype.
+
+        Both have ``world_size`` equal slices; they do not overlap.
+        """
+
+    def subgroup(self, ranks: Sequence[int], lane: Lane) -> DeviceLibrary:
+        """Return the communicator of ``lane`` among ``ranks``, renumbered in that order.
+
+        Every rank of this communicator calls it equally often, in the same order and for the same
+        lane, each with the subgroup that it is in: a partition of all ranks, or all of them.
+        """
+
+    def close(self) -> None:
+        """End what `subgroup` has made, on this rank alone, with nothing under way on it."""
+
+
+class Exchange(Protocol):
+    """Bytes between ranks, and errors that all of them raise."""
+
+    rank: int  # within the group
     world_size: int
     place: Place
 
@@ -62,10 +123,8 @@ class Exchange(Protocol):
     def together(self, what: str, act: Callable[[], _T]) -> _T:
         """Return ``act()`` on every rank. If it fails on one, raise on all, instead of a hang.
 
-        Raises:
-            CheckpointCorruptError: that is what it was on some rank.
-            CheckpointError: so it was, or a ConfigError, which another attempt would repeat.
-            CheckpointFailedError: anything else.
+        A mistake that another attempt would repeat (CheckpointError, ConfigError) is raised as
+        CheckpointError, a corrupt checkpoint as what it is, and the rest as CheckpointFailedError.
         """
         failure: list[str] = []
         found: list[_T] = []
@@ -93,11 +152,7 @@ class Exchange(Protocol):
 class ControlGroup(Exchange):
     """Small exchanges beside the data path: statistics of a step, names, checksums.
 
-    Bytes and numbers only, because object collectives would unpickle a peer's data. They go over
-    the library of a device, or over messages between hosts.
-
-    Attributes:
-        watch: what the other ranks say of their places; None if they cannot.
+    Bytes and numbers only, because object collectives would unpickle a peer's data.
     """
 
     def __init__(
@@ -108,7 +163,7 @@ class ControlGroup(Exchange):
         watch: Watch | None = None,
     ) -> None:
         self.place = Place() if place is None else place
-        self.watch = watch
+        self.watch = watch  # what the other ranks say of their places; None if they cannot
         self.rank = library.rank
         self.world_size = library.world_size
         self._library = library
@@ -128,10 +183,7 @@ class ControlGroup(Exchange):
                 self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the device.
-
-        With one rank that is ``tensor`` itself.
-        """
+        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the device."""
         if self.world_size == 1:
             return tensor
         local = tensor.to(self._device)
@@ -141,11 +193,7 @@ class ControlGroup(Exchange):
         return out
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send the slices of 1-D ``parts`` to the ranks, in rank order, and return what arrives.
-
-        ``sent`` and ``received`` are the elements of each slice, by rank. The result is on the
-        device, in the order of the sources.
-        """
+        """Return what arrives on the device: see `ControlLibrary.exchange`."""
         if self.world_size == 1:
             return parts
         out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
@@ -154,11 +202,10 @@ class ControlGroup(Exchange):
         return out
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the start and the values of each piece of all ranks' 1-D ``tensor``.
+        """Yield the start and the values of each piece of all ranks' 1-D ``tensor``, equally long.
 
-        Tensors are equally long. The values are [world_size, n], in rank order, on the device, of
-        at most `PIECE_BYTES`. The caller copies a piece that it keeps. Every rank must iterate to
-        the end.
+        The values are [world_size, n] on the device, of at most `PIECE_BYTES`. The caller copies a
+        piece that it keeps. Every rank must iterate to the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:
@@ -183,10 +230,7 @@ class ControlGroup(Exchange):
         return whole.view(-1)
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:
-        """Gather every rank's 1-D ``tensor`` (equally long), in rank order, into ``out``.
-
-        Both are on the CPU.
-        """
+        """Gather every rank's 1-D ``tensor`` (equally long) into ``out``, both on the CPU."""
         if self.world_size > 1 and self._device == out.device:  # without a copy in between
             with self._named("gather", tensor):
                 self._library.all_gather(out, tensor).wait()
@@ -204,10 +248,7 @@ class ControlGroup(Exchange):
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
     def differences(self, facts: Mapping[str, str]) -> str:
-        """Return in which of ``facts``, by name, ranks differ: the first few, with the ranks.
-
-        It has one text on all ranks, and is empty where they agree.
-        """
+        """Say, alike on all ranks, which ``facts`` differ on which ranks: the first few."""
         rows = [json.loads(row) for row in self.gather_bytes(json.dumps(dict(facts)).encode())]
         said = []
         for name in dict.fromkeys(name for row in rows for name in row):
@@ -236,10 +277,7 @@ class ControlGroup(Exchange):
         self.gather_bytes(b"")
 
     def error(self, what: str, error: RuntimeError) -> CollectiveError:
-        """Return what ``error`` of the collective ``what`` is for the user.
-
-        It names the rank that is the cause, if that is known.
-        """
+        """Return what ``error`` of the collective ``what`` is for the user, with its cause."""
         named = f"rank {self.rank}: {what} failed or timed out"
         is_explained = isinstance(error, CollectiveError)
         cause = "" if self.watch is None or is_explained else self.watch.explain()

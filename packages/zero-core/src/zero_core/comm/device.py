@@ -1,17 +1,16 @@
 """Collectives among accelerators, by their library (NCCL, say), and the choice of a transport.
 
-All-gather and all-to-all are the library's; a reduction is an all-to-all and a local sum in rank
-order (`zero_core.comm.fused_sum`). Both are enqueued on the stream of reductions, so that nothing
-of it delays backward: the compute stream waits for it when it uses the sum.
+All-gather and all-to-all are the library's. A reduction is an all-to-all and a local sum in rank
+order (`zero_core.comm.fused_sum`), both on the stream of reductions: the compute stream waits for
+them when it uses the sum.
 
 [Note: two levels]
 N nodes of R ranks; rank n * R + l has place l on node n, and every rank has a slice of s elements
 for each rank. An all-to-all among all would send (N - 1) R slices to other nodes. Instead the ranks
 of a node exchange slices first, each getting those for the ranks of its own place on all nodes. It
 adds them in rank order in fp32: the N partial sums of its node. Ranks of equal place exchange these
-and add them in the order of nodes. So N - 1 partial sums leave the node per rank. The order of
-additions is fixed: one tree for all stages and runs. It is that of rank order where there is one
-node, or one rank per node.
+and add them in the order of nodes. So N - 1 partial sums leave the node per rank. The tree of
+additions is the same for all stages and runs.
 
 [Note: coded exchanges]
 With a codec (`zero_core.protocols.SliceCodec`) an exchange with ranks of other nodes alone carries
@@ -32,8 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_core._torch import timeout_of
-from zero_core.comm.control import ControlGroup
-from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.control import ControlGroup, DeviceLibrary, Lane
 from zero_core.comm.fused_sum import (
     add_in_rank_order,
     find_nonfinite,
@@ -42,8 +40,8 @@ from zero_core.comm.fused_sum import (
     sum_slices,
 )
 from zero_core.comm.host import HostCollectives, Transport
-from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
-from zero_core.comm.queues import CommQueues, queues_of
+from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
+from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
@@ -72,86 +70,48 @@ def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMe
 
 
 def make_transport(
-    ranks: Ranks,
-    per_node: int,
-    shared: SharedMemory | None,
-    meter: Meter,
-    *,
-    is_sequential: bool = False,
+    ranks: Ranks, shared: SharedMemory | None, meter: Meter
 ) -> HostCollectives | DeviceCollectives:
-    """The engine's own collectives. Every rank must call it.
-
-    ``is_sequential``: gradients are added in rank order whatever the nodes are.
-    """
-    queues = queues_of(ranks.device)
+    """The engine's own collectives, over the links of ``meter``. Every rank must call it."""
+    is_host = ranks.device.type in ("cpu", "meta")
+    queues = HostQueues() if is_host else StreamQueues(ranks.device)
     if ranks.size == 1 or ranks.device.type == "cpu":
-        return HostCollectives(
-            ranks.messages(),
-            rank=ranks.rank,
-            world_size=ranks.size,
-            shared=shared,
-            ranks_per_node=per_node,
-            queues=queues,
-            meter=meter,
-        )
+        return HostCollectives(ranks.messages(), ranks.rank, shared, queues, meter)
     if ranks.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         _log.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one hardware queue, so gathers, "
             "reductions and copies wait for the computation that was enqueued before them; unset "
             "it (CUDA's default is 8)"
         )
-    links = Links(ranks.size, per_node, is_ring=True, is_sequential=is_sequential)
-    return DeviceCollectives(ranks.library(), links=links, queues=queues, meter=meter)
+    return DeviceCollectives(ranks.library(), queues, meter)
 
 
 _MESSAGE_ALIGNMENT = 16
 """Bytes of which messages of a codec are multiples."""
 
 
-class _Scratch:
-    """Memory of reductions, which run one by one: a buffer for each purpose."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
-
-    def take(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return ``numel`` elements, for one job, with undefined contents."""
-        nbytes = numel * dtype.itemsize
-        kept = self.buffers.get(purpose)
-        if kept is None or kept.nbytes < nbytes:
-            # Freed first: the larger one may take its place.
-            kept = None
-            self.buffers.pop(purpose, None)
-            with torch.inference_mode(False):
-                kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self.buffers[purpose] = kept
-        return _typed(kept, numel, dtype)
-
-
 class DeviceCollectives(Transport):
-    """`zero_core.protocols.TransportCollectives` of an accelerator. See there for the contract."""
+    """`zero_core.protocols.TransportCollectives` of an accelerator."""
 
     reduces_in_place = False
 
     def __init__(
         self,
         library: DeviceLibrary,
-        *,
-        links: Links,
         queues: CommQueues,
-        meter: Meter | None = None,
+        meter: Meter,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank of ``library`` must call it.
+        """Every rank of ``library`` must call it. ``meter`` knows the links between them.
 
         ``members`` are the ranks of ``library`` that take part, this one among them; None: all.
-        ``meter`` counts what is sent.
         """
         self._library = library
         self._members = list(range(library.world_size) if members is None else members)
+        links = meter.links if members is None else meter.links.among(members)
         super().__init__(self._members.index(library.rank), links, queues, meter)
         self._codec: SliceCodec | None = None
-        self._scratch = _Scratch()
+        self._buffers: dict[str, Tensor] = {}  # by purpose: reductions run one by one
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each queue has a communicator of its own.
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
@@ -164,15 +124,25 @@ class DeviceCollectives(Transport):
             far = library.subgroup(range(place, self.world_size, per_node), Lane.REDUCTIONS)
             self._nodes = near, far
 
+    def _scratch(
+        self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return ``numel`` elements, for one job, with undefined contents."""
+        nbytes = numel * dtype.itemsize
+        kept = self._buffers.get(purpose)
+        if kept is None or kept.nbytes < nbytes:
+            # Freed first: the larger one may take its place.
+            kept = None
+            self._buffers.pop(purpose, None)
+            with torch.inference_mode(False):
+                kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._buffers[purpose] = kept
+        return _typed(kept, numel, dtype)
+
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         self._check_subgroup(ranks)
-        return DeviceCollectives(
-            self._library,
-            links=self._links.among(ranks),
-            queues=self._queues,
-            meter=self._meter,
-            members=[self._members[r] for r in ranks],
-        )
+        members = [self._members[r] for r in ranks]
+        return DeviceCollectives(self._library, self._queues, self._meter, members)
 
     def close(self) -> None:
         self._library.close()
@@ -185,7 +155,7 @@ class DeviceCollectives(Transport):
         return self._gathers.all_gather(out, shard)
 
     def coded(self, codec: SliceCodec) -> DeviceCollectives:
-        """See `zero_core.protocols.TransportCollectives` and [Note: coded exchanges]."""
+        """See [Note: coded exchanges]."""
         found = copy.copy(self)
         found._codec = codec
         return found
@@ -199,7 +169,7 @@ class DeviceCollectives(Transport):
         return self._reduce(out, full, is_added=False)
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.AddingCollectives`. It never takes two levels."""
+        """It never takes two levels."""
         return self._reduce(out, full, is_added=True)
 
     def _reduce(self, out: Tensor, full: Tensor, *, is_added: bool) -> Work:
@@ -219,7 +189,7 @@ class DeviceCollectives(Transport):
             if nodes is not None:
                 self._reduce_in_two_levels(*nodes, out, full, norm, nonfinite)
                 return
-            received = self._scratch.take("received", full.numel(), full.dtype, full.device)
+            received = self._scratch("received", full.numel(), full.dtype, full.device)
             coded_nbytes = self._exchange(self._reductions, received, full, self._members)
             if coded_nbytes is not None:
                 self._meter.add("reduce_scatter", GRADIENTS, (0, coded_nbytes))
@@ -236,10 +206,9 @@ class DeviceCollectives(Transport):
     def _exchange(
         self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
     ) -> int | None:
-        """All-to-all of slices, as messages if they are coded.
+        """All-to-all of slices, as messages if they are coded: then it returns their bytes.
 
-        Returns the bytes of these, None of slices as they are. ``senders`` are the ranks of
-        ``library``, for errors.
+        ``senders`` are the ranks of ``library``, for errors.
         """
         size, own = library.world_size, library.rank
         rows, into = parts.view(size, -1), out.view(size, -1)
@@ -248,7 +217,7 @@ class DeviceCollectives(Transport):
             library.all_to_all(out, parts).wait()
             return None
         device, most = parts.device, codec.max_nbytes(parts.dtype, numel)
-        messages = self._scratch.take("messages", (size - 1) * most, torch.uint8, device)
+        messages = self._scratch("messages", (size - 1) * most, torch.uint8, device)
         sent, end = [0] * size, 0
         for peer in range(size):
             if peer != own:
@@ -264,7 +233,7 @@ class DeviceCollectives(Transport):
                     f"rank {senders[own]} expects at most {most} bytes of a coded gradient of rank "
                     f"{sender}, which announces {nbytes}: the ranks reduce different units"
                 )
-        arrived = self._scratch.take("arrived", sum(received), torch.uint8, device)
+        arrived = self._scratch("arrived", sum(received), torch.uint8, device)
         library.exchange(arrived, messages[:end], sent, received).wait()
         for peer, message in enumerate(torch.split(arrived, received)):
             if peer != own:
@@ -281,12 +250,9 @@ class DeviceCollectives(Transport):
         norm: Tensor,
         nonfinite: Tensor,
     ) -> None:
-        """Sum ``full`` into ``out``: [Note: two levels]. It overwrites ``full``.
-
-        ``nonfinite`` is set for the ranks of this node.
-        """
+        """See [Note: two levels]. ``full`` is overwritten, ``nonfinite`` set for this node."""
         num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
-        scratch = self._scratch.take("received", full.numel(), full.dtype, full.device)
+        scratch = self._scratch("received", full.numel(), full.dtype, full.device)
         sent = scratch.view(per_node, num_nodes, numel)
         sent.copy_(full.view(num_nodes, per_node, numel).transpose(0, 1))
         near.all_to_all(full, scratch).wait()
@@ -305,11 +271,9 @@ class DeviceCollectives(Transport):
     def prepare_reductions(
         self, wanted: Sequence[tuple[int, torch.dtype, torch.dtype]], device: torch.device
     ) -> None:
-        """See `Transport.prepare_reductions`."""
-
         def job() -> None:
             for numel, dtype, _ in wanted:
-                self._scratch.take("received", numel, dtype, device)
+                self._scratch("received", numel, dtype, device)
             # Sums of a few zeros have the kernels compiled.
             for dtype, out_dtype in {(dtype, out_dtype) for _, dtype, out_dtype in wanted}:
                 norm = torch.empty((), dtype=sum_dtype(out_dtype), device=device)
@@ -325,11 +289,11 @@ class DeviceCollectives(Transport):
         self.launch(job, is_reduction=True).wait()
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        return {"buffers": list(self._scratch.buffers.values())}
+        return {"buffers": list(self._buffers.values())}
 
     @property
     def exchange_nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._scratch.buffers.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)

@@ -2,22 +2,18 @@
 
 A reduction on an accelerator ends with it: one pass over the slices adds them in rank order, writes
 the sum, and finds its norm and the ranks whose slice is not finite. On CUDA, ROCm and XPU it is two
-Triton kernels (`zero_core.comm.triton_sum`), whatever the number of ranks. On other devices, and
-where Triton is not installed, it is plain torch: one operator for the caller, a kernel per rank.
+Triton kernels (`zero_core.comm.triton_sum`). On other devices, and where Triton is not installed,
+it is plain torch, a kernel per rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
-
-_TRITON_DEVICES = ("cuda", "xpu")
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,10 +44,7 @@ def add_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
 
 
 def norm_of(values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the ``p``-norm of ``values``, 0-dimensional.
-
-    It is in ``dtype``, by default fp32 (float64 for float64).
-    """
+    """Return the 0-dimensional ``p``-norm of ``values``, in ``dtype`` or their `sum_dtype`."""
     norm: Tensor = torch.linalg.vector_norm(values, p, dtype=dtype or sum_dtype(values.dtype))
     return norm
 
@@ -59,21 +52,13 @@ def norm_of(values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) ->
 def sum_slices(
     slices: Tensor, out: Tensor, norm: Tensor | None = None, nonfinite: Tensor | None = None
 ) -> None:
-    """Sum the rows of ``slices`` from the first to the last, in fp32 (float64 for float64).
+    """Sum the rows of ``slices`` [ranks, n] in their order, in fp32 (float64 for float64).
 
-    Everything is enqueued on the current stream; the host does not wait.
-
-    Args:
-        slices: [ranks, n], contiguous, floating point.
-        out: [n], contiguous, any floating dtype; receives the sum, rounded once.
-        norm: 0-dimensional, `sum_dtype` of ``out``; receives the 2-norm of ``out``.
-        nonfinite: bool, [ranks]; set to True where a row has NaN or Inf, else unchanged.
+    ``out`` [n] receives the sum, rounded once, and ``norm`` (0-dimensional, `sum_dtype` of ``out``)
+    its 2-norm. ``nonfinite`` (bool, [ranks]) is set where a row has NaN or Inf, else unchanged.
+    All are contiguous. Everything is enqueued on the current stream.
     """
     torch.ops.zero_core.sum_slices(slices, out, norm, nonfinite)
-
-
-def _sum_slices(slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None) -> None:
-    _sum_on(slices.device.type)(slices, out, norm, nonfinite)
 
 
 def sum_by_torch(
@@ -97,15 +82,19 @@ def find_nonfinite(slices: Tensor, nonfinite: Tensor) -> None:
 @cache
 def _sum_on(kind: str) -> Callable[..., None]:
     """Return what sums on a kind of device: Triton's kernels, or torch's operators."""
-    if kind not in _TRITON_DEVICES or find_spec("triton") is None:
+    if kind not in ("cuda", "xpu") or find_spec("triton") is None:
         return sum_by_torch
-    found: Any = import_module("zero_core.comm.triton_sum")
-    kernels: Callable[..., None] = found.sum_by_triton
-    return kernels
+    from zero_core.comm.triton_sum import sum_by_triton
+
+    return sum_by_triton
 
 
 torch.library.define(
     "zero_core::sum_slices",
     "(Tensor slices, Tensor(a!) out, Tensor(b!)? norm, Tensor(c!)? nonfinite) -> ()",
 )
-torch.library.impl("zero_core::sum_slices", "CompositeExplicitAutograd")(_sum_slices)
+torch.library.impl(
+    "zero_core::sum_slices",
+    "CompositeExplicitAutograd",
+    lambda slices, *outs: _sum_on(slices.device.type)(slices, *outs),
+)

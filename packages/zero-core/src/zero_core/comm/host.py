@@ -1,8 +1,19 @@
 """Collectives among hosts, by direct exchange between each pair of ranks.
 
 gloo's own all-gather is a ring of copies and its reduce-scatter a whole all-reduce. A direct
-exchange moves the same bytes in about a third of the time. [Note: near and far]
-in `zero_core.comm.p2p` explains what is sent.
+exchange takes about a third of the time.
+
+[Note: near and far]
+A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer
+shares memory (`zero_core.comm.shared_memory`) and gets a **token**: the offset and number of the
+bytes, which it reads in place when it waits. So a gather costs one copy and a reduction none.
+Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use the same kind in the
+same call.
+
+Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
+end with an **acknowledgement**. Gathers have none: shards change only after an exchange in which
+every rank takes part once it has waited for its gathers (in a step: the sum of the gradient's
+statistics; see `zero_core.protocols.Collectives`).
 
 [Note: once per node]
 Where there are several nodes of several ranks, a shard is sent to each other node once, to the rank
@@ -11,13 +22,24 @@ in the same place there, which passes it on within its node: (N - 1) shards betw
 the queue of gathers. Reductions stay direct, W - R slices between nodes: a sum taken within the
 node first would be another sum.
 
+[Note: coded slices]
+With a codec (`zero_core.protocols.SliceCodec`) a rank of another node gets a message of its slice.
+It is decoded to the place where the slice itself would have arrived, so the sum, its order and each
+rank's part are the same. Coding is a job of the queue of reductions: it takes a pass over the
+slices, while backward goes on.
+
+A message's length is not known before. Both ranks know how long the last one of the unit was, and
+expect a little more. So many bytes are sent, with the true length in front, and their receiver asks
+for them before they are made. What is longer is sent as a second part. A length that travels first
+would wait behind other data in the queue of the link, as would the request that follows it: 18 ms
+per unit at 200 Mbit/s.
+
 [Note: messages of different sizes never meet]
 Ranks that take different branches start different exchanges. gloo's collectives match them by their
 order alone, and where two of different sizes meet, gloo ends the process of the receiver with
-``std::terminate``. `HostLibrary` finds a message by its sender and its tag, and the tag has the
-exchange and the number of bytes. So ranks on different branches wait for each other, until the
-wait's timeout raises an error that names them. Only sizes that differ by a multiple of `_NUM_SIZES`
-bytes share a tag.
+``std::terminate``. `HostLibrary` finds a message by its sender and its tag, which has the exchange
+and the number of bytes (modulo `_NUM_SIZES`). So ranks on different branches wait for each other,
+until the wait's timeout raises an error that names them.
 """
 
 from __future__ import annotations
@@ -31,21 +53,16 @@ from torch import Tensor
 
 from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
-from zero_core.comm.p2p import (
-    CONTROL_CHANNEL,
-    CodedSlices,
-    ExchangeBuffers,
-    Kind,
-    Messages,
-    Parcel,
-    PeerToPeer,
-    tag_of,
-    wait_all,
-)
-from zero_core.comm.queues import CommQueues, HostQueues
-from zero_core.comm.shared_memory import SharedMemory
+from zero_core.comm.p2p import CONTROL_CHANNEL, Kind, Messages, tag_of, wait_all
+from zero_core.comm.queues import CommQueues, Pending
+from zero_core.comm.shared_memory import Letter, SharedMemory
+from zero_core.errors import CollectiveError
 from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, Work
 
+_ALIGNMENT = 64
+"""Bytes at whose multiples messages of coded slices begin, and of the length in front of each."""
+_SLACK = 128
+"""A message is expected to be at most longer than the last one by one part in so many."""
 _NUM_SIZES = 32_749
 """The largest prime below 2**15: tags are 31 bits."""
 
@@ -53,10 +70,8 @@ _NUM_SIZES = 32_749
 class Transport:
     """Base of the collectives of hosts and of accelerators: jobs, counting, scratch memory."""
 
-    def __init__(
-        self, rank: int, links: Links, queues: CommQueues, meter: Meter | None = None
-    ) -> None:
-        self._meter = Meter() if meter is None else meter
+    def __init__(self, rank: int, links: Links, queues: CommQueues, meter: Meter) -> None:
+        self._meter = meter
         self._queues = queues
         self.rank = rank
         self.world_size = links.world_size
@@ -77,8 +92,7 @@ class Transport:
     ) -> None:
         """Allocate and compile on ``device`` what reductions need, ahead of the first backward.
 
-        ``wanted`` has the number of elements of each gradient that will be reduced, its dtype and
-        that of its sum. Among hosts there is nothing to do.
+        ``wanted``: the elements of each gradient to be reduced, its dtype and that of its sum.
         """
 
     def _check_subgroup(self, ranks: Sequence[int]) -> None:
@@ -100,32 +114,35 @@ class Transport:
 
 
 class HostCollectives(Transport):
-    """`zero_core.protocols.TransportCollectives` among hosts. See there for the contract."""
+    """`zero_core.protocols.TransportCollectives` among hosts."""
 
     reduces_in_place = True
 
     def __init__(
         self,
         messages: Messages,
-        *,
         rank: int,
-        world_size: int,
-        shared: SharedMemory | None = None,
-        ranks_per_node: int | None = None,
-        queues: CommQueues | None = None,
-        meter: Meter | None = None,
+        shared: SharedMemory | None,
+        queues: CommQueues,
+        meter: Meter,
     ) -> None:
-        """Every rank makes one. ``messages`` carry bytes between single ranks.
-
-        ``shared`` is memory that some ranks read from each other. ``ranks_per_node`` None: all.
-        ``meter`` counts what is sent.
-        """
-        links = Links(world_size, ranks_per_node or world_size, is_ring=False)
-        super().__init__(rank, links, HostQueues() if queues is None else queues, meter)
+        """Every rank makes one. ``meter`` knows the links, and counts what is sent over them."""
+        super().__init__(rank, meter.links, queues, meter)
+        self._messages = messages
         self._shared = shared
-        self._coded: CodedSlices | None = None
-        self._buffers = ExchangeBuffers()
-        self._wire = PeerToPeer(messages, range(world_size), rank=rank, shared=shared)
+        self._join(range(self.world_size), rank)
+
+    def _join(self, members: Sequence[int], rank: int) -> None:
+        """Take part in exchanges among ``members``, by their numbers in the messages."""
+        self.rank, self.world_size = rank, len(members)
+        self._members = members
+        # From the right neighbour on, so that no rank is everybody's first target.
+        self._peers = [(rank + k) % len(members) for k in range(1, len(members))]
+        near = frozenset[int]() if self._shared is None else self._shared.peers
+        self._near = frozenset(peer for peer in self._peers if members[peer] in near)
+        self._channel = self._messages.next_channel()
+        self._buffers = _Buffers()
+        self._coded: _CodedSlices | None = None
 
     @property
     def exchange_nbytes(self) -> int:
@@ -134,20 +151,14 @@ class HostCollectives(Transport):
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
         self._check_subgroup(ranks)
         found = copy.copy(self)
-        found._wire = self._wire.among(ranks)
-        found._coded = None  # it would send to the ranks of the whole group
-        found._buffers = ExchangeBuffers()
         found._links = self._links.among(ranks)
-        found.rank, found.world_size = found._wire.rank, len(ranks)
+        found._join([self._members[r] for r in ranks], list(ranks).index(self.rank))
         return found
 
     def coded(self, codec: SliceCodec) -> HostCollectives:
-        """See `zero_core.protocols.TransportCollectives`.
-
-        [Note: coded slices] in `zero_core.comm.p2p` explains what is sent.
-        """
+        """See [Note: coded slices]."""
         found = copy.copy(self)
-        found._coded = CodedSlices(codec, self._wire, self._buffers)
+        found._coded = _CodedSlices(codec, self)
         return found
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -164,30 +175,30 @@ class HostCollectives(Transport):
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        per_node, wire = self._links.ranks_per_node, self._wire
+        per_node = self._links.ranks_per_node
         node, place = divmod(self.rank, per_node)
         is_once_per_node = 1 < per_node < self.world_size
-        within = [p for p in wire.peers if p // per_node == node or not is_once_per_node]
-        offset = wire.locate(shard)
-        parcels = [wire.exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in within]
+        within = [p for p in self._peers if p // per_node == node or not is_once_per_node]
+        offset = self._locate(shard)
+        parcels = [self._exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in within]
         if not is_once_per_node:
-            return _Exchange(parcels)
+            return _Several(parcels)
         rows = out.view(-1, per_node, shard.numel())
         others = [(node + k) % len(rows) for k in range(1, len(rows))]
-        remote = {
-            n: wire.swap(shard, rows[n, place], n * per_node + place, Kind.GATHER, unit)
+        remote = [
+            self._exchange(shard, None, rows[n, place], n * per_node + place, Kind.GATHER, unit)
             for n in others
-        }
+        ]
 
         def pass_on() -> None:
             works = []
-            for n in others:
-                wait_all(remote[n])
+            for n, parcel in zip(others, remote, strict=True):
+                parcel.wait()
+                arrived = rows[n, place]
                 for peer in within:
                     into = rows[n, peer % per_node]
-                    works += wire.swap(rows[n, place], into, peer, Kind.SPREAD, unit)
-            for parcel in parcels:
-                parcel.receive_into()
+                    works.append(self._exchange(arrived, None, into, peer, Kind.SPREAD, unit))
+            wait_all(parcels)
             wait_all(works)
 
         return self._queues.launch(pass_on, is_reduction=False)
@@ -196,33 +207,30 @@ class HostCollectives(Transport):
         return self._reduce(out, full, unit, is_added=False)
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.AddingCollectives`."""
         return self._reduce(out, full, unit, is_added=True)
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
-        wire = self._wire
         slices = full.view(self.world_size, -1)
         codes, coded = self._coded, list[int]()  # peers that are sent messages, not slices
         if codes is not None and codes.codec.serves(full.dtype, out.numel()):
             per_node = self._links.ranks_per_node
-            coded = [p for p in wire.peers if p // per_node != self.rank // per_node]
-        is_near = wire.locate(full) is not None
+            coded = [p for p in self._peers if p // per_node != self.rank // per_node]
+        is_near = self._locate(full) is not None
         received = None
-        if not is_near or wire.has_far:
+        if not is_near or len(self._near) < len(self._peers):
             received = self._buffers.take(full.numel(), full.dtype)
         parts = slices if received is None else received.view(self.world_size, -1)
-        exact = [peer for peer in wire.peers if peer not in coded]
+        exact = [peer for peer in self._peers if peer not in coded]
         parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit, exact)
         arrival: Work = _DONE
         sent = self._links.direct(slices[0].nbytes)
         if codes is not None and coded:
-            exchange = codes.start(slices, parts, coded, unit)
+            finish = codes.start(slices, parts, coded, unit)
 
-            def finish() -> None:
-                far_nbytes = codes.finish(exchange)
-                self._count("reduce_scatter", EXACT_GRADIENTS, (sent[0], far_nbytes))
+            def job() -> None:
+                self._count("reduce_scatter", EXACT_GRADIENTS, (sent[0], finish()))
 
-            arrival = self._queues.launch(finish, is_reduction=True)
+            arrival = self._queues.launch(job, is_reduction=True)
         else:
             self._count("reduce_scatter", EXACT_GRADIENTS, sent)
         sources = list(slices)
@@ -236,18 +244,51 @@ class HostCollectives(Transport):
         self._check_all_to_all(out, parts)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
         self._count("all_to_all", EXACT_GRADIENTS, self._links.direct(given[0].nbytes))
-        parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._wire.peers)
+        parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._peers)
         slices[self.rank].copy_(given[self.rank])
-        is_near = self._wire.locate(parts) is not None
-        return _Exchange(list(parcels.values()), self._wire if is_near else None, unit)
+        is_near = self._locate(parts) is not None
+        return _Several(list(parcels.values()), self if is_near else None, unit)
 
     def _exchange_slices(
         self, given: Tensor, into: Tensor, kind: Kind, unit: int, peers: Sequence[int]
-    ) -> dict[int, Parcel]:
-        wire = self._wire
+    ) -> dict[int, _Parcel]:
         return {
-            p: wire.exchange(given[p], wire.locate(given[p]), into[p], p, kind, unit) for p in peers
+            p: self._exchange(given[p], self._locate(given[p]), into[p], p, kind, unit)
+            for p in peers
         }
+
+    def _locate(self, tensor: Tensor) -> int | None:
+        """Return the offset at which near peers read ``tensor``. None if it is not shared."""
+        return None if self._shared is None else self._shared.locate(tensor)
+
+    def _exchange(
+        self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
+    ) -> _Parcel:
+        """Start to exchange as many elements with a peer. ``offset`` is that of ``given``."""
+        if offset is None or peer not in self._near:
+            works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
+            return _Parcel(self, works, into, peer)
+        assert self._shared is not None, "it has near peers"
+        member, tag = self._members[peer], tag_of(self._channel, kind, unit)
+        theirs = self._shared.mailbox.expect(member, tag)
+        self._shared.mailbox.post(member, tag, offset, given.nbytes)
+        return _Parcel(self, (), into, peer, theirs)
+
+    def _send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
+        return self._messages.isend(given, self._members[peer], tag_of(self._channel, kind, unit))
+
+    def _receive(self, into: Tensor, peer: int, kind: Kind, unit: int) -> Work:
+        return self._messages.irecv(into, self._members[peer], tag_of(self._channel, kind, unit))
+
+    def _acknowledge(self, kind: Kind, unit: int) -> Work:
+        """Report to the near peers that their bytes were read. Waiting waits for their reports."""
+        tag = tag_of(self._channel, kind, unit)
+        assert self._shared is not None, "it has near peers"
+        mailbox, near = self._shared.mailbox, [self._members[peer] for peer in self._near]
+        reports = [mailbox.expect(member, tag) for member in near]
+        for member in near:
+            mailbox.post(member, tag, 0, 0)
+        return Pending(lambda: [mailbox.wait(report) for report in reports])
 
     def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
         if self.world_size > 1:
@@ -255,40 +296,67 @@ class HostCollectives(Transport):
             self._meter.add(collective, content, sent)
 
 
-@dataclass(eq=False)
-class _Exchange:
-    """A gather or an all-to-all under way. The latter acknowledges over ``wire``."""
+@dataclass(slots=True, eq=False)
+class _Parcel:
+    """One peer's bytes on their way."""
 
-    parcels: Sequence[Parcel]
-    wire: PeerToPeer | None = None
+    owner: HostCollectives
+    works: Sequence[Work]
+    into: Tensor
+    peer: int
+    token: Letter | None = None
+
+    def receive(self) -> Tensor:
+        """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
+        if self.token is None:
+            wait_all(self.works)
+            return self.into
+        shared, members, into = self.owner._shared, self.owner._members, self.into
+        assert shared is not None, "it has near peers"
+        offset, nbytes = shared.mailbox.wait(self.token)
+        if nbytes != into.nbytes:
+            raise CollectiveError(
+                f"rank {members[self.owner.rank]} expects {into.nbytes} bytes of rank "
+                f"{members[self.peer]}, which has {nbytes}: the ranks exchange different dtypes or "
+                "units"
+            )
+        return shared.at(members[self.peer], offset, into.numel(), into.dtype)
+
+    def wait(self) -> None:
+        """Wait, and copy the peer's bytes to ``into`` if they are not there. Once."""
+        found = self.receive()
+        if found.data_ptr() != self.into.data_ptr():
+            self.into.copy_(found)
+
+
+@dataclass(eq=False)
+class _Several:
+    """Works that are waited for together. An all-to-all of near bytes then acknowledges them."""
+
+    works: Sequence[Work]
+    reader: HostCollectives | None = None
     unit: int = 0
 
     def wait(self) -> None:
-        """Bring every peer's bytes to their place. Once."""
-        parcels, self.parcels = self.parcels, ()
-        for parcel in parcels:
-            parcel.receive_into()
-        wire, self.wire = self.wire, None
-        if wire is not None:
-            wire.acknowledge(Kind.SWAP_READ, self.unit).wait()
+        """Wait for all. At the first call: a peer's bytes are read once."""
+        works, self.works = self.works, ()
+        wait_all(works)
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            reader._acknowledge(Kind.SWAP_READ, self.unit).wait()
 
 
-_DONE = _Exchange(())
+_DONE = _Several(())
 
 
 @dataclass(eq=False)
 class _HostReduction:
-    """A reduction under way: `zero_core.protocols.InPlaceReduction`.
-
-    Attributes:
-        sources: this rank's slices; `wait` puts every rank's part of the sum there.
-        arrival: of the parts that are there already as places to be filled.
-    """
+    """A reduction under way: `zero_core.protocols.InPlaceReduction`."""
 
     owner: HostCollectives
     out: Tensor
-    sources: list[Tensor]
-    parcels: dict[int, Parcel]
+    sources: list[Tensor]  # this rank's slices, or places that ``arrival`` fills; then every part
+    parcels: dict[int, _Parcel]
     received: Tensor | None
     unit: int
     arrival: Work
@@ -312,22 +380,109 @@ class _HostReduction:
         self.contributions = ()
         if self.received is not None:
             self.owner._buffers.release(self.received)
-        return self.owner._wire.acknowledge(Kind.REDUCE_READ, self.unit) if self.is_near else _DONE
+        return self.owner._acknowledge(Kind.REDUCE_READ, self.unit) if self.is_near else _DONE
+
+
+class _Buffers:
+    """Buffers for what arrives in reductions, kept from one to the next. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0  # of all of them
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer of ``numel`` elements, which nobody else has until it is released."""
+        free = self._free.setdefault((numel, dtype), [])
+        try:
+            return free.pop()  # another thread may have taken the last one
+        except IndexError:
+            self.nbytes += numel * dtype.itemsize
+            with torch.inference_mode(False):  # it serves training too
+                return torch.empty(numel, dtype=dtype)
+
+    def release(self, buffer: Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+def coded_room(max_nbytes: int) -> int:
+    """Return the bytes of the buffer for a message of at most ``max_nbytes``, each way."""
+    return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _CodedSlices:
+    """Exchanges coded slices with ranks of other nodes. See [Note: coded slices]."""
+
+    def __init__(self, codec: SliceCodec, owner: HostCollectives) -> None:
+        self.codec = codec
+        self._owner = owner
+        # Bytes that are expected of a unit's next message, by peer: to it, and from it.
+        self._expected: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def start(
+        self, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
+    ) -> Callable[[], int]:
+        """Ask for the messages of ``peers``, whose slices are decoded to ``parts``.
+
+        Returns the job that codes and sends the slices and decodes those of the peers. It returns
+        the bytes sent.
+        """
+        owner, codec = self._owner, self.codec
+        members, pool = owner._members, owner._buffers
+        most = codec.max_nbytes(slices.dtype, slices.shape[1])
+        room = coded_room(most)
+        first = room * 3 // 4 // _ALIGNMENT * _ALIGNMENT
+        buffers = [pool.take(len(peers) * room, torch.uint8) for _ in range(2)]
+        given, taken = (buffer.view(-1, room) for buffer in buffers)
+        expected = [self._expected.get((unit, peer), (first, first)) for peer in peers]
+        receives = [
+            owner._receive(row[:of], peer, Kind.REDUCE, unit)
+            for peer, row, (_, of) in zip(peers, taken, expected, strict=True)
+        ]
+
+        def finish() -> int:
+            sends: list[Work] = []
+            sent_nbytes: list[int] = []
+            for peer, row, (to, _) in zip(peers, given, expected, strict=True):
+                nbytes = codec.pack(slices[peer], row[_ALIGNMENT : _ALIGNMENT + most])
+                row[:8].view(torch.int64)[0] = nbytes
+                sends.append(owner._send(row[:to], peer, Kind.REDUCE, unit))
+                rest = row[to : _ALIGNMENT + nbytes]
+                if rest.numel():
+                    sends.append(owner._send(rest, peer, Kind.REDUCE_REST, unit))
+                sent_nbytes.append(nbytes)
+            taken_nbytes: list[int] = []
+            for peer, row, (_, of), work in zip(peers, taken, expected, receives, strict=True):
+                work.wait()
+                nbytes = int(row[:8].view(torch.int64))
+                if not 0 <= nbytes <= most:
+                    raise CollectiveError(
+                        f"rank {members[owner.rank]} expects at most {most} bytes of a coded "
+                        f"gradient of rank {members[peer]}, which announces {nbytes}: the "
+                        "ranks reduce different units"
+                    )
+                rest = row[of : _ALIGNMENT + nbytes]
+                if rest.numel():
+                    owner._receive(rest, peer, Kind.REDUCE_REST, unit).wait()
+                message = row[_ALIGNMENT : _ALIGNMENT + nbytes]
+                codec.unpack(message, parts[peer], sender=members[peer])
+                taken_nbytes.append(nbytes)
+            wait_all(sends)
+            for peer, *lengths in zip(peers, sent_nbytes, taken_nbytes, strict=True):
+                to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in lengths)
+                self._expected[unit, peer] = to, of
+            for buffer in buffers:
+                pool.release(buffer)
+            firsts = [to for to, _ in expected]
+            return sum(max(a, _ALIGNMENT + b) for a, b in zip(firsts, sent_nbytes, strict=True))
+
+        return finish
 
 
 class HostLibrary:
-    """`zero_core.comm.device_library.ControlLibrary` among hosts.
-
-    See [Note: messages of different sizes never meet].
-    """
+    """`ControlLibrary` among hosts. See [Note: messages of different sizes never meet]."""
 
     def __init__(
-        self,
-        messages: Messages,
-        *,
-        rank: int,
-        world_size: int,
-        channel: int = CONTROL_CHANNEL,
+        self, messages: Messages, *, rank: int, world_size: int, channel: int = CONTROL_CHANNEL
     ) -> None:
         """``channel`` is another one for a thread beside the others'."""
         self.rank = rank
@@ -359,10 +514,17 @@ class HostLibrary:
         rows[self.rank] = values.view(-1)
         works = [self._receive(rows[p], p, Kind.CONTROL_SUM) for p in self._peers]
         works += [self._send(rows[self.rank], p, Kind.CONTROL_SUM) for p in self._peers]
-        return _Sum(works, values, rows)
+
+        def add_up() -> None:
+            wait_all(works)
+            first, *others = rows
+            add_in_rank_order(first, others)
+            values.copy_(first.view_as(values))
+
+        return Pending(add_up)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        """See `ControlLibrary`. A binomial tree: no rank sends more than log2(ranks) times."""
+        """A binomial tree: no rank sends more than log2(ranks) times."""
         size = self.world_size
         place = (self.rank - source) % size
         # A rank receives from the one without its lowest bit, and sends to those with lower bits.
@@ -385,24 +547,3 @@ class HostLibrary:
     def _receive(self, tensor: Tensor, source: int, kind: Kind) -> Work:
         tag = tag_of(self._channel, kind, tensor.nbytes % _NUM_SIZES)
         return self._messages.irecv(tensor, source, tag)
-
-
-@dataclass(eq=False)
-class _Several:
-    works: Sequence[Work]
-
-    def wait(self) -> None:
-        wait_all(self.works)
-
-
-@dataclass(eq=False)
-class _Sum(_Several):
-    values: Tensor
-    rows: Tensor
-
-    def wait(self) -> None:
-        """Sum in rank order."""
-        super().wait()
-        first, *others = self.rows
-        add_in_rank_order(first, others)
-        self.values.copy_(first.view_as(self.values))

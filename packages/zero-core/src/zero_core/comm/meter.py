@@ -1,11 +1,11 @@
 """Bytes that a rank sends in a step: the links that a collective crosses, and their meter.
 
-`Links` gives the bytes of one collective, for a plan and for the meter alike. `Meter` counts call
-by call: the measured side of `zero_core.plan.traffic`.
+`Links` gives the bytes of one collective, for a plan and for the meter alike. A pair of bytes is
+what a rank sends within its node and what it sends to other nodes. A rank that reads another's
+bytes in shared memory counts as one that is sent them.
 
-Each collective of the engine's own counts itself when it is called, in whatever thread. A rank
-that reads another's bytes in shared memory counts as one that is sent them, within the node.
-Counting ends with the step: what comes after it (an evaluation, say) belongs to the next one.
+`Meter` counts call by call, in whatever thread: the measured side of `zero_core.plan.traffic`.
+What comes after a step (an evaluation, say) belongs to the next one.
 """
 
 from __future__ import annotations
@@ -58,51 +58,36 @@ class Links:
     """Layout of ranks over nodes, and the way of a gather.
 
     Attributes:
-        world_size: number of ranks.
-        ranks_per_node: ranks of a node, which have consecutive numbers.
         is_ring: ranks are accelerators, whose library gathers round a ring, as NCCL does; otherwise
             a shard is sent to each other node once and handed on there, as the engine does on gloo.
-        is_sequential: whether gradients are added one after another, whatever the nodes are.
     """
 
     world_size: int
-    ranks_per_node: int
+    ranks_per_node: int  # these have consecutive numbers
     is_ring: bool
-    is_sequential: bool = False
+    is_sequential: bool = False  # gradients are added one after another, whatever the nodes are
 
     @property
     def num_nodes(self) -> int:
         return self.world_size // self.ranks_per_node
 
     def direct(self, slice_bytes: int) -> tuple[int, int]:
-        """Bytes sent (within the node, between nodes) when every other rank gets its own slice.
-
-        All-to-alls always travel so, reductions unless they are `sums_in_two_levels`.
-        """
+        """Every other rank gets its own slice, as in all-to-alls and `reduction`s of one level."""
         near = self.ranks_per_node - 1
         return near * slice_bytes, (self.world_size - 1 - near) * slice_bytes
 
-    def once_per_node(self, shard_bytes: int) -> tuple[int, int]:
-        """The same when a shard goes to one rank of each other node, of equal place in its node.
-
-        That rank hands on what arrived to the others there, besides its own shard.
-        """
+    def gather(self, shard_bytes: int) -> tuple[int, int]:
+        if self.is_ring:  # one rank of a node sends to the next node
+            total = (self.world_size - 1) * shard_bytes
+            between = total // self.ranks_per_node if self.ranks_per_node < self.world_size else 0
+            return total - between, between
+        # To one rank of each other node, which hands on what arrived, besides its own shard.
         near = self.ranks_per_node - 1
         return near * self.num_nodes * shard_bytes, (self.num_nodes - 1) * shard_bytes
 
-    def ring(self, shard_bytes: int) -> tuple[int, int]:
-        """The same where shards go round: one rank of a node sends to the next node."""
-        total = (self.world_size - 1) * shard_bytes
-        between = total // self.ranks_per_node if self.ranks_per_node < self.world_size else 0
-        return total - between, between
-
-    def gather(self, shard_bytes: int) -> tuple[int, int]:
-        """An all-gather's bytes, as it travels on this device."""
-        return self.ring(shard_bytes) if self.is_ring else self.once_per_node(shard_bytes)
-
     def all_reduce(self, nbytes: int) -> tuple[int, int]:
-        """The bytes of a control group's sum: both halves of a ring, or all to everyone."""
-        return self.ring(2 * nbytes // self.world_size) if self.is_ring else self.direct(nbytes)
+        """A control group's sum: both halves of a ring, or all to everyone."""
+        return self.gather(2 * nbytes // self.world_size) if self.is_ring else self.direct(nbytes)
 
     @property
     def sums_in_two_levels(self) -> bool:
@@ -114,16 +99,14 @@ class Links:
     def codes_slices(self) -> bool:
         """Whether reductions may code what goes to other nodes.
 
-        An accelerator's library takes one way for all slices of an exchange: where slices for the
-        own node and for others travel together, none is coded.
+        An accelerator's library takes one way for all slices of an exchange: where those for its
+        own node travel with them, none is coded.
         """
         is_mixed = self.is_ring and self.ranks_per_node > 1 and not self.sums_in_two_levels
         return self.num_nodes > 1 and not is_mixed
 
     def reduction(self, slice_bytes: int, sum_bytes: int) -> tuple[int, int]:
-        """A reduction's bytes. A slice of the gradient has ``slice_bytes``, a sum of such slices
-        ``sum_bytes``.
-        """
+        """``sum_bytes`` are those of a sum of slices of ``slice_bytes`` each."""
         if not self.sums_in_two_levels:
             return self.direct(slice_bytes)
         near, others = self.ranks_per_node - 1, self.num_nodes - 1
@@ -143,15 +126,14 @@ class Links:
 class Meter:
     """Adds up what this rank sends in a step, over ``links``."""
 
-    def __init__(self, links: Links | None = None) -> None:
-        """``links`` None: one rank alone."""
-        self.links = links or Links(1, 1, is_ring=False)
+    def __init__(self, links: Links) -> None:
+        self.links = links
         self._lock = threading.Lock()  # threads of queues count, too
         self._open: dict[tuple[str, str], list[int]] = {}
         self._last: tuple[Traffic, ...] = ()
 
     def add(self, collective: str, content: str, sent: tuple[int, int]) -> None:
-        """One call, and the bytes that it sends within the node and between nodes."""
+        """Count one call."""
         assert (collective, content) in _ORDER
         with self._lock:
             row = self._open.setdefault((collective, content), [0, 0, 0])
@@ -160,12 +142,12 @@ class Meter:
             row[2] += sent[1]
 
     def add_all_reduce(self, content: str, nbytes: int) -> None:
-        """A sum of ``nbytes`` over all ranks."""
+        """Count a sum of ``nbytes`` over all ranks."""
         if self.links.world_size > 1:
             self.add("all_reduce", content, self.links.all_reduce(nbytes))
 
     def add_all_to_all(self, content: str, nbytes: int) -> None:
-        """An exchange in which this rank sends ``nbytes`` in all, to ranks of any node alike."""
+        """Count an exchange in which this rank sends ``nbytes``, to ranks of any node alike."""
         size = self.links.world_size
         if size > 1:
             self.add("all_to_all", content, self.links.direct(nbytes // (size - 1)))

@@ -1,65 +1,34 @@
-"""Point-to-point exchange between hosts: bytes for far peers, addresses for near ones.
-
-[Note: near and far]
-A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer
-shares memory (`zero_core.comm.shared_memory`) and gets a **token** (`zero_core.comm.mailbox`): the
-offset and number of the bytes, which it reads in place when it waits. So a gather costs one copy
-and a reduction none. Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use
-the same kind in the same call.
-
-Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
-end with an **acknowledgement**. Gathers have none: shards change only after an exchange in which
-every rank takes part once it has waited for its gathers (in a step: the sum of the gradient's
-statistics; see `zero_core.protocols.Collectives`).
+"""Messages between single ranks, each found by its sender and tag.
 
 [Note: channels and threads]
-A message is found by its sender and its tag: the channel (one per subgroup, and other ones for
-every engine over a process group), the unit and the kind of exchange. So engines, subgroups, units
-and queues may interleave in any way, as long as the messages of one tag are sent and received in
-the same order. Any thread may send and receive: gloo's pairs and the mailbox lock themselves.
-
-[Note: coded slices]
-With a codec (`zero_core.protocols.SliceCodec`) a rank of another node gets a message of its slice.
-It is decoded to the place where the slice itself would have arrived, so the sum, its order and each
-rank's part are the same. Coding is a job of the queue of reductions: it takes a pass over the
-slices, while backward goes on.
-
-A message's length is not known before. Both ranks know how long the last one of the unit was, and
-expect a little more. So many bytes are sent, with the true length in front, and their receiver asks
-for them before they are made. What is longer is sent as a second part. Where the length itself
-travelled first, that and the request for the message each waited behind the data of other ranks in
-the queue of the link, 18 ms per unit at 200 Mbit/s.
+A tag is the channel (one per subgroup, and other ones for every engine over a process group), the
+unit and the kind of exchange. So engines, subgroups, units and queues may interleave in any way, as
+long as the messages of one tag are sent and received in the same order. Any thread may send and
+receive: gloo's pairs and the mailbox lock themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
 from itertools import count
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_core.comm.mailbox import Letter, Mailbox
-from zero_core.comm.shared_memory import SharedMemory
-from zero_core.errors import CollectiveError
-from zero_core.protocols import SliceCodec, Work
+from zero_core.protocols import Work
 
-_ALIGNMENT = 64
-"""Bytes at whose multiples messages of coded slices begin, and of the length in front of each."""
-_SLACK = 128
-"""A message is expected to be at most longer than the last one by one part in so many."""
 _NUM_CHANNELS = 4096
 CONTROL_CHANNEL = 0
 """Channel of the control groups of a process group. A rank may have made more of them than others,
 where a build failed on it. Like its collectives, their exchanges are in one order on all ranks."""
 
-_numbers: dict[str, Iterator[int]] = {}
+_numbers: defaultdict[str, count[int]] = defaultdict(count)
 """Channel numbers of each process group, so that two engines over one group share none."""
 _under_way: WeakKeyDictionary[dist.ProcessGroup, set[_Message]] = WeakKeyDictionary()
 """Messages of each process group that nobody has waited for."""
@@ -69,17 +38,13 @@ class Kind(IntEnum):
     """Purpose of a message. Messages of different kinds never share a tag."""
 
     GATHER = 0
-    SPREAD = 1
-    """A shard of another node, passed on within the node."""
+    SPREAD = 1  # a shard of another node, passed on within the node
     REDUCE = 2
-    REDUCE_READ = 3
-    """The acknowledgement of a reduction."""
+    REDUCE_READ = 3  # the acknowledgement of a reduction
     SWAP = 4
     SWAP_READ = 5
-    REDUCE_REST = 6
-    """The second part of a coded slice, which was longer than expected."""
-    CONTROL_GATHER = 7
-    """From here on: see `zero_core.comm.host`."""
+    REDUCE_REST = 6  # the second part of a coded slice, which was longer than expected
+    CONTROL_GATHER = 7  # this and the next ones: of `zero_core.comm.host.HostLibrary`
     CONTROL_SUM = 8
     CONTROL_BROADCAST = 9
     CONTROL_EXCHANGE = 10
@@ -103,19 +68,6 @@ class Messages(Protocol):
         """Return a number that no other user of the group has. Every rank must call it."""
 
 
-class TimedWork:
-    """An operation of torch.distributed whose ``wait`` blocks the host, for a limited time."""
-
-    __slots__ = ("_limit", "_work")
-
-    def __init__(self, work: dist.Work, timeout_s: float) -> None:
-        self._work = work
-        self._limit = timedelta(seconds=timeout_s)
-
-    def wait(self) -> None:
-        self._work.wait(self._limit)
-
-
 class _Message:
     """A message under way, kept alive until it has been waited for.
 
@@ -123,322 +75,57 @@ class _Message:
     is done stays at the head of that order for good, and no later message of any tag arrives.
     """
 
-    __slots__ = ("_under_way", "_work")
+    __slots__ = ("_limits", "_under_way", "_work")
 
-    def __init__(self, work: Work, under_way: set[_Message]) -> None:
+    def __init__(
+        self, work: dist.Work, limits: Sequence[timedelta], under_way: set[_Message]
+    ) -> None:
         self._work = work
+        self._limits = limits  # of the wait: one or none
         self._under_way = under_way
         under_way.add(self)
 
     def wait(self) -> None:
-        self._work.wait()
+        self._work.wait(*self._limits)
         self._under_way.discard(self)
 
 
 class ProcessMessages:
-    """`Messages` between processes, by torch.distributed.
-
-    ``group`` None is the default group, or none at all for a single rank.
-    """
+    """`Messages` between processes, by torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        """Waits fail after ``timeout_s`` seconds. None: after what the group began with.
+        """``group`` None is the default group, or none at all for a single rank.
 
-        gloo asks for a group's timeout when ranks connect, and never again.
+        Waits fail after ``timeout_s`` seconds. None: the timeout that the group began with.
         """
         if not dist.is_available() or not dist.is_initialized():
             group = None
         elif group is None:
             group = dist.group.WORLD
         self._group = group
-        self._timeout_s = timeout_s
+        self._limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
         self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
 
     # Not by `dist.isend` and `dist.irecv`, whose checks of each call take as long as the message.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         assert self._group is not None, "a single rank sends nothing"
-        return self._start(self._group.send([_real(tensor)], target, tag))
+        work = self._group.send([_real(tensor)], target, tag)
+        return _Message(work, self._limits, self._under_way)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         assert self._group is not None, "a single rank receives nothing"
-        return self._start(self._group.recv([_real(tensor)], source, tag))
-
-    def _start(self, work: dist.Work) -> Work:
-        timed = work if self._timeout_s is None else TimedWork(work, self._timeout_s)
-        return _Message(cast(Work, timed), self._under_way)
+        work = self._group.recv([_real(tensor)], source, tag)
+        return _Message(work, self._limits, self._under_way)
 
     def next_channel(self) -> int:
         name = "" if self._group is None else self._group.group_name
-        number = next(_numbers.setdefault(name, count()))
-        return CONTROL_CHANNEL + 1 + number % (_NUM_CHANNELS - 1)
+        return CONTROL_CHANNEL + 1 + next(_numbers[name]) % (_NUM_CHANNELS - 1)
 
 
 def _real(tensor: Tensor) -> Tensor:
     """Return the memory of a tensor in a dtype that gloo sends."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-@dataclass(slots=True, eq=False)
-class Parcel:
-    """One peer's bytes on their way: `receive` waits for them."""
-
-    wire: PeerToPeer
-    works: Sequence[Work]
-    into: Tensor
-    peer: int
-    token: Letter | None = None
-
-    def receive(self) -> Tensor:
-        """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
-        if self.token is not None:
-            return self.wire.read(self.peer, self.token, self.into)
-        wait_all(self.works)
-        return self.into
-
-    def receive_into(self) -> None:
-        """Wait, and copy the peer's bytes to ``into`` if they are not there."""
-        found = self.receive()
-        if found.data_ptr() != self.into.data_ptr():
-            self.into.copy_(found)
-
-
-@dataclass(slots=True, eq=False)
-class Acknowledgement:
-    """The messages by which the near ranks report that they have read each other's bytes."""
-
-    mailbox: Mailbox
-    reports: Sequence[Letter]
-
-    def wait(self) -> None:
-        """Wait until every near peer has reported."""
-        for report in self.reports:
-            self.mailbox.wait(report)
-
-
-class PeerToPeer:
-    """Connections of this rank with the members of a group.
-
-    Attributes:
-        rank: this rank within the group.
-        members: the group's ranks, as ``messages`` numbers them.
-        peers: the other ranks, from this one's right neighbour on, so that no rank is everybody's
-            first target.
-        near: those of the peers that share memory.
-    """
-
-    def __init__(
-        self,
-        messages: Messages,
-        members: Sequence[int],
-        *,
-        rank: int,
-        shared: SharedMemory | None,
-    ) -> None:
-        """Every rank makes the connections of a process group in one order."""
-        self.rank = rank
-        self.members = list(members)
-        size = len(self.members)
-        self.peers = [(rank + k) % size for k in range(1, size)]
-        near = frozenset[int]() if shared is None else shared.peers
-        self.near = frozenset(peer for peer in self.peers if self.members[peer] in near)
-        self.has_far = len(self.near) < len(self.peers)
-        self._messages = messages
-        self._shared = shared
-        self._channel = messages.next_channel()
-
-    def among(self, ranks: Sequence[int]) -> PeerToPeer:
-        """Return the connections of a subgroup that this rank is in."""
-        rank = list(ranks).index(self.rank)
-        members = [self.members[r] for r in ranks]
-        return PeerToPeer(self._messages, members, rank=rank, shared=self._shared)
-
-    def locate(self, tensor: Tensor) -> int | None:
-        """Return the offset at which near peers read ``tensor``. None if it is not shared."""
-        return None if self._shared is None else self._shared.locate(tensor)
-
-    def exchange(
-        self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
-    ) -> Parcel:
-        """Start to exchange bytes with one peer.
-
-        ``given`` and ``into`` have the same number of elements and dtype; ``offset`` is that of
-        ``given`` in shared memory, if any.
-        """
-        if offset is None or peer not in self.near:
-            return Parcel(self, self.swap(given, into, peer, kind, unit), into, peer)
-        assert self._shared is not None, "it has near peers"
-        member, tag = self.members[peer], tag_of(self._channel, kind, unit)
-        theirs = self._shared.mailbox.expect(member, tag)
-        self._shared.mailbox.post(member, tag, offset, given.nbytes)
-        return Parcel(self, (), into, peer, theirs)
-
-    def swap(self, given: Tensor, into: Tensor, peer: int, kind: Kind, unit: int) -> list[Work]:
-        """Start to send ``given`` to a peer and to receive as much from it."""
-        return [self.receive(into, peer, kind, unit), self.send(given, peer, kind, unit)]
-
-    def send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
-        tag = tag_of(self._channel, kind, unit)
-        return self._messages.isend(given, self.members[peer], tag)
-
-    def receive(self, into: Tensor, peer: int, kind: Kind, unit: int) -> Work:
-        tag = tag_of(self._channel, kind, unit)
-        return self._messages.irecv(into, self.members[peer], tag)
-
-    def read(self, peer: int, token: Letter, like: Tensor) -> Tensor:
-        """Wait for a near peer's bytes: in place, with the length and dtype of ``like``."""
-        assert self._shared is not None
-        offset, nbytes = self._shared.mailbox.wait(token)
-        if nbytes != like.nbytes:
-            raise CollectiveError(
-                f"rank {self.members[self.rank]} expects {like.nbytes} bytes of rank "
-                f"{self.members[peer]}, which has {nbytes}: the ranks exchange different dtypes or "
-                "units"
-            )
-        return self._shared.at(self.members[peer], offset, like.numel(), like.dtype)
-
-    def acknowledge(self, kind: Kind, unit: int) -> Acknowledgement:
-        """Report to the near peers that their bytes were read. Waiting waits for their reports."""
-        tag = tag_of(self._channel, kind, unit)
-        assert self._shared is not None, "it has near peers"
-        mailbox, near = self._shared.mailbox, [self.members[peer] for peer in self.near]
-        reports = [mailbox.expect(member, tag) for member in near]
-        for member in near:
-            mailbox.post(member, tag, 0, 0)
-        return Acknowledgement(mailbox, reports)
-
-
-class ExchangeBuffers:
-    """Buffers for what arrives in reductions, kept from one to the next. Any thread may ask.
-
-    Attributes:
-        nbytes: bytes of all of them.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer of ``numel`` elements, which nobody else has until it is released."""
-        free = self._free.setdefault((numel, dtype), [])
-        try:
-            return free.pop()  # another thread may have taken the last one
-        except IndexError:
-            self.nbytes += numel * dtype.itemsize
-            with torch.inference_mode(False):  # it serves training too
-                return torch.empty(numel, dtype=dtype)
-
-    def release(self, buffer: Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
-
-
-def coded_room(max_nbytes: int) -> int:
-    """Return the bytes of the buffer for a message of at most ``max_nbytes``, each way."""
-    return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class CodedSlices:
-    """Exchanges coded slices with ranks of other nodes. See [Note: coded slices].
-
-    Attributes:
-        codec: packs and unpacks the messages.
-    """
-
-    def __init__(self, codec: SliceCodec, wire: PeerToPeer, buffers: ExchangeBuffers) -> None:
-        self.codec = codec
-        self._wire = wire
-        self._buffers = buffers
-        # Bytes that are expected of a unit's next message, by peer: to it, and from it.
-        self._expected: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def start(
-        self, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
-    ) -> CodedExchange:
-        """Ask for the messages of ``peers``, whose slices are decoded to ``parts``."""
-        most = self.codec.max_nbytes(slices.dtype, slices.shape[1])
-        room = coded_room(most)
-        first = room * 3 // 4 // _ALIGNMENT * _ALIGNMENT
-        sent, taken = (self._buffers.take(len(peers) * room, torch.uint8) for _ in range(2))
-        messages = []
-        for number, peer in enumerate(peers):
-            to, of = self._expected.get((unit, peer), (first, first))
-            given, into = (buffer.view(-1, room)[number] for buffer in (sent, taken))
-            work = self._wire.receive(into[:of], peer, Kind.REDUCE, unit)
-            messages.append(
-                CodedMessage(peer, slices[peer], parts[peer], given, into, to, of, work)
-            )
-        return CodedExchange(messages, [sent, taken], most, unit)
-
-    def finish(self, exchange: CodedExchange) -> int:
-        """Code and send the slices, and decode those of the peers. Returns the bytes sent."""
-        wire, most, unit = self._wire, exchange.most, exchange.unit
-        works: list[Work] = []
-        sent: list[int] = []
-        for message in exchange.messages:
-            given, first = message.given, message.sent_nbytes
-            nbytes = self.codec.pack(message.values, given[_ALIGNMENT : _ALIGNMENT + most])
-            given[:8].view(torch.int64)[0] = nbytes
-            works.append(wire.send(given[:first], message.peer, Kind.REDUCE, unit))
-            rest = given[first : _ALIGNMENT + nbytes]
-            if rest.numel():
-                works.append(wire.send(rest, message.peer, Kind.REDUCE_REST, unit))
-            sent.append(nbytes)
-        taken: list[int] = []
-        for message in exchange.messages:
-            message.work.wait()
-            nbytes = int(message.taken[:8].view(torch.int64))
-            if not 0 <= nbytes <= most:
-                raise CollectiveError(
-                    f"rank {wire.members[wire.rank]} expects at most {most} bytes of a coded "
-                    f"gradient of rank {wire.members[message.peer]}, which announces {nbytes}: the "
-                    "ranks reduce different units"
-                )
-            rest = message.taken[message.taken_nbytes : _ALIGNMENT + nbytes]
-            if rest.numel():
-                wire.receive(rest, message.peer, Kind.REDUCE_REST, unit).wait()
-            own = message.taken[_ALIGNMENT : _ALIGNMENT + nbytes]
-            self.codec.unpack(own, message.into, sender=wire.members[message.peer])
-            taken.append(nbytes)
-        wait_all(works)
-        room = coded_room(most)
-        for message, lengths in zip(exchange.messages, zip(sent, taken, strict=True), strict=True):
-            to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in lengths)
-            self._expected[unit, message.peer] = to, of
-        for buffer in exchange.buffers:
-            self._buffers.release(buffer)
-        expected = [message.sent_nbytes for message in exchange.messages]
-        return sum(max(a, _ALIGNMENT + b) for a, b in zip(expected, sent, strict=True))
-
-
-class CodedMessage(NamedTuple):
-    """Messages to a peer and from it.
-
-    Attributes:
-        values: the slice for it.
-        into: the place of its slice.
-        given, taken: room for the messages, uint8, the length first.
-        sent_nbytes, taken_nbytes: bytes that are expected of each, with the length.
-        work: that of the receive.
-    """
-
-    peer: int
-    values: Tensor
-    into: Tensor
-    given: Tensor
-    taken: Tensor
-    sent_nbytes: int
-    taken_nbytes: int
-    work: Work
-
-
-class CodedExchange(NamedTuple):
-    """Coded slices of a unit on their way, of at most ``most`` bytes each."""
-
-    messages: list[CodedMessage]
-    buffers: list[Tensor]
-    most: int
-    unit: int
 
 
 def wait_all(works: Sequence[Work]) -> None:

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host read from each other, without a copy through a socket.
+"""Memory that the ranks of one host read from each other, and short messages between them.
 
 Between processes of one machine gloo sends bytes through the loopback interface: two copies in the
 kernel, and wake-ups. Here a rank sends its peers only the offset of its bytes, and they read them
@@ -6,19 +6,30 @@ in place.
 
 [Note: one window per rank]
 Each rank has a **window**: one memfd, an anonymous file that no file system holds and no
-``/dev/shm`` limits. It is as large as the host's memory, and costs nothing until it is written to:
-pages exist from their first write on. All peers map the whole window when the engine is built,
-through ``/proc/PID/fd``; ranks that cannot (another host, user or namespace of processes) share no
-memory. Buffers are then carved from the window in order, and an offset in it means the same to
-every rank.
+``/dev/shm`` limits. It is as large as the host's memory, and its pages exist from their first write
+on. All peers map the whole window when the engine is built, through ``/proc/PID/fd``; ranks that
+cannot (another host, user or namespace of processes) share no memory. Buffers are carved from the
+window in order, and an offset in it means the same to every rank.
 
 The window is **sealed** at its size: no process can shrink it, which would kill all that have it
 mapped at their next read (SIGBUS). One without that seal is not mapped.
 
-Each rank has a pipe from every other one, which opens it in the same way: see `Mailbox`.
+What is mapped stays readable until the reader drops it. So a rank may end, drop its engine or be
+killed while a slower peer still reads its last gather.
 
-What is mapped stays readable until the reader drops it. So nobody waits for anybody at the end: a
-rank may end, drop its engine or be killed while a slower peer still reads its last gather.
+[Note: pipes]
+Each rank has a pipe from every other one, which opens it in the same way. A message is one write of
+two numbers with its tag and its number among those of its sender and tag. So each letter gets its
+own message, whoever reads it from the pipe, in whatever order the letters are waited for.
+
+gloo sends a few bytes in several notes, each of which wakes its thread. That thread polls while
+another one holds the lock of the connection, so where ranks have one core each a message took a
+tick of the scheduler, 4 ms. A pipe costs two short calls, and its end shows that its writer died.
+
+[Note: interrupts]
+Ctrl-C raises between two calls in the main thread. What is read from a pipe is therefore kept by
+the same call in C, and sorted in steps that may be repeated. A reader that was interrupted finds
+its own mark and goes on; others wait for it.
 """
 
 from __future__ import annotations
@@ -29,16 +40,24 @@ import logging
 import mmap
 import os
 import secrets
+import select
+import stat
+import struct
 import sys
+import time
 import warnings
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, count, repeat
+from threading import Condition, RLock, get_ident
+from typing import Annotated, TypeVar
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
-from zero_core.comm.mailbox import Mailbox
 from zero_core.errors import CollectiveError
 from zero_core.watch.beats import process_namespace
 
@@ -47,11 +66,28 @@ if sys.platform == "linux":
 
 _log = logging.getLogger(__name__)
 
-_NAME = "zero_core"
 _SECRET_BYTES = 16
 """Each window begins with its secret, by which peers recognize it."""
 _MAX_BYTES_PER_NODE = 2**45
 """Address space that the windows of a node may take in each process, of the 2**47 there are."""
+
+Letter = tuple[int, int, int]
+"""A message that is expected: its peer, tag and number."""
+_MESSAGE = struct.Struct("=qqqq")
+"""Tag, number, and what it says. Below ``PIPE_BUF``: written at once or not at all."""
+_MAX_READ = 2048 * _MESSAGE.size
+_FULL_S = 0.01
+"""Longest time between two tries to write to a full pipe."""
+_MAX_POLL_S = 3600.0
+
+_Secret = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")]
+_Card = tuple[
+    PositiveInt, NonNegativeInt | None, NonNegativeInt, _Secret, str, dict[str, NonNegativeInt]
+]
+"""A rank's process, its window's descriptor, bytes and secret, its namespace, and ends of pipes."""
+_CARD: TypeAdapter[_Card] = TypeAdapter(_Card)
+_RANKS: TypeAdapter[set[int]] = TypeAdapter(set[int])
+_T = TypeVar("_T")
 
 
 class SharedMemory:
@@ -59,7 +95,7 @@ class SharedMemory:
 
     Attributes:
         peers: the other ranks with which memory is shared, both ways.
-        mailbox: short messages from and to them.
+        mailbox: messages from and to them.
     """
 
     def __init__(
@@ -93,12 +129,13 @@ class SharedMemory:
                 is_near = rank in others and where == place and pid != os.getpid()
                 end = ends.get(str(self._rank))
                 if is_near and descriptor is not None and theirs is not None and end is not None:
-                    window = _map(pid, theirs, nbytes, hidden)
+                    window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
                     if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
             known = json.dumps(sorted(self._mapped)).encode()
             # Once all ranks are here, they have mapped what they can.
-            table = [set(_parse(row, rank)) for rank, row in enumerate(control.gather_bytes(known))]
+            rows = control.gather_bytes(known)
+            table = [_read(_RANKS, row, rank) for rank, row in enumerate(rows)]
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -156,7 +193,7 @@ class SharedMemory:
         descriptor = None
         try:
             self.mailbox.make_pipes(others)
-            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            descriptor = os.memfd_create("zero_core", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -172,36 +209,18 @@ class SharedMemory:
         return descriptor
 
 
-_Card = tuple[int, int | None, int, bytes, str, dict[str, int]]
-
-
 def read_card(row: bytes, rank: int) -> _Card:
-    """Parse what ``rank`` sent of itself.
-
-    The process, its window's descriptor, bytes and secret, the namespace, and ends of pipes.
-    """
-    card = _parse(row, rank)
-    kinds = (int, int | None, int, str, str, dict)
-    is_card = len(card) == len(kinds) and all(map(isinstance, card, kinds))
-    if is_card and not any(isinstance(value, bool) for value in card):
-        pid, descriptor, nbytes, secret, place, ends = card
-        is_secret = len(secret) == 2 * _SECRET_BYTES and not set(secret) - set("0123456789abcdef")
-        are_ends = all(isinstance(end, int) and end >= 0 for end in ends.values())
-        if pid > 0 and (descriptor or 0) >= 0 and nbytes >= 0 and is_secret and are_ends:
-            return pid, descriptor, nbytes, bytes.fromhex(secret), place, ends
-    raise CollectiveError(
-        f"rank {rank} sent a wrong description of its shared memory: {row[:80]!r}"
-    )
+    """Parse what ``rank`` sent of itself."""
+    return _read(_CARD, row, rank)
 
 
-def _parse(row: bytes, rank: int) -> list[Any]:
+def _read(form: TypeAdapter[_T], row: bytes, rank: int) -> _T:
     try:
-        found = json.loads(row)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list):
-        raise CollectiveError(f"rank {rank} sent no list about its shared memory: {row[:80]!r}")
-    return found
+        return form.validate_json(row, strict=True)
+    except ValidationError:
+        raise CollectiveError(
+            f"rank {rank} sent a wrong description of its shared memory: {row[:80]!r}"
+        ) from None
 
 
 def _advice(error: OSError) -> str:
@@ -230,3 +249,156 @@ def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has no read-only tensors
         return torch.frombuffer(window, dtype=torch.uint8)
+
+
+class Mailbox:
+    """This rank's messages from and to its peers, by any thread. See [Note: pipes]."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Make it without peers. ``timeout_s`` is the longest wait for one."""
+        self._timeout_s = timeout_s
+        self._descriptors: set[int] = set()
+        weakref.finalize(self, _close, self._descriptors)
+        _mailboxes.add(self)
+        self.ends: dict[int, int] = {}  # what peers open to write to this rank, until `begin`
+        self._writers: dict[int, int] = {}
+        self._peer_of: dict[int, int] = {}  # by the end that this rank reads
+        self._poll: select.poll  # of the readers; Windows has none
+        self._sent: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
+        self._expected: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
+        self._raw: deque[tuple[int, tuple[int, int, int, int]]] = deque()  # read, not sorted
+        self._lock = RLock()  # of all that follows
+        self._changed = Condition(self._lock)
+        self._reader: int | None = None  # the one thread that reads
+        self._ended: set[int] = set()  # peers
+        self._contents: dict[Letter, tuple[int, int]] = {}
+
+    def make_pipes(self, peers: Iterable[int]) -> None:
+        """Make the pipes that ``peers`` write to. Raise OSError where that is not possible."""
+        self._poll = select.poll()
+        for peer in peers:
+            reader, self.ends[peer] = pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._peer_of[reader] = peer
+            self._descriptors.update(pipe)
+
+    def connect(self, peer: int, pid: int, end: int) -> bool:
+        """Open the pipe to ``peer``: the ``end`` of its process. Return whether that worked."""
+        try:
+            writer = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                _log.warning("cannot reach process %d by a pipe: %s", pid, error)
+            return False
+        self._descriptors.add(writer)
+        self._writers[peer] = writer
+        return stat.S_ISFIFO(os.fstat(writer).st_mode)  # else the peer has failed since
+
+    def begin(self, peers: Collection[int]) -> None:
+        """Close all but the pipes from and to ``peers``, which have connected."""
+        self.ends.clear()
+        self._writers = {peer: end for peer, end in self._writers.items() if peer in peers}
+        self._peer_of = {end: peer for end, peer in self._peer_of.items() if peer in peers}
+        kept = {*self._writers.values(), *self._peer_of}
+        _close(self._descriptors - kept)
+        self._descriptors &= kept
+        for reader in self._peer_of:
+            self._poll.register(reader, select.POLLIN)
+
+    def post(self, peer: int, tag: int, first: int, second: int) -> None:
+        """Send a message. One to a peer that has ended is lost."""
+        message, deadline = _MESSAGE.pack(tag, next(self._sent[peer, tag]), first, second), None
+        while True:
+            try:
+                os.write(self._writers[peer], message)
+                return
+            except BrokenPipeError:
+                return
+            except BlockingIOError:  # it is full: the peer may be waiting for this rank likewise
+                deadline = deadline or time.monotonic() + self._timeout_s
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"rank {peer} has read no message for {self._timeout_s:g} s"
+                    ) from None
+                with self._lock:
+                    may_read = self._become_reader(_FULL_S)
+                if may_read:
+                    self._read(_FULL_S)
+
+    def expect(self, peer: int, tag: int) -> Letter:
+        """Return a letter for the next message of ``peer`` with ``tag``."""
+        return peer, tag, next(self._expected[peer, tag])
+
+    def wait(self, letter: Letter) -> tuple[int, int]:
+        """Wait for a letter, and return its numbers. Once."""
+        peer, deadline = letter[0], None
+        while True:
+            with self._lock:
+                self._sort()
+                found = self._contents.pop(letter, None)
+                if found is not None:
+                    return found
+                if peer in self._ended:
+                    raise RuntimeError(
+                        f"Connection closed by peer: rank {peer} ended or dropped its engine"
+                    )
+                now = time.monotonic()
+                deadline = deadline or now + self._timeout_s
+                if now >= deadline:
+                    raise RuntimeError(
+                        f"Timed out: no message of rank {peer} for {self._timeout_s:g} s"
+                    )
+                may_read = self._become_reader(deadline - now)
+            if may_read:
+                self._read(min(deadline - now, _MAX_POLL_S))
+
+    def _become_reader(self, seconds: float) -> bool:
+        """Return whether this thread is to read. If another one is, wait until it has read."""
+        if self._reader in (None, get_ident()):
+            self._reader = get_ident()
+            return True
+        self._changed.wait(seconds)
+        return False
+
+    def _read(self, seconds: float) -> None:
+        """Read and sort what has arrived, or arrives first within ``seconds``."""
+        try:
+            for descriptor, event in self._poll.poll(seconds * 1000):
+                peer = self._peer_of[descriptor]
+                if event & select.POLLIN:
+                    data = map(os.read, (descriptor,), (_MAX_READ,))
+                    messages = chain.from_iterable(map(_MESSAGE.iter_unpack, data))
+                    self._raw.extend(zip(repeat(peer), messages))  # see [Note: interrupts]
+                else:
+                    self._poll.unregister(descriptor)
+                    with self._lock:
+                        self._ended.add(peer)
+        finally:
+            with self._lock:
+                self._sort()
+                self._reader = None
+                self._changed.notify_all()
+
+    def _sort(self) -> None:
+        while self._raw:
+            peer, (tag, number, first, second) = self._raw[0]
+            self._contents[peer, tag, number] = first, second
+            self._raw.popleft()
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+_mailboxes = weakref.WeakSet[Mailbox]()
+
+
+def _forked() -> None:
+    """Close the pipes in a child of this process, or peers would not see the process end."""
+    for mailbox in list(_mailboxes):
+        _close(mailbox._descriptors)
+        mailbox._descriptors.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)

@@ -2,15 +2,13 @@
 
 [Note: who says how many]
 ``build(mesh=...)`` of two dimensions does: the last one is within the node. Otherwise each rank
-tells its node, by the first of these that its launcher has set: torchrun's ``LOCAL_WORLD_SIZE``
+names its node, by the first of these that its launcher has set: torchrun's ``LOCAL_WORLD_SIZE``
 (with ``GROUP_RANK``, the node's number), SLURM's ``SLURM_NODEID``; else its host's name, as under
 Open MPI, which numbers no nodes and may deal ranks out in turn. The host's name also decides if the
-ranks do not agree on whom to ask. Two nodes of a launcher may well be one machine: they are treated
-as two.
+ranks have different launchers. Two nodes of a launcher count as two on one machine, too.
 
-Nodes have equally many, consecutive ranks here. Where they are of different size, the greatest
-common divisor of the sizes is taken, so that several groups lie in a node; where a node's ranks are
-not consecutive, every rank counts as a node.
+Nodes have equally many, consecutive ranks here. Of different sizes the greatest common divisor is
+taken; where a node's ranks are not consecutive, every rank counts as a node.
 
 [Note: a rank's device]
 A rank computes on the device bound to its process group (``init_process_group(device_id=...)``); if
@@ -28,7 +26,6 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import groupby
 from typing import Self
 
@@ -36,16 +33,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core._torch import set_timeout, timeout_of
-from zero_core.comm.control import ControlGroup, Exchange
-from zero_core.comm.device_library import ControlLibrary, DeviceLibrary
+from zero_core._torch import set_timeout
+from zero_core.comm.control import ControlGroup, ControlLibrary, DeviceLibrary, Exchange
 from zero_core.comm.groups import (
     GroupBeats,
+    Members,
     ProcessLibrary,
     StoreExchange,
     backend_on,
-    exchange_by_store,
     group_of_mesh,
+    known_group,
 )
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import Messages, ProcessMessages
@@ -59,24 +56,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The data-parallel ranks, seen from one of them.
-
-    Attributes:
-        group: None means the default group, or none at all if ``size`` is 1.
-        rank: this rank within the group.
-        size: number of ranks.
-        device: where this rank computes.
-        per_node: ranks of a node, as given by a mesh; None: found from the launcher.
-        timeout_s: longest wait for another rank; None: the group's timeout.
-    """
-
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
-    device: torch.device
-    per_node: int | None = None
-    timeout_s: float | None = None
+class Ranks(Members):
+    """The data-parallel ranks, seen from one of them."""
 
     @property
     def has_own_device(self) -> bool:
@@ -86,28 +67,26 @@ class Ranks:
         return backend_on(self.group, self.device) not in ("gloo", "mpi")
 
     def limited(self, timeout_s: float | None) -> Self:
-        """Return them with ``timeout_s`` as the longest wait for another rank.
-
-        Where waiting does not block the host the timeout of the group itself is set, after which
-        the library ends the process.
-        """
+        """Return them with ``timeout_s`` as the longest wait for another rank."""
         if timeout_s is None:
             return self
-        if self.has_own_device:
-            set_timeout(self.group, timeout_s)
-        return replace(self, timeout_s=None if self.has_own_device else timeout_s)
+        if not self.has_own_device:
+            return replace(self, timeout_s=timeout_s)
+        # Waiting does not block the host: after its own timeout the library ends the process.
+        set_timeout(self.group, timeout_s)
+        return replace(self, timeout_s=None)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
-        """Return the control group of these ranks.
+        """Return the control group of these ranks, watched unless ``named_within_s`` is None.
 
-        It is watched unless ``named_within_s`` is None: an error names the rank that is its cause,
-        and so does a log line if a wait lasts as long. 0: errors alone.
+        An error names the rank that is its cause, and so does a log line if a wait lasts as long.
+        0: errors alone.
         """
         place, watch = Place(), None
         has_group = dist.is_available() and dist.is_initialized()
         if self.size > 1 and named_within_s is not None and has_group:
             watch = Watch(
-                ThreadedBoard(GroupBeats(self.group, rank=self.rank, world_size=self.size)),
+                ThreadedBoard(GroupBeats(self)),
                 place,
                 rank=self.rank,
                 world_size=self.size,
@@ -124,36 +103,20 @@ class Ranks:
         return ControlGroup(library, self.device, place, watch)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        """Return an exchange for a thread beside training. Every rank makes them in one order.
-
-        ``watch`` is the one of these ranks' control group.
-        """
-        timeout = timeout_of(self.group, self.device) if self.size > 1 else timedelta()
-        return StoreExchange(
-            self.group, rank=self.rank, world_size=self.size, timeout=timeout, watch=watch
-        )
+        """Return an exchange for a thread beside training. Every rank makes them in one order."""
+        return StoreExchange(self, "a save beside training", watch)
 
     def messages(self) -> Messages:
         return ProcessMessages(self.group, self.timeout_s)
 
     def library(self) -> DeviceLibrary:
-        return ProcessLibrary(
-            self.group,
-            rank=self.rank,
-            world_size=self.size,
-            device=self.device,
-            timeout_s=self.timeout_s,
-        )
+        return ProcessLibrary(self)
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
     """Find the ranks of ``group`` or ``mesh``, or all. Every rank of them must call it.
 
-    The rank's accelerator becomes the current one. See [Note: a rank's device].
-
-    Raises:
-        ConfigError: both are given; the mesh does not serve; torch.distributed is not initialised
-            where several ranks were started.
+    The rank's accelerator becomes the current one.
     """
     if mesh is not None and group is not None:
         raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
@@ -162,7 +125,17 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
     if dist.is_available() and dist.is_initialized():
         if mesh is not None and mesh.ndim == 1:
             group = mesh.get_group()
-        device = _find_device(group)
+        device = accelerator()
+        if dist.get_backend(group) == "gloo" or backend_on(group, device) is None:
+            device = torch.device("cpu")
+        if device.type != "cpu":  # see [Note: a rank's device]
+            bound = known_group(group).bound_device_id
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            if bound is not None:
+                device = torch.device(bound.type, bound.index)
+            elif device.index == 0 and local_rank < torch.accelerator.device_count():
+                device = torch.device(device.type, local_rank)
+            torch.accelerator.set_device_index(device)
         per_node = None
         if mesh is not None and mesh.ndim != 1:
             members: list[int] = mesh.mesh.flatten().tolist()
@@ -191,40 +164,16 @@ def accelerator() -> torch.device:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def _find_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Choose this rank's device and make it the current one. See [Note: a rank's device]."""
-    device = accelerator()
-    if device.type == "cpu":
-        return device
-    if dist.get_backend(group) == "gloo" or backend_on(group, device) is None:
-        return torch.device("cpu")
-    known = dist.group.WORLD if group is None else group
-    assert known is not None
-    bound = known.bound_device_id
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if bound is not None:
-        device = torch.device(bound.type, bound.index)
-    elif device.index == 0 and local_rank < torch.accelerator.device_count():
-        device = torch.device(device.type, local_rank)
-    torch.accelerator.set_device_index(device)
-    return device
-
-
 def check_devices(ranks: Ranks) -> None:
-    """Refuse ranks that share a device if each needs its own. Every rank must call it.
-
-    They exchange their devices through the store of their group: NCCL refuses the first collective
-    of ranks that share one, with an error that names none of them.
-    """
+    """Refuse ranks that share a device if each needs its own. Every rank must call it."""
     if not ranks.has_own_device:
         return
     identity = str(ranks.device)
     if ranks.device.type == "cuda":  # independent of its index
         identity = str(torch.cuda.get_device_properties(ranks.device).uuid)
     card = [socket.gethostname(), identity, str(ranks.device)]
-    rows = exchange_by_store(
-        ranks.group, json.dumps(card).encode(), rank=ranks.rank, world_size=ranks.size
-    )
+    # NCCL refuses the first collective of ranks that share a device, and names none of them.
+    rows = StoreExchange(ranks, "the ranks' devices").gather_bytes(json.dumps(card).encode())
     cards = [json.loads(row) for row in rows]
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (host, identity, _) in enumerate(cards):
@@ -261,16 +210,13 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
         raise ConfigError(f"build(mesh=...): ranks of a node differ between ranks, found {told}")
     if ranks.per_node is not None:
         return ranks.per_node
-    has_one_source = len({card[1] for card in cards}) == 1
-    nodes = [f"{card[2] if has_one_source else card[3]}" for card in cards]
+    has_one_launcher = len({card[1] for card in cards}) == 1
+    nodes = [card[2] if has_one_launcher else card[3] for card in cards]
     return fold(nodes, is_told=ranks.rank == 0)
 
 
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
-    """Count the consecutive ranks that share a node, given each rank's node.
-
-    ``is_told``: log what had to be given up.
-    """
+    """Count the consecutive ranks that share a node. ``is_told``: log what had to be given up."""
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):
         if is_told:

@@ -6,9 +6,7 @@ sum that has a non-finite term is not finite: only such a tile is read again, to
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
-from collections.abc import Mapping
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -25,9 +23,7 @@ DTYPE_NAMES: Final = {
     torch.float64: "fp64",
 }
 # The norm has the same bits in the interpreter: no multiply-add fused into one rounding.
-LAUNCH_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
-    {"enable_fp_fusion": False, "num_warps": 4}
-)
+LAUNCH_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 4}
 
 
 def sum_by_triton(
@@ -88,16 +84,10 @@ def sum_kernel(
         bits = _bfloat16_bits(total.to(tl.float32))
         tl.store(out_ptr + offsets, bits.to(tl.int16), mask=is_inside)
         stored = (bits << 16).to(tl.float32, bitcast=True)
-    elif OUT_DTYPE == "fp16":
-        half = total.to(tl.float16)
-        tl.store(out_ptr + offsets, half, mask=is_inside)
-        stored = half.to(tl.float32)
-    elif OUT_DTYPE == "fp32":
-        stored = total.to(tl.float32)
-        tl.store(out_ptr + offsets, stored, mask=is_inside)
     else:
-        stored = total.to(tl.float64)
-        tl.store(out_ptr + offsets, stored, mask=is_inside)
+        rounded = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offsets, rounded, mask=is_inside)
+        stored = rounded.to(squares_ptr.dtype.element_ty)
     if HAS_NORM:
         tl.store(squares_ptr + tile, tl.sum(stored * stored, axis=0))
     if HAS_FLAGS:

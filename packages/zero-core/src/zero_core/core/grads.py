@@ -17,9 +17,9 @@ from zero_core.comm.control import ControlGroup
 from zero_core.comm.fused_sum import norm_of
 from zero_core.comm.topology import Ranks
 from zero_core.config import Config
-from zero_core.core.gradient_plan import GradientCase, GradientPlan
 from zero_core.core.pool import BufferPool, SegmentViews, Wait
 from zero_core.layout.arithmetic import Segment
+from zero_core.layout.gradient_plan import GradientCase, GradientPlan
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 
 _STRIDED = torch.strided
@@ -63,6 +63,441 @@ class ReducedGrad:
     norm: Tensor | None
 
 
+class FullGrad:
+    """This rank's own gradient of a segment: ``full_grad``, from backward to its reduction.
+
+    Attributes:
+        memory: [padded_numel], what was added since the last reduction; None if nothing was.
+        until_read: wait until the other ranks have read it.
+    """
+
+    def __init__(
+        self, segment: Segment, buffers: GradientBuffers, views: SegmentViews, missing: float
+    ) -> None:
+        """Prepare. ``missing`` is the gradient of a parameter without one."""
+        self.memory: Tensor | None = None
+        self.until_read: NamedWork | None = None
+        plan = buffers.plan
+        self._segment = segment
+        self._plan = plan
+        # One rank has nothing to reduce: its gradients add up where the step's gradient is.
+        self._is_shard = plan.case is GradientCase.ALONE
+        self._kept = buffers.shard if self._is_shard else buffers.full
+        self._pools = buffers.full_pools
+        self._views = views
+        self._predivide = plan.predivide
+        self._missing = missing
+        self._slots: list[Tensor] = []  # views of the memory, one per parameter
+        self._gaps: list[Tensor] = []  # views of what belongs to no parameter
+        self._no_grad = [False] * len(segment.slots)
+        self._has_grad = self._no_grad.copy()
+        self._is_wide = False
+
+    def accumulate_locally(self) -> None:
+        """Let gradients of the following backwards add up until the next reduction (``no_sync``).
+
+        They add up in the accumulation dtype. Every rank must call it, those without a gradient
+        too: it decides the dtype that is reduced.
+        """
+        self._is_wide = True
+
+    def open(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Take memory, in the ``dtype`` in which gradients are added unless it is given."""
+        if dtype is None:
+            is_accumulated = self._is_wide or self._is_shard
+            dtype = self._plan.accumulated if is_accumulated else self._plan.communicated
+        if self._kept is not None and self._kept.dtype == dtype:
+            self.wait_until_read()
+            self.memory = self._kept
+        else:
+            numel, user = self._segment.padded_numel, self._segment.index
+            self.memory = self._pools[dtype].acquire(numel, dtype, user)
+        self._slots, self._gaps, _ = self._views.of(self.memory)
+        return self.memory
+
+    def add(self, position: int, grad: Tensor) -> None:
+        """Add the gradient of parameter ``position`` of the segment."""
+        view = self._slots[position]
+        if self._has_grad[position]:
+            view.add_(grad, alpha=self._predivide)
+            return
+        self._has_grad[position] = True
+        # Divided in the wider dtype of the two: no bit is lost before it must be.
+        same = grad.dtype is view.dtype
+        wide = grad.dtype if same else torch.promote_types(grad.dtype, view.dtype)
+        if grad.dtype is wide:
+            torch.mul(grad, self._predivide, out=view)
+        elif view.dtype is wide:
+            view.copy_(grad)  # without a wide copy of the gradient besides
+            if self._predivide != 1.0:
+                view.mul_(self._predivide)
+        else:
+            torch.mul(grad.to(wide), self._predivide, out=view)
+
+    def unreduced(self, position: int) -> Tensor | None:
+        """Return this rank's gradient of a parameter that no reduction has carried yet: a copy.
+
+        In the parameter's shape, not divided by the ranks. None if none was added since.
+        """
+        if self.memory is None or not self._has_grad[position]:
+            return None
+        return self._slots[position] / self._predivide
+
+    def replace_unreduced(self, position: int, grad: Tensor) -> None:
+        """Replace what `unreduced` returns.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self.memory is None or not self._has_grad[position]:
+            raise RuntimeError(
+                "the parameter has no gradient on this rank to replace: set it after a backward"
+            )
+        self._slots[position].copy_(grad).mul_(self._predivide)
+
+    def complete(self) -> Tensor:
+        """Return the memory as it is reduced. Parameters without a gradient count as zero."""
+        full = self.memory
+        assert full is not None, "it is open"
+        if False in self._has_grad:
+            for view, has_grad in zip(self._slots, self._has_grad, strict=True):
+                if not has_grad:
+                    view.fill_(self._missing)
+        for gap in self._gaps:
+            gap.zero_()
+        if self._segment.world_size == 1:  # later gradients add to these
+            self._has_grad = [True] * len(self._has_grad)
+            return full
+        self._has_grad = self._no_grad.copy()
+        dtype = self._plan.communicated_sums
+        if self._is_wide and full.dtype is not dtype:
+            wide, full = full, self.open(dtype).copy_(full)
+            self._pools[wide.dtype].release(wide, None)
+        return full
+
+    def pass_on(self) -> tuple[BufferPool, Tensor]:
+        """Give up the only rank's gradient. Return the pool that it belongs to, and its memory."""
+        full, self.memory = self.memory, None
+        assert full is not None, "it is open"
+        self._has_grad = self._no_grad.copy()
+        return self._pools[full.dtype], full
+
+    def close(self) -> None:
+        """Give up the memory, once other ranks have read it."""
+        self._is_wide = False
+        full, self.memory = self.memory, None
+        if full is None or full is self._kept:
+            return
+        until_read, self.until_read = self.until_read, None
+        readers = None if until_read is None else until_read.wait
+        self._pools[full.dtype].release(full, readers)
+
+    def clear(self) -> None:
+        """Drop what was added."""
+        self._has_grad = self._no_grad.copy()
+        self._is_wide = False
+        if self.memory is not None:
+            self.close()
+
+    def wait_until_read(self) -> None:
+        if self.until_read is not None:
+            until_read, self.until_read = self.until_read, None
+            until_read.wait()
+
+    def forget_views(self) -> None:
+        """Drop views of the pool's memory, where nothing is kept in it."""
+        if self.memory is None:
+            self._slots, self._gaps = [], []
+
+
+class GradShard:
+    """``grad_shard``: this rank's reduced gradient of the micro-steps so far.
+
+    Attributes:
+        is_empty: whether nothing was added since the last step.
+        is_used_at_once: whether `offer` uses the sum.
+        is_private: whether no other rank reads the memory of `covered`.
+        is_part: whether it is one micro-step's part of the gradient, which the tier adds up.
+        until_gathered: wait until what `offer` has returned is complete; None if it is.
+    """
+
+    is_private = True
+    is_part = False
+
+    def __init__(self, segment: Segment, buffers: GradientBuffers, tier: StateTier) -> None:
+        self.is_empty = True
+        self.is_used_at_once = tier.owns_grads  # it copies what it is offered
+        self._segment = segment
+        self._plan = buffers.plan
+        self._shard = buffers.shard
+        self.until_gathered: NamedWork | None = None
+        self._until_copied: Wait | None = None  # by the state tier
+        self._rounded_pool = buffers.rounded_pool
+        self._rounded: Tensor | None = None  # what the tier was offered, if it was rounded
+
+    def target(self) -> Tensor:
+        """Return what a reduction writes to: [shard_numel], accumulated dtype.
+
+        A sequential plan's reduction adds to it.
+        """
+        shard = self._shard
+        assert shard is not None, "the case has one"
+        if not (self.is_empty or self._plan.is_sequential):
+            return torch.empty_like(shard)
+        if self._until_copied is not None:
+            self.wait_until_copied()
+        return shard
+
+    def add(self, reduced: Tensor) -> bool:
+        """Add what was ``reduced`` to `target`. Return whether it alone is the gradient now."""
+        self.is_empty = False
+        if reduced is self._shard:
+            return True
+        self.values().add_(reduced)
+        return False
+
+    def add_own(self, full: FullGrad) -> bool:
+        """Add the gradient of the only rank: see `add`. Its memory is the shard."""
+        self.is_empty = False
+        return True
+
+    def values(self) -> Tensor:
+        """Return the shard of the gradient, [shard_numel]. Not to be written to."""
+        assert self._shard is not None, "the case has one"
+        return self._shard
+
+    def covered(self) -> Tensor:
+        """Return the gradient of all elements that this rank's optimizer state covers."""
+        return self.values()
+
+    def replace(self, start: int, values: Tensor) -> None:
+        """Replace elements of the shard, from its element ``start`` on."""
+        self.wait_until_copied()
+        self.values()[start : start + values.numel()].copy_(values)
+
+    def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
+        """Replace elements of `covered`, each from a start on."""
+        for start, values in changes:
+            self.replace(start, values)
+
+    def rounded(self) -> Tensor:
+        """Return the shard in the offered dtype, as its norm is taken."""
+        shard = self.values()
+        return shard if shard.dtype is self._plan.offered else self._round(shard)
+
+    def offer(self, rounded: Tensor) -> Tensor:
+        """Return what the state tier is offered, of what `rounded` has returned."""
+        return rounded
+
+    def _round(self, values: Tensor) -> Tensor:
+        """Return ``values`` in the offered dtype, in borrowed memory if that is another one."""
+        dtype = self._plan.offered
+        if values.dtype is dtype:
+            return values
+        if self._rounded is None:
+            user = self._segment.index
+            self._rounded = self._rounded_pool.acquire(values.numel(), dtype, user)
+        return self._rounded.copy_(values)
+
+    def release(self, until_copied: Wait | None) -> None:
+        """Free what the state tier was offered.
+
+        ``until_copied`` blocks until the tier has copied it. It is called before the memory is used
+        again.
+        """
+        if self._rounded is not None:  # that alone is what the tier reads
+            rounded, self._rounded = self._rounded, None
+            self._rounded_pool.release(rounded, until_copied)
+            until_copied = None
+        self._until_copied = until_copied
+
+    def wait_until_copied(self) -> None:
+        if self._until_copied is not None:
+            until_copied, self._until_copied = self._until_copied, None
+            until_copied()
+
+    def clear(self) -> None:
+        self.is_empty = True
+
+
+class SummedShard(GradShard):
+    """``grad_shard`` and ``grad_sum``, the shards of all ranks: stage 0.
+
+    Attributes:
+        total: ``grad_sum``.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        buffers: GradientBuffers,
+        tier: StateTier,
+        full: FullGrad,
+        communicator: Communicator,
+    ) -> None:
+        super().__init__(segment, buffers, tier)
+        assert buffers.total is not None, "the case has one"
+        self.total = buffers.total
+        self.is_used_at_once = True
+        self.is_private = self._plan.is_sum_in_full
+        self._owns_grads = tier.owns_grads
+        self._full = full
+        self._communicator = communicator
+        self._range = segment.shard_range(communicator.rank)
+        self._changed: Tensor | None = None  # what the next reduction is added to
+
+    def add(self, reduced: Tensor) -> bool:
+        if self._changed is not None:
+            # No rank sends its part before it has read the others' shards.
+            self.values().copy_(self._changed)
+            self._changed = None
+        if self._plan.normed is not None and self._plan.rounded is not reduced.dtype:
+            reduced.copy_(reduced.to(self._plan.rounded))
+        return super().add(reduced)
+
+    def covered(self) -> Tensor:
+        return self.total
+
+    def rounded(self) -> Tensor:
+        shard, dtype = self.values(), self._plan.offered
+        return shard.to(dtype) if dtype is torch.float16 else shard
+
+    def offer(self, rounded: Tensor) -> Tensor:
+        self._full.wait_until_read()  # the sum may be in its memory
+        gathered = self._communicator.all_gather(
+            self.total, self.values(), self._segment.index, version=EXACT_GRADIENTS, backward=True
+        )
+        if self._owns_grads:  # the tier copies what it is offered
+            gathered.wait()
+        else:
+            self.until_gathered = gathered
+        return self._round(self.total)
+
+    def offer_changed(self) -> Tensor:
+        """Return what the state tier is offered after `change`, without a collective."""
+        return self._round(self.total)
+
+    def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
+        """Replace elements of the sum, and have the shard follow what was written to it.
+
+        After all ranks have agreed on the gradient: before, others may read this rank's shard.
+        """
+        for start, values in changes:
+            self.wait_until_copied()
+            self.total[start : start + values.numel()].copy_(values)
+        if self._plan.is_sum_in_full:  # else the shard is a view of it
+            self.values().copy_(self.total[slice(*self._range)])
+
+    def keep(self, changes: Sequence[tuple[int, Tensor]]) -> None:
+        """Have the next reduction added to the sum with ``changes``: see `change`.
+
+        Any other rank may still read this rank's shard.
+        """
+        low, high = self._range
+        kept = self.total[low:high].clone()
+        for at, values in changes:
+            start, stop = max(at, low), min(at + values.numel(), high)
+            if start < stop:
+                kept[start - low : stop - low].copy_(values[start - at : stop - at])
+        self._changed = kept
+
+    def clear(self) -> None:
+        super().clear()
+        self._changed = None
+
+
+class PassedOnShard(GradShard):
+    """A step's reduced gradient in borrowed memory, until the state tier has copied it."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        buffers: GradientBuffers,
+        tier: StateTier,
+        span: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        super().__init__(segment, buffers, tier)
+        self._tier = tier
+        self._span = span
+        self._device = device
+        self._pool = buffers.shard_pool
+        self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind the shard
+
+    def target(self) -> Tensor:
+        if self._lent is not None:  # holds what an earlier backward of the step reduced
+            return torch.empty_like(self._lent[1])
+        numel, user = self._segment.shard_numel, self._segment.index
+        target = self._pool.acquire(numel, self._plan.accumulated, user)
+        self._lent = self._pool, target
+        return target
+
+    def add_own(self, full: FullGrad) -> bool:
+        self._lent = full.pass_on()
+        return self.add(self._lent[1])
+
+    def add(self, reduced: Tensor) -> bool:
+        is_first, self.is_empty = self.is_empty, False
+        if self._shard is not None:
+            self._shard.add_(reduced)
+            return False
+        if is_first:
+            self._shard = reduced
+        else:
+            self._shard = self.values().to(self._plan.accumulated, copy=True).add_(reduced)
+        return is_first
+
+    def values(self) -> Tensor:
+        if self._shard is not None:
+            return self._shard
+        return self._tier.read_grad(*self._span).to(self._device)
+
+    def replace(self, start: int, values: Tensor) -> None:
+        self._shard = self.values().to(self._plan.accumulated, copy=True)
+        super().replace(start, values)
+
+    def release(self, until_copied: Wait | None) -> None:
+        super().release(until_copied)
+        self._return_memory()
+
+    def _return_memory(self) -> None:
+        self._shard = None
+        until_copied, self._until_copied = self._until_copied, None
+        if self._lent is not None:
+            (pool, buffer), self._lent = self._lent, None
+            pool.release(buffer, until_copied)
+
+    def clear(self) -> None:
+        super().clear()
+        self._return_memory()
+
+
+class PassedOnPart(PassedOnShard):
+    """One micro-step's reduced gradient, which the state tier adds to those before.
+
+    Unless it was replaced: then it is the whole step's gradient, as it was set.
+    """
+
+    is_part = True
+
+    def add(self, reduced: Tensor) -> bool:
+        self.is_empty = False
+        is_first = self._shard is None
+        self._shard = reduced if self._shard is None else self._shard.add_(reduced)
+        return is_first
+
+    def rounded(self) -> Tensor:
+        return super().rounded() if self.is_part else self.values()
+
+    def replace(self, start: int, values: Tensor) -> None:
+        super().replace(start, values)
+        self.is_part = False
+
+    def _return_memory(self) -> None:
+        super()._return_memory()
+        self.is_part = True
+
+
 class FlatGrads:
     """The gradients of one trainable segment.
 
@@ -71,11 +506,12 @@ class FlatGrads:
         params: the model's parameters, in the order of the slots.
         param_numbers: their numbers in the layout.
         plan: which buffers there are.
-        is_passed_on_each: see `GradientPlan`.
+        full: this rank's own gradient.
+        shard: what has been reduced of it.
 
     One backward: `add` for each parameter, `reduce`, `finish`. At an accumulation boundary, or in
     every micro-step if the tier adds them up, then `result`, which the state tier is offered, and
-    `release`. `clear` starts a new step.
+    `GradShard.release`. `clear` starts a new step.
     """
 
     _missing = 0.0  # the gradient of a parameter without one
@@ -98,63 +534,31 @@ class FlatGrads:
         """
         self.segment = segment
         self.params = list(params)
-        self.plan = buffers.plan
+        self.plan = plan = buffers.plan
         self.param_numbers = [slot.param for slot in segment.slots]
-        self._buffers = buffers
+        self.full = FullGrad(segment, buffers, views, self._missing)
+        self.shard: GradShard
+        if plan.case is GradientCase.WHOLE_SUM:
+            self.shard = SummedShard(segment, buffers, tier, self.full, communicator)
+        elif plan.is_shard_kept:
+            self.shard = GradShard(segment, buffers, tier)
+        else:
+            passed_on = PassedOnPart if plan.is_passed_on_each else PassedOnShard
+            self.shard = passed_on(segment, buffers, tier, span, views.placeholders.slots[0].device)
         self._communicator = communicator
-        self._tier = tier
-        self._span = span
-        # The sum is gathered, or the tier copies it.
-        self._is_used_at_once = buffers.total is not None or tier.owns_grads
-        self._predivide = buffers.plan.predivide
         self._arithmetic = arithmetic
-        self.is_passed_on_each = buffers.plan.is_passed_on_each
-        self._shard = buffers.shard
-        self._padded_numel = segment.padded_numel
-        self._has_one_rank = segment.world_size == 1
-        self._full: Tensor | None = None
-        self._slots: list[Tensor] = []  # views of full, one per parameter
-        self._gaps: list[Tensor] = []  # views of what belongs to no parameter
         self._views = views
-        self._no_grad = [False] * len(self.params)
-        self._has_grad = self._no_grad.copy()
-        self._is_wide = False
         self._work: NamedReduction | None = None
         self._target: Tensor | None = None  # of the reduction under way
-        # The reduced gradient where there is no grad_shard.
-        self._borrowed_grad: Tensor | None = None
-        self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind it
-        self._is_replaced = False  # it is the whole step's gradient, set from outside
-        self._changed_shard: Tensor | None = None  # what the next reduction is added to
-        self._rounded: Tensor | None = None  # what the tier was offered, if it was rounded
-        self._is_empty = True  # nothing accumulated since the last step
         self._norm: Tensor | None = None  # of the shard, where it is known already
-        # Wait until the other ranks have read full_grad.
-        self._until_read: NamedWork | None = None
         self._until_reduced: NamedWork | None = None  # wait until the reduction's sum is there
-        self._until_gathered: NamedWork | None = None  # wait until grad_sum is complete
-        # Wait until the state tier has copied grad_shard.
-        self._until_copied: Wait | None = None
         self._nonfinite: Tensor | None = None  # bool, [world_size]
         self._is_updated = False  # an update in this step has used the gradient
 
     # ----------------------------------------------------------- one backward
 
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether gradients were added that no reduction has carried yet."""
-        return self._full is not None
-
     def begin_backward(self) -> None:
         """Begin a backward. A sequential plan has one gradient of each parameter in it."""
-
-    def accumulate_locally(self) -> None:
-        """Let gradients of the following backwards add up until the next reduction (``no_sync``).
-
-        They add up in the accumulation dtype. Every rank must call it, those without a gradient
-        too: it decides the dtype that is reduced.
-        """
-        self._is_wide = True
 
     def add(self, position: int, grad: Tensor) -> None:
         """Add the gradient of parameter ``position`` of the segment to ``full_grad``.
@@ -167,7 +571,7 @@ class FlatGrads:
             raise ValueError(
                 "sparse gradients are not supported: use sparse=False in the embedding"
             )
-        if self._full is None:
+        if self.full.memory is None:
             if self._is_updated:
                 raise RuntimeError(
                     "a gradient came after its unit was updated during backward, as of a block "
@@ -176,66 +580,23 @@ class FlatGrads:
                     "from a checkpoint"
                 )
             self._open()
-        view = self._slots[position]
-        if self._has_grad[position]:
-            view.add_(grad, alpha=self._predivide)
-        else:
-            # Divided in the wider dtype of the two: no bit is lost before it must be.
-            same = grad.dtype is view.dtype
-            wide = grad.dtype if same else torch.promote_types(grad.dtype, view.dtype)
-            if grad.dtype is wide:
-                torch.mul(grad, self._predivide, out=view)
-            elif view.dtype is wide:
-                view.copy_(grad)  # without a wide copy of the gradient besides
-                if self._predivide != 1.0:
-                    view.mul_(self._predivide)
-            else:
-                torch.mul(grad.to(wide), self._predivide, out=view)
-            self._has_grad[position] = True
+        self.full.add(position, grad)
 
-    def unreduced(self, position: int) -> Tensor | None:
-        """Return this rank's gradient of a parameter that no reduction has carried yet: a copy.
-
-        In the parameter's shape, not divided by the ranks. None if none was added since.
-        """
-        if self._full is None or not self._has_grad[position]:
-            return None
-        return self._slots[position] / self._predivide
-
-    def replace_unreduced(self, position: int, grad: Tensor) -> None:
-        """Replace what `unreduced` returns.
-
-        Raises:
-            RuntimeError: there is none.
-        """
-        if self._full is None or not self._has_grad[position]:
-            raise RuntimeError(
-                "the parameter has no gradient on this rank to replace: set it after a backward"
-            )
-        self._slots[position].copy_(grad).mul_(self._predivide)
+    def _open(self) -> None:
+        if self._until_reduced is not None or self.shard.until_gathered is not None:
+            self.wait()  # of a step that was dropped, or reduced again
+        if self.plan.case is GradientCase.ALONE:  # full_grad is grad_shard
+            self.shard.wait_until_copied()
+        self.full.open()
 
     def reduce(self) -> None:
         """Start to reduce what was added. Parameters without a gradient count as zero."""
-        if self._full is None:
+        if self.full.memory is None:
             self._open()
-        full = self._full
-        assert full is not None
-        if False in self._has_grad:
-            for view, has_grad in zip(self._slots, self._has_grad, strict=True):
-                if not has_grad:
-                    view.fill_(self._missing)
-        for gap in self._gaps:
-            gap.zero_()
-        if self._has_one_rank:  # full_grad is grad_shard: later gradients add to it
-            self._has_grad = [True] * len(self.params)
-            return
-        self._has_grad = self._no_grad.copy()
-        if self._is_wide and full.dtype is not self.plan.communicated_sums:
-            self._full = self._acquire(self.plan.communicated_sums).copy_(full)
-            self._buffers.full_pools[full.dtype].release(full, None)
-            full = self._full
-        self._target = self._find_target()
-        self._work = self._start_reduction(self._target, full)
+        full = self.full.complete()
+        if self.segment.world_size > 1:
+            self._target = self.shard.target()
+            self._work = self._start_reduction(self._target, full)
 
     def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
         return self._communicator.reduce_scatter(target, full, self.segment.index)
@@ -245,58 +606,40 @@ class FlatGrads:
 
         One that has its statistics is waited for where its sum or its memory is used: `wait`.
         """
-        if self._work is not None:
-            work, self._work = self._work, None
+        work, self._work = self._work, None
+        if work is None:
+            is_sum = not self.shard.add_own(self.full)
+        else:
             reduced, self._target = self._target, None
-            assert reduced is not None
+            assert reduced is not None, "of the reduction"
             self._take_reduction(work, reduced)
-            if self._changed_shard is not None and self._shard is not None:
-                # No rank sends its part before it has read the others' shards.
-                self._shard.copy_(self._changed_shard)
-                self._changed_shard = None
-            if self.plan.normed is not None:
-                self._norm = None  # another one is wanted
-                if self._shard is not None and self.plan.rounded is not reduced.dtype:
-                    reduced.copy_(reduced.to(self.plan.rounded))
-            if self._shard is None:
-                self._set_step_gradient(reduced)
-            elif reduced is not self._shard:
-                self._shard.add_(reduced)
-                self._norm = None
-        elif self._shard is None and self._full is not None:
-            full, self._full = self._full, None  # one rank: it is the shard
-            self._lent = self._buffers.full_pools[full.dtype], full
-            self._has_grad = self._no_grad.copy()
-            self._set_step_gradient(full)
-        self._is_empty = False
-        self._close()
+            is_sum = not self.shard.add(reduced) or self.plan.normed is not None
+        if is_sum:
+            self._norm = None  # what is known is another one
+        self.full.close()
 
-    def _find_target(self) -> Tensor:
-        """Return what the reduction writes to: [shard_numel], accumulated dtype."""
-        shard = self._shard
-        if shard is None:
-            if self._lent is not None:  # holds what an earlier backward of the step reduced
-                return torch.empty_like(self._lent[1])
-            pool = self._buffers.shard_pool
-            index, numel = self.segment.index, self.segment.shard_numel
-            target = pool.acquire(numel, self.plan.accumulated, index)
-            self._lent = pool, target
-            return target
-        if not self._is_empty:
-            return torch.empty_like(shard)
-        if self._until_copied is not None:
-            self._wait_until_copied()
-        return shard
+    def _take_reduction(self, work: NamedReduction, reduced: Tensor) -> None:
+        """Keep the norm of what ``work`` has ``reduced``, and the ranks that are not finite."""
+        statistics = work.statistics()
+        if statistics is not None:
+            self._until_reduced = self.full.until_read = work
+            if self.shard.is_used_at_once or not self.shard.is_empty:  # added to what is there
+                self.wait()
+            self._norm = self._arithmetic.of_reduction(statistics.norm)
+            self._note_nonfinite(statistics.nonfinite)
+            return
+        work.wait()
+        self._norm = norm = self._arithmetic.measure(reduced)
+        # The norm is free to read on a host: finite means no search. On a device reading would
+        # synchronize, so look at the contributions instead.
+        if not (norm.is_cpu and math.isfinite(norm.sum().item())):
+            parts = work.contributions()
+            if parts:
+                self._note_nonfinite(torch.stack([~torch.isfinite(p).all() for p in parts]))
+        self.full.until_read = work.acknowledge()
 
-    def _set_step_gradient(self, reduced: Tensor) -> None:
-        """Make ``reduced`` the step's gradient, with that of earlier backwards, if any."""
-        if self._borrowed_grad is not None:
-            reduced = self._borrowed_grad.add_(reduced)
-            self._norm = None
-        elif not self._is_empty and not self.is_passed_on_each:
-            reduced = self.values().to(self.plan.accumulated, copy=True).add_(reduced)
-            self._norm = None
-        self._borrowed_grad = reduced
+    def _note_nonfinite(self, found: Tensor) -> None:
+        self._nonfinite = found if self._nonfinite is None else self._nonfinite | found
 
     # ---------------------------------------------------- the step's gradient
 
@@ -306,112 +649,54 @@ class FlatGrads:
         At stage 0 that is a collective, and the same on every rank. It runs while backward goes on:
         what is returned may be read after `wait`, unless the tier owns gradients.
         """
-        if self.is_passed_on_each:
-            assert self._borrowed_grad is not None, "reduced or replaced"
-            if self._is_replaced:
-                return ReducedGrad(self._borrowed_grad, self.norm())
-            return ReducedGrad(self._round(self._borrowed_grad), None)
-        shard, total, dtype = self._values(), self._buffers.total, self.plan.offered
-        rounded = shard
-        if total is None:
-            rounded = shard if shard.dtype is dtype else self._round(shard)
-        elif dtype is torch.float16:
-            rounded = shard.to(dtype)
-        if dtype is torch.float16 and rounded is not shard:
+        rounded = self.shard.rounded()
+        if self.shard.is_part:
+            return ReducedGrad(rounded, None)
+        if rounded.dtype is torch.float16 and self.plan.accumulated is not torch.float16:
             # fp16 may overflow in this cast: take the norm after it.
             self._norm = self._arithmetic.measure(rounded)
         norm = self.norm() if self._norm is None else self._norm
-        if total is not None:
-            self._wait_until_read()  # total may be the memory of full_grad
-            self._until_gathered = self._communicator.all_gather(
-                total, shard, self.segment.index, version=EXACT_GRADIENTS, backward=True
-            )
-            if self._tier.owns_grads:  # it copies what it is offered
-                self.wait()
-            rounded = self._round(total)
-        return ReducedGrad(rounded, norm)
+        return ReducedGrad(self.shard.offer(rounded), norm)
 
     def changed_result(self) -> ReducedGrad:
         """Return what `result` does, after `take_changes`, without a collective."""
-        total = self._buffers.total
-        if total is None:
+        if not isinstance(self.shard, SummedShard):
             return self.result()
-        return ReducedGrad(self._round(total), self.retake_norm())
-
-    def _round(self, values: Tensor) -> Tensor:
-        """Return ``values`` in the offered dtype, in borrowed memory if that is another one."""
-        dtype = self.plan.offered
-        if values.dtype is dtype:
-            return values
-        if self._rounded is None:
-            pool = self._buffers.rounded_pool
-            self._rounded = pool.acquire(values.numel(), dtype, self.segment.index)
-        return self._rounded.copy_(values)
+        return ReducedGrad(self.shard.offer_changed(), self.retake_norm())
 
     def wait(self) -> None:
         """Wait until the step's gradient, as `result` returned it, is complete."""
         if self._until_reduced is not None:
             until_reduced, self._until_reduced = self._until_reduced, None
             until_reduced.wait()
-            if self._until_read is until_reduced:
-                self._until_read = None
-        if self._until_gathered is not None:
-            until_gathered, self._until_gathered = self._until_gathered, None
+            if self.full.until_read is until_reduced:
+                self.full.until_read = None
+        if self.shard.until_gathered is not None:
+            until_gathered, self.shard.until_gathered = self.shard.until_gathered, None
             until_gathered.wait()
 
     def synchronize(self) -> None:
         """Wait until nobody reads or writes the gradient's memory, and drop views of the pool's."""
         self.wait()
-        self._wait_until_read()
-        self._wait_until_copied()
-        if self._full is None:
-            self._slots, self._gaps = [], []
-
-    def release(self, until_copied: Wait | None) -> None:
-        """Free what the state tier was offered.
-
-        ``until_copied`` blocks until the tier has copied it. It is called before the memory is used
-        again.
-        """
-        if self._rounded is not None:  # that alone is what the tier reads
-            rounded, self._rounded = self._rounded, None
-            self._buffers.rounded_pool.release(rounded, until_copied)
-            until_copied = None
-        if self._shard is not None:
-            self._until_copied = until_copied
-        if self._borrowed_grad is not None:
-            self._return_lent(until_copied)
+        self.full.wait_until_read()
+        self.shard.wait_until_copied()
+        self.full.forget_views()
 
     def values(self) -> Tensor:
         """Return this rank's shard of the reduced gradient, [shard_numel]. Not to be written to."""
         self.wait()
-        return self._values()
-
-    def _values(self) -> Tensor:
-        if self._borrowed_grad is not None:
-            return self._borrowed_grad
-        if self._shard is not None:
-            return self._shard
-        return self._tier.read_grad(*self._span).to(self.params[0].device)
+        return self.shard.values()
 
     def covered(self) -> Tensor:
         """Return the reduced gradient of all elements that this rank's optimizer state covers."""
-        total = self._buffers.total
-        if total is None:
-            return self.values()
         self.wait()
-        return total
+        return self.shard.covered()
 
     def replace(self, start: int, values: Tensor) -> None:
+        """Replace elements of `values`, from its element ``start`` on."""
+        self.wait()
         self._norm = None
-        self._is_replaced = True
-        if self._shard is None:
-            self._borrowed_grad = self.values().to(self.plan.accumulated, copy=True)
-            shard = self._borrowed_grad
-        else:
-            self._wait_until_copied()
-            shard = self._shard
-        shard[start : start + values.numel()].copy_(values)
+        self.shard.replace(start, values)
 
     def of_param(self, position: int) -> Tensor:
         """Return the reduced gradient of parameter ``position``, in its shape.
@@ -423,42 +708,27 @@ class FlatGrads:
         with torch.inference_mode(False), torch.no_grad():
             return self._views.to_values(position, self.covered()[slot.start : slot.stop])
 
-    @property
-    def is_sum_private(self) -> bool:
-        """Whether no other rank reads the memory of `covered`."""
-        return self._buffers.total is None or self.plan.is_sum_in_full
-
     def take_changes(self, changes: Mapping[int, Tensor]) -> None:
         """Use what was written to `covered`, and ``changes`` by position of the parameter.
 
         After all ranks have agreed on the gradient: before, others may read this rank's shard.
         """
-        total = self._buffers.total
-        for position, grad in changes.items():
-            slot, values = self.segment.slots[position], self._views.to_elements(position, grad)
-            if total is None:
-                self.replace(slot.start, values)
-            else:
-                self._wait_until_copied()
-                total[slot.start : slot.stop].copy_(values)
-        if self._shard is not None and total is not None and self.plan.is_sum_in_full:
-            low, high = self.segment.shard_range(self._communicator.rank)
-            self._shard.copy_(total[low:high])
+        self.wait()
+        self.shard.change(self._elements(changes))
 
     def keep_changes(self, changes: Mapping[int, Tensor]) -> None:
         """Have the next reduction added to the gradient with its changes: see `take_changes`.
 
         With several ranks, any of which may still read this rank's shard.
         """
-        low, high = self.segment.shard_range(self._communicator.rank)
-        kept = self.covered()[low:high].clone()
-        for position, grad in changes.items():
-            slot = self.segment.slots[position]
-            start, stop = max(slot.start, low), min(slot.stop, high)
-            if start < stop:
-                values = self._views.to_elements(position, grad)
-                kept[start - low : stop - low].copy_(values[start - slot.start : stop - slot.start])
-        self._changed_shard = kept
+        self.wait()
+        assert isinstance(self.shard, SummedShard), "changes are made at stage 0"
+        self.shard.keep(self._elements(changes))
+
+    def _elements(self, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
+        """Return ``changes`` by position as elements of the segment, each from a start on."""
+        slots, to_elements = self.segment.slots, self._views.to_elements
+        return [(slots[at].start, to_elements(at, grad)) for at, grad in changes.items()]
 
     def covered_norm(self) -> Tensor:
         """Return the 2-norm of `covered` as it is now, as `norm` does, in the offered dtype."""
@@ -485,7 +755,7 @@ class FlatGrads:
         the collectives do not show them, this rank's part of the sum is finite, or it was the sum
         over micro-steps that overflowed.
         """
-        if self._has_one_rank:
+        if self.segment.world_size == 1:
             return [0]
         if self._nonfinite is None:
             return None
@@ -498,87 +768,12 @@ class FlatGrads:
 
     def clear(self) -> None:
         """Start a new step: nothing accumulated."""
-        self._is_empty = True
         self._is_updated = False
-        self._has_grad = self._no_grad.copy()
         if self._work is not None and self._work.statistics() is not None:
-            self._until_reduced = self._until_read = self._work  # it still reads full_grad
-        self._work = self._target = self._norm = self._nonfinite = self._changed_shard = None
-        self._is_wide = False
-        if self._full is not None:
-            self._close()
-        self._return_lent(None)
-
-    def _take_reduction(self, work: NamedReduction, reduced: Tensor) -> None:
-        """Keep the norm of what ``work`` has ``reduced``, and the ranks that are not finite."""
-        statistics = work.statistics()
-        if statistics is not None:
-            self._until_reduced = self._until_read = work
-            if self._is_used_at_once or not self._is_empty:  # or it is added to what is there
-                self.wait()
-            self._norm = self._arithmetic.of_reduction(statistics.norm)
-            self._note_nonfinite(statistics.nonfinite)
-            return
-        work.wait()
-        self._norm = norm = self._arithmetic.measure(reduced)
-        # The norm is free to read on a host: finite means no search. On a device reading would
-        # synchronize, so look at the contributions instead.
-        if not (norm.is_cpu and math.isfinite(norm.sum().item())):
-            parts = work.contributions()
-            if parts:
-                self._note_nonfinite(torch.stack([~torch.isfinite(p).all() for p in parts]))
-        self._until_read = work.acknowledge()
-
-    def _note_nonfinite(self, found: Tensor) -> None:
-        self._nonfinite = found if self._nonfinite is None else self._nonfinite | found
-
-    def _wait_until_read(self) -> None:
-        if self._until_read is not None:
-            until_read, self._until_read = self._until_read, None
-            until_read.wait()
-
-    def _wait_until_copied(self) -> None:
-        if self._until_copied is not None:
-            until_copied, self._until_copied = self._until_copied, None
-            until_copied()
-
-    def _return_lent(self, until_copied: Wait | None) -> None:
-        self._borrowed_grad = None
-        self._is_replaced = False
-        if self._lent is not None:
-            (pool, buffer), self._lent = self._lent, None
-            pool.release(buffer, until_copied)
-
-    def _open(self) -> None:
-        if self._until_reduced is not None or self._until_gathered is not None:
-            self.wait()  # of a step that was dropped, or reduced again
-        plan = self.plan
-        if plan.case is GradientCase.ALONE:
-            self._wait_until_copied()
-            full = self._shard
-            assert full is not None
-        else:
-            full = self._acquire(plan.accumulated if self._is_wide else plan.communicated)
-        self._full = full
-        self._slots, self._gaps, _ = self._views.of(full)
-
-    def _acquire(self, dtype: torch.dtype) -> Tensor:
-        """Return memory for ``full_grad`` in ``dtype``: what is kept, or what a pool lends."""
-        kept = self._buffers.full
-        if kept is not None and kept.dtype == dtype:
-            self._wait_until_read()
-            return kept
-        pool = self._buffers.full_pools[dtype]
-        return pool.acquire(self._padded_numel, dtype, self.segment.index)
-
-    def _close(self) -> None:
-        self._is_wide = False
-        full, self._full = self._full, None
-        if full is None or full is self._buffers.full or full is self._shard:
-            return
-        until_read, self._until_read = self._until_read, None
-        readers = None if until_read is None else until_read.wait
-        self._buffers.full_pools[full.dtype].release(full, readers)
+            self._until_reduced = self.full.until_read = self._work  # it still reads full_grad
+        self._work = self._target = self._norm = self._nonfinite = None
+        self.full.clear()
+        self.shard.clear()
 
 
 class Arithmetic:

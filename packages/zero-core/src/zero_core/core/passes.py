@@ -38,7 +38,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -138,7 +137,7 @@ class Reductions:
         self._units = units
         self._grads = [grads for unit in units.units for grads in unit.grads]
         self._sequential = [grads for grads in self._grads if grads.plan.is_sequential]
-        self.is_due_per_backward = has_peers or any(g.is_passed_on_each for g in self._grads)
+        self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self._grads)
         self._sink = sink
         # With whether they are those of the last micro-step of their step.
         self._in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
@@ -171,7 +170,7 @@ class Reductions:
         """Wait for the reductions under way, and offer what they bring to the sink."""
         for grads, is_last in self._in_flight:
             grads.finish()
-            if is_last or grads.is_passed_on_each:
+            if is_last or grads.plan.is_passed_on_each:
                 self.offer(grads, is_last=is_last)
         self._in_flight = ()
 
@@ -183,7 +182,7 @@ class Reductions:
     def accumulate_locally(self) -> None:
         """Have gradients added up over several backwards before they are reduced."""
         for grads in self._grads:
-            grads.accumulate_locally()
+            grads.full.accumulate_locally()
 
     @property
     def has_unreduced(self) -> bool:
@@ -192,7 +191,7 @@ class Reductions:
         They came within ``no_sync``, or after their unit had been reduced (reentrant activation
         checkpointing of a block that is used twice).
         """
-        return any(map(attrgetter("has_unreduced"), self._grads))
+        return any(grads.full.memory is not None for grads in self._grads)
 
     def discard(self) -> None:
         """Wait for the reductions under way, and drop all gradients."""

@@ -24,7 +24,7 @@ grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of t
 grad_sum    [padded_numel], accumulation dtype: at stage 0, all ranks' ``grad_shard``, gathered.
 
 Which of the gradients' tensors exist, and in what memory, is a `GradientPlan`: see
-`zero_core.core.gradient_plan`. The state tier gets ``grad_shard`` or ``grad_sum`` in the dtype
+`zero_core.layout.gradient_plan`. The state tier gets ``grad_shard`` or ``grad_sum`` in the dtype
 `GradientPlan.offered`.
 
 One rank has nothing to shard: without offloaded shards every stage is as stage 0 there.

@@ -16,11 +16,9 @@ from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.extensions.components import hook_components
+from zero_core.extensions.guards import RepeatedRounds, ReplicaCheck, UnusedParameters
 from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.extensions.invariance import Invariance
-from zero_core.extensions.repeated_rounds import RepeatedRounds
-from zero_core.extensions.replicas import ReplicaCheck
-from zero_core.extensions.unused import UnusedParameters
 from zero_core.lifecycle import Ownership, Removable
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
@@ -34,8 +32,7 @@ def attach_extensions(
 ) -> None:
     """Attach the program's extensions, which ``ownership`` removes at the end or if a build fails.
 
-    Raises:
-        ConfigError: a state of one could not be saved and loaded.
+    A state that could not be saved and loaded is refused.
     """
     for extension in given:
         ownership.hooks.append(extension)
@@ -109,11 +106,7 @@ WRAPPERS: dict[str, Callable[..., Removable]] = {
 
 
 def check_extensions(config: Config) -> None:
-    """Refuse a key whose extension is in no table.
-
-    Raises:
-        ConfigError: with the key.
-    """
+    """Refuse a key whose extension is in no table."""
     for key in config.extension_keys:
         if key not in FIRST | LAST | WRAPPERS:
             raise ConfigError(
@@ -123,17 +116,15 @@ def check_extensions(config: Config) -> None:
 
 
 def make_extensions(site: Site, given: Sequence[Extension]) -> list[Extension]:
-    """Return what follows a training, in the order of their events. Every rank must call it.
-
-    Raises:
-        ConfigError: the ranks cannot do what is asked for.
-    """
-    keys = site.config.extension_keys
-    found: list[Extension] = [*HeartbeatFile.wanted(site.ranks.rank)]
-    found += [FIRST[key](site) for key in keys if key in FIRST]
-    found.append(RepeatedRounds(site.train, rank=site.ranks.rank))
-    found += given
-    return found + [LAST[key](site) for key in keys if key in LAST]
+    """Return what follows a training, in the order of their events. Every rank must call it."""
+    keys, rank = site.config.extension_keys, site.ranks.rank
+    return [
+        *HeartbeatFile.wanted(rank),
+        *(FIRST[key](site) for key in keys if key in FIRST),
+        RepeatedRounds(site.train, rank=rank),
+        *given,
+        *(LAST[key](site) for key in keys if key in LAST),
+    ]
 
 
 def wrap_forwards(

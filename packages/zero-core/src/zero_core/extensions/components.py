@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,9 +13,6 @@ from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.layout.discovery import Quantized
 from zero_core.layout.stored import Metadata, is_same_memory
-
-_Entries = dict[str, nn.Parameter]
-"""Parameters of a module, by their names in it."""
 
 
 def hook_components(
@@ -44,16 +41,10 @@ def hook_components(
         for position, p in enumerate(flat.params)
     }
     handles = []
-    entries: dict[nn.Module, _Entries] = {}
+    entries: list[tuple[nn.Module, str, nn.Parameter]] = []  # holder, name in it, parameter
 
     def hook_attached(module: nn.Module, attached: list[Quantized]) -> None:
         before = [(places[id(q.param)], Metadata(q.param)) for q in attached]
-        own = {id(q.param) for q in attached}
-        entries[module] = {
-            name: param
-            for name, param in module._parameters.items()
-            if param is not None and id(param) in own
-        }
 
         def put_back(module: nn.Module, args: Any, output: Any) -> None:
             for (flat, position), metadata in before:
@@ -61,17 +52,24 @@ def hook_components(
                     metadata.put_back()
 
         handles.append(module.register_forward_hook(outside_graphs(put_back)))
+        own = {id(q.param) for q in attached}
+        for name, param in module._parameters.items():
+            if param is not None and id(param) in own:
+                entries.append((module, name, param))
 
-    def hook_entries(block: nn.Module, own: Mapping[nn.Module, _Entries]) -> None:
+    def hook_entries(block: nn.Module) -> None:
+        parts = set(block.modules())
+        own = [entry for entry in entries if entry[0] in parts]
+
         def put_back(module: nn.Module, args: Any, output: Any) -> None:
-            for holder, params in own.items():
-                for name, param in params.items():
-                    found = holder._parameters.get(name)
-                    if found is not None and is_same_memory(found, param):
-                        holder._parameters[name] = param
+            for holder, name, param in own:
+                found = holder._parameters.get(name)
+                if found is not None and is_same_memory(found, param):
+                    holder._parameters[name] = param
 
-        handle = block.register_forward_hook(outside_graphs(put_back), always_call=True)
-        handles.append(handle)
+        if own:
+            handle = block.register_forward_hook(outside_graphs(put_back), always_call=True)
+            handles.append(handle)
 
     def hook(module: nn.Module, unit: Unit) -> None:
         def watch(module: nn.Module, args: Any, output: Any) -> None:
@@ -90,7 +88,5 @@ def hook_components(
     for unit in set(units.values()):
         hook(modules[unit.index], unit)
     for block in dict.fromkeys(modules):
-        inside = {m: entries[m] for m in block.modules() if m in entries}
-        if inside:
-            hook_entries(block, inside)
+        hook_entries(block)
     return handles

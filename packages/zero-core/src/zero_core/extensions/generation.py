@@ -11,39 +11,26 @@ ranks, which may end at another length.
 from __future__ import annotations
 
 import functools
-import weakref
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakMethod
 
 from torch import nn
 
 from zero_core.object_methods import ObjectMethods
 
-_GENERATE = "generate"
 
+def keep_while_generating(model: nn.Module, generating: WeakMethod[Any]) -> ObjectMethods:
+    """Have ``generate`` of a model and of its parts run within the context ``generating()()``."""
 
-class Generating(Protocol):
-    """Keeps parameters gathered. `zero_core.ShardedModel` is the one implementation."""
+    def keeping(generate: Any) -> Any:
+        @functools.wraps(generate)
+        def generate_within(*args: Any, **kwargs: Any) -> Any:
+            method = generating()
+            with nullcontext() if method is None else method():
+                return generate(*args, **kwargs)
 
-    def generating(self) -> AbstractContextManager[nn.Module]:
-        """Keep them within."""
+        return generate_within
 
-
-class Generation(ObjectMethods):
-    """Has ``generate`` of a model and of its parts run within `Generating.generating`."""
-
-    def __init__(self, model: nn.Module, engine: Generating) -> None:
-        """Replace the method, until `remove`. ``engine`` is held weakly."""
-        modules = [m for m in model.modules() if _GENERATE in dir(type(m))]
-        reference = weakref.ref(engine)
-        super().__init__(_GENERATE, [(m, _keeping(m.generate, reference)) for m in modules])
-
-
-def _keeping(generate: Any, reference: weakref.ref[Generating]) -> Any:
-    @functools.wraps(generate)
-    def generate_within(*args: Any, **kwargs: Any) -> Any:
-        engine = reference()
-        with nullcontext() if engine is None else engine.generating():
-            return generate(*args, **kwargs)
-
-    return generate_within
+    modules = [m for m in model.modules() if "generate" in dir(type(m))]
+    return ObjectMethods("generate", [(m, keeping(m.generate)) for m in modules])

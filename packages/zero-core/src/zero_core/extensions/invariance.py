@@ -38,18 +38,13 @@ from zero_core.core.grads import Arithmetic, FlatGrads
 from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import CHUNK_NUMEL
 from zero_core.optim.train_state import TrainState
+from zero_core.protocols import AddingCollectives
 
 
 class Invariance(Extension):
     """Seeds each micro-batch, and refuses what would add in another order at another world size."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        train: TrainState,
-        ranks: Ranks,
-    ) -> None:
+    def __init__(self, model: nn.Module, config: Config, train: TrainState, ranks: Ranks) -> None:
         """Hook ``model``. ``train`` knows the step and the micro-step."""
         self._train = train
         self._seed = config.seed or 0
@@ -82,11 +77,6 @@ class Invariance(Extension):
             self._is_running = False
 
     def begin_backward(self, *, is_new: bool) -> None:
-        """Refuse a backward whose terms would be added in another order at another world size.
-
-        Raises:
-            RuntimeError: the loss was not divided, or the micro-step had a backward before.
-        """
         if not self._train.scaler.is_applied:
             raise RuntimeError(
                 "world_size_invariant divides each loss by all ranks' micro-batches before "
@@ -111,7 +101,7 @@ class Invariance(Extension):
 class SequentialGrads(FlatGrads):
     """Gradients that are added to the step's sum rank by rank, as a sequential plan has it.
 
-    See [Note: the same bits at any world size] in `zero_core.core.gradient_plan`.
+    See [Note: the same bits at any world size] in `zero_core.layout.gradient_plan`.
     """
 
     _missing = -0.0  # changes no bit of a sum
@@ -121,11 +111,6 @@ class SequentialGrads(FlatGrads):
         self._added = set()
 
     def add(self, position: int, grad: Tensor) -> None:
-        """See `FlatGrads.add`.
-
-        Raises:
-            RuntimeError: the parameter had a gradient in this backward before.
-        """
         if position in self._added:
             shape = list(self.params[position].shape)
             name = self._communicator.name_of(f"parameter of shape {shape}", self.segment.index)
@@ -135,21 +120,16 @@ class SequentialGrads(FlatGrads):
                 "in another order at another world size: checkpoint with use_reentrant=False"
             )
         self._added.add(position)
-        # One rank sends nothing, and rounds its gradients as those of several are rounded.
-        super().add(position, grad.to(self.plan.communicated) if self._has_one_rank else grad)
+        if self.segment.world_size == 1:  # it sends nothing, and rounds as if it did
+            grad = grad.to(self.plan.communicated)
+        super().add(position, grad)
 
     def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
-        if self._is_empty and target.dtype is sum_dtype(full.dtype):
+        if self.shard.is_empty and target.dtype is sum_dtype(full.dtype):
             return super()._start_reduction(target, full)
-        if self._is_empty:
+        if self.shard.is_empty:
             target.fill_(self._missing)
-        return self._communicator.reduce_add(target, full, self.segment.index)
-
-    def _find_target(self) -> Tensor:
-        shard = self._shard
-        assert shard is not None, "a sequential plan keeps it"
-        self._wait_until_copied()
-        return shard
+        return self._communicator.reduce_scatter(target, full, self.segment.index, is_added=True)
 
 
 _MANTISSA_BITS = 24
@@ -164,20 +144,12 @@ _ROWS = 1024
 def chunk_norms(values: Tensor, p: float = 2.0) -> Tensor:
     """Return the ``p``-norm of each chunk of 1-D ``values``, in fp32 (float64 for float64)."""
     rows, dtype = values.view(-1, CHUNK_NUMEL), sum_dtype(values.dtype)
-    if values.is_cpu:  # where each row is reduced by itself
-        return _row_norms(rows, p, dtype)
-    norms = [_row_norms(part, p, dtype) for part in torch.split(rows, _ROWS)]
-    missing = -len(rows) % _ROWS
+    parts = [rows] if values.is_cpu else [*torch.split(rows, _ROWS)]
+    missing = 0 if values.is_cpu else -len(rows) % _ROWS  # a CPU reduces each row by itself
     if missing:
-        last = rows[len(rows) - len(rows) % _ROWS :]
-        padded = torch.nn.functional.pad(last, (0, 0, 0, missing))
-        norms[-1] = _row_norms(padded, p, dtype)[: len(last)]
-    return torch.cat(norms)
-
-
-def _row_norms(rows: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, p, dim=1, dtype=dtype)
-    return norms
+        parts[-1] = torch.nn.functional.pad(parts[-1], (0, 0, 0, missing))
+    norms = [torch.linalg.vector_norm(part, p, dim=1, dtype=dtype) for part in parts]
+    return torch.cat(norms)[: len(rows)]
 
 
 def bin_powers(norms: Tensor, p: float = 2.0) -> Tensor:
@@ -212,7 +184,7 @@ class Invariant(Arithmetic):
     grads_class = SequentialGrads
 
     def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
-        if not communicator.can_add:
+        if not isinstance(communicator.transport, AddingCollectives):
             raise ConfigError(
                 "world_size_invariant needs collectives with reduce_add, as of zero_core.protocols."
                 f"AddingCollectives: {type(communicator.transport).__name__} has none"

@@ -22,12 +22,12 @@ from torch import nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.comm.fused_sum import sum_dtype
+from zero_core.comm.host import coded_room
 from zero_core.comm.meter import Links
-from zero_core.comm.p2p import coded_room
 from zero_core.config import Config
-from zero_core.core.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype
+from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.optim.probe import optimizer_maker, probe_states
 from zero_core.optim.turns import TURN_NUMEL, widened_numel

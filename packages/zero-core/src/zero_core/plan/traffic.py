@@ -19,9 +19,9 @@ from zero_core.comm.fused_sum import sum_dtype
 from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config
 from zero_core.core.facts import facts_nbytes
-from zero_core.core.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.plan.footprints import CollectivesFootprint
 from zero_core.plan.forecast import num_gathers
 

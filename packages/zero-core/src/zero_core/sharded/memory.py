@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.core.access import ShownParams
-from zero_core.core.gradient_plan import GradientPlan, plan_segment_gradient
 from zero_core.core.grads import Arithmetic, GradientBuffers
 from zero_core.core.params import DeviceShard, FlatParams, ShardSource
 from zero_core.core.pool import (
@@ -31,6 +30,7 @@ from zero_core.core.pool import (
 from zero_core.core.unit import Unit
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
+from zero_core.layout.gradient_plan import GradientPlan, plan_segment_gradient
 from zero_core.layout.stored import dim_order
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
 from zero_core.sharded.changes.log import ChangeLog

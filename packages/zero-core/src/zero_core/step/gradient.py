@@ -227,10 +227,10 @@ class StepGradient:
             self._norms[index] = reduced.norm
             if self.policy.is_final:
                 grads.wait()
-            grads.release(tier.offer_grad(start, reduced.shard))
+            grads.shard.release(tier.offer_grad(start, reduced.shard))
         else:  # one micro-step's part, which the tier adds to the others
             accumulating = cast(AccumulatingTier, tier)  # so it was planned
-            grads.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
+            grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
             if not is_last:
                 return False
             self._norms[index] = accumulating.square_sum(start, start + reduced.shard.numel())
@@ -306,7 +306,7 @@ class StepGradient:
             index = grads.segment.index
             if tier.owns_grads:
                 reduced = grads.changed_result()
-                grads.release(tier.offer_grad(self._starts[index], reduced.shard))
+                grads.shard.release(tier.offer_grad(self._starts[index], reduced.shard))
                 assert reduced.norm is not None, "it is the whole gradient"
                 self._norms[index] = reduced.norm
             else:  # it reads the memory that was changed

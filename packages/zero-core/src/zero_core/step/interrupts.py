@@ -1,4 +1,4 @@
-"""Ctrl-C within a step, which defers it. See `zero_core.extensions.repeated_rounds` for others."""
+"""Ctrl-C within a step, which defers it. See `zero_core.extensions.guards` for others."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class StateAccess:
         unscaled. None if these brought none.
         """
         grads, position = self._find_unreduced(name)
-        return grads.unreduced(position)
+        return grads.full.unreduced(position)
 
     @torch.no_grad()
     def set_unreduced(self, name: str, value: Tensor) -> None:
@@ -160,7 +160,7 @@ class StateAccess:
         shape = self._state.layout.params[grads.param_numbers[position]].shape
         if value.shape != shape:
             raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
-        grads.replace_unreduced(position, value)
+        grads.full.replace_unreduced(position, value)
 
     def _find_unreduced(self, name: str) -> tuple[FlatGrads, int]:
         segment, slot = self._find(name, GRAD, is_local=True)

@@ -1,7 +1,6 @@
 """Helpers for tests: ranks on one machine, a model with every difficulty in it, the DDP oracle."""
 
-from zero_core.testing.failing import Call, Failure, described, failing
-from zero_core.testing.interrupted import check_left_anywhere
+from zero_core.testing.failing import Call, Failure, check_left_anywhere, described, failing
 from zero_core.testing.models import (
     Hard,
     RootAndBlocks,

@@ -12,28 +12,20 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import zero_core
 from zero_core.comm.topology import Ranks
 from zero_core.testing.models import make_model
-from zero_core.testing.oracle import Case
+from zero_core.testing.oracle import Case, Trace
 from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.scenarios import BY_NAME, SCENARIOS
 from zero_core.testing.simulated import simulate
 
 FOLDER = "FOLDER"
 """Stands for a folder of the run's own in a configuration."""
-
-
-class Outcome(NamedTuple):
-    """The results of a run on one rank: every loss, and the final values and states by name."""
-
-    losses: list[float]
-    values: dict[str, torch.Tensor]
-    num_skipped: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +122,7 @@ def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
         assert torch.equal(*bits), f"{where} is {found.values[name]}, not {value}"
 
 
-def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Outcome:
+def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
     scenario, more = {**SCENARIOS, **BY_NAME}[row.scenario]
     folder.mkdir(exist_ok=True)
     zero = {**variant.base, **variant.zero}
@@ -149,6 +141,6 @@ def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Outcome:
     trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
     for what, name in itertools.product(engine.sharded_state.tier.state_names(), trained):
         values[f"{what} of {name}"] = engine.states.get_full(name, what)
-    found = Outcome(losses, values, engine.skipped_steps)
+    found = Trace(losses, values, engine.skipped_steps)
     engine.close()
     return found

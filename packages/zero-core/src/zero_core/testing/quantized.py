@@ -198,9 +198,8 @@ class _Block(nn.Module):
         down, up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
         self.adapter = nn.Sequential(OrderedDict(down=down, up=up))
         self.second = PlainLinear(width)
-        self.last = AttachedLinear(
-            _drawn(width)
-        )  # its node is the first one of the block's backward
+        # Its node is the first one of the block's backward.
+        self.last = AttachedLinear(_drawn(width))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)

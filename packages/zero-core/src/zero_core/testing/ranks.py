@@ -55,14 +55,10 @@ def spawn(
     With ``ranks_per_node`` the engine takes so many of them for a node, as torchrun would tell it.
     With ``backend="cpu:gloo,cuda:gloo"``, say, they compute on one accelerator, which they share.
     """
-    multiprocessing.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _run_rank,
-            (worker, world_size, str(Path(folder) / "store"), ranks_per_node, backend, args),
-            world_size,
-            start_method="forkserver",
-        )
+        store = str(Path(folder) / "store")
+        given = (worker, world_size, store, ranks_per_node, backend, args)
+        _fork(_run_rank, given, world_size)
 
 
 def run_on_processes(
@@ -78,9 +74,13 @@ def _run_program(rank: int, world_size: int, program: Callable[..., object], *ar
 
 def run_alone(worker: Callable[..., None], *args: Any) -> None:
     """Run ``worker(*args)`` in one process forked as `spawn`'s are, without a process group."""
+    _fork(_run_alone, (worker, args), 1)
+
+
+def _fork(function: Callable[..., None], args: tuple[Any, ...], number: int) -> None:
     multiprocessing.set_forkserver_preload(_PRELOADED)
     mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-        _run_alone, (worker, args), 1, start_method="forkserver"
+        function, args, number, start_method="forkserver"
     )
 
 

@@ -119,15 +119,11 @@ class Log:
     @torch.no_grad()
     def look(self, moment: str) -> None:
         for name, read in READERS.items():
-            self.found[moment, name] = _read(read, self._param)
-
-
-def _read(read: Callable[[nn.Parameter], Any], param: nn.Parameter) -> Any:
-    try:
-        found = read(param)
-    except RuntimeError as error:
-        return str(error)
-    return found.tolist() if isinstance(found, Tensor) else found
+            try:
+                found = read(self._param)
+            except RuntimeError as error:
+                found = str(error)
+            self.found[moment, name] = found.tolist() if isinstance(found, Tensor) else found
 
 
 BEFORE, AFTER = "gathered before the step", "gathered after the step"

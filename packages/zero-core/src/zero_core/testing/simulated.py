@@ -1,10 +1,9 @@
 """Simulated ranks: threads of one process in place of processes, for tests of partitioning.
 
-A rank is a thread that builds an engine over `SimulatedRanks`, or over `LateRanks`: then it has an
-accelerator of its own (`zero_core.testing.late_device`). The engine's transport, layout, runtime
-and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
+A rank is a thread that builds an engine over `SimulatedRanks`. The engine's transport, layout,
+runtime and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
 between single ranks (`zero_core.comm.p2p.Messages`) and an accelerator's library
-(`zero_core.comm.device_library.DeviceLibrary`). Memory shared between processes, process groups and
+(`zero_core.comm.control.DeviceLibrary`). Memory shared between processes, process groups and
 signals are not simulated; tests of those start processes (`spawn`).
 
 Threads share torch's global generator, so a program draws its model in one thread at a time
@@ -20,8 +19,7 @@ import os
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,9 +27,8 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import renew_autograd_after_fork
-from zero_core.comm.control import ControlGroup, Exchange
+from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import Messages
@@ -39,8 +36,6 @@ from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
-from zero_core.testing.late_device import NAME as LATE
-from zero_core.testing.late_device.library import LateWorld
 from zero_core.testing.ranks import of_size
 from zero_core.watch.watch import Watch
 
@@ -56,12 +51,12 @@ TIMEOUT_S = 120.0
 _turns = itertools.count(os.getpid())  # processes that begin together take different cores
 
 
-class _Network:
-    """Mailboxes between the ranks, by sender, receiver and tag."""
+class Network:
+    """Mailboxes between the ranks of a simulation, by sender, receiver and tag."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size  # number of ranks
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s  # longest wait of a rank for another
         self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
         self.failed: int | None = None  # the rank that failed first
@@ -77,7 +72,7 @@ class _Network:
         with self._arrived[target]:
             box = self._boxes[source, target, tag]
             is_there = self._arrived[target].wait_for(
-                lambda: bool(box) or self.failed is not None, self._timeout_s
+                lambda: bool(box) or self.failed is not None, self.timeout_s
             )
             if box:
                 return box.popleft()
@@ -87,14 +82,14 @@ class _Network:
             )
         raise CollectiveError(
             f"rank {target} got nothing from rank {source} under tag {tag} in "
-            f"{self._timeout_s:.0f} s: the ranks took different branches"
+            f"{self.timeout_s:.0f} s: the ranks took different branches"
         )
 
-    def ranks(self, rank: int, per_node: int) -> SimulatedRanks:
-        device = torch.device("cpu")
-        size = self.world_size
+    def ranks(self, rank: int, per_node: int) -> Ranks:
+        """Return the ranks as ``rank`` sees them, ``per_node`` of them on a node."""
+        size, device = self.world_size, torch.device("cpu")
         carrier = _SimulatedMessages(self, range(size), rank)
-        return SimulatedRanks(None, rank, size, device, per_node, network=self, carrier=carrier)
+        return SimulatedRanks(None, rank, size, device, per_node, carrier=carrier)
 
     def fail(self, rank: int) -> None:
         """Wake every rank that waits, because ``rank`` has failed."""
@@ -110,61 +105,59 @@ class _Sent:
         """Return at once: the network has a copy."""
 
 
+@dataclass(eq=False)
 class _Receipt:
     """A message to arrive in ``into``."""
 
-    def __init__(self, network: _Network, source: int, target: int, tag: Any, into: Tensor) -> None:
-        self._network = network
-        self._address = source, target, tag
-        self._into: Tensor | None = into
+    network: Network
+    address: tuple[int, int, Any]  # sender, receiver and tag
+    into: Tensor | None
 
     def wait(self) -> None:
         """Wait for the message and copy it, at the first call."""
-        into, self._into = self._into, None
+        into, self.into = self.into, None
         if into is None:
             return
-        found = self._network.receive(*self._address)
+        found = self.network.receive(*self.address)
         if found.nbytes != into.nbytes:
             raise CollectiveError(f"expected a message of {into.nbytes} bytes, got {found.nbytes}")
         into.view(-1).view(torch.uint8).copy_(found.view(-1).view(torch.uint8))
 
 
+@dataclass(eq=False)
 class _SimulatedMessages:
     """`zero_core.comm.p2p.Messages` of one simulated rank."""
 
-    def __init__(
-        self, network: _Network, members: Sequence[int], rank: int, key: Any = None
-    ) -> None:
-        """Messages to ``members`` of the network. Those of another ``key`` are others."""
-        self._network = network
-        self._members = members
-        self._rank = members[rank]
-        self._key = key
-        self._num_channels = 0
+    network: Network
+    members: Sequence[int]  # ranks of the network
+    rank: int  # this one of them
+    key: Any = None  # messages of another key are others
+    num_channels: int = 0
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        self._network.send(self._rank, self._members[target], (self._key, tag), tensor)
+        self.network.send(self.rank, self.members[target], (self.key, tag), tensor)
         return _Sent()
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        address = self._members[source], self._rank, (self._key, tag)
-        return _Receipt(self._network, *address, tensor)
+        return _Receipt(self.network, (self.members[source], self.rank, (self.key, tag)), tensor)
 
     def next_channel(self) -> int:
-        self._num_channels += 1
-        return self._num_channels
+        self.num_channels += 1
+        return self.num_channels
+
+    def among(self, members: Sequence[int], key: Any) -> _SimulatedMessages:
+        """Return messages of their own among some ``members``."""
+        chosen = [self.members[member] for member in members]
+        return _SimulatedMessages(self.network, chosen, self.rank, (self.key, key))
 
 
 class SimulatedLibrary(HostLibrary):
-    """`zero_core.comm.device_library.DeviceLibrary` of one simulated rank."""
+    """`zero_core.comm.control.DeviceLibrary` of one simulated rank."""
 
-    def __init__(self, network: _Network, members: Sequence[int], rank: int, key: Any) -> None:
-        """``members`` are ranks of ``network``, ``rank`` is this one's place among them."""
-        messages = _SimulatedMessages(network, members, rank, key)
-        super().__init__(messages, rank=rank, world_size=len(members))
-        self._network = network
-        self._members = members
-        self._key = key
+    def __init__(self, carrier: _SimulatedMessages) -> None:
+        rank, size = carrier.members.index(carrier.rank), len(carrier.members)
+        super().__init__(carrier, rank=rank, world_size=size)
+        self._carrier = carrier
         self._num_subgroups = 0
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
@@ -173,9 +166,7 @@ class SimulatedLibrary(HostLibrary):
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> SimulatedLibrary:
         self._num_subgroups += 1
-        members = [self._members[r] for r in ranks]
-        key = (self._key, self._num_subgroups, lane)
-        return SimulatedLibrary(self._network, members, list(ranks).index(self.rank), key)
+        return SimulatedLibrary(self._carrier.among(ranks, (self._num_subgroups, lane)))
 
     def close(self) -> None:
         """See `DeviceLibrary.close`. There is nothing to end."""
@@ -185,7 +176,6 @@ class SimulatedLibrary(HostLibrary):
 class SimulatedRanks(Ranks):
     """The ranks of a simulation, seen from one of them: ``build(..., process_group=ranks)``."""
 
-    network: _Network = field(kw_only=True)
     carrier: _SimulatedMessages = field(kw_only=True)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
@@ -200,17 +190,17 @@ class SimulatedRanks(Ranks):
         return self.carrier
 
     def library(self) -> DeviceLibrary:
-        tag = ("library", self.carrier.next_channel())
-        return SimulatedLibrary(self.network, range(self.size), self.rank, tag)
+        key = ("library", self.carrier.next_channel())
+        return SimulatedLibrary(self.carrier.among(range(self.size), key))
 
 
 def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> DeviceCollectives:
     """Return the collectives that accelerators use, for simulated ranks. Each of them calls it.
 
-    ``meter`` counts what is sent.
+    ``meter`` counts what is sent, over the links of such ranks.
     """
     links = Links(ranks.size, ranks.per_node or ranks.size, is_ring=True)
-    return DeviceCollectives(ranks.library(), links=links, queues=HostQueues(), meter=meter)
+    return DeviceCollectives(ranks.library(), HostQueues(), meter or Meter(links))
 
 
 class _Gated(Exchange):
@@ -236,49 +226,23 @@ class GatedRanks(SimulatedRanks):
         return _Gated(super().exchange_beside(watch), self.gate)
 
 
-@contextmanager
-def _collecting_here() -> Iterator[Callable[[], None]]:
-    """Have garbage collected by no other thread than the caller's, when it calls what is yielded.
-
-    Torch holds the lock of its random generator while it allocates a tensor for the generator's
-    state. If that starts a collection, and a tensor in the garbage gives up the interpreter's lock,
-    another rank may wait for the generator with the interpreter's lock: both wait for ever.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-
-    def collect() -> None:
-        if was_enabled and gc.get_count()[0] > _MOST_UNCOLLECTED:
-            gc.collect(1)
-
-    try:
-        yield collect
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def simulate(
     program: Callable[..., _T],
     world_size: int,
     *args: Any,
     ranks_per_node: int | None = None,
-    device: str = "cpu",
     timeout_s: float = TIMEOUT_S,
+    network: Network | None = None,
 ) -> list[_T]:
     """Run ``program(ranks, *args)`` on simulated ranks and return their results in order.
 
-    ``ranks`` are `SimulatedRanks`, or `LateRanks` with ``device`` "late", which needs a process of
-    its own (`zero_core.testing.run_alone`). Ranks must not change ``args``. An error is that of the
-    rank that failed first.
+    ``ranks`` are `SimulatedRanks`, or those of a subclass of `Network`. Ranks must not change
+    ``args``. An error is that of the rank that failed first.
     """
     per_node = ranks_per_node or world_size
-    network: LateWorld | _Network = _Network(world_size, timeout_s)
-    if device == LATE:
-        network = LateWorld(world_size, timeout_s)
+    network = network or Network(world_size, timeout_s)
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
-
     turn = next(_turns)
 
     def run(rank: int) -> None:
@@ -289,10 +253,7 @@ def simulate(
                 # several times as much across cores. Threads that a rank starts stay on its core.
                 cores = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, {cores[turn % len(cores)]})
-            ranks = network.ranks(rank, per_node)
-            results[rank] = program(ranks, *args)
-            if ranks.device.type == LATE:  # what its jobs raise is raised here
-                torch.accelerator.synchronize(ranks.device)
+            results[rank] = program(network.ranks(rank, per_node), *args)
         except BaseException as error:  # raised in the caller's thread
             errors[rank] = error
             network.fail(rank)
@@ -303,13 +264,23 @@ def simulate(
     ]
     num_threads = torch.get_num_threads()
     renew_autograd_after_fork()
-    with _collecting_here() as collect:
+    # Torch holds the lock of its random generator while it allocates a tensor for the generator's
+    # state. If that starts a collection, and a tensor in the garbage gives up the interpreter's
+    # lock, another rank may wait for the generator with the interpreter's lock: both wait for ever.
+    # So no other thread than this one collects garbage.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
         for thread in threads:
             thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(_COLLECT_S)
-                collect()
+                if was_enabled and gc.get_count()[0] > _MOST_UNCOLLECTED:
+                    gc.collect(1)
+    finally:
+        if was_enabled:
+            gc.enable()
     torch.set_num_threads(num_threads)
     if network.failed is not None:
         raise errors[network.failed]

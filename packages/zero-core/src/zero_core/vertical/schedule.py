@@ -5,9 +5,8 @@ The horizontal schedule runs forward and backward of one micro-batch after the o
 each unit of a stage-3 model twice per micro-batch. Here all micro-batches go through a unit before
 the next one, so that each unit is gathered twice per step:
 
-1. Forward. Each micro-batch's forward runs on a thread of its own (`zero_core.vertical.turns`) up
-   to the first block, in the order of micro-batches. Then all run the first block, then all the
-   second one.
+1. Forward. Each micro-batch's forward runs on a thread of its own up to the first block, in the
+   order of micro-batches. Then all run the first block, then all the second one.
 2. Behind the last block, one micro-batch after the other computes its loss and goes backward to the
    last block's output, so that the logits of one are in memory at a time.
 3. Backward goes through the last block for all micro-batches, then through the one before. What
@@ -32,12 +31,15 @@ the first step looks for: micro-batches would find each other's.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
+from contextvars import copy_context
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs, seed_generators
@@ -55,14 +57,10 @@ from zero_core.step.micro_batches import (
     random_states,
     set_random_states,
 )
-from zero_core.vertical.partial_grads import HostGradients, PartialGrads
-from zero_core.vertical.segments import SegmentCrossing
-from zero_core.vertical.turns import ForwardAbandoned, MicroBatch
-from zero_core.watch.place import OUTSIDE, Place
+from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
+from zero_core.watch.place import OUTSIDE
 
 _log = logging.getLogger(__name__)
-
-
 _OWN = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
 
@@ -79,7 +77,98 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     return found
 
 
-class VerticalSchedule:
+class ForwardAbandoned(BaseException):
+    """Stops a micro-batch's forward, in its thread, after another micro-batch failed."""
+
+
+class MicroBatch:
+    """One micro-batch, whose forward runs on a thread of its own and pauses at blocks.
+
+    The forward of a model is a stack of Python frames that only the model's own code can build, so
+    it can stop at the border of a block and go on later only on a thread. At any time at most one
+    of these threads runs, while its starter waits: nothing runs in parallel.
+    """
+
+    loss: Tensor  # without gradient, when the forward has ended
+
+    def __init__(
+        self,
+        number: int,
+        batch: Any,
+        loss_of: ScaledLoss,
+        device: torch.device,
+        partial: PartialGrads,
+    ) -> None:
+        """Prepare. The thread enqueues as the caller does on ``device``."""
+        self.number = number  # in the step, from 0 on
+        self.partial = partial  # gradients that are not complete, of all micro-batches
+        self.segments = Segments(partial, number)  # its graph
+        self.states: tuple[Tensor, ...] | None = None  # of random generators, between turns
+        self.is_done = False  # whether its forward has ended
+        self._batch = batch
+        self._loss_of = loss_of
+        self._scaled_loss: Tensor | None = None
+        self._device = device
+        self._thread: threading.Thread | None = None
+        self._go = threading.Semaphore(0)
+        self._paused = threading.Semaphore(0)
+        self._is_abandoned = False
+        self._error: BaseException | None = None
+
+    def _compute(self, stream: torch.Stream | None) -> None:
+        """Run the forward on its thread."""
+        try:
+            if stream is not None:
+                torch.accelerator.set_stream(stream)  # and its device
+            loss, scaled = self._loss_of(self._batch)
+            self.segments.close([scaled])
+            self.loss, self._scaled_loss = loss.detach(), scaled
+            self._batch = None
+        except BaseException as error:  # `advance` raises it
+            self._error = error
+        self.is_done = True
+        self._paused.release()
+
+    def take_scaled_loss(self) -> Tensor | None:
+        scaled, self._scaled_loss = self._scaled_loss, None
+        return scaled
+
+    def advance(self) -> None:
+        """Run until the next `pause` or the end. What the forward raises is raised here."""
+        if self._thread is not None:
+            self._go.release()
+        else:
+            is_accelerated = self._device.type != "cpu"
+            stream = torch.accelerator.current_stream(self._device) if is_accelerated else None
+            name = f"zero_core micro-batch {self.number}"
+            self._thread = threading.Thread(
+                target=copy_context().run, args=(self._compute, stream), name=name, daemon=True
+            )
+            self._thread.start()
+        self._paused.acquire()
+        if self.is_done:
+            self._thread.join()
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    def pause(self) -> None:
+        """End the turn, on the thread. Returns when the next one begins."""
+        self._paused.release()
+        self._go.acquire()
+        if self._is_abandoned:
+            raise ForwardAbandoned
+
+    def abandon(self) -> None:
+        """End the forward where it pauses, and wait for that."""
+        if self._thread is not None and self._thread.ident is not None and not self.is_done:
+            self._is_abandoned = True
+            self._go.release()
+            self._thread.join()
+        self._error = None
+
+
+class VerticalSchedule(MicroBatches):
     """Runs all micro-batches of a step. See the note at the top of this file."""
 
     def __init__(
@@ -96,23 +185,14 @@ class VerticalSchedule:
                 "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
                 f"or nn.Sequential), and {type(state.module).__name__} has none: use 'horizontal'"
             )
-        self._model = state.module
-        self._names = state.param_names
+        super().__init__(train, state.control.place, state.device)
+        self._state = state
         self._passes = passes
         self._units = passes.units
         self._forward = passes.forward
         self._backward = passes.backward
-        self._place = state.control.place
-        self._rank = state.control.rank
-        self._train = train
-        self._has_common_buffers = state.control.world_size > 1 and bool(
-            state.common_buffers.by_dtype()
-        )
-        self._device = state.device
         self._blocks = passes.units.blocks
-        self._versions: list[int] = []  # of the buffers of the block under way
         self._root = passes.units.units[0]
-        self._tail = passes.units.tail
         self._owners = {
             id(param): (unit, grads, position)
             for unit in passes.units.units
@@ -128,16 +208,24 @@ class VerticalSchedule:
         # Backward: the micro-batch, and the unit that its gradients are of; the prologue's is the
         # root.
         self._turn: tuple[MicroBatch, Unit | None] | None = None
-        self.handles: list[Any] = []  # of the hooks on the blocks
-        for number, module in enumerate(modules):
-            self._hook(number, module)
+        # Ranks exchange them between two micro-batches.
+        has_common_buffers = state.control.world_size > 1 and bool(state.common_buffers.by_dtype())
+        self.handles = [
+            handle
+            for number, module in enumerate(modules)
+            for handle in self._hook(number, module, has_common_buffers)
+        ]
 
-    def _hook(self, number: int, module: nn.Module) -> None:
+    def _hook(
+        self, number: int, module: nn.Module, has_common_buffers: bool
+    ) -> list[RemovableHandle]:
+        versions: list[int] = []  # of its buffers, as its forward begins
+
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             one = self._running
             if one is None or is_in_backward():
                 return None
-            expected = one.next_block
+            expected = one.segments.next_block
             if number != expected:
                 before = f"called before {self._blocks[expected]!r}" if number > expected else ""
                 why = before or f"called again after {self._blocks[expected - 1]!r}"
@@ -147,17 +235,16 @@ class VerticalSchedule:
                     "their order",
                 )
             one.pause()
-            if self._has_common_buffers:
-                self._versions = [b._version for b in module.buffers()]
+            if has_common_buffers:
+                versions[:] = [b._version for b in module.buffers()]
             return one.segments.enter((args, kwargs))
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             one = self._running
             if one is None or is_in_backward():
                 return None
-            one.next_block = number + 1
-            if self._has_common_buffers:  # which ranks exchange between two micro-batches
-                buffers = zip(module.named_buffers(), self._versions, strict=True)
+            if has_common_buffers:
+                buffers = zip(module.named_buffers(), versions, strict=True)
                 changed = [name for (name, b), version in buffers if b._version != version]
                 if changed:
                     raise self._refuse(
@@ -169,34 +256,43 @@ class VerticalSchedule:
             self._check_params(one, number + 1)
             return found
 
-        self.handles += [
+        return [
             module.register_forward_pre_hook(outside_graphs(enter), prepend=True, with_kwargs=True),
             module.register_forward_hook(outside_graphs(leave)),
         ]
 
+    def check_apart(self, call: str) -> None:
+        if self._train.accumulation.steps > 1:
+            raise AccumulationScheduleError(
+                f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
+                "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
+            )
+
     # ---------------------------------------------------------------- forward
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        """Run forward and backward of one step's micro-batches, and return their losses.
+        """See `MicroBatches.run`. ``loss_of`` is called on other threads."""
+        if len(batches) == 1:
+            return super().run(batches, loss_of, seed=seed)
+        with self._place.during("train_batch()"):
+            return self._run_together(batches, loss_of, seed)
 
-        ``loss_of`` is called once for each, on another thread. The step's last micro-step is under
-        way then. ``seed``: torch's, from which those of the micro-batches follow.
-        """
-        host = None
-        if self._host_inputs is not None:
-            host = HostGradients(self._host_inputs.copies, len(batches))
+    def _run_together(self, batches: Sequence[Any], loss_of: ScaledLoss, seed: int) -> list[Tensor]:
+        host_inputs = self._host_inputs
+        copies = None if host_inputs is None else host_inputs.copies
+        partial = PartialGrads(len(batches), copies)
         micro_batches = [
-            MicroBatch(number, batch, loss_of, self._device, PartialGrads(host))
+            MicroBatch(number, batch, loss_of, self._state.device, partial)
             for number, batch in enumerate(batches)
         ]
-        self._forward.enter(self._root, self._model)
+        self._forward.enter(self._root, self._state.module)
         self._units.saved.leave_thread()  # each micro-batch watches its own
         self._passes.driver = Driver(self._enter, self._leave, self._take)
-        if self._host_inputs is not None:
-            self._host_inputs.begin_turns(len(batches))
+        if host_inputs is not None:
+            host_inputs.begin_turns(len(batches))
         try:
             if self._in_attributes is not None:
-                self._in_attributes = _tensors_in_attributes(self._model)
+                self._in_attributes = _tensors_in_attributes(self._state.module)
             for number in range(len(self._blocks)):
                 for one in micro_batches:
                     self._advance(one, seed)
@@ -209,7 +305,9 @@ class VerticalSchedule:
                 self._check_graph(one)  # a refusal comes before backward updates any unit
                 if not self._backward.is_open:
                     self._backward.open({unit.index: 0 for unit in self._units.units}, is_new=True)
-                self._go_backward(one, len(self._blocks) + 1, self._tail, one.take_scaled_loss())
+                self._go_backward(
+                    one, len(self._blocks) + 1, self._units.tail, one.take_scaled_loss()
+                )
             self._forward.leave(self._root, needs_grad=True, error=None)
             self._run_backward(micro_batches)
             self._in_attributes = None
@@ -225,11 +323,10 @@ class VerticalSchedule:
                 self._units.release_all()
             raise
         finally:
-            if self._host_inputs is not None:
-                self._host_inputs.end_turns()
-            if host is not None:
-                host.settle()
-        return [one.results[0] for one in micro_batches if one.results is not None]
+            if host_inputs is not None:
+                host_inputs.end_turns()
+            partial.settle()
+        return [one.loss for one in micro_batches]
 
     def _enter(self, unit: Unit, module: nn.Module) -> None:
         if unit.is_root and self._units.has_sharded_params:
@@ -263,7 +360,7 @@ class VerticalSchedule:
             ) from None
         before = self._in_attributes
         if before is not None:
-            self._in_attributes = _tensors_in_attributes(self._model)
+            self._in_attributes = _tensors_in_attributes(self._state.module)
             for name, tensors in self._in_attributes.items():
                 known = {id(tensor) for tensor in before.get(name, ())}
                 if any(id(tensor) not in known for tensor in tensors):
@@ -310,11 +407,11 @@ class VerticalSchedule:
         reductions = self._backward.reductions
         if unit is not None:
             reductions.begin_unit(unit.index)
-        with one.segments.partial.turn():
-            one.segments.backward(segment, loss)
-            if unit is self._root:
-                for param, grad in one.segments.partial.take_all():
-                    self._add(*self._owners[param], grad)
+        one.segments.backward(segment, loss)
+        if unit is self._root:
+            for param, grad in one.partial.take_all(one.number):
+                self._add(*self._owners[param], grad)
+        one.partial.end_turn(one.number)
         self._turn = None
         if unit is not None and unit.grads and self._backward.will_reduce():
             reductions.start(unit.index)
@@ -329,10 +426,10 @@ class VerticalSchedule:
         one, own = self._turn
         param = id(grads.params[position])
         if unit is own:
-            one.segments.partial.discard(param)
+            one.partial.discard(one.number, param)
             self._add(unit, grads, position, grad)
         else:  # of the root: `_check_params`
-            one.segments.partial.put(param, grad)
+            one.partial.put(one.number, param, grad)
 
     # ----------------------------------------------------------------- checks
 
@@ -347,11 +444,11 @@ class VerticalSchedule:
         """Refuse parameters whose gradient would not be whole when their unit's is reduced."""
         own: Unit | None = self._root
         if segment:
-            own = self._tail if segment > len(self._blocks) else self._blocks[segment - 1]
+            own = self._units.tail if segment > len(self._blocks) else self._blocks[segment - 1]
         for param in one.segments.params(segment):
             unit = self._owners[param][0] if param in self._owners else None
             if unit is not None and unit is not own and not unit.is_root:
-                name = self._names[param]
+                name = self._state.param_names[param]
                 raise self._refuse(one, f"{self._name(segment)} uses {name} of {unit!r}, too")
 
     def _check_graph(self, one: MicroBatch) -> None:
@@ -361,45 +458,22 @@ class VerticalSchedule:
             params = one.segments.params(segment)
             for key in later & params.keys():
                 if params[key]._backward_hooks:
+                    name = self._state.param_names[key]
                     raise self._refuse(
                         one,
-                        f"{self._name(segment)} and code behind it use {self._names[key]}, on "
-                        "which a hook would change each part of its gradient",
+                        f"{self._name(segment)} and code behind it use {name}, on which "
+                        "a hook would change each part of its gradient",
                     )
             later |= params.keys()
 
     def _refuse(self, one: MicroBatch, why: str) -> AccumulationScheduleError:
         return AccumulationScheduleError(
-            f"rank {self._rank}: accumulation_schedule = 'vertical', micro-batch "
+            f"rank {self._state.control.rank}: accumulation_schedule = 'vertical', micro-batch "
             f"{one.number}: {why}; use 'horizontal' for this model"
         )
 
 
-class VerticalMicroBatches(MicroBatches):
-    """Runs the micro-batches of a step by the vertical schedule, if the step has several."""
-
-    def __init__(
-        self, schedule: VerticalSchedule, train: TrainState, place: Place, device: torch.device
-    ) -> None:
-        super().__init__(train, place, device)
-        self._schedule = schedule
-        self.handles = schedule.handles
-
-    def check_apart(self, call: str) -> None:
-        if self._train.accumulation.steps > 1:
-            raise AccumulationScheduleError(
-                f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
-                "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
-            )
-
-    def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        if len(batches) == 1:
-            return super().run(batches, loss_of, seed=seed)
-        with self._place.during("train_batch()"):
-            return self._schedule.run(batches, loss_of, seed=seed)
-
-
-class AutoMicroBatches(VerticalMicroBatches):
+class AutoSchedule(VerticalSchedule):
     """Vertical schedule that falls back to the horizontal one at the first refusal."""
 
     _is_vertical = True
@@ -426,13 +500,12 @@ def make_micro_batches(
     host_inputs: HostInputs | None,
 ) -> MicroBatches:
     """Return what runs a step's micro-batches, by the configuration's schedule."""
-    place, wanted = state.control.place, config.accumulation_schedule
+    wanted = config.accumulation_schedule
     if wanted == "auto" and state.control.rank == 0:
-        chosen = "vertical: %s" if config.is_vertical else "horizontal: no %s"
-        _log.info("accumulation_schedule: auto chose " + chosen, "gathers are saved")
+        chosen = "vertical:" if config.is_vertical else "horizontal: no"
+        _log.info("accumulation_schedule: auto chose %s gathers are saved", chosen)
     if wanted != "vertical" and not config.is_vertical:
-        return MicroBatches(train, place, state.device)
+        return MicroBatches(train, state.control.place, state.device)
     blocks = [modules[unit.index] for unit in passes.units.blocks]
-    schedule = VerticalSchedule(blocks, passes, train, state, host_inputs)
-    kind = AutoMicroBatches if wanted == "auto" else VerticalMicroBatches
-    return kind(schedule, train, place, state.device)
+    kind = AutoSchedule if wanted == "auto" else VerticalSchedule
+    return kind(blocks, passes, train, state, host_inputs)

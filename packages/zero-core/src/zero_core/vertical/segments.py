@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,71 @@ from zero_core._torch import (
     pytree,
     sequence_number,
 )
-from zero_core.vertical.partial_grads import PartialGrads
+from zero_core.runtime.host_inputs import HostCopies, HostCopy
+
+
+class PartialGrads:
+    """Gradients of parameters that several segments use, by micro-batch and id of the parameter.
+
+    They are complete when the last segment has added its part. Between two turns of a micro-batch
+    they are on the host, if there are ``copies``. The device then has those of two turns at a time:
+    the stream that computes waits until those of the turn before are on the host, and their memory
+    is free then.
+    """
+
+    def __init__(self, num_micro_batches: int, copies: HostCopies | None) -> None:
+        self._grads: list[dict[int, Tensor | HostCopy]] = [{} for _ in range(num_micro_batches)]
+        self._copies = copies
+        self._leaving: list[tuple[Tensor, HostCopy]] = []
+
+    def put(self, number: int, param: int, grad: Tensor) -> None:
+        """Set the sum so far of micro-batch ``number``."""
+        self._grads[number][param] = grad
+
+    def discard(self, number: int, param: int) -> None:
+        self._grads[number].pop(param, None)
+
+    def get(self, number: int, param: int) -> Tensor | None:
+        """Return the sum so far, None without one. It stays on its own device to the turn's end."""
+        found = self._grads[number].get(param)
+        if isinstance(found, HostCopy):
+            assert self._copies is not None, "they made it"
+            found = self._grads[number][param] = self._copies.take(found)
+        return found
+
+    def take_all(self, number: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield all with their parameters, and drop them."""
+        for param in list(self._grads[number]):
+            grad = self.get(number, param)
+            assert grad is not None
+            self.discard(number, param)
+            yield param, grad
+
+    def prefetch(self, number: int, params: Iterable[int]) -> None:
+        """Begin to copy back what waits on the host of the gradients of ``params``."""
+        if self._copies is not None:
+            for param in params:
+                if isinstance(found := self._grads[number].get(param), HostCopy):
+                    self._copies.fetch(found)
+
+    def end_turn(self, number: int) -> None:
+        """Begin to copy down what can be moved."""
+        if self._copies is not None:
+            self.settle()
+            grads = self._grads[number]
+            for param, grad in grads.items():
+                if isinstance(grad, Tensor):
+                    stored = self._copies.store(grad, len(self._grads))
+                    if stored is not None:
+                        self._leaving.append((grad, stored))
+                        grads[param] = stored
+
+    def settle(self) -> None:
+        """Drop what is being copied down, once the current stream has waited for that."""
+        if self._copies is not None:
+            for _, stored in self._leaving:
+                self._copies.wait(stored)
+            self._leaving.clear()
 
 
 class SegmentCrossing(Exception):
@@ -73,6 +137,10 @@ class _Border(torch.autograd.Function):
         if grad is not None:
             ctx.gradient.grad = grad
         return None, None, None
+
+
+_BORDER: Any = _Border._backward_cls
+"""Class of the nodes of `_Border` in a graph."""
 
 
 class _Between(TorchFunctionMode):
@@ -123,8 +191,10 @@ class Segments:
     forward.
     """
 
-    def __init__(self, partial: PartialGrads) -> None:
-        self.partial = partial  # gradients of parameters of which more is to come
+    def __init__(self, partial: PartialGrads, micro_batch: int) -> None:
+        """Keep in ``partial`` what other segments add to the gradient of a parameter."""
+        self._partial = partial
+        self._micro_batch = micro_batch
         self._segments = [_Segment(0)]
         # Borders of blocks' inputs, and what they stand for, by node and number of the output. What
         # nobody can pass to a block again is not kept.
@@ -135,6 +205,11 @@ class Segments:
     @property
     def number(self) -> int:
         return len(self._segments) - 1
+
+    @property
+    def next_block(self) -> int:
+        """Number of the block that the forward is in or about to enter."""
+        return max(0, self.number - 1)
 
     def begin(self) -> None:
         self._segments.append(_Segment(next_sequence_number()))
@@ -195,7 +270,8 @@ class Segments:
         self._search(number, [tensor.grad_fn])
         gradient = _Gradient(self._anchor)
         self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
-        return _put(self._anchor, tensor.detach(), gradient)
+        border: Tensor = _Border.apply(self._anchor, tensor.detach(), gradient)  # type: ignore[no-untyped-call]
+        return border
 
     def _number_of(self, node: Any) -> int:
         """Number of the segment that made ``node``."""
@@ -236,7 +312,7 @@ class Segments:
 
     def prefetch(self, number: int) -> None:
         """Begin to fetch the partial gradients that the backward of segment ``number`` needs."""
-        self.partial.prefetch(self._segments[number].params)
+        self._partial.prefetch(self._micro_batch, self._segments[number].params)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
         """Go backward through one segment, later ones first. Its graph is freed."""
@@ -256,16 +332,7 @@ class Segments:
                 roots.append(GradientEdge(node, 0))
                 grads.append(gradient.grad)
         for key, param in segment.params.items():
-            if (grad := self.partial.get(key)) is not None:
+            if (grad := self._partial.get(self._micro_batch, key)) is not None:
                 roots.append(get_gradient_edge(param))
                 grads.append(grad)
         torch.autograd.backward(roots, grads)
-
-
-def _put(anchor: Tensor, values: Tensor, gradient: _Gradient) -> Tensor:
-    border: Tensor = _Border.apply(anchor, values, gradient)  # type: ignore[no-untyped-call]
-    return border
-
-
-_LEAF = torch.zeros((), device="cpu", requires_grad=True)
-_BORDER: Any = type(_put(_LEAF, torch.zeros((), device="cpu"), _Gradient(_LEAF)).grad_fn)

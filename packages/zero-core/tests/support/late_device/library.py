@@ -15,33 +15,30 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup, Exchange
-from zero_core.comm.device_library import DeviceLibrary, Lane
+from support.late_device import NAME, load
+from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.topology import Ranks
 from zero_core.protocols import Work
-from zero_core.testing.late_device import NAME, load
+from zero_core.testing.simulated import Network
 from zero_core.watch.watch import Watch
 
 _numbers = itertools.count()
 
 
-class LateWorld:
+class LateWorld(Network):
     """Ranks of one simulation."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
+        super().__init__(world_size, timeout_s)
         load()
         torch.ops.late.drain()  # what a failed simulation left
         torch.ops.late.forget_errors()
-        self.failed: int | None = None  # the rank that failed first
-        self._world_size = world_size
         self.number = next(_numbers)
-        self.timeout_s = timeout_s  # longest wait of a collective for its peers
 
     def ranks(self, rank: int, per_node: int) -> LateRanks:
-        """Return the ranks as ``rank`` sees them, with its device as the current one."""
         device = torch.device(NAME, rank)
         torch.accelerator.set_device_index(rank)
-        size = self._world_size
+        size = self.world_size
         base = LateLibrary(self, "ranks", range(size), rank, device)
         return LateRanks(None, rank, size, device, per_node, base=base)
 
@@ -53,7 +50,7 @@ class LateWorld:
 
 
 class LateLibrary:
-    """`zero_core.comm.device_library.DeviceLibrary` over late devices."""
+    """`zero_core.comm.control.DeviceLibrary` over late devices."""
 
     def __init__(
         self, world: LateWorld, name: str, members: Sequence[int], rank: int, device: torch.device

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch.cuda._sanitizer import EventHandler
 
-from zero_core.testing.late_device import TraceRecord
+from support.late_device import TraceRecord
 
 Range = tuple[int, int]
 """Address and number of bytes."""

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 
-from zero_core.testing.late_device.build import built_library
+from support.late_device.build import built_library
 
 NAME = "late"
 _loaded: list[int] = []  # the number of devices, once they are there

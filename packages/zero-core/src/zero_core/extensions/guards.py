@@ -1,0 +1,171 @@
+"""Checks of a training: replicas that differ, parameters without a gradient, repeated backwards."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter, deque
+
+import torch
+
+from zero_core.config import Config
+from zero_core.core.extension import Extension
+from zero_core.core.facts import Facts
+from zero_core.errors import ConfigError, RankMismatchError, UnusedParameterError
+from zero_core.optim.train_state import TrainState
+from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.update import updates_in_backward
+from zero_core.watch.beats import count_ranks
+
+_log = logging.getLogger(__name__)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MAX_NAMED = 4
+_NUM_COMPARED = 3
+"""Micro-steps with which the next one is compared."""
+
+
+class ReplicaCheck(Extension):
+    """Refuses a step if parameters differ between ranks, at stages 0 to 2: corrupted memory.
+
+    Ranks compare a sum of each parameter's bits, which any change of a single bit changes.
+    """
+
+    def __init__(self, state: ShardedState, config: Config) -> None:
+        """Check the model of ``state`` as often as ``config`` asks for."""
+        if updates_in_backward(config):
+            raise ConfigError(
+                "check_replicas_every: values are compared before the update, and units are "
+                "updated in backward: set zero_optimization.offload_optimizer.update_in_backward "
+                "to false"
+            )
+        self._state = state
+        self._every = config.check_replicas_every
+
+    @torch.no_grad()
+    def before_update(self, number: int) -> None:
+        """Compare, if it is due. An error names the ranks that are not of the majority."""
+        state, control = self._state, self._state.control
+        if number % self._every or control.world_size == 1:
+            return
+        held_by = {id(p): p for p in state.module.parameters()}
+        params = [held_by[id(p)] for flat in state.params for p in flat.params if id(p) in held_by]
+        sums = torch.stack(
+            [p.detach().view(_INTEGERS[p.itemsize]).sum(dtype=torch.int64) for p in params]
+        )
+        held = torch.tensor([state.holds_value(param) for param in params], dtype=torch.int64)
+        every_sum, every_held = (
+            control.gather(own).view(control.world_size, -1) for own in (sums, held)
+        )
+        is_different = (every_sum != every_sum[0]).any(0) & every_held.bool().all(0)
+        columns = is_different.nonzero().flatten().tolist()
+        if columns:
+            found = [
+                f"{state.param_names[id(params[n])]}: {_odd_ranks(every_sum[:, n].tolist())}"
+                for n in columns[:_MAX_NAMED]
+            ]
+            more = f"; and {len(columns) - _MAX_NAMED} more" if len(columns) > _MAX_NAMED else ""
+            raise RankMismatchError(
+                f"rank {control.rank}, step {number}: not updated, as values differ between ranks "
+                f"({'; '.join(found)}{more}): memory was corrupted, or a program wrote to it on "
+                "one rank alone. Go on from a checkpoint, without the machine if it happens again"
+            )
+
+
+def _odd_ranks(sums: list[int]) -> str:
+    """Say which ranks do not have the value of the majority."""
+    (value, num), *others = Counter(sums).most_common()
+    odd = [rank for rank, found in enumerate(sums) if found != value]
+    if others and others[0][1] == num:
+        return f"{count_ranks(range(len(sums)))} have no majority"
+    return f"{count_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the others"
+
+
+class UnusedParameters(Extension):
+    """Refuses a step in which a rank left a trainable parameter unused.
+
+    It is there at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know what each
+    has used, so all raise. A rank without any gradient had no data.
+    """
+
+    def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:
+        self._state = state
+        self._facts = facts
+        self._train = train
+
+    def agreed(self) -> None:
+        state, facts = self._state, self._facts
+        num_active, num_ranks = max(1, facts.counts("with gradient")[0]), facts.counts("used")
+        missed = [
+            f"{spec.name} on {num_active - num:.0f} of {num_active:.0f} ranks"
+            for spec, num in zip(state.layout.params, num_ranks, strict=True)
+            if num < num_active and spec.is_trainable
+            if state.module.get_parameter(spec.name).requires_grad
+        ]
+        if missed:
+            raise UnusedParameterError(
+                f"rank {state.control.rank}, step {self._train.global_steps + 1}: {len(missed)} "
+                f"trainable parameters got no gradient ({', '.join(missed[:_MAX_NAMED])}), and "
+                "zero_optimization.ignore_unused_parameters is false: set it to true to leave them "
+                "alone in such a step, or use every one in the loss"
+            )
+
+
+class RepeatedRounds(Extension):
+    """Warns once of a gradient that two runs of the same lines have added up.
+
+    A round is a backward, outside of ``no_sync``, of a forward that began after the backward before
+    it. Several in a micro-step are legal: two losses, each with a forward of its own. So are they
+    if the program was interrupted between backward and ``step`` and begins again. The second case
+    shows in two ways: there are more rounds than in the micro-steps before, or an interactive
+    interpreter has reported an error (``sys.last_value``) since the round before. If it was the
+    first micro-step, those after it have fewer.
+    """
+
+    def __init__(self, train: TrainState, *, rank: int) -> None:
+        self._train = train
+        self._rank = rank
+        self._num_rounds = 0
+        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds of micro-steps that ended
+        self._is_first_known = False
+        self._micro_step = 0
+        self._num_drops = 0
+        self._reported = 0  # id of the error that was reported last
+        self._is_told = False
+
+    def begin_backward(self, *, is_new: bool) -> None:
+        if not is_new:
+            return
+        train = self._train
+        micro_step = train.accumulation.micro_steps
+        if micro_step > self._micro_step and self._num_rounds:
+            self._before.append(self._num_rounds)
+            if not self._is_first_known and len(self._before) == _NUM_COMPARED:
+                self._is_first_known = True
+                first, *others = self._before
+                if first > max(others):
+                    self._warn(
+                        "the first micro-step added up %d backwards, those after it fewer: if the "
+                        "program was interrupted and began again there, its step was too long. "
+                        "Build the engine again from the first weights. engine.zero_grad() drops a "
+                        "gradient",
+                        first,
+                    )
+        if (micro_step, train.num_drops) != (self._micro_step, self._num_drops):
+            self._num_rounds = 0
+        self._micro_step, self._num_drops = micro_step, train.num_drops
+        reported, self._reported = self._reported, id(vars(sys).get("last_value"))
+        self._num_rounds += 1
+        is_after_error = self._num_rounds > 1 and reported != self._reported
+        if is_after_error or 0 < max(self._before, default=0) < self._num_rounds:
+            self._warn(
+                "backward adds to the gradient of %d that no step() has taken: if the program was "
+                "interrupted and began again, call engine.zero_grad() and run forward and backward "
+                "again, or the step is too long",
+                self._num_rounds - 1,
+            )
+
+    def _warn(self, text: str, number: int) -> None:
+        if not self._is_told:
+            self._is_told = True
+            place = (self._rank, self._train.global_steps + 1)
+            _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
