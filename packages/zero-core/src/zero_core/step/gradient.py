@@ -216,7 +216,8 @@ class StepGradient:
         self._changed_square_sum = None
 
     def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
-        self.reopen()
+        self._is_agreed = False
+        self._changed_square_sum = None
         tier, index = self._state.tier, grads.segment.index
         reduced, start = grads.result(), self._starts[index]
         self.grads[index] = grads

@@ -126,12 +126,12 @@ class AheadPolicy(UpdatePolicy):
         if self.ahead:
             self._tier.settle(is_void=is_void)
         if is_void:
-            self.clear()
+            self.ahead = ()
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        done = set(self.ahead)
-        super().step([i for i in active if i not in done], grad_scale=grad_scale)
-        self.clear()
+        done, groups = set(self.ahead), self._train.hyperparameters()
+        self._tier.step(groups, [i for i in active if i not in done], grad_scale=grad_scale)
+        self.ahead = ()
 
     def clear(self) -> None:
         self.ahead = ()
