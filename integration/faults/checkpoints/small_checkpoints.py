@@ -55,7 +55,7 @@ def digest(engine: zero_core.Engine) -> str:
             found.update(repr(value).encode())
 
     for segment in state.layout.segments:
-        add(state.own_slice(segment.index))
+        add(state.own_state(segment.index))
         if segment.is_trainable:
             for name in ("exp_avg", "exp_avg_sq"):
                 add(state.own_state(segment.index, name))

@@ -302,10 +302,11 @@ def _lay_out(
         exchanged=shared.zeros if shared is not None and communicator.reduces_in_place else None,
         is_accelerated=ranks.device.type != "cpu",
         offloaded=make_param_tier(param_tier, layout, config, ranks.device),
-        has_own_tier=state_tier is not None,
     )
     tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
-    units = memory.make_units(tier, communicator, joined.arithmetic)
+    units = memory.make_units(
+        tier, communicator, joined.arithmetic, has_own_tier=state_tier is not None
+    )
     flats = (flat for unit in units for flat in unit.params)
     optimizer = drawn.optimizer
     state = ShardedState(
@@ -374,7 +375,7 @@ def _begin(joined: _Joined, held: _Held, made: _Made) -> None:
     """Allocate what backwards borrow, and publish the first values."""
     tier, memory = held.tier, held.memory
     if joined.ranks.device.type != "cpu":
-        memory.reserve()
+        memory.pools.reserve()
         if isinstance(tier, ReservingTier):
             tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in held.grads])
     for extension in held.state.extensions:
@@ -476,9 +477,7 @@ def _make_engine(
     installed += micro_batches.handles
     engine = Engine(
         parts,
-        optimizer=EngineOptimizer(
-            drawn.optimizer, train, gradient, passes, meter, state.param_names
-        ),
+        optimizer=EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names),
         gradient=gradient,
         micro_batches=micro_batches,
         patches=patches,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import cast_floats
+from zero_core._torch import cast_floats, has_step_pre_hooks
 from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.patches.document import WeightPatch
 from zero_core.checkpoint.patches.write import PatchWriter
@@ -227,7 +227,7 @@ class Engine(ShardedModel):
             return loss, self.scale(loss, over=over)
 
         try:
-            with self._micro_batches.random.kept():
+            with self._micro_batches.kept_random_states():
                 losses = self._micro_batches.run(found, scaled, seed=seed)
                 self._end_micro_step(client_state)
         except BaseException:
@@ -265,20 +265,21 @@ class Engine(ShardedModel):
                 self._passes.backward.complete_gradient()
             for check in self._extensions.agreed:
                 check()
-            self.optimizer.update_ahead()
+            # Hooks may change the groups when a step begins, and run only if it is taken.
+            if not has_step_pre_hooks(self.optimizer):
+                self._gradient.update_ahead()
             self._passes.backward.complete_gradient()
-            decision = self._gradient.decide()
+            why_skipped = self._gradient.decide()
         except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
             self.place.unfinished = ""
             raise
-        why_skipped = "" if decision.is_taken else self._gradient.explain_skip()
-        self.optimizer.overflow = not decision.is_taken
-        if decision.is_taken:
-            self.optimizer.engine_step()
-            self._train.step_taken()
-        else:
+        self.optimizer.overflow = bool(why_skipped)
+        if why_skipped:
             self._meter.end_step()
             self._train.step_skipped(why_skipped)
+        else:
+            self.optimizer.engine_step()
+            self._train.step_taken()
         self._passes.backward.discard()
         self._train.end_step()
         self.place.unfinished = ""

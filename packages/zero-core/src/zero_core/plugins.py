@@ -162,11 +162,11 @@ def make_state_tier(
     own: dict[str, Any] = {
         "numel": layout.local_numel(is_sharded=is_sharded),
         "pieces": [(p.start, p.stop, drawn.group_of[p.param]) for p in placed],
-        "params": memory.update_targets(),
+        "params": memory.update_targets,
         "device": memory.device,
         "optimizer_class": type(drawn.optimizer),
         "groups": drawn.groups,
-        "param_store": memory.store(),
+        "param_store": memory.store,
     }
     if not drawn.updates_slices:
         check_whole_update(config, drawn.optimizer, has_factory=factory is not None)
@@ -178,9 +178,9 @@ def make_state_tier(
             control=control,
             meter=meter,
             is_sharded=is_sharded,
-            params=memory.update_targets(),
+            params=memory.update_targets,
             device=torch.device("cpu") if is_on_host else memory.device,
-            param_store=memory.store(),
+            param_store=memory.store,
             optimizer=drawn.optimizer,
             model_params=drawn.found.params,
             sliced=drawn.sliced_params,

@@ -45,7 +45,6 @@ from zero_core.runtime.gathered import GatheredParams
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.small_params import SmallParams
 from zero_core.schedules import Schedule, ScheduleFactory
-from zero_core.sharded.buffers import BufferSync
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.states import StateAccess
@@ -131,11 +130,9 @@ class ShardedModel:
         self._meter = parts.meter
         self._gathering = GatheredParams(passes, state, parts.device_states.edits)
         self._module_units = ModuleUnits(passes)
-        self._buffers = buffers = BufferSync(
-            state.module, state.common_buffers, state.control, passes.backward
-        )
+        buffers = state.common_buffers
         if parts.config.broadcast_buffers:
-            buffers.attach()
+            buffers.attach(state.control, passes.backward)
         self._guard = ParamGuard(state.module, state.params, state.param_names)
         self._ownership.begin(self)
         self.remove_at_end([buffers, self._guard.watch(), FixedMemory(state.module)])
@@ -198,7 +195,7 @@ class ShardedModel:
 
     def _idle_forward(self) -> None:
         self._device_states.check("a forward", FORWARD_PARTS)
-        self._buffers.idle_forward()
+        self.sharded_state.common_buffers.idle_forward()
         self._passes.forward.idle(self.module)
 
     def train(self, mode: bool = True) -> Self:
@@ -301,7 +298,8 @@ class ShardedModel:
             with self._module_units.keeping(limit):
                 yield self.module
         finally:
-            self._memory.shrink_pools()
+            self._memory.pools.free(keeps_expected=True)
+            self._memory.forget_views()
 
     def set_modules_to_forward_prefetch(
         self, module: nn.Module, modules: Iterable[nn.Module]

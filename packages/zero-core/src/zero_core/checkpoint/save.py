@@ -77,7 +77,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import SnapshotTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
-from zero_core.sharded.snapshot import Snapshot, StateWatch
+from zero_core.sharded.snapshot import Snapshot, StateWatch, stream_after
 
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20
@@ -184,7 +184,7 @@ class Saver:
         try:
             taken = self._take(request, snapshot, is_beside=True)
             if self._watch is None:
-                snapshot.keep_all()
+                snapshot.keep(0, self._state.local_numel)  # its tier announces no changes
         except BaseException:
             snapshot.end()
             raise
@@ -195,7 +195,7 @@ class Saver:
             failure = None
             try:
                 use_one_core()
-                with torch.no_grad(), snapshot.reading():
+                with torch.no_grad(), stream_after(snapshot.ready, self._state.device):
                     self._write(taken, self._exchange)
             except BaseException as error:
                 failure, rank = error, self._exchange.rank
@@ -381,7 +381,7 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
 
 def frozen_slices(state: ShardedState) -> dict[str, Tensor]:
     frozen = [s.index for s in state.layout.segments if not s.is_trainable]
-    return {str(s): state.own_slice(s) for s in frozen}
+    return {str(s): state.own_state(s) for s in frozen}
 
 
 def random_states() -> dict[str, Tensor]:
@@ -417,7 +417,11 @@ def whole_states(
 
 def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
     """Return the scalars of the parameters whose first element this rank has, by name."""
-    return {spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()}
+    return {
+        state.layout.params[piece.param].name: dict(state.tier.read_scalars(index))
+        for index, piece in enumerate(state.pieces)
+        if piece.offset == 0
+    }
 
 
 def write_file(folder: Location, name: str, tensors: _Tensors) -> _Facts:

@@ -214,7 +214,7 @@ class Forecast:
             if plan is not None and plan.is_shard_kept and not plan.is_sequential:
                 further[s.unit] += s.shard_numel * accumulated_dtype(s, config).itemsize
         self._fixed = {
-            **memory.expected_report(),
+            **memory.report(is_expected=True),
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": max(further.values(), default=0),
             # Autograd's, before it joins its unit's.

@@ -192,7 +192,7 @@ class DeviceStates:
         for copy in (copy for part in copies.values() for copy in part):
             copy.empty()
         if StatePart.BUFFERS in wanted:
-            self._memory.free_pools()
+            self._memory.pools.free()
         self._memory.forget_views()
         self._refuse_use()
         if is_accelerator and not non_blocking:
@@ -210,7 +210,7 @@ class DeviceStates:
                 part.pop()
         device = self._state.device
         if StatePart.BUFFERS in self._away and device.type != "cpu":
-            self._memory.reserve()
+            self._memory.pools.reserve()
         self._away.clear()
         self._memory.forget_views()
         for values in self._state.params:

@@ -18,8 +18,7 @@ ignores what it receives. torch's DistributedDataParallel looks them up before e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.core.passes import BackwardPass
 
 
-@dataclass(frozen=True)
-class _Buffer:
+class _Buffer(NamedTuple):
     module: nn.Module
     key: str
     dtype: torch.dtype
@@ -39,23 +37,23 @@ class _Buffer:
 
 
 class CommonBuffers:
-    """The model's buffers, as all ranks have them. See [Note: buffers that ranks agree on]."""
+    """The model's buffers, as all ranks have them, and their broadcast. See the notes above."""
 
     def __init__(self, model: nn.Module) -> None:
         """Prepare. There are none before `confirm`."""
         self._model = model
-        self._seen: tuple[_Buffer, ...] = ()
-        self._agreed: tuple[_Buffer, ...] = ()
+        self._seen: list[_Buffer] = []
+        self._agreed: list[_Buffer] = []
+        self.handles: list[Any] = []  # of the hooks that `attach` puts on the model
 
     def describe(self) -> Mapping[str, str]:
         """Return shape and dtype of this rank's buffers, by their names."""
-        seen, said = [], {}
+        self._seen, said = [], {}
         for name, module in self._model.named_modules():
             for key, b in module._buffers.items():
                 if b is not None:
-                    seen.append(_Buffer(module, key, b.dtype, b.shape, b.device))
+                    self._seen.append(_Buffer(module, key, b.dtype, b.shape, b.device))
                     said[f"buffer {name}{'.' if name else ''}{key}"] = f"{b.dtype} {tuple(b.shape)}"
-        self._seen = tuple(seen)
         return said
 
     def confirm(self) -> None:
@@ -73,32 +71,16 @@ class CommonBuffers:
             found.setdefault(b.dtype, []).append((value, is_own))
         return found
 
-
-class BufferSync:
-    """Brings rank 0's buffers to every rank. See [Note: when buffers are broadcast]."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        buffers: CommonBuffers,
-        control: ControlGroup,
-        backward: BackwardPass,
-    ) -> None:
-        """Prepare. ``backward`` knows whether this is within ``no_sync``."""
-        self._model = model
-        self._buffers = buffers
-        self._control = control
-        self._backward = backward
-        self._is_due = True
-        self.handles: list[Any] = []
-        """Handles of the hooks that `attach` put on the model."""
-
-    def attach(self) -> None:
+    def attach(self, control: ControlGroup, backward: BackwardPass) -> None:
         """Hook the model, if there is more than one rank."""
-        if self._control.world_size > 1:
-            before, after = outside_graphs(self._pre_forward), outside_graphs(self._post_forward)
-            self.handles.append(self._model.register_forward_pre_hook(before, prepend=True))
-            self.handles.append(self._model.register_forward_hook(after))
+        if control.world_size == 1:
+            return
+        self._control = control
+        self._backward = backward  # knows whether a forward is within ``no_sync``
+        self._is_due = True
+        before, after = outside_graphs(self._pre_forward), outside_graphs(self._post_forward)
+        self.handles.append(self._model.register_forward_pre_hook(before, prepend=True))
+        self.handles.append(self._model.register_forward_hook(after))
 
     def remove(self) -> None:
         while self.handles:
@@ -113,7 +95,7 @@ class BufferSync:
     def _pre_forward(self, *hook_args: Any) -> None:
         if is_in_backward() or not self._is_due:  # a recomputation is no forward
             return
-        for same in self._buffers.by_dtype().values():  # each time: a module may replace its own
+        for same in self.by_dtype().values():  # each time: a module may replace its own
             flat = torch.cat([buffer.detach().reshape(-1) for buffer, _ in same])
             self._control.broadcast(flat)
             parts = torch.split(flat, [buffer.numel() for buffer, _ in same])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from concurrent.futures import wait
 
 import torch
@@ -77,7 +77,22 @@ class Edits(Extension):
             RankMismatchError: they have not, with names. All ranks raise it.
         """
         if self._facts.is_any("written"):
-            self._compare(number)
+            rows = self._state.control.gather_bytes(json.dumps(self._marked).encode())
+            found: list[dict[str, int | None]] = [json.loads(row) for row in rows]
+            differing = []
+            for name in sorted({name for row in found for name in row}):
+                checksums = {row[name] for row in found if row.get(name) is not None}
+                is_marked_by_all = all(name in row for row in found)
+                if len(checksums) > 1 or (checksums and not is_marked_by_all):
+                    differing.append(name)
+            if differing:
+                more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+                raise RankMismatchError(
+                    f"rank {self._state.control.rank}, step {number}: not updated, as ranks have "
+                    f"written different values into {', '.join(differing[:4])}{more} since the "
+                    "last step: write the same on every rank, or one rank's within "
+                    f"{self._state.cures.write}"
+                )
         self.apply()
         self.forget()
 
@@ -94,7 +109,7 @@ class Edits(Extension):
                 assert flat.full is not None, "it is kept"
                 elements = flat.full[slot.start : slot.stop]
                 piece = self._state.piece_of(slot.param) if flat.shown.has_masters_apart else None
-                if piece is not None and self._compare_piece(piece, elements)[0].any():
+                if piece is not None and self._compare(piece, elements)[0].any():
                     is_written = True
                     self._pending[name] = piece, elements
                     flat.edited.add(position)
@@ -117,55 +132,24 @@ class Edits(Extension):
 
     def write_back(self, piece: Piece, elements: Tensor) -> None:
         """Overwrite the master weights of ``piece`` that ``elements`` are no rounding of."""
-        changed, own, old = self._compare_piece(piece, elements)
+        changed, own, old = self._compare(piece, elements)
         if changed.any():
             wait(self._state.readers)
             new = torch.where(changed, own.to(old.dtype), old)
             self._state.tier.write_state(MASTER, piece.start, new)
 
-    def _compare_piece(self, piece: Piece, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _compare(self, piece: Piece, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return where this rank's part of ``elements`` was written, the part, and its masters."""
         own = elements[piece.offset : piece.offset + piece.stop - piece.start].cpu()
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
-        return _differs_from_rounded(own, old), own, old
-
-    def _compare(self, step: int) -> None:
-        rows = self._state.control.gather_bytes(json.dumps(self._marked).encode())
-        found = [json.loads(row) for row in rows]
-        written = sorted({name for row in found for name, sum_ in row.items() if sum_ is not None})
-        differing = list(_differing(written, found))
-        if differing:
-            more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
-            raise RankMismatchError(
-                f"rank {self._state.control.rank}, step {step}: not updated, as ranks have written "
-                f"different values into {', '.join(differing[:4])}{more} since the last step: "
-                f"write the same on every rank, or one rank's within {self._state.cures.write}"
-            )
+        rounded = old.to(own.dtype)
+        differs = (own != rounded) & ~(own.isnan() & rounded.isnan())
+        # Of a tie both neighbours are roundings: a tier may round it as it likes.
+        is_tie = (own.to(old.dtype) - old).abs() == (rounded.to(old.dtype) - old).abs()
+        return differs & ~is_tie, own, old
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Forget what was written to parameters, all or ``names``: all ranks have the same."""
         for name in list(self._marked) if names is None else names:
             self._marked.pop(name, None)
             self._pending.pop(name, None)
-
-
-def _differing(names: Iterable[str], rows: Sequence[dict[str, int | None]]) -> Iterator[str]:
-    for name in names:
-        sums = {row[name] for row in rows if row.get(name) is not None}
-        if len(sums) > 1 or any(name not in row for row in rows):
-            yield name
-
-
-def _differs(now: Tensor, before: Tensor) -> Tensor:
-    return (now != before) & ~(now.isnan() & before.isnan())
-
-
-def _differs_from_rounded(values: Tensor, masters: Tensor) -> Tensor:
-    """Return where ``values`` are no rounding of ``masters``.
-
-    Of a tie both neighbours are: a tier may round it as it likes.
-    """
-    rounded = masters.to(values.dtype)
-    wide, kept = values.to(masters.dtype), rounded.to(masters.dtype)
-    is_tie = (wide - masters).abs() == (kept - masters).abs()
-    return _differs(values, rounded) & ~is_tie

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice, takewhile
 
 import torch
@@ -65,6 +66,10 @@ class OffloadedSegments:
     segments: tuple[Segment, ...]
     tier: ParamTier | None
 
+    @cached_property
+    def indices(self) -> frozenset[int]:
+        return frozenset(segment.index for segment in self.segments)
+
 
 class OffloadedShard(ShardSource):
     """This rank's shard of one segment in a `ParamTier`."""
@@ -74,16 +79,12 @@ class OffloadedShard(ShardSource):
         segment: Segment,
         param_tier: ParamTier,
         stream: CopyStream,
-        *,
         staging: BufferPool,
         communicator: Communicator,
         tier: StateTier,
         span: tuple[int, int] | None,
     ) -> None:
-        """Prepare. ``stream`` copies the shard to the device.
-
-        From ``staging``'s memory there it is gathered with other ranks' shards.
-        """
+        """``stream`` copies the shard into ``staging``'s memory, from where it is gathered."""
         super().__init__(communicator, tier, span)
         self._segment = segment
         self._param_tier = param_tier
@@ -144,7 +145,7 @@ class LocalStore:
     """`zero_core.protocols.ParamStore` over the shards of a tier."""
 
     def __init__(self, tier: ParamTier, spans: Sequence[tuple[int, int]]) -> None:
-        """``spans``: start in the local flat space and segment of each shard, sorted."""
+        """``spans``: start in the local flat space, and segment, of each shard, sorted."""
         self._tier = tier
         self._spans = list(spans)
         self._starts = [start for start, _ in spans]
@@ -160,7 +161,7 @@ class PrefetchHints:
     def __init__(
         self, tier: ParamTier, params_of: Sequence[Sequence[FlatParams]], last_block: int
     ) -> None:
-        """``params_of``: the offloaded flat parameters of each unit. ``last_block``: its index."""
+        """``params_of``: the offloaded ones of each unit."""
         self._tier = tier
         self._last_block = last_block
         self._params_of = [list(params) for params in params_of]

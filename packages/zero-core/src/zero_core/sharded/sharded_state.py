@@ -15,7 +15,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.core import access
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.params import FlatParams
-from zero_core.layout.arithmetic import Layout, ParamSpec, Piece, Segment
+from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
 from zero_core.sharded.buffers import CommonBuffers
@@ -26,35 +26,20 @@ MASTER = "master_weight"
 
 @dataclass(frozen=True)
 class ShardedState:
-    """Shards, master weights and optimizer state of a model on one rank.
-
-    Attributes:
-        module: the model, for its names and buffers.
-        layout: the place of every element.
-        params: the flat parameters of every segment, by segment index.
-        tier: the master weights and optimizer state.
-        control: the group for small exchanges.
-        common_buffers: the model's buffers, as ranks agree on them.
-        pieces: this rank's part of each trainable parameter.
-        optimizer: its kind and number of groups, in words.
-        quantized: the model's quantized parameters.
-        changes: the log of changed values; None if no patches are made.
-        readers: work under way in other threads that reads shards.
-        extensions: have states of their own: see `zero_core.core.extension.Extension.states`.
-    """
+    """Shards, master weights and optimizer state of a model on one rank."""
 
     module: nn.Module
     layout: Layout
-    params: tuple[FlatParams, ...]
+    params: tuple[FlatParams, ...]  # by segment index
     tier: StateTier
-    control: ControlGroup
+    control: ControlGroup  # for small exchanges
     common_buffers: CommonBuffers
-    pieces: tuple[Piece, ...]
-    optimizer: str
+    pieces: tuple[Piece, ...]  # this rank's parts of the trainable parameters
+    optimizer: str  # its kind and number of groups, in words
     quantized: tuple[Quantized, ...] = ()
-    changes: ChangeLog | None = None
-    readers: list[Future[Any]] = field(default_factory=list)
-    extensions: list[Extension] = field(default_factory=list)
+    changes: ChangeLog | None = None  # for patches
+    readers: list[Future[Any]] = field(default_factory=list)  # of shards, in other threads
+    extensions: list[Extension] = field(default_factory=list)  # with states of their own
 
     @property
     def local_numel(self) -> int:
@@ -63,11 +48,9 @@ class ShardedState:
         return max((span[1] for span in spans if span is not None), default=0)
 
     def state_names(self) -> list[str]:
-        """Return the names of the tier's states and of the extensions'."""
         return [*self.tier.state_names(), *self.extension_states()]
 
     def extension_states(self) -> dict[str, Tensor]:
-        """Return the extensions' states by name."""
         every = (extension.states().items() for extension in self.extensions)
         return {f"{PREFIX}{name}": values for states in every for name, values in states}
 
@@ -78,7 +61,6 @@ class ShardedState:
         return self.tier.read_state(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state from ``start`` on in the local flat space."""
         if name.startswith(PREFIX):
             self.extension_states()[name][start : start + values.numel()].copy_(values)
         else:
@@ -86,36 +68,26 @@ class ShardedState:
 
     def extension_slices(self, name: str) -> dict[str, Tensor]:
         """Return copies of this rank's slices of an extension's state, by segment."""
-        found = {}
-        for segment in self.layout.segments:
-            if segment.is_trainable:
-                found[str(segment.index)] = self.read_state(name, *self.own_span(segment.index))
-        return found
+        trained = [s.index for s in self.layout.segments if s.is_trainable]
+        return {str(index): self.own_state(index, name) for index in trained}
 
-    def own_slice(self, segment: int) -> Tensor:
-        """Return this rank's [shard_numel] of the master weights, or of frozen values, on the CPU.
+    def own_state(self, segment: int, name: str = MASTER) -> Tensor:
+        """Return this rank's [shard_numel] of a state, or of frozen values, on the CPU.
 
         One slice per rank, whatever the stage: where every rank holds the whole segment, it is
-        that rank's part of it.
+        that rank's part of it. Zeros if the tier of this rank does not know the state.
         """
-        values = self.params[segment]
-        if values.source.span is None:
-            return values.source.read().detach().cpu()
-        return self.own_state(segment, MASTER)
-
-    def own_state(self, segment: int, name: str) -> Tensor:
-        """Return this rank's [shard_numel] of state ``name`` of a trainable segment, on the CPU.
-
-        It is a copy, of zeros if the tier of this rank does not know the state.
-        """
+        source, dtype = self.params[segment].source, self.layout.segments[segment].dtype
+        if source.span is None:
+            return source.read().detach().cpu()
         start, stop = self.own_span(segment)
         if name not in self.state_names():
-            is_wide = self.layout.segments[segment].dtype == torch.float64
-            return torch.zeros(stop - start, dtype=torch.float64 if is_wide else torch.float32)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            return torch.zeros(stop - start, dtype=wide)
         return self.read_state(name, start, stop)
 
     def own_span(self, segment: int) -> tuple[int, int]:
-        """Return the span of this rank's slice of a trainable segment in the local flat space."""
+        """Return the span of this rank's slice of a segment in the local flat space."""
         span = self.params[segment].source.span
         assert span is not None
         layout = self.layout.segments[segment]
@@ -154,26 +126,30 @@ class ShardedState:
 
     @cached_property
     def piece_numbers(self) -> dict[int, int]:
-        """Index of this rank's piece of a parameter, by the parameter's number in the layout."""
+        """Index of this rank's piece of a parameter, by its number in the layout."""
         return {piece.param: index for index, piece in enumerate(self.pieces)}
 
+    @cached_property
+    def pieces_of(self) -> dict[int, list[int]]:
+        """Indices of this rank's pieces of a segment, by segment."""
+        found: dict[int, list[int]] = {}
+        for index, piece in enumerate(self.pieces):
+            found.setdefault(piece.segment, []).append(index)
+        return found
+
     def piece_of(self, param: int) -> Piece | None:
-        """Return this rank's piece of parameter number ``param``, None if it has none."""
         index = self.piece_numbers.get(param)
         return None if index is None else self.pieces[index]
 
     @property
     def cures(self) -> access.Cures:
-        """Calls that errors about uses of sharded parameters name."""
         return self.params[0].shown.cures
 
     @property
     def device(self) -> torch.device:
-        """Device that computes the model."""
         return self.params[0].device
 
     def refresh(self) -> None:
-        """Wait for the state tier, where only its update is missing of kept values."""
         for flat in self.params:
             flat.refresh()
 
@@ -235,7 +211,12 @@ class ShardedState:
         With ``rank`` the others get nothing, and download nothing.
         """
         for segment in self.layout.segments:
-            own = self._slice_for(segment, dtype)
+            if dtype in (None, segment.dtype):
+                source = self.params[segment.index].source
+                source.wait_update()
+                own = source.read().detach().cpu()
+            else:
+                own = self.own_state(segment.index)
             if rank not in (None, self.control.rank):
                 for _ in self.control.gather_in_pieces(own):
                     pass
@@ -244,14 +225,6 @@ class ShardedState:
             for slot in segment.slots:
                 spec = self.layout.params[slot.param]
                 yield spec, spec.to_values(full[slot.start : slot.stop].clone())
-
-    def _slice_for(self, segment: Segment, dtype: torch.dtype | None) -> Tensor:
-        """Return this rank's slice of what `full_params` yields."""
-        if dtype not in (None, segment.dtype):
-            return self.own_slice(segment.index)
-        params = self.params[segment.index]
-        params.source.wait_update()
-        return params.source.read().detach().cpu()
 
     def names(self) -> list[str]:
         """Return the keys of the unwrapped model's state dict, in order, tied names included."""
@@ -269,12 +242,6 @@ class ShardedState:
         buffers = named_buffers(self.module).items()
         return {name: b.detach().cpu().clone() for name, b in buffers if name in kept}
 
-    def owned_params(self) -> Iterator[tuple[int, ParamSpec]]:
-        """Yield piece and parameter where this rank covers the parameter's first element."""
-        for index, piece in enumerate(self.pieces):
-            if piece.offset == 0:
-                yield index, self.layout.params[piece.param]
-
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return every buffer of ``module`` by each of its names in the unwrapped model."""
@@ -283,7 +250,6 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy ``saved`` buffers into the model's, in place."""
     own = named_buffers(module)
     with torch.no_grad():
         for name, value in saved.items():

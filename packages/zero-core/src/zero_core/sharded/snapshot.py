@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -27,17 +27,12 @@ BLOCK_NUMEL = 1 << 20
 
 
 class StateWatch:
-    """Watches the changes of a tier's states: `zero_core.protocols.ChangeWatcher`.
-
-    Attributes:
-        num_changes: of ranges so far.
-        snapshot: the one that needs the states of before.
-    """
+    """Watches the changes of a tier's states: `zero_core.protocols.ChangeWatcher`."""
 
     def __init__(self, tier: SnapshotTier) -> None:
         self.tier = tier
-        self.num_changes = 0
-        self.snapshot: Snapshot | None = None
+        self.num_changes = 0  # of ranges so far
+        self.snapshot: Snapshot | None = None  # that needs the states of before
         tier.watch_changes(self)
 
     def before_change(self, start: int, stop: int) -> None:
@@ -49,28 +44,23 @@ class StateWatch:
 
 @dataclass(frozen=True)
 class StateBlocks:
-    """A state of one segment's slice on this rank, 1-D, in blocks.
-
-    Each is read when it is reached, and can be read once.
-    """
+    """A state of one segment's slice on this rank, 1-D. Each block can be read once."""
 
     snapshot: Snapshot
-    segment: int
+    blocks: range
     name: str
     dtype: torch.dtype
     shape: tuple[int]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return self.snapshot.blocks(self.segment, self.name, self.dtype)
+        for index in self.blocks:
+            yield self.snapshot.take(index, self.name, self.dtype)
 
 
 class Snapshot:
     """States of this rank's slices of all trainable segments, as they are when it is made.
 
     Without a watch they are read from the tier, and must not change until they have been read.
-
-    Attributes:
-        peak_bytes: the most that copies have taken so far.
     """
 
     def __init__(
@@ -79,79 +69,63 @@ class Snapshot:
         """Wait for updates under way, and begin. See [Note: copied before they change].
 
         ``max_bytes`` bounds the copies: an update that needs more waits until some are read.
-        Without a watch there is no bound: `keep_all` copies before anything is read.
+        Without a watch there is no bound: `keep` copies all before anything is read.
         """
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # the most that copies have taken so far
         self._names = list(state.tier.state_names())
         self._read = state.tier.read_state if watch is None else watch.tier.peek_state
         self._watch = watch
         self._max_bytes = None if watch is None else max_bytes
-        self._device = state.device
         self._blocks: list[tuple[int, int]] = []
-        self._of_segment: dict[int, range] = {}
-        self._dtypes: dict[int, torch.dtype] = {}
+        self._of_segment: dict[int, tuple[range, torch.dtype]] = {}  # blocks, the states' dtype
         for segment in state.layout.segments:
             if segment.is_trainable:
                 low, high = state.own_span(segment.index)
                 first = len(self._blocks)
                 starts = range(low, high, BLOCK_NUMEL)
                 self._blocks += [(at, min(at + BLOCK_NUMEL, high)) for at in starts]
-                self._of_segment[segment.index] = range(first, len(self._blocks))
-                is_wide = segment.dtype == torch.float64
-                self._dtypes[segment.index] = torch.float64 if is_wide else torch.float32
+                wide = torch.float64 if segment.dtype == torch.float64 else torch.float32
+                self._of_segment[segment.index] = range(first, len(self._blocks)), wide
         self._stops = [stop for _, stop in self._blocks]
         self._changed = threading.Condition()
         self._copies: dict[tuple[int, str], Tensor] = {}
-        self._num_bytes = 0
-        everything = range(len(self._blocks))
-        self._unread = {index: dict.fromkeys(self._names) for index in everything}
-        self._ready: torch.Event | None = None
+        self._num_bytes = 0  # of the copies
+        self._unread = {(index, n) for index in range(len(self._blocks)) for n in self._names}
+        # Of what was enqueued when the snapshot was made: copies wait for that, and nothing later.
+        self.ready: torch.Event | None = None
         if self._blocks:
             low, _ = self._blocks[0]
             state.tier.read_state(self._names[0], low, low + 1)  # waits for updates under way
         if watch is not None:
-            if self._device.type != "cpu":
-                self._ready = torch.accelerator.current_stream(self._device).record_event()
+            if state.device.type != "cpu":
+                self.ready = torch.accelerator.current_stream(state.device).record_event()
             watch.snapshot = self
 
     def tensor(self, segment: int, name: str) -> StateBlocks:
         """Return state ``name`` of a segment's slice: zeros if the tier had no such state."""
-        blocks = self._of_segment[segment]
+        blocks, dtype = self._of_segment[segment]
         numel = sum(stop - start for start, stop in (self._blocks[i] for i in blocks))
-        dtype = self._dtypes[segment]
         if blocks and name in self._names:
             with self._changed:
                 copy = self._copies.get((blocks[0], name))
                 low, _ = self._blocks[blocks[0]]
                 dtype = (self._read(name, low, low + 1) if copy is None else copy).dtype
-        return StateBlocks(self, segment, name, dtype, (numel,))
+        return StateBlocks(self, blocks, name, dtype, (numel,))
 
-    def blocks(self, segment: int, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield the blocks of a state once, in order, and free each that was copied."""
-        for index in self._of_segment[segment]:
-            if name in self._names:
-                yield self._take(index, name)
-            else:
-                start, stop = self._blocks[index]
-                yield torch.zeros(stop - start, dtype=dtype)
-
-    def _take(self, index: int, name: str) -> Tensor:
+    def take(self, index: int, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a block of a state, once, and free it if it was copied."""
+        start, stop = self._blocks[index]
+        if name not in self._names:
+            return torch.zeros(stop - start, dtype=dtype)
         with self._changed:
             values = self._copies.pop((index, name), None)
             if values is None:
-                values = self._read(name, *self._blocks[index])
+                values = self._read(name, start, stop)
             else:
                 self._num_bytes -= values.nbytes
-            self._read_once(index, [name])
+            self._unread.discard((index, name))
             self._changed.notify_all()
         return values
-
-    def _read_once(self, index: int, names: Sequence[str]) -> None:
-        unread = self._unread.get(index, {})
-        for name in names:
-            unread.pop(name, None)
-        if not unread:
-            self._unread.pop(index, None)
 
     def keep(self, start: int, stop: int) -> None:
         """Copy what is unread of the blocks that overlap ``[start, stop)``: it will change.
@@ -162,29 +136,22 @@ class Snapshot:
             low, high = self._blocks[index]
             if low >= stop:
                 return
-            if index not in self._unread:
+            if not self._unread_names(index):  # it does not wait for a reader then
                 continue
+            needed = (high - low) * len(self._names) * 4
             with self._changed:
-                while index in self._unread and not self._has_room(high - low):
+                while self._max_bytes is not None and self._copies and self._unread_names(index):
+                    if self._num_bytes + needed <= self._max_bytes:
+                        break
                     self._changed.wait()
-                for name in list(self._unread.get(index, ())):
+                for name in self._unread_names(index):
                     values = self._copies[index, name] = self._read(name, low, high)
                     self._num_bytes += values.nbytes
-                    self._read_once(index, [name])
+                    self._unread.remove((index, name))
                 self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
-    def _has_room(self, numel: int) -> bool:
-        needed = numel * len(self._names) * 4
-        return (
-            self._max_bytes is None
-            or not self._copies
-            or self._num_bytes + needed <= self._max_bytes
-        )
-
-    def keep_all(self) -> None:
-        """Copy everything now, for a tier that cannot announce its changes."""
-        if self._blocks:
-            self.keep(self._blocks[0][0], self._blocks[-1][1])
+    def _unread_names(self, block: int) -> list[str]:
+        return [name for name in self._names if (block, name) in self._unread]
 
     def end(self) -> None:
         """Free the copies, and let everything change from now on."""
@@ -195,14 +162,6 @@ class Snapshot:
             self._copies.clear()
             self._num_bytes = 0
             self._changed.notify_all()
-
-    def reading(self) -> AbstractContextManager[object]:
-        """Return a context for a thread of its own that reads.
-
-        On an accelerator its copies wait for what was enqueued when the snapshot was made, and for
-        nothing that is enqueued later.
-        """
-        return stream_after(self._ready, self._device)
 
 
 def stream_after(event: torch.Event | None, device: torch.device) -> AbstractContextManager[object]:

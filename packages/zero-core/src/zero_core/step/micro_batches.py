@@ -9,8 +9,8 @@ schedule. Activation checkpointing keeps the state that a block began with, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -21,37 +21,19 @@ from zero_core.optim.train_state import TrainState
 from zero_core.watch.place import Place
 
 
-class RandomStates:
-    """States of torch's generators, on the CPU and on one device."""
+def random_states(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the states of torch's generators, on the CPU and on ``device``: uint8, on the CPU."""
+    own = torch.get_rng_state()
+    if device.type == "cpu":
+        return (own,)
+    return own, torch.get_device_module(device).get_rng_state(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
 
-    def get(self) -> tuple[Tensor, ...]:
-        """Return the states now: uint8, 1-D, on the CPU."""
-        own = torch.get_rng_state()
-        if self._device.type == "cpu":
-            return (own,)
-        return own, torch.get_device_module(self._device).get_rng_state(self._device)
-
-    def set(self, states: tuple[Tensor, ...]) -> None:
-        """Restore what `get` returned."""
-        torch.set_rng_state(states[0])
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore at the end of the context the states that it began with."""
-        before = self.get()
-        try:
-            yield
-        finally:
-            self.set(before)
-
-    def seed(self, base: int, micro_step: int) -> None:
-        """Seed the generators for one micro-step. ``base``: torch's seed."""
-        seed_generators(self._device, base, micro_step)
+def set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    """Restore what `random_states` returned."""
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 class ScaledLoss(Protocol):
@@ -62,26 +44,23 @@ class ScaledLoss(Protocol):
 
 
 class MicroBatches:
-    """Runs forward and backward of each micro-batch before the next one begins.
+    """Runs forward and backward of each micro-batch before the next one begins."""
 
-    Attributes:
-        random: the generators' states.
-        handles: of hooks on modules.
-    """
-
-    handles: Sequence[Any] = ()
+    handles: Sequence[Any] = ()  # of hooks on modules
 
     def __init__(self, train: TrainState, place: Place, device: torch.device) -> None:
-        self.random = RandomStates(device)
         self._train = train
         self._place = place
+        self._device = device
 
     def check_apart(self, call: str) -> None:
-        """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them.
+        """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them."""
 
-        Raises:
-            AccumulationScheduleError: with what to do.
-        """
+    def kept_random_states(self) -> AbstractContextManager[None]:
+        """Return a context that ends with torch's random states as it began with."""
+        kind = self._device.type
+        devices = [] if kind == "cpu" else [self._device]
+        return torch.random.fork_rng(devices, device_type=kind)
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         """Run all micro-batches of a step, and return their losses, without gradient.
@@ -93,7 +72,7 @@ class MicroBatches:
         for number, batch in enumerate(batches):
             if number:
                 self._train.end_micro_step()
-            self.random.seed(seed, self._train.accumulation.micro_steps)
+            seed_generators(self._device, seed, self._train.accumulation.micro_steps)
             loss, scaled = loss_of(batch)
             with self._place.during("backward"):
                 scaled.backward()  # type: ignore[no-untyped-call]

@@ -12,58 +12,40 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zero_core._torch import has_step_pre_hooks, mark_stepped
+from zero_core._torch import mark_stepped
 from zero_core.comm.meter import Meter
 from zero_core.core.passes import Passes
-from zero_core.optim.train_state import TrainState
 from zero_core.step.gradient import StepGradient
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Optimizer over the groups of the one that was given, stepped by the engine alone.
+    """Optimizer over the groups of the one that was ``given``, stepped by the engine alone."""
 
-    Attributes:
-        given: that optimizer.
-        overflow: whether the last step was skipped, as its gradient was not finite.
-        guard: refuses a step of the given optimizer until it is removed.
-    """
+    _has_all_groups = False  # while torch adds the groups
 
     def __init__(
         self,
         given: torch.optim.Optimizer,
-        train: TrainState,
         gradient: StepGradient,
         passes: Passes,
         meter: Meter,
         names: Mapping[int, str],
     ) -> None:
-        """Take the groups of ``given``, which cannot be stepped itself from now on.
-
-        ``names`` are those of the model's parameters, by ``id``.
-        """
-        self._has_all_groups = False
+        """Take the groups of ``given``. ``names``: of the model's parameters, by ``id``."""
         super().__init__(given.param_groups, given.defaults)
         self._has_all_groups = True
         self._names = names
-        self._grouped = [{id(p) for p in group["params"]} for group in given.param_groups]
+        self._grouped = {id(p) for group in given.param_groups for p in group["params"]}
+        self._num_params = [len(group["params"]) for group in given.param_groups]
         self.param_groups = given.param_groups
         self.given = given
-        self.overflow = False
-        self._train = train
+        self.overflow = False  # whether the last step was skipped
         self._gradient = gradient
         self._passes = passes
         self._meter = meter
         self._may_step = False
         self.state = given.state
-        self.guard = given.register_step_pre_hook(self._refuse_step)
-
-    def update_ahead(self) -> None:
-        """Enqueue the update, if that can be done before it is known whether the step is taken.
-
-        Hooks may change the groups when ``step`` begins, and run only if the step is taken.
-        """
-        if not has_step_pre_hooks(self):
-            self._gradient.update_ahead()
+        self.guard = given.register_step_pre_hook(self._refuse_step)  # until it is removed
 
     def engine_step(self) -> None:
         """Run ``step`` with all its hooks, for `Engine.step`."""
@@ -84,12 +66,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def check_groups(self) -> None:
         """Raise if the groups hold other parameters than at first."""
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes == [len(ids) for ids in self._grouped]:
-            return
-        known = set().union(*self._grouped)
-        added = [p for g in self.param_groups for p in g["params"] if id(p) not in known]
-        self._refuse_param(next(iter(added), None))
+        if [len(group["params"]) for group in self.param_groups] != self._num_params:
+            found = (p for group in self.param_groups for p in group["params"])
+            self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
 
     def _refuse_param(self, param: Any) -> NoReturn:
         if isinstance(param, tuple):  # torch takes (name, parameter) too

@@ -10,25 +10,23 @@ Elsewhere ``param.grad`` is None, or what was assigned: a backward adds to that,
 as it is.
 
 At stages 1 to 3 no rank has the whole gradient, and where units are updated in backward it is not
-kept. There ``param.grad`` is None at all times, and `torch.nn.utils.clip_grad_norm_` would clip
-nothing, silently. So a read between backward and `step` logs a warning, once, and an assignment is
-an error.
+kept. There a read between backward and `step` returns None and logs a warning, once, as
+`torch.nn.utils.clip_grad_norm_` would clip nothing, silently. An assignment is an error.
 
-Nothing of this costs anything unless ``grad`` is read or set: it is a property of the parameters'
-class. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further
+``grad`` is a property of the parameters' class, so nothing of this costs anything unless it is read
+or set. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further
 backward of the same step adds nothing to the tensors that were given out.
 
-A rank may be late and still gather the gradient from its peers' shards while one of them reads and
-changes it. So a view is given out only of memory that no peer reads, and a shard is changed only
-after the sum of the step's statistics, which ends all of those reads. That sum is of the gradient
-as it was reduced. Changes count after it: by then every rank has the whole gradient, computes the
-norm of the changed one by itself, and needs no second exchange, which another rank might not enter.
+A rank may be late and still gather the gradient from its peers' shards. So a view is given out only
+of memory that no peer reads, and a shard is changed only after the sum of the step's facts, which
+ends all of those reads. That sum is of the gradient as it was reduced. Changes count after it: by
+then every rank has the whole gradient, and computes the norm of the changed one by itself.
 
 Changes are found by a checksum of each view that was given out, and by comparison of copies. (A
 permutation may keep the checksum. It keeps the norm too.) A segment that was only read keeps its
 statistics. Every rank must make the same changes, as with DDP; reading is each rank's own affair.
-The statistics carry which segments were changed: where ranks differ the step is refused on all of
-them, and after `Engine.clip_grad_norm_` the next one.
+The facts say which segments were changed: where ranks differ the step is refused on all of them,
+and after `Engine.clip_grad_norm_` the next one.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Mapping
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +68,12 @@ class TrainedParameter(EngineParameter):
         own: Tensor | None = get_grad(self)
         if own is not None:
             return own
-        served = _served(self)
+        served = _serving.get(id(self))
         return None if served is None else served.read(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        served = _served(self)
+        served = _serving.get(id(self))
         if served is None or not served.write(self, value):
             set_grad(self, value)
 
@@ -86,27 +84,20 @@ class TrainedParameter(EngineParameter):
 
 allow_foreach(TrainedParameter)
 
-_serving: dict[int, weakref.ref[ParamGrads]] = {}  # by id of the parameter
 
+@dataclass(slots=True)
+class _Complete:
+    """A segment's gradient that may be read, and what was given out of it, by position."""
 
-def _served(param: nn.Parameter) -> ParamGrads | None:
-    found = _serving.get(id(param))
-    return None if found is None else found()
-
-
-def _forget(numbers: Collection[int], dropped: weakref.ref[ParamGrads]) -> None:
-    # Not by a walk through the dictionary: collection of another engine may change it meanwhile.
-    for number in numbers:
-        if _serving.get(number) is dropped:
-            del _serving[number]
+    grads: FlatGrads
+    # What reads return; None where there is to be no gradient.
+    given: dict[int, Tensor | None] = field(default_factory=dict)
+    # Of views that were given out, with changes so far.
+    checksums: dict[int, Tensor] = field(default_factory=dict)
 
 
 class ParamGrads:
-    """The gradient of a step by parameter, and the changes that scripts make to it.
-
-    Attributes:
-        set_params: numbers of those whose gradient was set since the facts were summed.
-    """
+    """The gradient of a step by parameter, and the changes that scripts make to it."""
 
     def __init__(
         self,
@@ -118,27 +109,24 @@ class ParamGrads:
     ) -> None:
         """Prepare for the trainable parameters among ``params``. Reads return None before `serve`.
 
-        ``params_with_grad`` are the numbers of those that have a gradient on this rank. It is kept
-        up to date. ``owns_grads``: whether the state tier copies gradients. ``why_none``: why none
-        is given out; empty where it is.
+        Args:
+            params_with_grad: numbers of those that have a gradient on this rank, kept up to date.
+            owns_grads: whether the state tier copies gradients.
+            why_none: why none is given out; empty where it is.
         """
         self._with_grad = params_with_grad
         self._owns_grads = owns_grads
         self._why_none = why_none
-        self._params = [
-            (param, flat.segment.index, position)
-            for flat in params
-            if flat.segment.is_trainable
-            for position, param in enumerate(flat.params)
-            if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
-        ]
-        self._places = {id(param): place for param, *place in self._params}
-        self._complete: dict[int, FlatGrads] = {}  # by segment, while they may be read
-        # By segment and position: what reads return, None where there is to be no gradient.
-        self._given: dict[int, dict[int, Tensor | None]] = {}
-        self.set_params: set[int] = set()
-        # Of views that were given out, with changes so far, by segment and position.
-        self._checksums: dict[int, dict[int, Tensor]] = {}
+        self._params: list[nn.Parameter] = []
+        self._places: dict[int, tuple[int, int]] = {}  # segment and position, by id
+        for flat in params:
+            for position, param in enumerate(flat.params if flat.segment.is_trainable else ()):
+                if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter:
+                    self._params.append(param)
+                    self._places[id(param)] = flat.segment.index, position
+        self._complete: dict[int, _Complete] = {}  # by segment
+        self._given: dict[int, _Complete] = {}  # those of which something was given out or set
+        self.set_params: set[int] = set()  # numbers, since the facts were summed
         self._assigned: dict[int, nn.Parameter] = {}  # while no gradient was there, by id
         # Segments that were changed in this step: before the sum of the facts, and after it; and
         # after that of the step before.
@@ -149,29 +137,30 @@ class ParamGrads:
 
     def serve(self) -> ParamGrads:
         """Serve reads and changes of ``param.grad`` until `remove`."""
-        own = weakref.ref(self, partial(_forget, tuple(self._places)))
-        access.use_class((param for param, _, _ in self._params), TrainedParameter)
-        _serving.update((number, own) for number in self._places)
+        access.use_class(self._params, TrainedParameter)
+        _serving.update(dict.fromkeys(self._places, self))
         return self
 
     def remove(self) -> None:
         self.clear()
         for number in self._places:
             _serving.pop(number, None)
-        access.use_class((param for param, _, _ in self._params), nn.Parameter)
+        access.use_class(self._params, nn.Parameter)
 
     # ------------------------------------------------------------- of scripts
 
     def read(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient of ``param``, the same tensor each time. None if it has none now."""
         index, position = self._places[id(param)]
-        grads = self._complete.get(index)
-        if grads is None:
+        found = self._complete.get(index)
+        if found is None:
             return None
         if self._why_none:
-            self._warn()
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("%s", self._why_none)
             return None
-        given = self._given.setdefault(index, {})
+        grads, given = found.grads, found.given
         if position not in given:
             grad = grads.of_param(position)
             if not grad.untyped_storage().nbytes():
@@ -181,15 +170,16 @@ class ParamGrads:
             # Not the memory itself where the tier would not see what is done to it, or peers would.
             is_copy = self._owns_grads or not grads.shard.is_private
             given[position] = grad.to(param.dtype, copy=is_copy)
+            self._given[index] = found
             if given[position] is grad:
-                self._checksums.setdefault(index, {})[position] = _checksum(grad)
+                found.checksums[position] = _checksum(grad)
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
         """Have the step use ``grad``. Return whether it does: else it is torch's own attribute."""
         index, position = self._places[id(param)]
-        grads = self._complete.get(index)
-        if grads is None or get_grad(param) is not None:
+        found = self._complete.get(index)
+        if found is None or get_grad(param) is not None:
             if grad is not None:
                 self._assigned[id(param)] = param
             return False
@@ -197,8 +187,9 @@ class ParamGrads:
             raise RuntimeError(self._why_none)
         set_grad(param, grad)  # it checks shape, dtype and device
         set_grad(param, None)
-        self._given.setdefault(index, {})[position] = grad
-        number = grads.param_numbers[position]
+        found.given[position] = grad
+        self._given[index] = found
+        number = found.grads.param_numbers[position]
         self.set_params.add(number)
         if grad is None:
             self._with_grad.discard(number)
@@ -206,25 +197,17 @@ class ParamGrads:
             self._with_grad.add(number)
         return True
 
-    def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning("%s", self._why_none)
-
     # --------------------------------------------------------------- of a step
 
     def open(self, grads: FlatGrads) -> None:
         """Allow the gradient of a segment to be read: it is complete."""
-        index = grads.segment.index
-        self._complete[index] = grads
-        self._given.pop(index, None)
-        self._checksums.pop(index, None)
+        self._complete[grads.segment.index] = _Complete(grads)
+        self._given.pop(grads.segment.index, None)
 
     def close(self) -> None:
         """Allow no more reads and changes."""
         self._complete.clear()
         self._given.clear()
-        self._checksums.clear()
 
     def clear(self) -> None:
         """Drop all that was given out or assigned."""
@@ -236,6 +219,10 @@ class ParamGrads:
             set_grad(param, None)
         self._assigned.clear()
 
+    def is_assigned(self, param: nn.Parameter) -> bool:
+        """Whether a script gave ``param`` a gradient while the step had none."""
+        return id(param) in self._assigned
+
     def take_assigned(self) -> None:
         """Take what was assigned before the gradient was complete."""
         assigned, self._assigned = self._assigned, {}
@@ -246,19 +233,48 @@ class ParamGrads:
                 is_taken = self.write(param, grad)
                 assert is_taken, "the gradient is complete now"
 
-    def is_assigned(self, param: nn.Parameter) -> bool:
-        """Whether a script gave ``param`` a gradient while the step had none."""
-        return id(param) in self._assigned
-
+    @torch.no_grad()
     def note_changes(self, *, is_agreed: bool) -> dict[int, dict[int, Tensor]]:
         """Return what was changed, by segment and position of the parameter, and write nothing.
 
         Changes of views are in the gradient already: their segment is there, perhaps with nothing.
         ``is_agreed``: the sum of the facts does not have them.
         """
-        found = self._find_changes()
+        found = {}
+        for index, one in self._given.items():
+            own = {}
+            for position, grad in one.given.items():
+                home = one.grads.of_param(position)
+                wanted = torch.zeros_like(home) if grad is None else grad
+                is_view = not self._owns_grads and wanted.data_ptr() == home.data_ptr()
+                if not (is_view or _are_same(home.to(wanted.dtype), wanted)):
+                    own[position] = wanted
+            before = one.checksums.items()
+            if own or any(not torch.equal(_checksum(one.grads.of_param(p)), s) for p, s in before):
+                found[index] = own
         (self._changed_late if is_agreed else self._changed).update(found)
         return found
+
+    @torch.no_grad()
+    def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
+        """Write ``changes`` into the gradients, and return those that are others now.
+
+        After all ranks have agreed on the gradient as it was.
+        """
+        for index, one in self._given.items():
+            if index in changes or one.checksums:  # a change may keep a checksum
+                one.grads.take_changes(changes.get(index, {}))
+        for index in changes:
+            one = self._complete[index]
+            one.checksums.update((p, _checksum(one.grads.of_param(p))) for p in one.checksums)
+        return [self._complete[index].grads for index in sorted(changes)]
+
+    @torch.no_grad()
+    def keep_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Have the next reductions add to the gradients with ``changes``."""
+        for index, one in self._given.items():
+            if index in changes or one.checksums:
+                one.grads.keep_changes(changes.get(index, {}))
 
     def begin_agreement(self, communicator: Communicator) -> list[str]:
         """Begin the sum of the facts, and name the segments that were changed, which it hashes."""
@@ -279,40 +295,9 @@ class ParamGrads:
         self.close()
         self._changed_before, self._changed_late = self._changed_late, set()
 
-    @torch.no_grad()
-    def _find_changes(self) -> dict[int, dict[int, Tensor]]:
-        found = {}
-        for index, given in self._given.items():
-            grads, own = self._complete[index], {}
-            for position, grad in given.items():
-                home = grads.of_param(position)
-                wanted = torch.zeros_like(home) if grad is None else grad
-                is_view = not self._owns_grads and wanted.data_ptr() == home.data_ptr()
-                if not (is_view or _are_same(home.to(wanted.dtype), wanted)):
-                    own[position] = wanted
-            checksums = self._checksums.get(index, {}).items()
-            if own or any(not torch.equal(_checksum(grads.of_param(p)), s) for p, s in checksums):
-                found[index] = own
-        return found
 
-    @torch.no_grad()
-    def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
-        """Write ``changes`` into the gradients, and return those that are others now.
-
-        After all ranks have agreed on the gradient as it was.
-        """
-        for index in changes.keys() | self._checksums.keys():  # a change may keep a checksum
-            self._complete[index].take_changes(changes.get(index, {}))
-        for index in changes.keys() & self._checksums.keys():
-            grads, checksums = self._complete[index], self._checksums[index]
-            checksums.update((p, _checksum(grads.of_param(p))) for p in checksums)
-        return [self._complete[index] for index in sorted(changes)]
-
-    @torch.no_grad()
-    def keep_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> None:
-        """Have the next reductions add to the gradients with ``changes``."""
-        for index in changes.keys() | self._checksums.keys():
-            self._complete[index].keep_changes(changes.get(index, {}))
+_serving: weakref.WeakValueDictionary[int, ParamGrads] = weakref.WeakValueDictionary()
+"""By ``id`` of the parameter."""
 
 
 def _checksum(values: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ local   the part that this rank's optimizer state covers, 1-D: at stage 0 the wh
         state of whole parameters the owner has all, others none
 
 A state of whole parameters may have another shape than the parameter, and is returned in its own.
-
 Every rank must set its part of a state; parts that overlap (stage 0) must agree. ``"grad"`` is the
 step's gradient between the last backward and ``step``: unscaled, and clipped as far as it has been.
 All values are on the CPU, in fp32 (float64 for float64).
@@ -37,6 +36,65 @@ from zero_core.step.gradient import StepGradient
 GRAD = "grad"
 
 
+class WholeStates:
+    """States that the optimizer keeps of whole parameters, each on the rank that updates it."""
+
+    def __init__(self, state: ShardedState, tier: WholeTier) -> None:
+        self.tier = tier
+        self._state = state
+
+    def own(self, param: int) -> Mapping[str, Any] | None:
+        """Return a parameter's states. None: they are on another rank."""
+        is_own = param in self.tier.updated_params()
+        return self.tier.read_whole_state(param) if is_own else None
+
+    def tensor(self, param: int, what: str) -> Tensor | None:
+        found = (self.own(param) or {}).get(what)
+        return found if isinstance(found, Tensor) else None
+
+    def shape(self, param: int, what: str) -> tuple[int, tuple[int, ...] | None]:
+        """Return the owner of a state and its shape. Every rank must call it.
+
+        The shape is None if the parameter has no such state, but another one has.
+        """
+        tier, own = self.tier, self.own(param) or {}
+        kept = [tier.read_whole_state(p) for p in tier.updated_params()]
+        is_known = what in tier.state_names() or any(what in state for state in kept)
+        found = own.get(what)
+        kind = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        row = json.dumps([is_known, kind if what in own else None])
+        rows = [json.loads(r) for r in self._state.control.gather_bytes(row.encode())]
+        if not any(is_known for is_known, _ in rows):
+            raise KeyError(_unknown(what))
+        owner = tier.owner_of(param)
+        assert owner is not None, "asked for whole states alone"
+        shape: list[int] | str | None = rows[owner][1]
+        if isinstance(shape, str):
+            name = self._state.layout.params[param].name
+            raise KeyError(f"state {what!r} of {name} is no tensor but a {shape}")
+        return owner, None if shape is None else tuple(shape)
+
+    def get(self, param: int, what: str) -> Tensor:
+        """Return a state from its owner. Every rank must call it."""
+        spec = self._state.layout.params[param]
+        owner, shape = self.shape(param, what)
+        full = torch.zeros(
+            spec.shape if shape is None else shape,
+            dtype=torch.float64 if spec.dtype == torch.float64 else torch.float32,
+            device=self._state.device,
+        )
+        found = self.tensor(param, what)
+        if found is not None:
+            full.copy_(found.detach())
+        self._state.control.broadcast(full, source=owner)
+        return full.cpu()
+
+    def set(self, param: int, what: str, values: Tensor) -> None:
+        found = self.tensor(param, what)
+        if found is not None:
+            found.copy_(values.detach().view(found.shape))
+
+
 class StateAccess:
     """Access by parameter name, as ``engine.states``."""
 
@@ -47,11 +105,12 @@ class StateAccess:
         passes: Passes,
         device_states: DeviceStates,
     ) -> None:
-        """Give access to what ``state`` has sharded, and to the ``gradient`` of a step."""
         self._state = state
         self._device_states = device_states
         self._gradient = gradient
         self._passes = passes
+        tier = state.tier
+        self._whole = WholeStates(state, tier) if isinstance(tier, WholeTier) else None
         self._grads = {g.segment.index: g for unit in passes.units.units for g in unit.grads}
         self._home: dict[str, tuple[Segment, Slot]] = {}
         for segment in state.layout.segments:
@@ -65,6 +124,15 @@ class StateAccess:
         It cannot within ``no_sync`` and where gradients have been dropped.
         """
         return self._is_any(self.holds_gradient and self._passes.backward.is_last)
+
+    def has_any_gradient(self) -> bool:
+        """Whether any rank `holds_gradient`. Every rank must call it."""
+        return self._is_any(self.holds_gradient)
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether this rank has a gradient, of the whole step or of some of its micro-steps."""
+        return bool(self._gradient.params_with_grad)
 
     @property
     def is_kept_unreduced(self) -> bool:
@@ -99,19 +167,6 @@ class StateAccess:
         grads = self._grads[segment.index]
         return grads, grads.param_numbers.index(slot.param)
 
-    def has_any_gradient(self) -> bool:
-        """Whether any rank `holds_gradient`. Every rank must call it."""
-        return self._is_any(self.holds_gradient)
-
-    @property
-    def holds_gradient(self) -> bool:
-        """Whether this rank has a gradient, of the whole step or of some of its micro-steps."""
-        return bool(self._gradient.params_with_grad)
-
-    def _is_any(self, is_here: bool) -> bool:
-        found = torch.tensor([float(is_here)], device=self._state.device)
-        return self._state.control.sum(found).item() > 0
-
     def get_full(self, name: str, what: str = MASTER) -> Tensor:
         """Return ``what`` of parameter ``name`` as a whole. Every rank must call it.
 
@@ -125,19 +180,17 @@ class StateAccess:
             RuntimeError: the gradient is not complete here.
         """
         segment, slot = self._find(name, what)
+        whole = self._whole_states(slot.param, what)
+        if whole is not None:
+            return whole.get(slot.param, what)
         if what == GRAD:
             factor = self._complete_gradient()
-            own = _widened(self._gradient.grads_of(segment.index).values().cpu()) * factor
-        elif segment.is_opaque:
-            own = self._state.own_slice(segment.index)
-        elif what == MASTER:
-            own = _widened(self._state.own_slice(segment.index))
+            own = _widened(self._gradient.grads[segment.index].values().cpu()) * factor
         else:
-            tier = self._whole_tier(slot.param, what)
-            if tier is not None:
-                return self._get_whole(tier, slot.param, what)
-            self._check_known(what)
-            own = _widened(self._state.own_state(segment.index, what))
+            if what != MASTER:
+                self._check_known(what)
+            own = self._state.own_state(segment.index, what)
+            own = own if segment.is_opaque else _widened(own)
         full = self._state.control.gather(own)
         return self._state.layout.params[slot.param].to_values(full[slot.start : slot.stop])
 
@@ -145,15 +198,14 @@ class StateAccess:
         """Return this rank's part of ``what``, 1-D. For "grad" every rank must call it."""
         segment, slot = self._find(name, what, is_local=True)
         factor = self._complete_gradient() if what == GRAD else 1.0
-        tier = self._whole_tier(slot.param, what)
-        if tier is not None:
-            found = _whole_state(tier, slot.param, what)
+        whole, piece = self._whole_states(slot.param, what), self._state.piece_of(slot.param)
+        if whole is not None:
+            found = whole.tensor(slot.param, what)
             return torch.empty(0) if found is None else _widened(found.detach().cpu()).reshape(-1)
-        piece = self._state.piece_of(slot.param)
         if piece is None:
             return torch.empty(0)
         if what == GRAD:
-            final = self._gradient.grads_of(segment.index).covered()
+            final = self._gradient.grads[segment.index].covered()
             low = piece.offset + slot.start - self._state.covered(segment.index)[0]
             return _widened(final[low : low + piece.stop - piece.start].cpu()) * factor
         if what not in self._state.state_names():
@@ -167,23 +219,20 @@ class StateAccess:
         tensor, in its own shapes and dtypes, on the CPU. Empty where this rank updates no element
         of the parameter, and before its first step. Takes no exchange.
         """
-        _, slot = self._find(name, "state", is_local=True)
-        number = self._state.piece_numbers.get(slot.param)
+        param, whole = self._find_states(name)
+        number = self._state.piece_numbers.get(param)
         tier = self._state.tier
         if number is None or not tier.read_scalars(number)["num_steps"]:
             return {}
-        if isinstance(tier, WholeTier) and self.is_whole(name):
-            is_own = slot.param in tier.updated_params()
-            return _copied(tier.read_whole_state(slot.param)) if is_own else {}
+        if whole is not None:
+            return _copied(whole.own(param) or {})
         piece = self._state.pieces[number]
         names = [what for what in tier.state_names() if what != MASTER]
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
 
     def is_whole(self, name: str) -> bool:
         """Whether one rank updates all of parameter ``name``, and has all of its state."""
-        _, slot = self._find(name, "state", is_local=True)
-        tier = self._state.tier
-        return isinstance(tier, WholeTier) and tier.owner_of(slot.param) is not None
+        return self._find_states(name)[1] is not None
 
     def scalars(self, name: str) -> Mapping[str, float]:
         """Return the numbers in this rank's state of parameter ``name``.
@@ -191,8 +240,7 @@ class StateAccess:
         ``num_steps`` is how many steps have updated this rank's part. Others are the optimizer's
         own, such as torch's ``step``.
         """
-        _, slot = self._find(name, "state", is_local=True)
-        number = self._state.piece_numbers.get(slot.param)
+        number = self._state.piece_numbers.get(self._find_states(name)[0])
         return {"num_steps": 0} if number is None else self._state.tier.read_scalars(number)
 
     @torch.no_grad()
@@ -207,47 +255,41 @@ class StateAccess:
                 whole parameter's state.
             KeyError: no such parameter, or the optimizer has no such state.
         """
-        for name, (scalars, states) in saved.items():
-            self._check_own(name, states, has_stepped=bool(scalars["num_steps"]))
         tier = self._state.tier
         for name, (scalars, states) in saved.items():
-            _, slot = self._find(name, "state", is_local=True)
-            number = self._state.piece_numbers.get(slot.param)
-            if isinstance(tier, WholeTier) and self.is_whole(name):
-                if slot.param in tier.updated_params():
-                    tier.write_whole_state(slot.param, _copied(states))
+            param, whole = self._find_states(name)
+            piece = self._state.piece_of(param)
+            own: dict[str, tuple[int, ...]] = {}
+            if whole is not None:
+                kept = (whole.own(param) if scalars["num_steps"] else None) or {}
+                own = {n: tuple(v.shape) for n, v in kept.items() if isinstance(v, Tensor)}
+            elif piece is not None:
+                own = dict.fromkeys(states, (piece.stop - piece.start,))
+            for what, shape in own.items():
+                value, found = states.get(what), None
+                if isinstance(value, Tensor):
+                    found = (value.numel(),) if whole is None else tuple(value.shape)
+                if found != shape:
+                    raise ValueError(
+                        f"rank {self._state.control.rank} has {what!r} of {name} in shape {shape}, "
+                        f"found {found}: the state is of another optimizer, stage, number of ranks "
+                        "or rank; load a checkpoint instead"
+                    )
+            if piece is not None and self._whole is None:
+                for what in states.keys() - set(tier.state_names()):
+                    tier.write_state(what, piece.start, states[what].reshape(-1)[:0])  # may raise
+        for name, (scalars, states) in saved.items():
+            param, whole = self._find_states(name)
+            number = self._state.piece_numbers.get(param)
+            if whole is not None:
+                if whole.own(param) is not None:
+                    whole.tier.write_whole_state(param, _copied(states))
             elif number is not None:
                 for what, values in states.items():
                     start = self._state.pieces[number].start
                     tier.write_state(what, start, values.detach().reshape(-1))
             if number is not None:
                 tier.write_scalars(number, scalars)
-
-    def _check_own(self, name: str, states: Mapping[str, Any], *, has_stepped: bool) -> None:
-        """Refuse ``states`` that `load_own` could not restore."""
-        _, slot = self._find(name, "state", is_local=True)
-        tier, piece = self._state.tier, self._state.piece_of(slot.param)
-        own: dict[str, tuple[int, ...]] = {}
-        if isinstance(tier, WholeTier) and self.is_whole(name):
-            has_state = has_stepped and slot.param in tier.updated_params()
-            kept = tier.read_whole_state(slot.param) if has_state else {}
-            own = {n: tuple(v.shape) for n, v in kept.items() if isinstance(v, Tensor)}
-        elif piece is not None:
-            own = dict.fromkeys(states, (piece.stop - piece.start,))
-        for what, shape in own.items():
-            value = states.get(what)
-            found = tuple(value.shape) if isinstance(value, Tensor) else None
-            if isinstance(value, Tensor) and not self.is_whole(name):
-                found = (value.numel(),)
-            if found != shape:
-                raise ValueError(
-                    f"rank {self._state.control.rank} has {what!r} of {name} in shape {shape}, "
-                    f"found {found}: the state is of another optimizer, stage, number of ranks or "
-                    "rank; load a checkpoint instead"
-                )
-        if piece is not None and not isinstance(tier, WholeTier):
-            for what in states.keys() - set(tier.state_names()):
-                tier.write_state(what, piece.start, states[what].reshape(-1)[:0])  # may raise
 
     @torch.no_grad()
     def set_full(self, name: str, value: Tensor, what: str = MASTER) -> None:
@@ -260,97 +302,72 @@ class StateAccess:
         """
         segment, slot = self._find(name, what)
         spec = self._state.layout.params[slot.param]
-        tier = self._whole_tier(slot.param, what)
-        shape = spec.shape if tier is None else self._settable_shape(tier, slot.param, what)
+        whole = self._whole_states(slot.param, what)
+        shape = spec.shape if whole is None else self._settable_shape(whole, slot.param, what)
         if value.shape != shape:
             raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
-        if tier is not None:
-            _write_whole(tier, slot.param, what, value)
+        if whole is not None:
+            whole.set(slot.param, what, value)
             return
         if spec.is_opaque and value.dtype != spec.dtype:
             raise ValueError(f"{name} holds a quantizer's {spec.dtype}, found {value.dtype}")
         flat = spec.to_elements(value.detach())
-        if not segment.is_trainable:
+        if segment.is_trainable:
+            piece = self._state.piece_of(slot.param)
+            part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
+            self._set_part(segment, slot, part, what)
+        else:
             self._state.quiesce()  # others may still be gathering the old values
             edited = self._state.params[segment.index]
             edited.edit(slot.start, flat)
             self._passes.units.values_replaced([edited])
-        else:
-            piece = self._state.piece_of(slot.param)
-            part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
-            self._set_part(segment, slot, part, what)
 
     @torch.no_grad()
     def set_local(self, name: str, values: Tensor, what: str = MASTER) -> None:
         """Set this rank's part of ``what``. Every rank must call it, some with an empty part."""
         segment, slot = self._find(name, what, is_local=True)
-        tier, piece = self._whole_tier(slot.param, what), self._state.piece_of(slot.param)
+        whole, piece = self._whole_states(slot.param, what), self._state.piece_of(slot.param)
         numel = 0 if piece is None else piece.stop - piece.start
-        if tier is not None:
-            shape = self._settable_shape(tier, slot.param, what)
-            numel = math.prod(shape) if slot.param in tier.updated_params() else 0
+        if whole is not None:
+            shape = self._settable_shape(whole, slot.param, what)
+            numel = 0 if whole.own(slot.param) is None else math.prod(shape)
         if values.shape != (numel,):
             raise ValueError(
                 f"rank {self._state.control.rank} has {numel} elements of {name}, found shape "
                 f"{tuple(values.shape)}"
             )
-        if tier is not None:
-            _write_whole(tier, slot.param, what, values)
+        if whole is not None:
+            whole.set(slot.param, what, values)
         else:
             self._set_part(segment, slot, values.detach(), what)
 
-    def _whole_tier(self, param: int, what: str) -> WholeTier | None:
-        """Return the state tier if ``what`` is a state that it keeps whole."""
-        tier = self._state.tier
-        is_sliced = what in (MASTER, GRAD) or what.startswith(PREFIX)
-        if is_sliced or not isinstance(tier, WholeTier):
-            return None
-        return None if tier.owner_of(param) is None else tier
-
-    def _shape_of_whole(self, tier: WholeTier, param: int, what: str) -> tuple[int, ...] | None:
-        """Return the shape of a whole state. Every rank must call it.
-
-        Returns:
-            None: the parameter has no such state, but another one has.
-
-        Raises:
-            KeyError: no parameter has such a state, or this one's is no tensor.
-        """
-        kept = [tier.read_whole_state(p) for p in tier.updated_params()]
-        is_known = what in tier.state_names() or any(what in state for state in kept)
-        own = tier.read_whole_state(param) if param in tier.updated_params() else {}
-        found = own.get(what)
-        kind = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        row = json.dumps([is_known, kind if what in own else None])
-        rows = [json.loads(r) for r in self._state.control.gather_bytes(row.encode())]
-        if not any(is_known for is_known, _ in rows):
-            raise KeyError(_unknown(what))
-        shape: list[int] | str | None = rows[_owner(tier, param)][1]
-        if isinstance(shape, str):
-            name = self._state.layout.params[param].name
-            raise KeyError(f"state {what!r} of {name} is no tensor but a {shape}")
-        return None if shape is None else tuple(shape)
-
-    def _get_whole(self, tier: WholeTier, param: int, what: str) -> Tensor:
-        """Return a whole state of a parameter from its owner. Every rank must call it."""
-        spec = self._state.layout.params[param]
-        shape = self._shape_of_whole(tier, param, what)
-        full = torch.zeros(
-            spec.shape if shape is None else shape,
-            dtype=torch.float64 if spec.dtype == torch.float64 else torch.float32,
-            device=self._state.device,
-        )
-        found = _whole_state(tier, param, what)
-        if found is not None:
-            full.copy_(found.detach())
-        self._state.control.broadcast(full, source=_owner(tier, param))
-        return full.cpu()
-
-    def _complete_gradient(self) -> float:
-        """Have the gradient reduced. Return the factor that brings it to its true scale."""
-        self._gradient.policy.check_unused("reading, setting or clipping gradients")
-        self._passes.backward.complete_gradient()
-        return self._gradient.factor
+    def _set_part(self, segment: Segment, slot: Slot, part: Tensor, what: str) -> None:
+        """Set this rank's ``part`` of a state of slices, or of the gradient."""
+        state = self._state
+        if what == GRAD:
+            # The gradient's shard may be smaller than the part, which is that of the state.
+            factor = self._complete_gradient()
+            grads = self._gradient.grads[segment.index]
+            base, _ = segment.shard_range(state.control.rank)
+            low, high = max(slot.start, base), min(slot.stop, base + segment.shard_numel)
+            if low < high:
+                first = max(slot.start, state.covered(segment.index)[0])
+                grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
+            else:  # the segment is offered again on every rank, as the ranks agree on it again
+                grads.replace(0, part[:0])
+            self._passes.backward.gradient_replaced(grads, slot.param)
+            return
+        if what == MASTER:
+            state.quiesce()  # others may still be gathering the old values
+        else:
+            self._check_known(what)
+            self._check_stepped(slot.param)
+        piece = state.piece_of(slot.param)
+        if part.numel():
+            assert piece is not None, "a part is that of a piece"
+            state.write_state(what, piece.start, part)
+        if what == MASTER:
+            self._passes.units.values_replaced([state.params[segment.index]])
 
     def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
         self._device_states.check_states("access to states by name")
@@ -365,39 +382,35 @@ class StateAccess:
             )
         return segment, slot
 
+    def _find_states(self, name: str) -> tuple[int, WholeStates | None]:
+        """Return a trained parameter's number, and what has its states if they are whole."""
+        _, slot = self._find(name, "state", is_local=True)
+        return slot.param, self._whole_states(slot.param, "state")
+
+    def _whole_states(self, param: int, what: str) -> WholeStates | None:
+        """Return what has state ``what`` of a parameter, if it is kept whole."""
+        is_sliced = what in (MASTER, GRAD) or what.startswith(PREFIX)
+        if is_sliced or self._whole is None or self._whole.tier.owner_of(param) is None:
+            return None
+        return self._whole
+
+    def _complete_gradient(self) -> float:
+        """Have the gradient reduced. Return the factor that brings it to its true scale."""
+        self._gradient.policy.check_unused("reading, setting or clipping gradients")
+        self._passes.backward.complete_gradient()
+        return self._gradient.scale.factor
+
+    def _settable_shape(self, whole: WholeStates, param: int, what: str) -> tuple[int, ...]:
+        self._check_stepped(param)
+        _, shape = whole.shape(param, what)
+        if shape is None:
+            raise KeyError(_unknown(what))
+        return shape
+
     def _check_known(self, what: str) -> None:
         """Refuse a state that no rank knows. A rank that owns no element knows none."""
         if not self._is_any(what in self._state.state_names()):
             raise KeyError(_unknown(what))
-
-    def _set_part(self, segment: Segment, slot: Slot, part: Tensor, what: str) -> None:
-        if what == GRAD:
-            self._set_gradient(segment, slot, part)
-            return
-        if what == MASTER:
-            self._state.quiesce()  # others may still be gathering the old values
-        else:
-            self._check_known(what)
-            self._check_stepped(slot.param)
-        piece = self._state.piece_of(slot.param)
-        if part.numel():
-            assert piece is not None, "a part is that of a piece"
-            self._state.write_state(what, piece.start, part)
-        if what == MASTER:
-            self._passes.units.values_replaced([self._state.params[segment.index]])
-
-    def _settable_shape(self, tier: WholeTier, param: int, what: str) -> tuple[int, ...]:
-        """Return the shape of a whole state that is there. Every rank must call it.
-
-        Raises:
-            KeyError: the parameter has no such state.
-            RuntimeError: it has none before its first step.
-        """
-        self._check_stepped(param)
-        shape = self._shape_of_whole(tier, param, what)
-        if shape is None:
-            raise KeyError(_unknown(what))
-        return shape
 
     def _check_stepped(self, param: int) -> None:
         index = self._state.piece_numbers.get(param)
@@ -406,46 +419,17 @@ class StateAccess:
             name = self._state.layout.params[param].name
             raise RuntimeError(f"{name} has no optimizer state before its first step")
 
-    def _set_gradient(self, segment: Segment, slot: Slot, part: Tensor) -> None:
-        """Set the gradient's shard, which may be smaller than ``part``, the span of the state."""
-        factor = self._complete_gradient()
-        grads = self._gradient.grads_of(segment.index)
-        base, _ = segment.shard_range(self._state.control.rank)
-        low, high = max(slot.start, base), min(slot.stop, base + segment.shard_numel)
-        if low < high:
-            first = max(slot.start, self._state.covered(segment.index)[0])
-            grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
-        else:  # the segment is offered again on every rank, as the ranks agree on it again
-            grads.replace(0, part[:0])
-        self._passes.backward.gradient_replaced(grads, slot.param)
-
-
-def _whole_state(tier: WholeTier, param: int, what: str) -> Tensor | None:
-    """Return a state of a whole parameter, if it is on this rank."""
-    found = tier.read_whole_state(param).get(what) if param in tier.updated_params() else None
-    return found if isinstance(found, Tensor) else None
+    def _is_any(self, is_here: bool) -> bool:
+        found = torch.tensor([float(is_here)], device=self._state.device)
+        return self._state.control.sum(found).item() > 0
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``state`` with copies of its tensors, on the CPU."""
-    is_tensor = torch.is_tensor
-    copied: dict[str, Any] = pytree.tree_map(
-        lambda value: value.detach().to("cpu", copy=True) if is_tensor(value) else value,
-        dict(state),
+    copied: dict[str, Any] = pytree.tree_map_only(
+        Tensor, lambda value: value.detach().to("cpu", copy=True), dict(state)
     )
     return copied
-
-
-def _write_whole(tier: WholeTier, param: int, what: str, values: Tensor) -> None:
-    found = _whole_state(tier, param, what)
-    if found is not None:
-        found.copy_(values.detach().view(found.shape))
-
-
-def _owner(tier: WholeTier, param: int) -> int:
-    owner = tier.owner_of(param)
-    assert owner is not None, "asked for whole states alone"
-    return owner
 
 
 def _widened(values: Tensor) -> Tensor:

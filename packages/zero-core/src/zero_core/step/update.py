@@ -68,32 +68,23 @@ def may_speculate(config: Config) -> bool:
 
 
 class UpdatePolicy:
-    """Updates after the step's decision, from which the other policies differ.
+    """Updates after the step's decision, from which the other policies differ."""
 
-    Attributes:
-        begins_early: whether updates begin before the step is decided, in backward.
-        is_final: whether such an update stays, whatever comes.
-        undo_bytes: host memory of an undo log.
-    """
-
-    begins_early: ClassVar[bool] = False
-    is_final: ClassVar[bool] = False
-    undo_bytes = 0
+    begins_early: ClassVar[bool] = False  # updates begin in backward, before the step is decided
+    is_final: ClassVar[bool] = False  # such an update stays, whatever comes
+    undo_bytes = 0  # host memory of an undo log
+    ahead: Sequence[int] = ()  # pieces whose update was enqueued, until `step` has ended it
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         self._tier = tier
         self._train = train
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
-        """Note that a segment's gradient was offered, of which this rank has pieces ``active``.
-
-        Returns whether they have new values.
-        """
+        """Take a segment of which pieces ``active`` were offered. Return whether it is updated."""
         return False
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether `step_ahead` may be called."""
         return False
 
     def step_ahead(
@@ -101,20 +92,11 @@ class UpdatePolicy:
     ) -> None:
         """Enqueue the update: see `DeviceTier`. Called where `can_step_ahead` alone."""
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether an update was enqueued that `step` has not ended."""
-        return False
-
     def settle(self, *, is_void: bool) -> None:
         """Note the decision on an update that was enqueued ahead."""
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update pieces as decided.
-
-        Raises:
-            RuntimeError: units were updated in backward with other settings.
-        """
+        """Update pieces as decided."""
         self._tier.step(self._train.hyperparameters(), active, grad_scale=grad_scale)
 
     def check_unused(self, what: str) -> None:
@@ -127,50 +109,43 @@ class UpdatePolicy:
 class AheadPolicy(UpdatePolicy):
     """See [Note: update ahead]."""
 
-    def __init__(self, tier: DeviceTier, train: TrainState) -> None:
-        super().__init__(tier, train)
-        self._ahead_tier = tier
-        self._ahead: Sequence[int] = ()  # pieces whose update was enqueued
+    _tier: DeviceTier
 
     @property
     def can_step_ahead(self) -> bool:
-        return self._ahead_tier.can_step_ahead  # a load may bring groups with other kernels
+        return self._tier.can_step_ahead  # a load may bring groups with other kernels
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        self._ahead = active
+        self.ahead = active
         groups = self._train.hyperparameters()
-        self._ahead_tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
-
-    @property
-    def is_ahead(self) -> bool:
-        return bool(self._ahead)
+        self._tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
 
     def settle(self, *, is_void: bool) -> None:
-        if self._ahead:
-            self._ahead_tier.settle(is_void=is_void)
+        if self.ahead:
+            self._tier.settle(is_void=is_void)
         if is_void:
-            self._ahead = ()
+            self.ahead = ()
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        done = set(self._ahead)
-        super().step([i for i in active if i not in done], grad_scale=grad_scale)
-        self._ahead = ()
+        done, groups = set(self.ahead), self._train.hyperparameters()
+        self._tier.step(groups, [i for i in active if i not in done], grad_scale=grad_scale)
+        self.ahead = ()
 
     def clear(self) -> None:
-        self._ahead = ()
+        self.ahead = ()
 
 
 class InBackwardPolicy(UpdatePolicy):
     """See [Note: optimizer in backward]."""
 
     begins_early = is_final = True
+    _settings = ""  # that pieces were updated with
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         super().__init__(tier, train)
         self._updated: set[int] = set()  # pieces, in this step
-        self._settings = ""  # that they were updated with
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
         if active:
@@ -203,24 +178,19 @@ class UndoPolicy(UpdatePolicy):
     """See [Note: speculation]."""
 
     begins_early = True
+    _tier: SpeculativeTier
 
     def __init__(self, tier: SpeculativeTier, train: TrainState) -> None:
         super().__init__(tier, train)
-        self._speculative_tier = tier
         self.undo_bytes = tier.undo_bytes
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
-        groups = self._train.hyperparameters()
-        self._speculative_tier.speculate(groups, active, grad_scale=grad_scale)
+        self._tier.speculate(self._train.hyperparameters(), active, grad_scale=grad_scale)
         return False
 
 
 def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: int) -> UpdatePolicy:
-    """Return what the configuration and the tier allow.
-
-    Raises:
-        ConfigError: updates in backward are demanded, and the tier cannot undo them.
-    """
+    """Return what the configuration and the tier allow."""
     # A tier of whole parameters steps together on all ranks, when all gradients are there.
     if updates_in_backward(config) and not isinstance(tier, WholeTier):
         return InBackwardPolicy(tier, train)

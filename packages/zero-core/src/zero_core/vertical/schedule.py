@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._libc import share_arenas
-from zero_core._torch import is_in_backward, outside_graphs
+from zero_core._torch import is_in_backward, outside_graphs, seed_generators
 from zero_core.config import Config
 from zero_core.core.grads import FlatGrads
 from zero_core.core.passes import Driver, Passes
@@ -51,7 +51,12 @@ from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.micro_batches import MicroBatches, ScaledLoss
+from zero_core.step.micro_batches import (
+    MicroBatches,
+    ScaledLoss,
+    random_states,
+    set_random_states,
+)
 from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
 from zero_core.watch.place import OUTSIDE
 
@@ -339,9 +344,9 @@ class VerticalSchedule(MicroBatches):
         accumulation = self._train.accumulation
         accumulation.enter_micro_step(one.number)
         if one.states is None:
-            self.random.seed(seed, accumulation.micro_steps)
+            seed_generators(self._device, seed, accumulation.micro_steps)
         else:
-            self.random.set(one.states)
+            set_random_states(self._device, one.states)
         self._running = one
         try:
             one.advance()
@@ -365,7 +370,7 @@ class VerticalSchedule(MicroBatches):
                         f"in the attribute {name}, where another micro-batch would find it",
                     )
         self._running = None  # after an error it goes on until it is abandoned
-        one.states = self.random.get()
+        one.states = random_states(self._device)
 
     # --------------------------------------------------------------- backward
 
