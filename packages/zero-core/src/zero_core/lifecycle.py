@@ -156,7 +156,8 @@ class Ownership:
     def _has_stale_values(self) -> bool:
         """Whether values are missing here, or their exchange has failed."""
         try:
-            return self.state.has_stale_values
+            self.state.refresh()
+            return not all(values.is_current for values in self.state.params)
         except CollectiveError as error:
             _log.warning("%s: the parameters whose values it carried hold none now", error)
             return True

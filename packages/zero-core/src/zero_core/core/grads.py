@@ -508,6 +508,7 @@ class FlatGrads:
         plan: which buffers there are.
         full: this rank's own gradient.
         shard: what has been reduced of it.
+        is_updated: whether an update has used it: no more may be added in this step.
 
     One backward: `add` for each parameter, `reduce`, `finish`. At an accumulation boundary, or in
     every micro-step if the tier adds them up, then `result`, which the state tier is offered, and
@@ -553,7 +554,7 @@ class FlatGrads:
         self._norm: Tensor | None = None  # of the shard, where it is known already
         self._until_reduced: NamedWork | None = None  # wait until the reduction's sum is there
         self._nonfinite: Tensor | None = None  # bool, [world_size]
-        self._is_updated = False  # an update in this step has used the gradient
+        self.is_updated = False
 
     # ----------------------------------------------------------- one backward
 
@@ -572,7 +573,7 @@ class FlatGrads:
                 "sparse gradients are not supported: use sparse=False in the embedding"
             )
         if self.full.memory is None:
-            if self._is_updated:
+            if self.is_updated:
                 raise RuntimeError(
                     "a gradient came after its unit was updated during backward, as of a block "
                     "that is used twice under reentrant activation checkpointing: set "
@@ -762,13 +763,9 @@ class FlatGrads:
         ranks: list[int] = torch.nonzero(self._nonfinite).flatten().tolist()
         return ranks
 
-    def mark_updated(self) -> None:
-        """Note that an update has used the gradient: no more may be added in this step."""
-        self._is_updated = True
-
     def clear(self) -> None:
         """Start a new step: nothing accumulated."""
-        self._is_updated = False
+        self.is_updated = False
         if self._work is not None and self._work.statistics() is not None:
             self._until_reduced = self.full.until_read = self._work  # it still reads full_grad
         self._work = self._target = self._norm = self._nonfinite = None

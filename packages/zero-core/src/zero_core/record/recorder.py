@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,18 @@ class Subject(NamedTuple):
     meter: Meter
     memory: Memory
     communicator: Communicator
+
+
+@dataclass(slots=True)
+class _Running:
+    """A step that has not ended."""
+
+    begun: float  # as of `time.perf_counter`
+    begun_at: float  # as of `time.time`
+    is_detailed: bool
+    losses: list[Tensor] = field(default_factory=list)
+    num_backwards: int = 0
+    num_idle: int = 0
 
 
 class _Pending(NamedTuple):
@@ -141,22 +153,22 @@ class Recorder(Extension):
 
     def scaled(self, loss: Tensor) -> None:
         """Keep a micro-step's loss, before it is scaled. Nothing is waited for."""
-        self._num_backwards += 1
+        self._step.num_backwards += 1
         if loss.numel() != 1 or self._is_closed:
             return
         value = loss.detach().reshape(())
         kept = torch.empty_like(value, device="cpu", pin_memory=not self._is_host)
-        self._losses.append(kept.copy_(value, non_blocking=True))
+        self._step.losses.append(kept.copy_(value, non_blocking=True))
 
     def idled(self) -> None:
-        self._num_idle += 1
+        self._step.num_idle += 1
 
     def stepped(self, ended: EndedStep) -> None:
         """Record the step that has just ended."""
         if self._is_closed:
             return
         now = time.perf_counter()
-        subject, tier, train = self._subject, self._tier, self._subject.train
+        subject, tier, train, step = self._subject, self._tier, self._subject.train, self._step
         clock, self._place.clock = self._place.clock, None
         work = {} if tier is None else tier.work_s()
         copied = (0, 0) if tier is None else tier.copied_bytes()
@@ -164,27 +176,27 @@ class Recorder(Extension):
         detail: DetailRecord | None = None
         updates: Sequence[tuple[float, float]] = ()
         copies: Sequence[tuple[str, torch.Event, torch.Event]] = ()
-        if self._is_detailed:
-            trail = [*(self._clock.trail or ()), (now - self._begun, held, self._place.doing)]
+        if step.is_detailed:
+            trail = [*(self._clock.trail or ()), (now - step.begun, held, self._place.doing)]
             host_kinds: Mapping[str, int] = {}
             if tier is not None:
                 host_kinds = tier.host_memory_bytes()
                 updates, copies = tuple(tier.recent_updates()), tuple(tier.take_copies())
-            begun, kinds = self._begun_at, self._kinds()
-            detail = DetailRecord(ended.number, begun, (), trail[:_MAX_SPANS], kinds, host_kinds)
+            trail, kinds = trail[:_MAX_SPANS], self._kinds()
+            detail = DetailRecord(ended.number, step.begun_at, (), trail, kinds, host_kinds)
         # A program may run several backwards in one.
-        micro_steps = max(ended.micro_steps, self._num_backwards + self._num_idle)
+        micro_steps = max(ended.micro_steps, step.num_backwards + step.num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
         record = {
             "step": ended.number,
             "at": time.time(),
-            "seconds": now - self._begun,
+            "seconds": now - step.begun,
             "is_taken": not ended.why_skipped,
             "why_skipped": ended.why_skipped,
             "grad_norm": train.grad_norm,
             "loss_scale": train.scaler.scale,
             "micro_steps": micro_steps,
-            "samples": batch * (micro_steps - self._num_idle),
+            "samples": batch * (micro_steps - step.num_idle),
             "input_shape": self._input_shape,
             "lanes": {lane: s - self._work.get(lane, 0.0) for lane, s in work.items()},
             "sent": [
@@ -197,7 +209,7 @@ class Recorder(Extension):
         }
         marks = None if clock is None else self._clock.take()
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in ended.rates]
-        pending = _Pending(record, detail, marks, self._losses, rates, updates, copies)
+        pending = _Pending(record, detail, marks, step.losses, rates, updates, copies)
         self._work, self._copied = work, copied
         self.flush()
         self._pending = pending
@@ -210,18 +222,14 @@ class Recorder(Extension):
     def _begin(self, now: float) -> None:
         """Begin a step, at the time ``now``: what recording takes belongs to it."""
         number = self._subject.train.global_steps + 1
-        self._is_detailed = (
-            self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
-        )
-        self._losses: list[Tensor] = []
-        self._num_backwards = self._num_idle = 0
+        is_detailed = self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
+        self._step = _Running(now, time.time() + now - time.perf_counter(), is_detailed)
         self._clock.trail = None
-        if self._is_detailed:
+        if is_detailed:
             self._clock.begin_trail(now, self._place.doing)
-        self._begun, self._begun_at = now, time.time() + now - time.perf_counter()
         if self._tier is not None:
-            self._tier.time_copies(is_on=self._is_detailed)
-        if self._is_host or self._is_detailed:
+            self._tier.time_copies(is_on=is_detailed)
+        if self._is_host or is_detailed:
             if not self._is_host:
                 self._clock.restart(self._place.doing)
             self._place.clock = self._clock
@@ -333,7 +341,7 @@ class Recorder(Extension):
         self._place.clock = None
         if self._tier is not None:
             self._tier.time_copies(is_on=False)
-        self._losses, self._pending = [], None
+        self._step.losses, self._pending = [], None
         if self._release.detach() is not None:
             self._file.close()
             self._memory.close()

@@ -153,12 +153,6 @@ class ShardedState:
         for flat in self.params:
             flat.refresh()
 
-    @property
-    def has_stale_values(self) -> bool:
-        """Whether parameters of the module do not hold the current values on this rank."""
-        self.refresh()
-        return not all(flat.is_current for flat in self.params)
-
     def holds_value(self, param: nn.Parameter) -> bool:
         """Whether ``param``, one of the model's, holds its current value on this rank."""
         places = self.places_of[id(param)]

@@ -243,7 +243,7 @@ class StepGradient:
         active = [i for i in own if pieces[i].param in self.params_with_grad]
         is_updated = self.policy.reduced(active, grad_scale=self.scale.factor)
         if is_updated:
-            grads.mark_updated()
+            grads.is_updated = True
         return is_updated
 
     def broken(self) -> None:

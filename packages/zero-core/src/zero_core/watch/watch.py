@@ -27,6 +27,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -106,6 +107,17 @@ class DeviceWaits:
             self._waited.clear()
 
 
+@dataclass(slots=True)
+class _Wait:
+    """A wait of this rank; without an identity there is none."""
+
+    identity: object
+    since: float
+    last_read: float = -math.inf
+    window: int = 0  # number of the one that is read
+    logged: Verdict | None = None
+
+
 class Watch:
     """Watches the waits of one engine. See the top of this file."""
 
@@ -138,10 +150,7 @@ class Watch:
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
-        self._wait: tuple[object, float] = (None, self._last_tick)  # what is waited for, since when
-        self._last_read = -math.inf
-        self._window = 0  # number of the one that is read
-        self._logged: Verdict | None = None  # what was logged of the wait
+        self._wait = _Wait(None, self._last_tick)
         self._publish(self._last_tick)
 
     # ------------------------------------------------------------------ thread
@@ -151,31 +160,29 @@ class Watch:
         with self._lock:
             self._publish(now)
             identity, what = self._find_wait()
-            if identity != self._wait[0]:
-                self._wait = (identity, self._last_tick)
-                self._logged = None
+            if identity != self._wait.identity:
+                self._wait = _Wait(identity, self._last_tick)
                 self._beats.forget()
-                self._last_read = -math.inf
-                self._window = 0
-            waited_s = now - self._wait[1]
+            waited_s = now - self._wait.since
             is_due = waited_s >= _LOG * self._within_s
             self._add_answers(now)
             if identity is not None and waited_s >= _OBSERVE * self._within_s:
-                if now - self._last_read >= _READ * waited_s:
-                    self._window += is_due
+                if now - self._wait.last_read >= _READ * waited_s:
+                    self._wait.window += is_due
                     self._request(now)
                 verdict = self._judge() if is_due else None
-                before = logging.INFO if self._logged is None else self._logged.level
+                logged = self._wait.logged
+                before = logging.INFO if logged is None else logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
             self._last_tick = now
 
     def _request(self, now: float) -> None:
         """Request the beats of a window. See [Note: reads of many ranks]."""
-        self._last_read = now
+        self._wait.last_read = now
         others = self._world_size - 1
         num = min(_WINDOW, others)
-        first = self._window * num
+        first = self._wait.window * num
         behind = (1 + (first + k) % others for k in range(num))
         self._board.request([self._rank, *((self._rank + d) % self._world_size for d in behind)])
 
@@ -202,7 +209,7 @@ class Watch:
         is_patient = not is_error and any(phase in verdict.text for phase in _LONG_PHASES)
         if is_patient and waited_s < _LONG * self._within_s:
             return
-        self._logged = verdict
+        self._wait.logged = verdict
         line = f"rank {self._rank}: {what} has not ended for {waited_s:.1f} s: {verdict.text}"
         _log.log(verdict.level, "%s", line)
         if is_error and not self._place.waits_for:
@@ -266,7 +273,7 @@ class Watch:
             now = time.monotonic()
             with self._lock:
                 self._add_answers(now)
-                verdict, logged = self._judge(), self._logged
+                verdict, logged = self._judge(), self._wait.logged
                 if self._board.unanswered_s() == 0.0:
                     self._request(now)
             if now >= deadline or (verdict is not None and verdict.is_final):
