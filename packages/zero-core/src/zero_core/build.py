@@ -58,9 +58,9 @@ from zero_core.protocols import (
 )
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.param_guard import warn_frozen
+from zero_core.runtime.param_guard import ParamGuard, warn_frozen
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
-from zero_core.sharded.buffers import CommonBuffers
+from zero_core.sharded.buffers import BufferSync, CommonBuffers
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
@@ -454,9 +454,13 @@ def _make_engine(
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)
     parts = EngineParts(
         config,
+        config.compute_dtype,
+        config.autocast_dtype,
         ownership,
         state,
         passes,
+        BufferSync(state.module, state.common_buffers, state.control, passes.backward),
+        ParamGuard(state.module, state.params, state.param_names),
         StateAccess(state, gradient, passes, device_states),
         device_states,
         train,

@@ -56,7 +56,7 @@ class _HostCopy:
 
     def __init__(self, storage: torch.UntypedStorage, *, is_kept: bool, pin_memory: bool) -> None:
         """Start to copy the bytes if they are kept."""
-        self._storage = storage
+        self.storage = storage
         self._nbytes = storage.nbytes()
         self._host: Tensor | None = None
         if is_kept:
@@ -66,19 +66,15 @@ class _HostCopy:
             if held.device.type != "cpu":  # memory of another stream's is reused there at once
                 held.record_stream(torch.accelerator.current_stream(held.device))
 
-    def empty(self) -> None:
-        """Free the memory of the storage."""
-        self._storage.resize_(0)
-
     def restore(self) -> None:
         """Allocate the memory again and start to copy the bytes back."""
-        self._storage.resize_(self._nbytes)
+        self.storage.resize_(self._nbytes)
         if self._host is not None:
             self._bytes().copy_(self._host, non_blocking=self._host.is_pinned())
 
     def _bytes(self) -> Tensor:
-        found = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        return found.set_(self._storage, 0, (self._nbytes,), (1,))
+        found = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return found.set_(self.storage, 0, (self._nbytes,), (1,))
 
 
 class DeviceStates:
@@ -102,7 +98,7 @@ class DeviceStates:
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
-        self._ended_by: str | None = None
+        self.ended_by = ""  # the call that has ended the engine
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
@@ -113,10 +109,6 @@ class DeviceStates:
         """Wait until states may be written. Loads and access by name call it."""
         for follow in self._extensions.before_write:
             follow()
-
-    def end(self, call: str) -> None:
-        """Note that ``call`` has ended the engine, the first one if there are several."""
-        self._ended_by = self._ended_by or call
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
         """Refuse ``what`` while a part that it needs is away, or values are half-updated."""
@@ -129,10 +121,10 @@ class DeviceStates:
         If it needs all parts, what was published has ended then, so nothing that it exchanges meets
         a publication that another rank has yet to launch.
         """
-        if self._ended_by is not None:
+        if self.ended_by:
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
-                f"{self._ended_by}: its model may have other values and another engine since. Go "
+                f"{self.ended_by}: its model may have other values and another engine since. Go "
                 "on with the model as it is, or build another engine"
             )
         if self._away and needed & self._away.keys():
@@ -178,11 +170,9 @@ class DeviceStates:
             torch.accelerator.synchronize(device)  # no other stream uses what is freed
         storages = self._storages()
         copies: dict[StatePart, list[_HostCopy]] = {}
+        pins = pin_memory and is_accelerator
         for part in wanted:
-            is_kept = part is not StatePart.BUFFERS
-            if part is StatePart.GRADIENTS:
-                is_kept = keeps_gradients
-            pins = pin_memory and is_accelerator
+            is_kept = keeps_gradients if part is StatePart.GRADIENTS else part != StatePart.BUFFERS
             copies[part] = [
                 _HostCopy(one, is_kept=is_kept, pin_memory=pins) for one in storages[part]
             ]
@@ -190,11 +180,21 @@ class DeviceStates:
             self._passes.units.vacate()
         self._away |= copies
         for copy in (copy for part in copies.values() for copy in part):
-            copy.empty()
+            copy.storage.resize_(0)
         if StatePart.BUFFERS in wanted:
             self._memory.free_pools()
         self._memory.forget_views()
-        self._refuse_use()
+        if not self._refusals and FORWARD_PARTS & self._away.keys():
+
+            def refuse(module: nn.Module, args: Any) -> None:
+                self.check("a forward", FORWARD_PARTS)
+
+            self._refusals = [
+                module.register_forward_pre_hook(refuse, prepend=True)
+                for module in self._state.module.modules()
+            ]
+        if BACKWARD_PARTS & self._away.keys():
+            self._passes.backward.why_refused = self._explain("a backward", BACKWARD_PARTS)
         if is_accelerator and not non_blocking:
             torch.accelerator.synchronize(device)
             torch.accelerator.empty_cache()
@@ -205,7 +205,7 @@ class DeviceStates:
         if not self._away:
             return
         for part in self._away.values():
-            while part:  # what fails here stays on the host, and every part counts as away
+            while part:  # if one fails, it stays on the host, and every part counts as away
                 part[-1].restore()
                 part.pop()
         device = self._state.device
@@ -237,17 +237,3 @@ class DeviceStates:
                 if is_new and is_here and storage.nbytes() and storage.resizable():
                     found[part].append(storage)
         return found
-
-    def _refuse_use(self) -> None:
-        """Refuse backwards, and forwards of every module, by the first of its hooks."""
-
-        def refuse(module: nn.Module, args: Any) -> None:
-            self.check("a forward", FORWARD_PARTS)
-
-        if not self._refusals and FORWARD_PARTS & self._away.keys():
-            self._refusals = [
-                module.register_forward_pre_hook(refuse, prepend=True)
-                for module in self._state.module.modules()
-            ]
-        if BACKWARD_PARTS & self._away.keys():
-            self._passes.backward.why_refused = self._explain("a backward", BACKWARD_PARTS)

@@ -138,20 +138,14 @@ class ParamGuard:
             self._remember_places()  # modules were wrapped, or ones without parameters changed
 
 
-class FixedMemory(ObjectMethods):
-    """Keeps recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
+def fix_memory(model: nn.Module) -> ObjectMethods:
+    """Keep recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
 
     ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, and many models call
     it in each forward. Without it cuDNN copies the weights at each call, and torch warns of that.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
-        super().__init__(_FLATTEN, [(module, _stay) for module in modules])
-
-
-def _stay() -> None:
-    """Do nothing, in the place of ``flatten_parameters``."""
+    modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    return ObjectMethods(_FLATTEN, [(module, lambda: None) for module in modules])
 
 
 def warn_frozen(layout: Layout, params: Sequence[Tensor]) -> None:
