@@ -92,8 +92,7 @@ class ModelCheckpoints(GatheredCalls):
             has_frozen: whether the values of frozen parameters are written.
             is_latest: whether a load without a tag takes this one.
             drops_partial: allow the middle of a step, and leave out its gradients.
-            keep_last: remove all but the last so many checkpoints. None keeps all. Only those
-                whose tags end with their step are removed.
+            keep_last: remove all but the last so many checkpoints whose tags end with their step.
             keep_every: beside these keep the ones of steps that are multiples of it.
 
         Raises:
@@ -179,15 +178,13 @@ class TrainingCheckpoints(ModelCheckpoints):
         Loads, `close`, the end of the interpreter, and whatever writes values outside of a step
         wait for the save. If it fails, what it wrote is removed and the training is as before. The
         error is logged, and raised on all ranks by ``result()`` of what is returned, or else by the
-        next save or by `close`. A process that is killed before has no checkpoint of this tag;
-        those before it are whole.
+        next save or by `close`. A process that is killed before has no checkpoint of this tag.
 
         Args:
-            directory: the folder of all checkpoints. This and what is not listed here are the
-                arguments of `save_checkpoint`.
+            directory: as those not listed here, an argument of `save_checkpoint`.
             on_pending: where an earlier save is under way, "wait" for it or "refuse".
             max_copy_bytes: limit for the copies of steps. One that needs more waits for the writer.
-                Give it where states are on NVMe because host memory has no room for them.
+                It is for states on NVMe, for which host memory has no room.
 
         Returns:
             A `concurrent.futures.Future` of the checkpoint's folder.
@@ -243,15 +240,13 @@ class TrainingCheckpoints(ModelCheckpoints):
     ) -> dict[str, Any] | None:
         """Load the newest checkpoint in ``directory`` if there is one, else change nothing.
 
-        For programs that are started again with the same command line: by a scheduler, or by
-        ``torchrun --max-restarts``, with any number of ranks. Every rank must call it. With
-        ``memory_checkpoint`` the copies in memory are taken where they are as new as what the disk
-        has; of the disk's checkpoint only the manifest is read then.
+        For programs that are started again with the same command line, with any number of ranks.
+        Every rank must call it. With ``memory_checkpoint`` the copies in memory are taken where
+        they are as new as what the disk has, of which only the manifest is read then.
 
         Args:
             directory: the folder of all checkpoints.
-            last_step: take no copy of a later step, as a program's own log ends there. The copies
-                of the last two steps are kept.
+            last_step: take no copy in memory of a later step. Those of the last two are kept.
 
         Returns:
             The client state that was saved, or given to `step`. None for a fresh start.
@@ -293,10 +288,7 @@ class TrainingCheckpoints(ModelCheckpoints):
 
         Args:
             since: the receiver's version. None: all values, for any receiver.
-            path: the file to write, on rank 0. None: in memory.
-
-        Returns:
-            The patch. Its file, or bytes, are rank 0's.
+            path: the file to write, on rank 0. None: in memory. The file, or bytes, are rank 0's.
 
         Raises:
             PatchGapError: ``since`` is older than what is logged. All ranks raise it.

@@ -4,8 +4,8 @@
     engine.backward(loss)
     engine.step()
 
-``step`` is called after every micro-step and acts at accumulation boundaries. What happens in
-between is in `zero_core.core.passes` (gather and reduce) and in the state tier (update).
+``step`` acts at accumulation boundaries. What happens in between is in `zero_core.core.passes`
+(gather and reduce) and in the state tier (update).
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class _Recording:
         """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
 
         The key ``step_records`` of the configuration does the same. Each rank that is to be in a
-        report calls it, with a folder that all ranks can read later on. `zero_core.record.records`
-        has the fields. Records of a start before stay in the file.
+        report calls it. `zero_core.record.records` has the fields.
 
         Args:
-            folder: made if it is missing.
+            folder: all ranks can read it later on. It is made if it is missing. Records of a start
+                before stay in the file.
             max_bytes: bound on the file's size. Beyond it every other step is dropped.
             detail_every: steps between two whose course is recorded span by span.
 
         Returns:
-            A context: its end, and the error that ends it, are recorded. It need not be entered:
-            the end of the engine or of the program is recorded, too.
+            A context, which need not be entered: its end, the engine's or the program's, and the
+            error that ends it, are recorded.
 
         Raises:
             ConfigError: the folder cannot be written to, or is a URL.
@@ -71,12 +71,9 @@ class _Recording:
         return recorder
 
     def report(self, path: str | Path) -> Path:
-        """Write an HTML page about the steps that all ranks have recorded so far.
+        """Write an HTML page about the steps that all ranks have recorded so far. Returns it.
 
         No rank waits for another; one of them calls it.
-
-        Returns:
-            The page.
 
         Raises:
             ConfigError: nothing is recorded: `record` comes first.
@@ -90,15 +87,13 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
 
     Attributes:
         optimizer: real ``param_groups``; schedulers may be attached to it.
-        should_defer_sigint: whether SIGINT (Ctrl-C) waits until a `step` that runs in the main
-            thread has ended; a second one passes at once. For programs whose own handler raises
-            nothing, it may be set to False.
+        should_defer_sigint: whether SIGINT (Ctrl-C) waits until a `step` in the main thread has
+            ended; a second one passes at once. False suits handlers that raise nothing.
     """
 
     def __init__(
         self,
         parts: EngineParts,
-        *,
         optimizer: EngineOptimizer,
         gradient: StepGradient,
         micro_batches: MicroBatches,
@@ -166,8 +161,7 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         """End a micro-step. At an accumulation boundary, update the parameters.
 
         Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, a step whose
-        gradient is not finite on any rank is skipped on all ranks. In the main thread the first
-        SIGINT (Ctrl-C) waits until it has ended: see ``should_defer_sigint``.
+        gradient is not finite on any rank is skipped on all ranks.
 
         ``client_state``: JSON and small tensors that `resume` returns from the copy in memory
         (``memory_checkpoint``) of the state after this step.
@@ -187,8 +181,7 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
     def zero_grad(self) -> None:
         """Drop the step's gradient and start the step again from its first micro-step.
 
-        A loop needs it only after it was left between backward and `step`, by Ctrl-C for example.
-        Every rank must call it.
+        A loop needs it only after it was left between backward and `step`. Every rank must call it.
 
         Raises:
             RuntimeError: units have been updated in backward.
@@ -199,11 +192,11 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
         self._device_states.check("step()")
-        train = self._train
+        train, backward, place = self._train, self._passes.backward, self.place
         if not train.accumulation.is_boundary():
             train.end_micro_step()
             return
-        if not self._passes.backward.should_sync:
+        if not backward.should_sync:
             raise RuntimeError(
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
@@ -211,9 +204,38 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         rates = [group["lr"] for group in self.optimizer.param_groups]
         micro_steps = train.accumulation.count + 1
         with DeferredInterrupt(is_on=self.should_defer_sigint):
-            with self.place.during("step()"):
-                why_skipped = self._update()
-            self.place.num_steps = number = train.global_steps
+            with place.during("step()"):
+                self._parts.guard.check()
+                self.optimizer.check_groups()
+                for begin in self._extensions.before_update:
+                    begin(train.global_steps + 1)
+                backward.check_last()
+                place.unfinished = "step()"  # others update once they have this rank's statistics
+                try:
+                    backward.start_agreement()
+                    if self._extensions.agreed:  # they may raise, so no update is enqueued before
+                        backward.complete_gradient()
+                    for check in self._extensions.agreed:
+                        check()
+                    self.optimizer.update_ahead()
+                    backward.complete_gradient()
+                    decision = self._gradient.decide()
+                except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
+                    place.unfinished = ""
+                    raise
+                self.optimizer.overflow = not decision.is_taken
+                why_skipped = ""
+                if decision.is_taken:
+                    self.optimizer.engine_step()
+                    train.step_taken()
+                else:
+                    why_skipped = self._gradient.explain_skip()
+                    self._parts.meter.end_step()
+                    train.step_skipped(why_skipped)
+                backward.discard()
+                train.end_step()
+                place.unfinished = ""
+            place.num_steps = number = train.global_steps
             ended = EndedStep(number, why_skipped, rates, micro_steps, client_state or {})
             for follow in self._extensions.stepped:
                 follow(ended)
@@ -236,10 +258,10 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         Args:
             batches: ``gradient_accumulation_steps`` micro-batches are taken from it.
             compute_loss: computes the loss of one, by one call of the engine. With the vertical
-                schedule it runs on another thread, so contexts such as `torch.autocast` must be
-                entered within it. None: a micro-batch is the keyword arguments of the model (a
-                mapping) or its positional ones (a tuple or list, or a tensor alone), and the loss
-                is what the model returns, or its entry "loss".
+                schedule it runs on another thread and enters contexts such as `torch.autocast`
+                itself. None: a micro-batch is the model's keyword arguments (a mapping) or its
+                positional ones (a tuple or list, or a tensor alone), and the loss is what the model
+                returns, or its entry "loss".
             over: as in `backward`.
             client_state: as in `step`.
 
@@ -283,58 +305,20 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
 
-    def _update(self) -> str:
-        """Update the parameters, or skip the step on all ranks and return why."""
-        self._parts.guard.check()
-        self.optimizer.check_groups()
-        for follow in self._extensions.before_update:
-            follow(self._train.global_steps + 1)
-        backward = self._passes.backward
-        backward.check_last()
-        self.place.unfinished = "step()"  # other ranks update once they have this one's statistics
-        try:
-            backward.start_agreement()
-            if self._extensions.agreed:  # they may raise, so no update is enqueued before
-                backward.complete_gradient()
-            for check in self._extensions.agreed:
-                check()
-            self.optimizer.update_ahead()
-            backward.complete_gradient()
-            decision = self._gradient.decide()
-        except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
-            self.place.unfinished = ""
-            raise
-        why_skipped = "" if decision.is_taken else self._gradient.explain_skip()
-        self.optimizer.overflow = not decision.is_taken
-        if decision.is_taken:
-            self.optimizer.engine_step()
-            self._train.step_taken()
-        else:
-            self._parts.meter.end_step()
-            self._train.step_skipped(why_skipped)
-        backward.discard()
-        self._train.end_step()
-        self.place.unfinished = ""
-        return why_skipped
-
     def memory_report(self) -> dict[str, int]:
-        """Return bytes on this rank by kind, without activations and the state tier's memory.
-
-        The undo log of updates in backward, in host memory, is among them.
-        """
+        """Return bytes as `ShardedModel.memory_report`, and the undo log's, in host memory."""
         undo = self._gradient.policy.undo_bytes
         return super().memory_report() | ({"undo log": undo} if undo else {})
 
     def idle_backward(self, *, over: int | None = None) -> None:
         """Take part in one forward and backward of the other ranks, without data.
 
-        For a rank whose data has ended before that of others. It gathers and reduces what they do,
-        in the order of blocks of this rank's last forward (before the first one: the module
-        tree's), and adds zero to each gradient. Averages still count all ranks, as by
-        `torch.distributed.algorithms.Join` for DDP with its default
-        ``divide_by_initial_world_size=True``: for a mean over the samples there are, scale the
-        others' loss by world size / ranks with data. Buffers that are broadcast remain those of
-        rank 0. ``over`` as in `backward`. ``step`` follows: see `idle_step`.
+        For a rank whose data has ended. It gathers and reduces what others do, in the order of
+        blocks of this rank's last forward (before the first one: the module tree's), and adds zero
+        to each gradient. Averages still count all ranks, as by `torch.distributed.algorithms.Join`
+        with its default ``divide_by_initial_world_size=True``: for a mean over the samples there
+        are, scale the others' loss by world size / ranks with data. Buffers that are broadcast
+        remain those of rank 0. ``over`` as in `backward`. ``step`` follows: see `idle_step`.
         """
         for follow in self._extensions.idled:
             follow()
@@ -345,10 +329,9 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         self._train.scale(nothing, over).backward()  # type: ignore[no-untyped-call]
 
     def idle_step(self, *, over: int | None = None) -> None:
-        """Take part in one micro-step of the other ranks, without data.
+        """Take part in one micro-step of the other ranks, without data: `idle_backward` and `step`.
 
-        `idle_backward` and `step`: the counterpart of one forward, backward and step elsewhere. It
-        updates this rank's part of the parameters.
+        It updates this rank's part of the parameters.
         """
         self._micro_batches.check_apart("idle_step()")
         self.idle_backward(over=over)
@@ -364,10 +347,7 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         self._train.accumulation.override = is_boundary
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether this micro-step, and each from now on, is the last of its step.
-
-        `set_gradient_accumulation_boundary` by FSDP2's name.
-        """
+        """Call `set_gradient_accumulation_boundary`: FSDP2's name of it."""
         self.set_gradient_accumulation_boundary(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
@@ -388,11 +368,9 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         """Clip the gradient of the step by its p-norm and return the norm before, unscaled.
 
         As `torch.nn.utils.clip_grad_norm_` over the whole model, between the last backward of a
-        step and ``step``. ``gradient_clipping`` acts after it. Every rank must call it.
-        ``param.grad`` stays as it was: the step applies the factor.
-
-        `torch.nn.utils.clip_grad_norm_` works at stage 0. At stages 1 to 3 parameters have no
-        ``grad``, so it clips nothing, and a warning says so.
+        step and ``step``, which applies the factor. ``gradient_clipping`` acts after it. Every rank
+        must call it. Torch's own works at stage 0. At stages 1 to 3 parameters have no ``grad``, so
+        it clips nothing, and a warning says so.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``.
@@ -410,8 +388,7 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate locally: backward within keeps gradients on the rank, unreduced, as in DDP.
 
-        It saves a reduction per micro-step and takes the memory of the whole gradient. The last
-        backward of a step usually runs outside; if not, ``step`` reduces.
+        It saves a reduction per micro-step and takes the memory of the whole gradient.
 
         Raises:
             RuntimeError: ``world_size_invariant`` reduces every backward.

@@ -1,9 +1,8 @@
 """A model whose parameters may be in shards: call it, read its values, export them.
 
-``zero_core.build(..., is_training=False)`` makes one, for a model too large for one rank, without
-gradients, master weights and optimizer state. `zero_core.Engine` adds the verbs of a training. At
-stage 3 the model's values are in the engine's shards: end it with `ShardedModel.unwrap`, which
-leaves them in the model, before another engine trains it.
+``zero_core.build(..., is_training=False)`` makes one, without gradients, master weights and
+optimizer state. `zero_core.Engine` adds the verbs of a training. At stage 3 the model's values are
+in the engine's shards: `ShardedModel.unwrap` leaves them in the model, for another engine.
 """
 
 from __future__ import annotations
@@ -86,12 +85,9 @@ class _UnitCalls:
         """Set whether a forward releases the parameters that it has gathered (stage 3).
 
         False keeps them, with gradients until their backward, without until values change or
-        True is set: several forwards then gather once, for the memory of what is kept. As FSDP2's
-        method of the name. Every rank must call it, between two steps.
-
-        Args:
-            reshard_after_forward: True is the default of an engine.
-            modules: whose units are meant; None: all.
+        True, the default, is set: several forwards then gather once, for the memory of what is
+        kept. ``modules``: whose units are meant; None: all. As FSDP2's method of the name. Every
+        rank must call it, between two steps.
 
         Raises:
             ValueError: one of ``modules`` is not this engine's.
@@ -104,10 +100,10 @@ class _UnitCalls:
     def generating(self) -> Iterator[nn.Module]:
         """Keep parameters gathered between forwards without gradients, within (stage 3).
 
-        For text generation; the model's own ``generate``, if it has one, enters it by itself. The
-        first forward gathers. Units stay up to ``stage3_max_live_parameters`` elements; where there
-        are more, the others are gathered in each forward, and all ranks must run equally many of
-        them (``synced_gpus`` of transformers). Every rank must enter it, between two steps.
+        For text generation; the model's own ``generate`` enters it by itself. Units stay up to
+        ``stage3_max_live_parameters`` elements; where there are more, the others are gathered in
+        each forward, and all ranks must run equally many of them (``synced_gpus`` of transformers).
+        Every rank must enter it, between two steps.
         """
         self._device_states.check("generating()", NO_PARTS)
         limit = self.config.zero_optimization.stage3_max_live_parameters
@@ -122,9 +118,8 @@ class _UnitCalls:
     ) -> None:
         """Gather the units of ``modules`` while that of ``module`` is computed in forward.
 
-        Units are gathered in one order on all ranks, so ``modules`` must be those that follow
-        ``module`` in it. Without any it is one, the default. Each takes the memory of a unit. As
-        FSDP2's method of the name. Every rank must call it, between two steps.
+        They must be those that follow ``module`` in the order of all ranks. Without any it is one,
+        the default. As FSDP2's method of the name. Every rank must call it, between two steps.
 
         Raises:
             ValueError: ``modules`` are others, or not this engine's.
@@ -262,8 +257,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say how to make an engine that trains, where one is needed."""
-            trained = {name for each in ShardedModel.__subclasses__() for name in dir(each)}
-            if type(self) is ShardedModel and name in {"optimizer", *trained}:
+            trained = ShardedModel.__subclasses__() if type(self) is ShardedModel else ()
+            if any(name == "optimizer" or hasattr(each, name) for each in trained):
                 raise EvaluationOnlyError(
                     f"{name}: this engine was built for evaluation: build(is_training=True) makes "
                     "one that trains"
@@ -274,8 +269,6 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Take the hooks off the model, which nobody can end any more."""
         if (parts := vars(self).get("_parts")) is not None:
             parts.ownership.dropped()
-
-    # ------------------------------------------------------------------ using
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module without gradients. Floating inputs are cast to the compute dtype."""
@@ -298,9 +291,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def idle_forward(self) -> None:
         """Take part in one forward without gradients of the other ranks, without data.
 
-        For ranks that evaluate or generate less than others: at stage 3 the others wait for this
-        rank's shards. Nothing is computed. It follows the order of blocks of this rank's last
-        forward, or the module tree's before the first one.
+        At stage 3 the others wait for this rank's shards. Nothing is computed. It follows the order
+        of blocks of this rank's last forward, or the module tree's before the first one.
         """
         with torch.no_grad():
             self._idle_forward()
@@ -338,14 +330,12 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)
 
-    # ---------------------------------------------------------------- keeping
-
     def allow_empty_entries(self, advice: str) -> None:
         """Have ``module.state_dict()`` on this rank give empty tensors for values not held here.
 
-        By default it raises. It is meant for callers that read the names alone, or throw the dict
-        away, as ranks do that write nothing. Rank 0 logs a warning, once, which ends with
-        ``advice``: how a caller gets the values.
+        By default it raises. For callers that need only the names, or discard the result, such as
+        ranks that write nothing. Rank 0 logs a warning, once, which ends with ``advice``: how a
+        caller gets the values.
         """
         self._device_states.check("allow_empty_entries()", NO_PARTS)
         self._parts.ownership.allow_empty_entries(advice)
@@ -354,8 +344,6 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Have errors about uses of sharded parameters name the calls of another interface."""
         for flat in self.sharded_state.params:
             flat.shown.cures = cures
-
-    # -------------------------------------------------------- offload of states
 
     def offload_states(
         self,
@@ -366,17 +354,16 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     ) -> None:
         """Copy states to host memory and free the device's, until `reload_states`.
 
-        For programs that need the device for something else meanwhile, such as generation by an
-        inference engine. Meanwhile what needs a part that is away raises RuntimeError: a forward
-        needs "parameters" and "buffers", a backward "gradients" too, all else every part.
-        A forward whose backward is to come must run after `reload_states`. Every rank must call
-        it, between two steps or micro-steps. Parts that are away already stay so. On a CPU, memory
-        that ranks share is not freed. Buffers of the model stay.
+        Meanwhile what needs a part that is away raises RuntimeError: a forward needs "parameters"
+        and "buffers", a backward "gradients" too, all else every part. A forward whose backward is
+        to come must run after `reload_states`. Every rank must call it, between two steps or
+        micro-steps. Parts that are away already stay so. On a CPU, memory that ranks share is not
+        freed. Buffers of the model stay.
 
         Args:
             parts: which of `zero_core.StatePart`; None: all. In fp32, "parameters" are the master
                 weights too.
-            pin_memory: copy to page-locked memory: faster, and not for other use meanwhile.
+            pin_memory: copy to page-locked memory: faster.
             non_blocking: return before the copies are done; memory is free in the order of the
                 current stream then, and stays reserved by torch's allocator.
 
@@ -405,8 +392,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Bring back to the device what `offload_states` has taken away, with the same bits.
 
         Every rank must call it. Addresses change: a captured CUDA graph must be captured again.
-        ``non_blocking`` returns before the copies are done, which later work on the current stream
-        waits for.
+        ``non_blocking``: the host does not wait for the copies, the current stream does.
 
         Raises:
             torch.OutOfMemoryError: the device lacks the memory. All parts stay offloaded: free some
@@ -419,8 +405,6 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def offloaded_states(self) -> frozenset[str]:
         """Parts that `offload_states` has taken away."""
         return self._device_states.offloaded
-
-    # ----------------------------------------------------------------- ending
 
     def close(self) -> None:
         """Remove the engine's hooks, on this rank alone: it waits for no other.
@@ -436,11 +420,10 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def unwrap(self, *, dtype: torch.dtype | None = None, drops_partial: bool = False) -> nn.Module:
         """End the engine and return its model with every value whole.
 
-        Another engine may follow; `close` alone leaves a model without the values that this rank
-        does not have. Parameters stay the same objects; each rank then holds all of them in its CPU
-        memory, and the buffers too. An optimizer that was given to ``build`` may be stepped again;
-        its states are those that it came with, or, where it updates whole parameters, those of this
-        rank's. Every rank must call it, between two steps.
+        Another engine may follow. Parameters stay the same objects; each rank then holds all of
+        them in its CPU memory, and the buffers too. An optimizer that was given to ``build`` may be
+        stepped again; its states are those that it came with, or, where it updates whole
+        parameters, those of this rank's. Every rank must call it, between two steps.
 
         Args:
             dtype: of floating values, as in `full_state_dict`.
@@ -491,10 +474,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self._parts.ownership.hooks += hooks
 
     def stay_with_model(self) -> None:
-        """Live as long as the model or until the end, also where nobody else keeps the engine.
-
-        Otherwise values that are sharded go with an engine that is dropped.
-        """
+        """Live as long as the model or until the end: sharded values go with a dropped engine."""
         self._copies.engine = self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -516,9 +496,9 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def comm_report(self) -> tuple[Traffic, ...]:
         """Return what this rank sent in the last step, by collective and link.
 
-        There are no rows before a step. Rows are those of ``plan().traffic``, without the host
-        link, and Muon's gather, which a plan lacks. What is sent between two steps counts for the
-        second. Only what goes through the engine's own collectives is seen.
+        Rows, none before a step, are those of ``plan().traffic``, without the host link, and Muon's
+        gather, which a plan lacks. What is sent between two steps counts for the second. Only what
+        goes through the engine's own collectives is seen.
         """
         return self._parts.meter.report()
 

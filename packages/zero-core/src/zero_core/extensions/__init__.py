@@ -23,8 +23,7 @@ from zero_core.extensions.replicas import ReplicaCheck
 from zero_core.extensions.unused import UnusedParameters
 from zero_core.lifecycle import Ownership, Removable
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.recompute import Recompute
+from zero_core.runtime.host_inputs import HostInputs, Recompute
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.tiled.modules import TiledForwards
 

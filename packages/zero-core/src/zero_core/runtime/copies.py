@@ -1,14 +1,13 @@
 """Copies of the engine's model, and of its parts, that are free of the engine.
 
-The engine's hooks lie in the modules' own dictionaries, so that `copy.deepcopy` would take them
-along: a copy would gather on behalf of the engine. While a copy is made they are taken off.
+The engine's hooks are in the modules' own dictionaries. With them a copy would gather on behalf of
+the engine, so they are taken off while `copy.deepcopy` runs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -63,29 +62,23 @@ class ModelCopies:
                     f"that a copy of the module would not either: copy within "
                     f"{self._state.cures.read}, on every rank"
                 )
-        with self._taken_off():
-            return copy.deepcopy(module, memo)
-
-    @contextmanager
-    def _taken_off(self) -> Iterator[None]:
-        handles = [
-            handle
-            for some in self._handles
-            for found in some
-            for handle in (found.handles if isinstance(found, SuspendableHooks) else (found,))
-        ]
+        handles: list[Any] = []
+        for found in (found for some in self._handles for found in some):
+            handles += found.handles if isinstance(found, SuspendableHooks) else [found]
+        methods = [handle for handle in handles if isinstance(handle, ObjectMethods)]
         dicts = {id(d): d for d in map(_dict_of, handles) if d is not None}
         before = [(d, list(d.items())) for d in dicts.values()]
         self.remove()
         try:
-            with ExitStack() as stack:
-                for handle in reversed(handles):  # the last method that was replaced first
-                    if (own := _dict_of(handle)) is not None:
-                        own.pop(handle.id, None)
-                    elif isinstance(handle, ObjectMethods):
-                        stack.enter_context(handle.suspended())
-                yield
+            for handle in handles:
+                if (own := _dict_of(handle)) is not None:
+                    own.pop(handle.id, None)
+            for method in reversed(methods):  # the last that was replaced first
+                method.remove()
+            return copy.deepcopy(module, memo)
         finally:
+            for method in methods:
+                method.attach()
             for own, items in before:  # in the order that they had
                 own.clear()
                 own.update(items)

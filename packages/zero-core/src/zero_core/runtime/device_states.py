@@ -2,15 +2,14 @@
 
 [Note: emptied storages]
 Every long-lived buffer is one storage with many views (parameters, shards, master weights, slices
-of states). Its bytes are copied to the host and the storage is resized to zero. Reloading resizes
-it back and copies the bytes into it. So all views stay the objects that they were, and only
-addresses change. Scratch memory is not copied. Memory that other ranks map (shards and gradients
-among ranks on a CPU) cannot be resized and stays.
+of states). Its bytes are copied to the host and the storage is resized to zero, and back. So views
+stay the objects that they were, and only addresses change. Scratch memory is not copied. Memory
+that other ranks map (shards and gradients among ranks on a CPU) cannot be resized and stays.
 
 Reading an emptied storage would crash. So parameters become placeholders, every module of the model
-refuses a forward by a hook that is there only meanwhile, and the runtime refuses backwards. At
-stages 0 to 2 autograd would read saved parameters before it gets there: torch refuses the backward
-of an earlier forward, as its parameters have a newer version, and does so after reloading, too.
+refuses a forward by a hook that is there only meanwhile, and the backward pass refuses to begin. At
+stages 0 to 2 torch refuses the backward of an earlier forward, whose parameters have a newer
+version, and does so after reloading, too.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class _HostCopy:
     """A storage and, if its bytes are kept, a copy of them on the host."""
 
     def __init__(self, storage: torch.UntypedStorage, *, is_kept: bool, pin_memory: bool) -> None:
-        """Start to copy the bytes if they are kept."""
         self.storage = storage
         self._nbytes = storage.nbytes()
         self._host: Tensor | None = None
@@ -116,11 +114,7 @@ class DeviceStates:
         self.check_here(what, needed)
 
     def check_here(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part is away or after the engine's end, and prepare for it.
-
-        If it needs all parts, what was published has ended then, so nothing that it exchanges meets
-        a publication that another rank has yet to launch.
-        """
+        """Refuse ``what`` while a part is away or after the engine's end, and prepare for it."""
         if self.ended_by:
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
@@ -129,10 +123,10 @@ class DeviceStates:
             )
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
-        if needed is not ALL_PARTS:
-            return
-        self._passes.units.drain()
-        self.edits.find()
+        if needed is ALL_PARTS:
+            # Exchanges of ``what`` meet no publication that another rank has yet to launch.
+            self._passes.units.drain()
+            self.edits.find()
 
     def check_states(self, what: str) -> None:
         """Do as `check` for ``what`` reads master weights, which have all that was written then."""
@@ -154,8 +148,7 @@ class DeviceStates:
     ) -> None:
         """See `zero_core.Engine.offload_states`.
 
-        ``keeps_gradients``: gradients wait for a step, so they are copied. All copies are there
-        before the first storage is emptied, so that a failed allocation changes nothing.
+        ``keeps_gradients``: gradients wait for a step, so they are copied.
         """
         wanted = [part for part in StatePart if part in set(parts) - self._away.keys()]
         if not wanted:
@@ -168,14 +161,20 @@ class DeviceStates:
         self._state.quiesce()
         if is_accelerator:
             torch.accelerator.synchronize(device)  # no other stream uses what is freed
-        storages = self._storages()
-        copies: dict[StatePart, list[_HostCopy]] = {}
-        pins = pin_memory and is_accelerator
-        for part in wanted:
+        # All are there before the first storage is emptied: a failed allocation changes nothing.
+        copies: dict[StatePart, list[_HostCopy]] = {part: [] for part in wanted}
+        held = [holder.device_tensors() for holder in (self._memory, *self._holders)]
+        seen: set[int] = set()  # a storage that several parts use is the first one's
+        for part in StatePart:
             is_kept = keeps_gradients if part is StatePart.GRADIENTS else part != StatePart.BUFFERS
-            copies[part] = [
-                _HostCopy(one, is_kept=is_kept, pin_memory=pins) for one in storages[part]
-            ]
+            for tensor in (tensor for one in held for tensor in one.get(part, ())):
+                storage = tensor.untyped_storage()
+                is_new = storage_of(tensor) not in seen
+                seen.add(storage_of(tensor))
+                is_here = storage.device.type == device.type and storage.nbytes() > 0
+                if part in copies and is_new and is_here and storage.resizable():
+                    pins = pin_memory and is_accelerator
+                    copies[part].append(_HostCopy(storage, is_kept=is_kept, pin_memory=pins))
         if StatePart.PARAMETERS in wanted:
             self._passes.units.vacate()
         self._away |= copies
@@ -221,19 +220,3 @@ class DeviceStates:
         self._passes.backward.why_refused = None
         if device.type != "cpu" and not non_blocking:
             torch.accelerator.synchronize(device)
-
-    def _storages(self) -> dict[StatePart, list[torch.UntypedStorage]]:
-        """Return the storages of each part. One that several parts use is the first one's."""
-        held = [holder.device_tensors() for holder in (self._memory, *self._holders)]
-        seen: set[int] = set()
-        found: dict[StatePart, list[torch.UntypedStorage]] = {}
-        for part in StatePart:
-            found[part] = []
-            for tensor in (tensor for one in held for tensor in one.get(part, ())):
-                storage = tensor.untyped_storage()
-                is_new = storage_of(tensor) not in seen
-                seen.add(storage_of(tensor))
-                is_here = storage.device.type == self._state.device.type
-                if is_new and is_here and storage.nbytes() and storage.resizable():
-                    found[part].append(storage)
-        return found

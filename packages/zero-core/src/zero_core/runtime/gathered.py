@@ -324,29 +324,24 @@ class GatheredParams:
     ) -> Iterator[_FullParam]:
         """Gather the ``wanted`` parameters of ``unit``. Add those not kept to ``copies``."""
         is_needed = self._passes.is_needed(unit)
-        copied = [not (is_needed or flat.is_kept) for flat, _ in wanted]
+        copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
         # A copy of another context is held once more: that one may end before this one.
-        missing = [
-            is_copied and flat.shown.copy_of(position) is None
-            for (flat, position), is_copied in zip(wanted, copied, strict=True)
-        ]
-        new: list[Tensor | None] = [None] * len(wanted)
-        if any(missing) or not all(copied):
+        missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]
+        new: dict[tuple[FlatParams, int], Tensor] = {}
+        if missing or len(copied) < len(wanted):
             if not is_needed:
                 self._units.release(unit)
             self._units.gather_exact(unit)
             with torch.inference_mode(False):  # they may serve an initialization
-                for n, (flat, position) in enumerate(wanted):
-                    if missing[n]:
-                        new[n] = flat.params[position].data.clone()
+                new = {(flat, n): flat.params[n].data.clone() for flat, n in missing}
             if not is_needed:
                 self._units.release(unit)
-        for (flat, position), is_copied, copy in zip(wanted, copied, new, strict=True):
-            if not is_copied:
-                yield self._full(flat, position, flat.params[position].data)
-                continue
-            copies.append(self._full(flat, position, flat.shown.hold(position, copy)))
-            yield copies[-1]
+        for flat, n in wanted:
+            if is_needed or flat.is_kept:
+                yield self._full(flat, n, flat.params[n].data)
+            else:
+                copies.append(self._full(flat, n, flat.shown.hold(n, new.get((flat, n)))))
+                yield copies[-1]
 
 
 def _compare(full: _FullParam, before: Tensor) -> float:

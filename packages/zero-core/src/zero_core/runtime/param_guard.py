@@ -1,15 +1,12 @@
 """Checks that the model still has the parameters that the engine was built over.
 
 [Note: what a model may not do after build()]
-The engine keeps a parameter's values in memory of its own and its gradient hook on the object. A
-parameter that is replaced, added or tied to another name later is followed by nobody; one whose
-memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``) no longer follows
-the engine. Both are errors at the next forward with gradients, or at the next step. The
-``flatten_parameters`` of torch's recurrent modules, which replaces memory on a GPU, does nothing
-while the engine has them. What keeps the objects and their memory is allowed: ``requires_grad_``,
-``module.to`` of the same device and dtype, in-place writes within `gathered`, wrappers around
-modules, modules without parameters. A forward may be given other tensors for a while by
-`torch.func.functional_call`.
+The engine keeps a parameter's values in memory of its own and its gradient hook on the object. It
+does not track a parameter that is replaced, added or tied to another name later, nor one whose
+memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``): errors at the next
+forward with gradients, or at the next step. What keeps the objects and their memory is allowed:
+``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes within `gathered`,
+wrappers around modules, modules without parameters, `torch.func.functional_call`.
 
 [Note: trainable and frozen]
 A parameter is *trainable* if it is in a group of the optimizer when the engine is built, and not of
@@ -52,7 +49,7 @@ class ParamGuard:
     def __init__(
         self, model: nn.Module, values: Sequence[FlatParams], names: Mapping[int, str]
     ) -> None:
-        """Remember the model's parameters, memory and places, and ``names`` by ``id``."""
+        """Remember the model's parameters and places. ``names``: by ``id``."""
         self._model = model
         self._values = list(values)
         self._name_of_memory = names
@@ -141,8 +138,8 @@ class ParamGuard:
 def fix_memory(model: nn.Module) -> ObjectMethods:
     """Keep recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
 
-    ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, and many models call
-    it in each forward. Without it cuDNN copies the weights at each call, and torch warns of that.
+    ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, often in each forward.
+    Without it cuDNN copies the weights at each call, and torch warns of that.
     """
     modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     return ObjectMethods(_FLATTEN, [(module, lambda: None) for module in modules])

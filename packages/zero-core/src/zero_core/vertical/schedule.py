@@ -189,7 +189,7 @@ class VerticalSchedule:
         self._units.saved.leave_thread()  # each micro-batch watches its own
         self._passes.driver = Driver(self._enter, self._leave, self._take)
         if self._host_inputs is not None:
-            self._host_inputs.begin_turns(len(batches))
+            self._host_inputs.expect(len(batches))
         try:
             if self._in_attributes is not None:
                 self._in_attributes = _tensors_in_attributes(self._model)
@@ -222,7 +222,7 @@ class VerticalSchedule:
             raise
         finally:
             if self._host_inputs is not None:
-                self._host_inputs.end_turns()
+                self._host_inputs.expect(1)
             if host is not None:
                 host.settle()
         return [one.results[0] for one in micro_batches if one.results is not None]
