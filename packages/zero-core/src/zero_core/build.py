@@ -407,7 +407,7 @@ def _make_engine(
         state,
         passes,
         BufferSync(state.module, state.common_buffers, state.control, passes.backward),
-        ParamGuard(state.module, state.params, state.param_names),
+        ParamGuard(state),
         StateAccess(state, gradient, passes, device_states),
         device_states,
         train,

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -122,7 +121,7 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         )
         self.remove_at_end([optimizer.guard])
         if parts.config.zero_optimization.stage:  # at stage 0 the module's own drops it
-            drop = partial(_drop_gradient, weakref.ref(self), self.module)
+            drop = partial(_drop_gradient, optimizer, self.module)
             self.remove_at_end([ObjectMethods("zero_grad", [(self.module, drop)])])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -422,11 +421,7 @@ def _loss_of(engine: Engine, batch: Any) -> Tensor:
     return loss
 
 
-def _drop_gradient(
-    reference: weakref.ref[Engine], module: nn.Module, set_to_none: bool = True
-) -> None:
+def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: bool = True) -> None:
     """Drop the engine's gradient too, as ``zero_grad`` of its ``module``."""
-    engine = reference()
-    if engine is not None:
-        engine.optimizer.zero_grad()
+    optimizer.zero_grad()
     type(module).zero_grad(module, set_to_none)

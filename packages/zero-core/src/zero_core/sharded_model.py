@@ -33,9 +33,8 @@ from zero_core.core.passes import Passes
 from zero_core.core.saved import Holding
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.extensions.generation import Generation
-from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
+from zero_core.lifecycle import LeftShard, ModelCopies, Ownership, Removable, owner_of
 from zero_core.optim.train_state import LossScaler, TrainState
-from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.device_states import FORWARD_PARTS, NO_PARTS, DeviceStates, StatePart
 from zero_core.runtime.gathered import GatheredParams
 from zero_core.runtime.param_guard import ParamGuard, fix_memory
@@ -249,7 +248,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self.remove_at_end([self._gathering, Holding(self._gathering)])
         if parts.config.zero_optimization.stage == 3:
             self.remove_at_end([Generation(state.module, self)])
-        self._copies = ModelCopies(state, (parts.buffers.handles, ownership.hooks))
+        self._copies = ModelCopies(state, parts.buffers.handles, ownership.hooks)
         self._saver = Saver(state, parts.train, parts.beside)
         self.remove_at_end([self._copies, self._saver])
 

@@ -23,7 +23,7 @@ from zero_core.extensions.replicas import ReplicaCheck
 from zero_core.extensions.unused import UnusedParameters
 from zero_core.lifecycle import Ownership, Removable
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.host_inputs import HostInputs, Recompute
+from zero_core.runtime.host_inputs import HostInputs, recompute_blocks
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.tiled.modules import TiledForwards
 
@@ -81,7 +81,7 @@ def _recompute(
     wanted = site.config.activation_checkpointing
     assert wanted is not None, "the configuration has the key"
     blocks = [modules[unit.index] for unit in passes.units.blocks]
-    return Recompute(blocks, passes, host_inputs, is_on_cpu=wanted.cpu_checkpointing)
+    return recompute_blocks(blocks, passes, host_inputs, is_on_cpu=wanted.cpu_checkpointing)
 
 
 FIRST: dict[str, Callable[[Site], Extension]] = {

@@ -116,18 +116,14 @@ class _FullParam(NamedTuple):
 
 
 class GatheredParams:
-    """Implementation of `GatheredCalls`.
-
-    Attributes:
-        small: copies of small parameters, if they are kept.
-    """
+    """Implementation of `GatheredCalls`."""
 
     def __init__(self, passes: Passes, state: ShardedState, edits: Edits) -> None:
         self._passes = passes
         self._units = passes.units
         self.state = state
         self._edits = edits
-        self.small: _SmallParams | None = None
+        self.small: _SmallParams | None = None  # if they are kept
         # Of each open context, versions of what it only reads, by id of the parameter.
         self._reading: list[dict[int, int]] = []
         self._edited: set[int] = set()  # ids of parameters that a context may change
@@ -150,7 +146,6 @@ class GatheredParams:
             self.small.refresh()
 
     def remove(self) -> None:
-        """Drop the copies of small parameters."""
         if self.small is not None:
             self.small.remove()
 
@@ -172,7 +167,6 @@ class GatheredParams:
     def some_params(
         self, params: Iterable[nn.Parameter], modifier_rank: int | None
     ) -> Iterator[nn.Module]:
-        """Gather ``params`` within."""
         self._passes.forward.end_interrupted()
         wanted = list(params)
         if modifier_rank is not None:
@@ -272,13 +266,20 @@ class GatheredParams:
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
         """Refuse changes within a context that only reads, of which nothing would be left."""
-        changed = [
-            p.spec.name
-            for p in full
-            if p.param._version != versions[id(p.param)]
-            or p.flat.shown.restore(p.position)
-            or not _has_own_slice(p)
-        ]
+
+        def is_changed(p: _FullParam) -> bool:
+            if p.param._version != versions[id(p.param)] or p.flat.shown.restore(p.position):
+                return True
+            # A value that is the same has the bits of this rank's shard, where that has any.
+            slot = p.flat.segment.slots[p.position]
+            start, stop = slot.common(*p.flat.segment.shard_range(p.flat.rank))
+            if start == stop:
+                return False
+            shard = p.flat.part_of(p.position, p.flat.source.read())
+            own = p.spec.to_elements(p.tensor)[start:stop].to(shard.device)
+            return not torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
+
+        changed = [p.spec.name for p in full if is_changed(p)]
         if changed:
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
             cures = self.state.cures
@@ -359,23 +360,10 @@ def _compare(full: _FullParam, before: Tensor) -> float:
     return _CHANGED if bool(differs.any()) else _SAME
 
 
-def _has_own_slice(full: _FullParam) -> bool:
-    """Whether the value still has the bits of this rank's shard, where it has any."""
-    flat = full.flat
-    slot = flat.segment.slots[full.position]
-    start, stop = slot.common(*flat.segment.shard_range(flat.rank))
-    if start == stop:
-        return True
-    shard = flat.part_of(full.position, flat.source.read())
-    own = full.spec.to_elements(full.tensor)[start:stop].to(shard.device)
-    return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
-
-
 class _SmallParams:
-    """Copies of parameters of at most so many elements, until `remove`."""
+    """Copies of parameters of at most so many elements, each and in all, until `remove`."""
 
     def __init__(self, state: ShardedState, max_numel: int, max_total: int) -> None:
-        """Prepare for parameters of up to ``max_numel`` elements, ``max_total`` in all."""
         self._state = state
         self._limits = max_numel, max_total
         self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # and the copies' bytes
@@ -427,7 +415,6 @@ class _SmallParams:
                 torch._foreach_copy_(parts, row[: sum(sizes)].split(sizes))
 
     def remove(self) -> None:
-        """Leave the parameters to their shards alone."""
         for flat, position, _ in self._held or ():
             flat.shown.drop(position)
         self._held = []

@@ -222,34 +222,22 @@ class HostInputs:
         return found
 
 
-class Recompute(ObjectMethods):
-    """Wraps the forwards of blocks until `remove`. See [Note: recomputed blocks]."""
+def recompute_blocks(
+    blocks: Sequence[nn.Module], passes: Passes, host_inputs: HostInputs | None, *, is_on_cpu: bool
+) -> ObjectMethods:
+    """Wrap the forwards of ``blocks``, in the passes' order. See [Note: recomputed blocks].
 
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        passes: Passes,
-        host_inputs: HostInputs | None,
-        *,
-        is_on_cpu: bool,
-    ) -> None:
-        """Wrap ``blocks``, the modules of the passes' blocks, in their order.
+    ``is_on_cpu``: a block's inputs wait in host memory, where ``host_inputs`` move those on an
+    accelerator.
+    """
+    backward = passes.backward
 
-        ``is_on_cpu``: a block's inputs wait in host memory, where ``host_inputs`` move those on an
-        accelerator.
-        """
-        self._is_on_cpu = is_on_cpu
-        self._host_inputs = host_inputs
-        self._backward = passes.backward
-        pairs = zip(passes.units.blocks, blocks, strict=True)
-        super().__init__("forward", [(module, self._wrap(unit, module)) for unit, module in pairs])
-
-    def _wrap(self, unit: Unit, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
+    def wrap(unit: Unit, block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
 
         @contextmanager
         def recomputing() -> Iterator[None]:
-            self._backward.enter_recompute(unit)
+            backward.enter_recompute(unit)
             yield
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -259,12 +247,15 @@ class Recompute(ObjectMethods):
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            if torch.compiler.is_compiling() and not self._is_on_cpu:
+            if torch.compiler.is_compiling() and not is_on_cpu:
                 # The compiled backward recomputes; the weights that it saved tell when it begins.
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            with nullcontext() if self._host_inputs is None else self._host_inputs.context():
+            with nullcontext() if host_inputs is None else host_inputs.context():
                 return checkpoint(
                     forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
                 )
 
         return wrapped
+
+    pairs = zip(passes.units.blocks, blocks, strict=True)
+    return ObjectMethods("forward", [(block, wrap(unit, block)) for unit, block in pairs])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import outside_graphs
-from zero_core.core.params import FlatParams
 from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import plain_name
 from zero_core.object_methods import ObjectMethods
+from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
 _FLATTEN = nn.RNNBase.flatten_parameters.__name__
@@ -46,17 +46,15 @@ _ADVICE = (
 class ParamGuard:
     """Refuses what [Note: what a model may not do after build()] names, and unfreezing."""
 
-    def __init__(
-        self, model: nn.Module, values: Sequence[FlatParams], names: Mapping[int, str]
-    ) -> None:
-        """Remember the model's parameters and places. ``names``: by ``id``."""
-        self._model = model
-        self._values = list(values)
-        self._name_of_memory = names
-        self._num_names = Counter(id(param) for param in _named(model).values())
+    def __init__(self, state: ShardedState) -> None:
+        """Remember the model's parameters and their places."""
+        self._model = state.module
+        self._values = state.params
+        self._name_of_memory = names = state.param_names
+        self._num_names = Counter(id(param) for param in _named(state.module).values())
         self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
-        trainable = {id(p) for v in values if v.segment.is_trainable for p in v.params}
-        self._frozen = [p for p in model.parameters() if id(p) not in trainable]
+        trainable = {id(p) for v in state.params if v.segment.is_trainable for p in v.params}
+        self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
         self._remember_places()
 
     def watch(self) -> Any:
