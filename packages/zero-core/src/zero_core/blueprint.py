@@ -28,17 +28,13 @@ from zero_core.tiled import check_names
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Description of a model for one world size.
-
-    ``optimizer`` is the one that was ``given``, or else the configuration's. ``group_of`` has the
-    optimizer group of each trainable parameter, by the parameter's number.
-    """
+    """Description of a model for one world size."""
 
     module: nn.Module
     found: Discovered
     layout: Layout
-    optimizer: torch.optim.Optimizer
-    group_of: dict[int, int]
+    optimizer: torch.optim.Optimizer  # the one that was ``given``, or else the configuration's
+    group_of: dict[int, int]  # optimizer group of each trainable parameter, by its number
     given: torch.optim.Optimizer | None
 
     @classmethod
@@ -52,9 +48,8 @@ class Blueprint:
         is_training: bool = True,
     ) -> Blueprint:
         """Describe ``model``, which is not changed. Unless ``is_training`` it is all frozen."""
-        leaf = config.zero_optimization.leaf_module
+        leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
-        given = optimizer
         for param, names in zip(found.params, found.names, strict=True):
             if param.is_complex():
                 raise ConfigError(
@@ -79,15 +74,18 @@ class Blueprint:
         units = [(name, members) for name, _, members in found.units]
         if config.tiled_compute is not None:
             check_names(model, config.tiled_compute)
-        layout = Layout.build(
-            specs,
-            units,
-            world_size,
-            is_in_chunks=config.world_size_invariant,
-            has_tail=found.has_tail,
-        )
-        if is_training:
-            check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)
+        in_chunks, has_tail = config.world_size_invariant, found.has_tail
+        layout = Layout.build(specs, units, world_size, is_in_chunks=in_chunks, has_tail=has_tail)
+        # A tier, which sees its rank's parameters alone, cannot tell that a pattern has none.
+        trained = [param.name for param in layout.params if param.is_trainable]
+        patterns = config.zero_optimization.offload_optimizer.parameters if is_training else None
+        for pattern in patterns or ():
+            if not any(fnmatchcase(name, pattern) for name in trained):
+                near = difflib.get_close_matches(pattern, trained, n=3, cutoff=0.4) or trained[:3]
+                raise ConfigError(
+                    f"zero_optimization.offload_optimizer.parameters: {pattern!r} matches no "
+                    f"trainable parameter; near it are {near}"
+                )
         return cls(model, found, layout, optimizer, group_of, given)
 
     def check_ranks_agree(
@@ -128,13 +126,12 @@ class Blueprint:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer without their parameters."""
-        initial = "initial_accumulator_value"  # Adagrad takes its constructor's, not a group's
-        is_adagrad = isinstance(self.optimizer, torch.optim.Adagrad)
-        made_with = {initial: self.optimizer.defaults[initial]} if is_adagrad else {}
-        return [
-            {k: v for k, v in group.items() if k != "params"} | made_with
-            for group in self.optimizer.param_groups
-        ]
+        made_with = {}
+        if isinstance(self.optimizer, torch.optim.Adagrad):  # it takes its constructor's
+            initial = "initial_accumulator_value"
+            made_with[initial] = self.optimizer.defaults[initial]
+        groups = self.optimizer.param_groups
+        return [{k: v for k, v in g.items() if k != "params"} | made_with for g in groups]
 
 
 def _digest(text: str) -> str:
@@ -171,11 +168,8 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
             "no optimizer: give one in the configuration ('optimizer': {'type': 'AdamW', "
             "'params': {'lr': ...}}) or pass optimizer=... to build()"
         )
-    params = [
-        (names[0], param)
-        for names, param in zip(found.names, found.params, strict=True)
-        if isinstance(param, nn.Parameter)
-    ]
+    named = zip((names[0] for names in found.names), found.params, strict=True)
+    params = [(name, param) for name, param in named if isinstance(param, nn.Parameter)]
     trainable = [param for _, param in params if param.requires_grad]
     if not trainable:
         raise ConfigError("the model has no parameter that requires a gradient")
@@ -214,18 +208,6 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
                 )
             group_of[number_of[id(param)]] = index
     return group_of
-
-
-def check_patterns(patterns: Sequence[str], layout: Layout) -> None:
-    """Refuse a pattern without a trainable parameter: a tier, which sees its rank's, cannot."""
-    names = [param.name for param in layout.params if param.is_trainable]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
-            raise ConfigError(
-                f"zero_optimization.offload_optimizer.parameters: {pattern!r} matches no "
-                f"trainable parameter; near it are {near}"
-            )
 
 
 def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) -> list[ParamSpec]:

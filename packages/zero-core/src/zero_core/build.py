@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from zero_core.config import Config, load_config
 from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
 from zero_core.core.facts import Facts
-from zero_core.core.grads import Arithmetic, FlatGrads
+from zero_core.core.grads import Arithmetic
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
@@ -57,7 +56,7 @@ from zero_core.protocols import (
 )
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.param_guard import warn_frozen
+from zero_core.runtime.param_guard import ParamGuard, warn_frozen
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
 from zero_core.sharded.buffers import CommonBuffers
 from zero_core.sharded.edits import Edits
@@ -70,8 +69,6 @@ from zero_core.step.states import StateAccess
 from zero_core.vertical.schedule import make_micro_batches
 from zero_core.watch.place import OUTSIDE
 from zero_core.watch.under_way import under_way
-
-_log = logging.getLogger(__name__)
 
 
 @overload
@@ -130,33 +127,29 @@ def build(
     stage 3 hold their values only while their unit is computed. Values and buffers are those of
     rank 0, as in DDP. Every rank must call it, with the same model and configuration.
 
-    A model made under `zero_core.deferred_init` gets its values here, one parameter at a time: no
-    rank ever holds more than its shards and one unit. The same holds for parameters that are
-    `zero_core.protocols.PartitionedParam`.
+    A model made under `zero_core.deferred_init`, or of `zero_core.protocols.PartitionedParam`, gets
+    its values here, one parameter at a time: no rank ever holds more than its shards and one unit.
 
     If it fails, model and optimizer are as before, and another call may follow: see [Note: a build
     is a transaction] in `zero_core.init.fill`.
 
     Args:
-        model: any module; nothing in it needs to be changed or wrapped.
+        model: any module, as it is.
         config: the configuration, or the path of its JSON file.
-        optimizer: a torch optimizer over parameters of ``model`` that steps on gradients; wins over
-            the configuration's. It is driven by ``engine.step()`` from now on. One that is not
-            known to be elementwise updates whole parameters (`zero_core.optim.whole_tier`).
-        lr_scheduler: a torch scheduler over ``optimizer``, or a function that makes one of the
-            optimizer; wins over the configuration's. It is stepped by ``engine.step()``.
+        optimizer: a torch optimizer over parameters of ``model``, which ``engine.step()`` steps; it
+            wins over the configuration's. One that is not known to be elementwise updates whole
+            parameters (`zero_core.optim.whole_tier`).
+        lr_scheduler: a torch scheduler over ``optimizer``, or a function of it that makes one,
+            which ``engine.step()`` steps; wins likewise.
         collectives: collectives, or a factory of them; wins over what the configuration names.
-        state_tier: a factory of the state tier; wins over what the configuration names.
-        param_tier: a factory of what holds parameter shards off the device, at stage 3; wins over
-            what the configuration names.
-        process_group: the data-parallel ranks; default: all, or one rank alone if
-            torch.distributed is not initialised.
+        state_tier: a factory of the state tier; wins likewise.
+        param_tier: a factory of what holds parameter shards off the device at stage 3; likewise.
+        process_group: the data-parallel ranks; default: all, or one if there is no group.
         mesh: the same as a device mesh: one dimension of ranks, or two, (nodes, ranks of a node);
             how many ranks share a node is found from the launcher's environment otherwise.
         pretrained: safetensors that give every value, read as by `zero_core.load_pretrained`; the
             model may then be on the meta device, but for buffers that are not in its state dict.
-        attach: called with the engine before values move to its memory, for an adapter that adds to
-            the engine and the model. If it raises, the build is undone.
+        attach: called with the engine before values move to its memory, for an adapter.
         extensions: follow the training, besides the configuration's.
         is_training: False for a `ShardedModel`, which evaluates alone.
 
@@ -178,27 +171,30 @@ def build(
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     initial = InitialValues(model)
-    joined = _join(
-        drawn, resolved, ranks, extensions, initial, has_pretrained=pretrained is not None
-    )
+    joined = _join(drawn, resolved, ranks, extensions, initial, is_given=pretrained is not None)
     if ranks.rank == 0 and is_training:
         warn_frozen(drawn.layout, drawn.found.params)
     former = FormerModel(model, drawn.found.params, drawn.optimizer, initial)
     try:
         with under_way("zero_core.build", rank=ranks.rank):
             held = _lay_out(joined, drawn, collectives, state_tier, param_tier)
-            former.ownership = ownership = Ownership(held.state)
+            former.ownership = held.ownership
             _take_values(joined, drawn, held.state, initial)
             schedule = _make_schedule(lr_scheduler, joined.config, drawn.optimizer)
-            train = TrainState(
-                joined.config, drawn.optimizer.param_groups, schedule, rank=ranks.rank
+            engine, units, followers = _make_engine(
+                joined, drawn, held, schedule, extensions, is_training=is_training
             )
-            made = _make_engine(joined, drawn, held, ownership, train, is_training=is_training)
-            engine = made.engine
             if attach is not None:
                 attach(engine)
-            _move_values(joined, drawn, held, engine, initial, former, pretrained)
-            _begin(joined, held, made)
+            if pretrained is None:
+                rounds = joined.config.data_types.master_weights_from == "rounded"
+                fill(drawn.found, held.state, initial, former, rounds_masters=rounds)
+            else:
+                load_pretrained(engine, pretrained)
+                former.has_pretrained = True
+                for flat in held.state.params:
+                    adopt(flat, former)
+            _begin(joined, held, engine, units, followers)
         for flat in held.state.params:
             former.give_up(flat)
         release_free_pages()  # what the parameters' own storage left
@@ -222,7 +218,6 @@ class _Joined:
     meter: Meter
     shared: SharedMemory | None
     transport: HostCollectives | DeviceCollectives
-    extensions: Sequence[Extension]
     arithmetic: Arithmetic
 
 
@@ -233,7 +228,7 @@ def _join(
     extensions: Sequence[Extension],
     initial: InitialValues,
     *,
-    has_pretrained: bool,
+    is_given: bool,
 ) -> _Joined:
     """Connect to the other ranks, and refuse those that differ. Every rank must call it."""
     check_devices(ranks)
@@ -242,7 +237,7 @@ def _join(
     control.place.enter("build()")
     drawn.check_ranks_agree(control, config, [one.describe() for one in extensions])
     with on_all_ranks(control, ConfigError):  # values that one of them does not know
-        initial.check(has_pretrained=has_pretrained)
+        initial.check(has_pretrained=is_given)
     per_node = count_per_node(control, ranks)
     arithmetic = arithmetic_of(config)
     is_ring = ranks.device.type != "cpu"
@@ -251,17 +246,7 @@ def _join(
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, shared, meter)
     config = config.on_nodes(per_node, ranks.size)
-    return _Joined(
-        config,
-        ranks,
-        control,
-        per_node,
-        meter,
-        shared,
-        transport,
-        extensions,
-        arithmetic,
-    )
+    return _Joined(config, ranks, control, per_node, meter, shared, transport, arithmetic)
 
 
 @dataclass(frozen=True)
@@ -274,10 +259,7 @@ class _Held:
     tier: StateTier
     units: Sequence[Unit]
     state: ShardedState
-
-    @property
-    def grads(self) -> list[FlatGrads]:
-        return [grads for unit in self.units for grads in unit.grads]
+    ownership: Ownership
 
 
 def _lay_out(
@@ -322,13 +304,11 @@ def _lay_out(
         quantized=found.quantized,
         changes=memory.changes,
     )
-    held = _Held(communicator, used, memory, tier, units, state)
     if used is transport and ranks.size > 1:
-        transport.prepare_reductions(
-            [(g.segment.padded_numel, g.plan.communicated, g.plan.accumulated) for g in held.grads],
-            ranks.device,
-        )
-    return held
+        grads = [(g.segment.padded_numel, g.plan) for unit in units for g in unit.grads]
+        reduced = [(numel, plan.communicated, plan.accumulated) for numel, plan in grads]
+        transport.prepare_reductions(reduced, ranks.device)
+    return _Held(communicator, used, memory, tier, units, state, Ownership(state))
 
 
 def _take_values(
@@ -343,47 +323,22 @@ def _take_values(
     initial.give_attributes()
 
 
-def _move_values(
-    joined: _Joined,
-    drawn: Blueprint,
-    held: _Held,
-    engine: ShardedModel,
-    initial: InitialValues,
-    former: FormerModel,
-    pretrained: str | Path | Sequence[str | Path] | None,
+def _begin(
+    joined: _Joined, held: _Held, engine: ShardedModel, units: UnitSet, followers: Extensions
 ) -> None:
-    """Give the engine its first values: the model's, or those of ``pretrained`` files."""
-    if pretrained is not None:
-        load_pretrained(engine, pretrained)
-        former.has_pretrained = True
-        for flat in held.state.params:
-            adopt(flat, former)
-        return
-    fill(
-        drawn.found,
-        drawn.layout,
-        held.state.params,
-        held.tier,
-        joined.control,
-        initial,
-        former,
-        rounds_masters=joined.config.data_types.master_weights_from == "rounded",
-    )
-
-
-def _begin(joined: _Joined, held: _Held, made: _Made) -> None:
     """Allocate what backwards borrow, and publish the first values."""
     tier, memory = held.tier, held.memory
     if joined.ranks.device.type != "cpu":
         memory.pools.reserve()
         if isinstance(tier, ReservingTier):
-            tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in held.grads])
+            grads = [grads for unit in held.units for grads in unit.grads]
+            tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
     for extension in held.state.extensions:
         extension.reset()
-    for follow in made.extensions.begun:
+    for follow in followers.begun:
         follow()
-    made.units.publish()  # what a tier has rounded otherwise
-    made.engine.publish()
+    units.publish()  # what a tier has rounded otherwise
+    engine.publish()
     for flat in held.state.params:
         flat.shown.forget_marks()
     joined.control.place.enter(OUTSIDE)
@@ -410,44 +365,37 @@ def _make_schedule(
     return schedule
 
 
-@dataclass(frozen=True)
-class _Made:
-    engine: ShardedModel
-    units: UnitSet
-    extensions: Extensions
-
-
 def _make_engine(
     joined: _Joined,
     drawn: Blueprint,
     held: _Held,
-    ownership: Ownership,
-    train: TrainState,
+    schedule: Schedule | None,
+    given: Sequence[Extension],
     *,
     is_training: bool,
-) -> _Made:
+) -> tuple[ShardedModel, UnitSet, Extensions]:
     """Make the passes, the step and the extensions, and hook the model."""
     config, ranks, layout, meter = joined.config, joined.ranks, drawn.layout, joined.meter
     communicator, memory, state = held.communicator, held.memory, held.state
+    arithmetic = joined.arithmetic
+    train = TrainState(config, drawn.optimizer.param_groups, schedule, rank=ranks.rank)
     sizes = len(layout.params), len(layout.units)
-    facts = Facts(communicator, ranks.device, *sizes, meter, joined.arithmetic)
+    facts = Facts(communicator, ranks.device, *sizes, meter, arithmetic)
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
     site = Site(config, state, train, facts, ranks, joined.per_node)
     if is_training:  # their hooks run behind those of the passes
-        attach_extensions(joined.extensions, state, ownership)
-        followers += make_extensions(site, joined.extensions)
+        attach_extensions(given, state, held.ownership)
+        followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))
     extensions = Extensions(followers)
-    gradient = StepGradient(
-        state, communicator, train, config, facts, extensions, joined.arithmetic
-    )
+    gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
     passes = Passes(unit_set, communicator, gradient, facts)
     modules = [module for _, module, _ in drawn.found.units]
     is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"
     host_inputs = HostInputs(ranks.device) if is_apart else None
-    installed: list[Removable] = [f for f in followers if f not in joined.extensions]
+    installed: list[Removable] = [f for f in followers if f not in given]
     installed += [handle for follower in followers for handle in follower.handles]
     installed += wrap_forwards(site, passes, modules, host_inputs)
     installed += hooks.install(passes, modules)
@@ -455,9 +403,12 @@ def _make_engine(
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)
     parts = EngineParts(
         config,
-        ownership,
+        config.compute_dtype,
+        config.autocast_dtype,
+        held.ownership,
         state,
         passes,
+        ParamGuard(state),
         StateAccess(state, gradient, passes, device_states),
         device_states,
         train,
@@ -470,23 +421,14 @@ def _make_engine(
     if not is_training:
         model = ShardedModel(parts)
         model.remove_at_end(installed)
-        return _Made(model, unit_set, extensions)
+        return model, unit_set, extensions
     installed.append(gradient.param_grads.serve())
     edits.begin()
     micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
     installed += micro_batches.handles
-    engine = Engine(
-        parts,
-        optimizer=EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names),
-        gradient=gradient,
-        micro_batches=micro_batches,
-        patches=patches,
-        extensions=extensions,
-    )
+    optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names)
+    engine = Engine(parts, optimizer, gradient, micro_batches, patches, extensions)
     engine.remove_at_end(installed)
-    records = config.step_records
-    if records is not None:
-        engine.record(
-            records.folder, max_bytes=records.max_bytes, detail_every=records.detail_every
-        )
-    return _Made(engine, unit_set, extensions)
+    if (asked := config.step_records) is not None:
+        engine.record(asked.folder, max_bytes=asked.max_bytes, detail_every=asked.detail_every)
+    return engine, unit_set, extensions

@@ -4,36 +4,31 @@
     engine.backward(loss)
     engine.step()
 
-``step`` is called after every micro-step and acts at accumulation boundaries. What happens in
-between is in `zero_core.core.passes` (gather and reduce) and in the state tier (update).
+``step`` acts at accumulation boundaries. What happens in between is in `zero_core.core.passes`
+(gather and reduce) and in the state tier (update).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_core._torch import cast_floats, has_step_pre_hooks
-from zero_core.checkpoint.files import holds_checkpoint
-from zero_core.checkpoint.patches.document import WeightPatch
 from zero_core.checkpoint.patches.write import PatchWriter
-from zero_core.checkpoint.save import OnPending, PendingSave, SaveRequest
-from zero_core.checkpoint.storage import Location, local_path, location_of
+from zero_core.checkpointing import TrainingCheckpoints
 from zero_core.core.extension import EndedStep, Extensions
 from zero_core.errors import RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import StepRecords, Subject
-from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS
+from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS, DeviceStates
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
 from zero_core.step.interrupts import DeferredInterrupt
@@ -41,20 +36,63 @@ from zero_core.step.micro_batches import MicroBatches
 from zero_core.step.optimizer import EngineOptimizer
 
 
-class Engine(ShardedModel):
+class _Recording:
+    """Calls that write down what steps do."""
+
+    _device_states: DeviceStates
+    _parts: EngineParts
+    _records: StepRecords
+
+    def record(
+        self, folder: str | Path, *, max_bytes: int = 32 * 2**20, detail_every: int = 50
+    ) -> AbstractContextManager[object]:
+        """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
+
+        The key ``step_records`` of the configuration does the same. Each rank that is to be in a
+        report calls it. `zero_core.record.records` has the fields.
+
+        Args:
+            folder: all ranks can read it later on. It is made if it is missing. Records of a start
+                before stay in the file.
+            max_bytes: bound on the file's size. Beyond it every other step is dropped.
+            detail_every: steps between two whose course is recorded span by span.
+
+        Returns:
+            A context, which need not be entered: its end, the engine's or the program's, and the
+            error that ends it, are recorded.
+
+        Raises:
+            ConfigError: the folder cannot be written to, or is a URL.
+        """
+        self._device_states.check("record()", NO_PARTS)
+        recorder = self._records.start(folder, max_bytes=max_bytes, detail_every=detail_every)
+        self._parts.ownership.hooks.append(recorder)
+        return recorder
+
+    def report(self, path: str | Path) -> Path:
+        """Write an HTML page about the steps that all ranks have recorded so far. Returns it.
+
+        No rank waits for another; one of them calls it.
+
+        Raises:
+            ConfigError: nothing is recorded: `record` comes first.
+            MissingPartError: the package zero-engine, which draws it, is not installed.
+        """
+        return self._records.report(Path(path))
+
+
+class Engine(_Recording, TrainingCheckpoints, ShardedModel):
     """A model under training. Made by `zero_core.build`.
 
     Attributes:
         optimizer: real ``param_groups``; schedulers may be attached to it.
-        should_defer_sigint: whether SIGINT (Ctrl-C) waits until a `step` that runs in the main
-            thread has ended; a second one passes at once. For programs whose own handler raises
-            nothing, it may be set to False.
+        should_defer_sigint: whether SIGINT (Ctrl-C) waits until a `step` in the main thread has
+            ended; a second one passes at once. False suits handlers that raise nothing.
     """
 
     def __init__(
         self,
         parts: EngineParts,
-        *,
         optimizer: EngineOptimizer,
         gradient: StepGradient,
         micro_batches: MicroBatches,
@@ -82,7 +120,7 @@ class Engine(ShardedModel):
         )
         self.remove_at_end([optimizer.guard])
         if parts.config.zero_optimization.stage:  # at stage 0 the module's own drops it
-            drop = partial(_drop_gradient, weakref.ref(self), self.module)
+            drop = partial(_drop_gradient, optimizer, self.module)
             self.remove_at_end([ObjectMethods("zero_grad", [(self.module, drop)])])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +128,7 @@ class Engine(ShardedModel):
         self._device_states.check("a forward", FORWARD_PARTS)
         for follow in self._extensions.called:
             follow(args, kwargs)
-        args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
+        args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
         with self.autocast():
             return self.module(*args, **kwargs)
 
@@ -121,8 +159,7 @@ class Engine(ShardedModel):
         """End a micro-step. At an accumulation boundary, update the parameters.
 
         Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, a step whose
-        gradient is not finite on any rank is skipped on all ranks. In the main thread the first
-        SIGINT (Ctrl-C) waits until it has ended: see ``should_defer_sigint``.
+        gradient is not finite on any rank is skipped on all ranks.
 
         ``client_state``: JSON and small tensors that `resume` returns from the copy in memory
         (``memory_checkpoint``) of the state after this step.
@@ -142,8 +179,7 @@ class Engine(ShardedModel):
     def zero_grad(self) -> None:
         """Drop the step's gradient and start the step again from its first micro-step.
 
-        A loop needs it only after it was left between backward and `step`, by Ctrl-C for example.
-        Every rank must call it.
+        A loop needs it only after it was left between backward and `step`. Every rank must call it.
 
         Raises:
             RuntimeError: units have been updated in backward.
@@ -154,22 +190,51 @@ class Engine(ShardedModel):
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
         self._device_states.check("step()")
-        if not self.is_gradient_accumulation_boundary():
-            self._train.end_micro_step()
+        train, backward, place = self._train, self._passes.backward, self.place
+        if not train.accumulation.is_boundary():
+            train.end_micro_step()
             return
-        if not self._passes.backward.should_sync:
+        if not backward.should_sync:
             raise RuntimeError(
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        micro_steps = self._train.accumulation.count + 1
+        micro_steps = train.accumulation.count + 1
         with DeferredInterrupt(is_on=self.should_defer_sigint):
-            with self.place.during("step()"):
-                why_skipped = self._update()
-            self.place.num_steps = self.global_steps
-            counts = self.global_steps, why_skipped
-            ended = EndedStep(*counts, rates, micro_steps, client_state or {})
+            with place.during("step()"):
+                self._parts.guard.check()
+                self.optimizer.check_groups()
+                for begin in self._extensions.before_update:
+                    begin(train.global_steps + 1)
+                backward.check_last()
+                place.unfinished = "step()"  # others update once they have this rank's statistics
+                try:
+                    backward.start_agreement()
+                    if self._extensions.agreed:  # they may raise, so no update is enqueued before
+                        backward.complete_gradient()
+                    for check in self._extensions.agreed:
+                        check()
+                    # Hooks may change the groups when a step begins, and run only if it is taken.
+                    if not has_step_pre_hooks(self.optimizer):
+                        self._gradient.update_ahead()
+                    backward.complete_gradient()
+                    why_skipped = self._gradient.decide()
+                except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
+                    place.unfinished = ""
+                    raise
+                self.optimizer.overflow = bool(why_skipped)
+                if why_skipped:
+                    self._parts.meter.end_step()
+                    train.step_skipped(why_skipped)
+                else:
+                    self.optimizer.engine_step()
+                    train.step_taken()
+                backward.discard()
+                train.end_step()
+                place.unfinished = ""
+            place.num_steps = number = train.global_steps
+            ended = EndedStep(number, why_skipped, rates, micro_steps, client_state or {})
             for follow in self._extensions.stepped:
                 follow(ended)
 
@@ -191,10 +256,10 @@ class Engine(ShardedModel):
         Args:
             batches: ``gradient_accumulation_steps`` micro-batches are taken from it.
             compute_loss: computes the loss of one, by one call of the engine. With the vertical
-                schedule it runs on another thread, so contexts such as `torch.autocast` must be
-                entered within it. None: a micro-batch is the keyword arguments of the model (a
-                mapping) or its positional ones (a tuple or list, or a tensor alone), and the loss
-                is what the model returns, or its entry "loss".
+                schedule it runs on another thread and enters contexts such as `torch.autocast`
+                itself. None: a micro-batch is the model's keyword arguments (a mapping) or its
+                positional ones (a tuple or list, or a tensor alone), and the loss is what the model
+                returns, or its entry "loss".
             over: as in `backward`.
             client_state: as in `step`.
 
@@ -218,7 +283,7 @@ class Engine(ShardedModel):
         found = list(islice(batches, steps))
         if len(found) < steps:
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
-        compute = compute_loss or self._loss_of
+        compute = compute_loss or partial(_loss_of, self)
         seed = torch.initial_seed()  # before a micro-batch seeds the generators
         num_steps = self.global_steps
 
@@ -238,71 +303,20 @@ class Engine(ShardedModel):
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
 
-    def _loss_of(self, batch: Any) -> Tensor:
-        if isinstance(batch, Mapping):
-            output = self(**batch)
-        else:
-            output = self(*(batch if isinstance(batch, tuple | list) else (batch,)))
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"train_batch: the model returned {type(output).__name__}, expected a loss, or a "
-                'mapping with "loss": give compute_loss'
-            )
-        return loss
-
-    def _update(self) -> str:
-        """Update the parameters, or skip the step on all ranks and return why."""
-        self._guard.check()
-        self.optimizer.check_groups()
-        for follow in self._extensions.before_update:
-            follow(self.global_steps + 1)
-        self._passes.backward.check_last()
-        self.place.unfinished = "step()"  # other ranks update once they have this one's statistics
-        try:
-            self._passes.backward.start_agreement()
-            if self._extensions.agreed:  # they may raise, so no update is enqueued before
-                self._passes.backward.complete_gradient()
-            for check in self._extensions.agreed:
-                check()
-            # Hooks may change the groups when a step begins, and run only if it is taken.
-            if not has_step_pre_hooks(self.optimizer):
-                self._gradient.update_ahead()
-            self._passes.backward.complete_gradient()
-            why_skipped = self._gradient.decide()
-        except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
-            self.place.unfinished = ""
-            raise
-        self.optimizer.overflow = bool(why_skipped)
-        if why_skipped:
-            self._meter.end_step()
-            self._train.step_skipped(why_skipped)
-        else:
-            self.optimizer.engine_step()
-            self._train.step_taken()
-        self._passes.backward.discard()
-        self._train.end_step()
-        self.place.unfinished = ""
-        return why_skipped
-
     def memory_report(self) -> dict[str, int]:
-        """Return bytes on this rank by kind, without activations and the state tier's memory.
-
-        The undo log of updates in backward, in host memory, is among them.
-        """
+        """Return bytes as `ShardedModel.memory_report`, and the undo log's, in host memory."""
         undo = self._gradient.policy.undo_bytes
-        return {**super().memory_report(), **({"undo log": undo} if undo else {})}
+        return super().memory_report() | ({"undo log": undo} if undo else {})
 
     def idle_backward(self, *, over: int | None = None) -> None:
         """Take part in one forward and backward of the other ranks, without data.
 
-        For a rank whose data has ended before that of others. It gathers and reduces what they do,
-        in the order of blocks of this rank's last forward (before the first one: the module
-        tree's), and adds zero to each gradient. Averages still count all ranks, as by
-        `torch.distributed.algorithms.Join` for DDP with its default
-        ``divide_by_initial_world_size=True``: for a mean over the samples there are, scale the
-        others' loss by world size / ranks with data. Buffers that are broadcast remain those of
-        rank 0. ``over`` as in `backward`. ``step`` follows: see `idle_step`.
+        For a rank whose data has ended. It gathers and reduces what others do, in the order of
+        blocks of this rank's last forward (before the first one: the module tree's), and adds zero
+        to each gradient. Averages still count all ranks, as by `torch.distributed.algorithms.Join`
+        with its default ``divide_by_initial_world_size=True``: for a mean over the samples there
+        are, scale the others' loss by world size / ranks with data. Buffers that are broadcast
+        remain those of rank 0. ``over`` as in `backward`. ``step`` follows: see `idle_step`.
         """
         for follow in self._extensions.idled:
             follow()
@@ -313,10 +327,9 @@ class Engine(ShardedModel):
         self._train.scale(nothing, over).backward()  # type: ignore[no-untyped-call]
 
     def idle_step(self, *, over: int | None = None) -> None:
-        """Take part in one micro-step of the other ranks, without data.
+        """Take part in one micro-step of the other ranks, without data: `idle_backward` and `step`.
 
-        `idle_backward` and `step`: the counterpart of one forward, backward and step elsewhere. It
-        updates this rank's part of the parameters.
+        It updates this rank's part of the parameters.
         """
         self._micro_batches.check_apart("idle_step()")
         self.idle_backward(over=over)
@@ -332,10 +345,7 @@ class Engine(ShardedModel):
         self._train.accumulation.override = is_boundary
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether this micro-step, and each from now on, is the last of its step.
-
-        `set_gradient_accumulation_boundary` by FSDP2's name.
-        """
+        """Call `set_gradient_accumulation_boundary`: FSDP2's name of it."""
         self.set_gradient_accumulation_boundary(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
@@ -348,18 +358,17 @@ class Engine(ShardedModel):
         """
         self._device_states.check("set_requires_gradient_sync()", NO_PARTS)
         if not requires_gradient_sync:
-            self._before_local_sums()
+            for follow in self._extensions.before_local_sums:
+                follow()
         self._passes.backward.set_should_sync(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradient of the step by its p-norm and return the norm before, unscaled.
 
         As `torch.nn.utils.clip_grad_norm_` over the whole model, between the last backward of a
-        step and ``step``. ``gradient_clipping`` acts after it. Every rank must call it.
-        ``param.grad`` stays as it was: the step applies the factor.
-
-        `torch.nn.utils.clip_grad_norm_` works at stage 0. At stages 1 to 3 parameters have no
-        ``grad``, so it clips nothing, and a warning says so.
+        step and ``step``, which applies the factor. ``gradient_clipping`` acts after it. Every rank
+        must call it. Torch's own works at stage 0. At stages 1 to 3 parameters have no ``grad``, so
+        it clips nothing, and a warning says so.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``.
@@ -377,163 +386,15 @@ class Engine(ShardedModel):
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate locally: backward within keeps gradients on the rank, unreduced, as in DDP.
 
-        It saves a reduction per micro-step and takes the memory of the whole gradient. The last
-        backward of a step usually runs outside; if not, ``step`` reduces.
+        It saves a reduction per micro-step and takes the memory of the whole gradient.
 
         Raises:
             RuntimeError: ``world_size_invariant`` reduces every backward.
         """
         self._device_states.check("no_sync()", NO_PARTS)
-        self._before_local_sums()
-        return self._passes.backward.no_sync()
-
-    def _before_local_sums(self) -> None:
         for follow in self._extensions.before_local_sums:
             follow()
-
-    # -------------------------------------------------------------- recording
-
-    def record(
-        self, folder: str | Path, *, max_bytes: int = 32 * 2**20, detail_every: int = 50
-    ) -> AbstractContextManager[object]:
-        """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
-
-        The key ``step_records`` of the configuration does the same. Each rank that is to be in a
-        report calls it, with a folder that all ranks can read later on. `zero_core.record.records`
-        has the fields. Records of a start before stay in the file.
-
-        Args:
-            folder: made if it is missing.
-            max_bytes: bound on the file's size. Beyond it every other step is dropped.
-            detail_every: steps between two whose course is recorded span by span.
-
-        Returns:
-            A context: its end, and the error that ends it, are recorded. It need not be entered:
-            the end of the engine or of the program is recorded, too.
-
-        Raises:
-            ConfigError: the folder cannot be written to, or is a URL.
-        """
-        self._device_states.check("record()", NO_PARTS)
-        recorder = self._records.start(folder, max_bytes=max_bytes, detail_every=detail_every)
-        self.remove_at_end([recorder])
-        return recorder
-
-    def report(self, path: str | Path) -> Path:
-        """Write an HTML page about the steps that all ranks have recorded so far.
-
-        No rank waits for another; one of them calls it.
-
-        Returns:
-            The page.
-
-        Raises:
-            ConfigError: nothing is recorded: `record` comes first.
-            MissingPartError: the package zero-engine, which draws it, is not installed.
-        """
-        return self._records.report(Path(path))
-
-    # ---------------------------------------------------------------- keeping
-
-    @property
-    def patch_version(self) -> int:
-        """Version of the newest patch, 0 before the first: where values since then are logged."""
-        return self._patches.version
-
-    def weight_patch(
-        self, since: int | None = None, *, path: str | Path | None = None
-    ) -> WeightPatch:
-        """Write what changed in the compute weights since a version, for `zero_core.apply_patch`.
-
-        A version is the state of the weights when a patch was written; 0 is that of `build`. One
-        patch serves all receivers of version ``since`` or a newer one, those included that took
-        their values from an export in between. Positions of changes are logged with the key
-        ``weight_patches``; values are read when the patch is written. 16-bit weights are sent where
-        a bit of them changed. Whole are sent, if they were updated at all: fp32 weights, 16-bit
-        ones that are their own master weights or have ``state_dtype`` other than float32, and
-        shards in a file. Persistent buffers are rank 0's. A quantizer's bytes are left out: they
-        never change. Every rank must call it, between two steps.
-
-        Args:
-            since: the receiver's version. None: all values, for any receiver.
-            path: the file to write, on rank 0. None: in memory.
-
-        Returns:
-            The patch. Its file, or bytes, are rank 0's.
-
-        Raises:
-            PatchGapError: ``since`` is older than what is logged. All ranks raise it.
-            RuntimeError: ``since`` without the key, within ``gathered``, or while states are
-                offloaded.
-            ValueError: there is no such version.
-            CheckpointFailedError: the file could not be written.
-        """
-        self._device_states.check("weight_patch()")
-        if self._gathering.is_open:
-            raise RuntimeError("weight_patch() within gathered(): call it after that has ended")
-        with self.place.during("weight_patch()"):
-            return self._patches.write(since, None if path is None else local_path(path, "a patch"))
-
-    def async_save(
-        self,
-        directory: str | Location,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        *,
-        has_frozen: bool = True,
-        is_latest: bool = True,
-        drops_partial: bool = False,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        on_pending: OnPending = "wait",
-        max_copy_bytes: int | None = None,
-    ) -> PendingSave:
-        """Write the training's state as `save_checkpoint` does, in a thread beside the training.
-
-        The call returns before anything is written, and waits for updates under way alone. States
-        are copied only where a step changes them before they are written: at most one copy of this
-        rank's states, in host memory (`zero_core.plan` has it as ``async_save_bytes``). Optimizers
-        that update whole parameters have theirs copied by the call, and so have extensions. Values
-        that the program itself changes in place, past the engine, must wait for the result.
-
-        Loads, `close`, the end of the interpreter, and whatever writes values outside of a step
-        wait for the save. If it fails, what it wrote is removed and the training is as before. The
-        error is logged, and raised on all ranks by ``result()`` of what is returned, or else by the
-        next save or by `close`. A process that is killed before has no checkpoint of this tag;
-        those before it are whole.
-
-        Args:
-            directory: the folder of all checkpoints. This and what is not listed here are the
-                arguments of `save_checkpoint`.
-            on_pending: where an earlier save is under way, "wait" for it or "refuse".
-            max_copy_bytes: limit for the copies of steps. One that needs more waits for the writer.
-                Give it where states are on NVMe because host memory has no room for them.
-
-        Returns:
-            A `concurrent.futures.Future` of the checkpoint's folder.
-
-        Raises:
-            CheckpointError: something cannot be stored, an earlier save is under way and
-                ``on_pending`` is "refuse", or an earlier one failed.
-        """
-        with self._saving("async_save()", drops_partial=drops_partial):
-            place, tag = location_of(directory), self._tag(tag)
-            kept = has_frozen, is_latest, keep_last, keep_every
-            return self._saver.start(
-                SaveRequest(place, tag, client_state or {}, *kept),
-                on_pending=on_pending,
-                max_bytes=max_copy_bytes,
-            )
-
-    @contextmanager
-    def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
-        self._gradient.policy.check_unused(f"{call.removesuffix('()')} between backward and step")
-        self._train.accumulation.check_ended(or_dropped=drops_partial)
-        began = perf_counter()
-        with super()._saving(call, drops_partial=drops_partial):
-            yield
-        for follow in self._extensions.saved:
-            follow(call, perf_counter() - began)
+        return self._passes.backward.no_sync()
 
     def close(self) -> None:
         """End as `ShardedModel.close`, once the save under way has ended on this rank.
@@ -544,66 +405,22 @@ class Engine(ShardedModel):
         super().close()
         self._saver.finish()
 
-    def load_checkpoint(
-        self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
-    ) -> tuple[Location, dict[str, Any]]:
-        """Restore what `save_checkpoint` wrote and return its folder and the client state.
 
-        Every rank must call it. Without ``tag`` the newest complete one is taken. Parts named in
-        ``without`` stay as they are; see `zero_core.checkpoint.load.PARTS`.
-
-        Raises:
-            CheckpointError: there is none, or it belongs to another model.
-            CheckpointCorruptError: its bytes are not what was written.
-        """
-        if "optimizer" in without:
-            self.place.check_finished(f"load_checkpoint(without={sorted(without)})")
-        began = perf_counter()
-        found = self._load_checkpoint(directory, tag, without)
-        for follow in self._extensions.loaded:
-            follow(str(found[0]), perf_counter() - began)
-        return found
-
-    def resume(
-        self, directory: str | Location, *, last_step: int | None = None
-    ) -> dict[str, Any] | None:
-        """Load the newest checkpoint in ``directory`` if there is one, else change nothing.
-
-        For programs that are started again with the same command line: by a scheduler, or by
-        ``torchrun --max-restarts``, with any number of ranks. Every rank must call it. With
-        ``memory_checkpoint`` the copies in memory are taken where they are as new as what the disk
-        has; of the disk's checkpoint only the manifest is read then.
-
-        Args:
-            directory: the folder of all checkpoints.
-            last_step: take no copy of a later step, as a program's own log ends there. The copies
-                of the last two steps are kept.
-
-        Returns:
-            The client state that was saved, or given to `step`. None for a fresh start.
-
-        Raises:
-            CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
-        """
-        self._device_states.check_here("resume()", NO_PARTS)
-        control, place = self.sharded_state.control, location_of(directory)
-        for find in self._extensions.newer_state:
-            if (restore := find(place, last_step)) is not None:
-                with self.rewriting():
-                    return restore()
-        is_here = control.together(
-            "checkpoint: find", lambda: holds_checkpoint(location_of(directory))
+def _loss_of(engine: Engine, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        output = engine(**batch)
+    else:
+        output = engine(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"train_batch: the model returned {type(output).__name__}, expected a loss, or a "
+            'mapping with "loss": give compute_loss'
         )
-        if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
-            return None
-        return self.load_checkpoint(place)[1]
+    return loss
 
 
-def _drop_gradient(
-    reference: weakref.ref[Engine], module: nn.Module, set_to_none: bool = True
-) -> None:
+def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: bool = True) -> None:
     """Drop the engine's gradient too, as ``zero_grad`` of its ``module``."""
-    engine = reference()
-    if engine is not None:
-        engine.optimizer.zero_grad()
+    optimizer.zero_grad()
     type(module).zero_grad(module, set_to_none)

@@ -32,24 +32,15 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointFailedError(CheckpointError):
-    """Writing or reading a checkpoint failed for a cause that may pass.
-
-    Such as a full disk, a store that does not answer, or an exception on another rank.
-    """
+    """Writing or reading a checkpoint failed for a cause that may pass, such as a full disk."""
 
 
 class PatchGapError(CheckpointError):
-    """A patch of weights has not all that changed since the receiver's version.
-
-    The receiver takes all: ``engine.weight_patch(since=None)``.
-    """
+    """A patch lacks changes since the receiver's version: ``weight_patch(since=None)`` has all."""
 
 
 class AccumulationScheduleError(ZeroError, RuntimeError):
-    """A model or a program cannot be computed with the vertical schedule.
-
-    The message names the block and the cause.
-    """
+    """The vertical schedule cannot compute a model or a program. The message names the block."""
 
 
 class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):
@@ -57,7 +48,4 @@ class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):
 
 
 class UnusedParameterError(ZeroError, AssertionError):
-    """A step lacks a parameter's gradient where ``ignore_unused_parameters`` is false.
-
-    An AssertionError too, as DeepSpeed raises.
-    """
+    """A step lacks a gradient, ``ignore_unused_parameters`` being false. An AssertionError too."""

@@ -1,35 +1,40 @@
 """Ownership of a model's parameters by an engine, from ``build`` until the engine ends.
 
-A rank that closes its engine may be one that failed, so it waits for no other. It cannot gather the
-slices of others, and current values beside older ones would look like a model. Such parameters
-therefore hold no value after `Ownership.close`, as at stage 3 between two uses.
-`Ownership.leave_shards` gives this rank's slices to a caller that keeps them elsewhere, such as
-DeepSpeed's ``zero.Init``.
+A rank that closes its engine may be one that failed, so it waits for no other and cannot gather
+their slices. Parameters of which others have a part hold no value after `Ownership.close`, as
+current values beside older ones would look like a model.
+
+[Note: copies of a model]
+The engine's hooks are in the modules' own dictionaries. With them a copy would gather on behalf of
+the engine, so they are taken off while `copy.deepcopy` runs.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_core.comm.control import ControlGroup
 from zero_core.core import access
 from zero_core.core.params import FlatParams
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.layout.arithmetic import ParamSpec
-from zero_core.object_methods import ObjectMethods
+from zero_core.object_methods import ObjectMethods, SuspendableHooks
 from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
+_KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
 
 
 class LeftShard(NamedTuple):
@@ -49,41 +54,44 @@ class Removable(Protocol):
 
 
 class Ownership:
-    """The parameters of one model and the hooks on it, as long as an engine owns them."""
+    """The parameters of one model and the hooks on it, as long as an engine owns them.
+
+    Attributes:
+        owner: the engine, once it has begun.
+        is_ended: whether the engine has ended; the model may have other values since.
+        hooks: on the model, removed at the end, the last ones first.
+    """
 
     def __init__(self, state: ShardedState) -> None:
-        """Prepare for the parameters of ``state``."""
-        self._owner: weakref.ref[object] | None = None
+        self.owner: weakref.ref[object] | None = None
         self._thread = threading.get_ident()
+        self._allows_empty = self._has_warned = False
         self.state = state
         self.is_ended = False
-        """Whether the engine has ended; the model may have other values since."""
-        self.empty_entries_advice: str | None = None
-        """Unless None, ``state_dict`` gives empty tensors for values that are not here, not an
-        error. The advice ends the warning."""
-        self._has_warned = False
         self.hooks: list[Removable] = []
-        """Hooks on the model that are removed at the end, the last ones first."""
         _alive[:] = [ref for ref in _alive if ref() is not None]
         _alive.append(weakref.ref(self))
 
     def begin(self, owner: object) -> None:
         """Own the parameters for ``owner``, held weakly, until the end."""
-        self._owner = weakref.ref(owner)
+        self.owner = weakref.ref(owner)
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            absent = self._absent(module) if self.empty_entries_advice is None else []
-            if absent:
+            if not self._allows_empty and (absent := self._absent(module)):
                 raise RuntimeError(
                     f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
                     "here: use engine.full_state_dict(), or state_dict() within "
                     f"{self.state.cures.read}"
                 )
 
+        for module in self.state.module.modules():
+            self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+
+    def allow_empty_entries(self, advice: str) -> None:
+        """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
+
         def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
-            advice = self.empty_entries_advice
-            for name in [] if advice is None else self._absent(module):
-                key = f"{prefix}{name}"
+            for key in (f"{prefix}{name}" for name in self._absent(module)):
                 if key not in entries:
                     continue
                 if not self._has_warned and self.state.control.rank == 0:  # which writes files
@@ -93,14 +101,22 @@ class Ownership:
                 whole = entries[key]
                 entries[key] = torch.empty(0, dtype=whole.dtype, device=whole.device)
 
-        for module in self.state.module.modules():
-            self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+        self._allows_empty = True
+        modules = list(self.state.module.modules())
+        name = nn.Module._save_to_state_dict.__name__
+        self.hooks.append(ObjectMethods(name, [(m, partial(_save_opened, m)) for m in modules]))
+        for module in modules:
             self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
 
-    def owner_of(self, param: nn.Parameter) -> object | None:
-        if self._owner is None or self.name_of(param) is None:
-            return None
-        return self._owner()
+    def _absent(self, module: nn.Module) -> list[str]:
+        """Return the names of ``module``'s own parameters whose current value is not here."""
+        return [
+            name
+            for name, param in module._parameters.items()
+            if param is not None
+            and self.name_of(param) is not None
+            and not self.state.holds_value(param)
+        ]
 
     def name_of(self, param: nn.Parameter) -> str | None:
         return None if self.is_ended else self.state.param_names.get(id(param))
@@ -113,10 +129,8 @@ class Ownership:
                 stack.callback(self.hooks.pop(0).remove)
 
     def dropped(self) -> None:
-        """Close, as the owner was freed without an end.
-
-        Another thread, which may be one that a close waits for, leaves it to `check_is_free`.
-        """
+        """Close, as the owner was freed without an end."""
+        # Another thread, which may be one that a close waits for, leaves it to `check_is_free`.
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             try:
                 self.close()
@@ -132,8 +146,7 @@ class Ownership:
             return
         if self.state.control.world_size == 1:
             try:
-                for values in self.state.params:
-                    _leave_whole(values, self.state)
+                self._leave_whole()
                 return
             except Exception:  # such as a file that is gone
                 _log.warning("an engine ended, and its values cannot be read", exc_info=True)
@@ -143,10 +156,21 @@ class Ownership:
             if _refuse_left_over not in module._state_dict_pre_hooks.values():
                 module.register_state_dict_pre_hook(_refuse_left_over)  # type: ignore[no-untyped-call]
 
+    @torch.no_grad()
+    def _leave_whole(self) -> None:
+        """Make parameters views of the only rank's shards."""
+        for values in self.state.params:
+            values.source.wait_update()
+            shard = values.source.read().detach()
+            if shard.untyped_storage().nbytes() < shard.nbytes:
+                raise RuntimeError("they are offloaded: call reload_states() before close()")
+            access.open_all(values.shown.read_params)
+            for position, param in enumerate(values.params):
+                spec = self.state.layout.params[values.segment.slots[position].param]
+                param.data = spec.to_values(values.part_of(position, shard))
+
     def leave_shards(self) -> Iterator[LeftShard]:
         """End, on this rank alone. See `zero_core.Engine.leave_shards`."""
-        if self.is_ended:
-            return iter(())
         self._end()
         values = self.state.params
         if not self._has_stale_values() and all(v.is_kept for v in values):
@@ -181,23 +205,6 @@ class Ownership:
         finally:  # a tier whose step failed raises: the model is free for another engine
             self.undo()
 
-    def allow_empty_entries(self, advice: str) -> None:
-        """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
-        self.empty_entries_advice = advice
-        modules = list(self.state.module.modules())
-        name = nn.Module._save_to_state_dict.__name__
-        self.hooks.append(ObjectMethods(name, [(m, partial(_save_opened, m)) for m in modules]))
-
-    def _absent(self, module: nn.Module) -> list[str]:
-        """Return the names of ``module``'s own parameters whose current value is not here."""
-        return [
-            name
-            for name, param in module._parameters.items()
-            if param is not None
-            and self.name_of(param) is not None
-            and not self.state.holds_value(param)
-        ]
-
 
 def _save_opened(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     with access.opened(module._parameters.values()):  # what is not here is emptied afterwards
@@ -209,39 +216,26 @@ _alive: list[weakref.ref[Ownership]] = []  # the newest last
 
 def owner_of(param: nn.Parameter) -> object | None:
     """Return the engine that owns ``param``, the newest if there are several, or None."""
-    alive = (ref() for ref in reversed(_alive))
-    owners = (one.owner_of(param) for one in alive if one is not None)
-    return next((owner for owner in owners if owner is not None), None)
+    for one in filter(None, (ref() for ref in reversed(_alive))):
+        owner = None if one.owner is None or one.name_of(param) is None else one.owner()
+        if owner is not None:
+            return owner
+    return None
 
 
 def check_is_free(model: nn.Module) -> None:
     """Refuse a model with another engine's parameter. One that was freed is ended here."""
     for name, param in model.named_parameters():
-        for ref in tuple(_alive):
-            found = ref()
-            if found is None or found._owner is None or found._owner() is not None:
-                continue
-            if found.name_of(param) is not None:  # its hooks are on the model still
-                found.close()
+        for one in filter(None, [ref() for ref in _alive]):
+            is_freed = one.owner is not None and one.owner() is None
+            if is_freed and one.name_of(param) is not None:
+                one.close()  # its hooks are on the model still
         if owner_of(param) is not None:
             raise ConfigError(
                 f"build(): {name} belongs to an engine already. Go on with that one, which "
                 f"zero_core.engine_of(model.get_parameter({name!r})) returns; or give it up by its "
                 "unwrap(), on every rank, and build then"
             )
-
-
-@torch.no_grad()
-def _leave_whole(values: FlatParams, state: ShardedState) -> None:
-    """Make parameters views of the only rank's shard."""
-    values.source.wait_update()
-    shard = values.source.read().detach()
-    if shard.untyped_storage().nbytes() < shard.nbytes:
-        raise RuntimeError("they are offloaded: call reload_states() before close()")
-    access.open_all(values.shown.read_params)
-    for position, param in enumerate(values.params):
-        spec = state.layout.params[values.segment.slots[position].param]
-        param.data = spec.to_values(values.part_of(position, shard))
 
 
 @torch.no_grad()
@@ -264,3 +258,76 @@ def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
                 f"{prefix}{name} holds no value: it went with an engine that was closed or "
                 "dropped. End one with engine.unwrap()"
             )
+
+
+class EngineParameter(nn.Parameter):
+    """Base of the classes that parameters have while they belong to an engine."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a parameter of torch's own class, which belongs to no engine."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+
+class ModelCopies:
+    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing.
+
+    See [Note: copies of a model].
+    """
+
+    engine: object = None  # lives as long as the model, and not as its copies
+
+    def __init__(self, state: ShardedState, *handles: Sequence[Any]) -> None:
+        """Replace copying by the model's modules. ``handles``: lists of the engine's on them."""
+        self._state = state
+        self._handles = handles
+        self._modules = list(state.module.modules())
+        self._attach()
+
+    def remove(self) -> None:
+        for module in self._modules:
+            vars(module).pop(_KEY, None)
+
+    def _attach(self) -> None:
+        for module in self._modules:  # not by setattr: compiled modules pass it on
+            vars(module)[_KEY] = partial(self._copy, module)
+
+    def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        self._state.refresh()
+        for param in module.parameters():
+            places = self._state.places_of.get(id(param), ())
+            if not all(flat.has_values_of(position) for flat, position in places):
+                name = self._state.param_names[id(param)]
+                raise RuntimeError(
+                    f"parameter {name} does not hold its current values here, so "
+                    f"that a copy of the module would not either: copy within "
+                    f"{self._state.cures.read}, on every rank"
+                )
+        handles: list[Any] = []
+        for found in (found for some in self._handles for found in some):
+            handles += found.handles if isinstance(found, SuspendableHooks) else [found]
+        methods = [handle for handle in handles if isinstance(handle, ObjectMethods)]
+        dicts = {id(d): d for d in map(_dict_of, handles) if d is not None}
+        before = [(d, list(d.items())) for d in dicts.values()]
+        self.remove()
+        try:
+            for handle in handles:
+                if (own := _dict_of(handle)) is not None:
+                    own.pop(handle.id, None)
+            for method in reversed(methods):  # the last that was replaced first
+                method.remove()
+            return copy.deepcopy(module, memo)
+        finally:
+            for method in methods:
+                method.attach()
+            for own, items in before:  # in the order that they had
+                own.clear()
+                own.update(items)
+            self._attach()
+
+
+def _dict_of(handle: Any) -> dict[int, Any] | None:
+    """The dictionary that a hook stands in, while that is there."""
+    return handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -18,20 +17,12 @@ class ObjectMethods:
         self._name = name
         self._replaced = list(replaced)
         self._before = [vars(module).get(name) for module, _ in replaced]
-        self._attach()
+        self.attach()
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """Replace the methods, again after `remove`."""
         for module, method in self._replaced:
             vars(module)[self._name] = method
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Restore the modules' own methods for a while."""
-        self.remove()
-        try:
-            yield
-        finally:
-            self._attach()
 
     def remove(self) -> None:
         """Give the modules their own methods again. What was replaced later is removed first."""

@@ -31,9 +31,7 @@ def has_part(group: str, name: str) -> bool:
 
 
 def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any:
-    """Load the object behind entry point ``name`` of ``group``.
-
-    An error says which configuration key ``asked_by`` it and the ``distribution`` that has it.
+    """Load entry point ``name`` of ``group``, which ``distribution`` has and a key ``asked_by``.
 
     Raises:
         MissingPartError: it is not installed, or does not import.
@@ -46,6 +44,5 @@ def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any
     except ImportError as error:
         raise MissingPartError(
             f"{asked_by} needs the package {distribution}, which is installed but does not "
-            f"import: {error}; try: "
-            f"{install_command(distribution, '--force-reinstall')}"
+            f"import: {error}; try: {install_command(distribution, '--force-reinstall')}"
         ) from error

@@ -2,8 +2,8 @@
 
 [Note: values in slices]
 Before there is an engine, a tensor may be in *slices*: each rank has one slice of its bytes, and
-the tensor itself is a placeholder of its shape and dtype. `zero_core.build` gathers one value at a
-time and lays it out. So neither the whole model nor the whole quantized model is ever on a rank.
+the tensor itself is a placeholder. `zero_core.build` gathers one value at a time, so that neither
+the whole model nor the whole quantized model is ever on a rank.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ def quantize_blocks(
     with the same arguments.
 
     Args:
-        model: blocks are found in it as by `zero_core.build`. It is changed in place.
+        model: changed in place. Its blocks are those of `zero_core.build`.
         quantize: quantizes one block in place, as ``torchao.quantization.quantize_`` with a
-            configuration. Its result is ignored. It must give the same bytes on every rank.
-        pretrained: safetensors of the unquantized weights, as for `zero_core.load_pretrained`. Of
-            parameters outside of blocks each rank reads its slice alone. Without it, blocks get
-            the values that were recorded, rank 0's.
+            configuration, to the same bytes on every rank. Its result is ignored.
+        pretrained: safetensors of the unquantized weights, as for `zero_core.load_pretrained`.
+            Without it, blocks get the values that were recorded, rank 0's.
         process_group: as for `zero_core.build`.
 
     Raises:
@@ -96,7 +95,7 @@ def quantize_blocks(
                 own = components(f"{path}.{name}", own_param)
                 put_in_slices([component.tensor for component in own], control)
         release_free_pages()
-    if source is not None:
+    if source is not None:  # outside of blocks each rank reads its slice alone
         outside = {*found.units[0][2], *(found.units[-1][2] if found.has_tail else ())}
         for number in sorted(outside):
             outer = found.params[number]

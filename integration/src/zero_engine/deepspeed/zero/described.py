@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
 from zero_core.core import access
-from zero_core.runtime.copies import EngineParameter
+from zero_core.lifecycle import EngineParameter
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
 """Attribute that has `GatheredParameters` look for edits that would be lost."""

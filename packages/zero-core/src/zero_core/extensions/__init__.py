@@ -21,8 +21,7 @@ from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.extensions.invariance import Invariance
 from zero_core.lifecycle import Ownership, Removable
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.recompute import Recompute
+from zero_core.runtime.host_inputs import HostInputs, recompute_blocks
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.tiled import TiledForwards
 
@@ -79,7 +78,7 @@ def _recompute(
     wanted = site.config.activation_checkpointing
     assert wanted is not None, "the configuration has the key"
     blocks = [modules[unit.index] for unit in passes.units.blocks]
-    return Recompute(blocks, passes, host_inputs, is_on_cpu=wanted.cpu_checkpointing)
+    return recompute_blocks(blocks, passes, host_inputs, is_on_cpu=wanted.cpu_checkpointing)
 
 
 FIRST: dict[str, Callable[[Site], Extension]] = {

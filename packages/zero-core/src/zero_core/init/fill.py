@@ -14,7 +14,7 @@ be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -29,10 +29,9 @@ from zero_core.core.params import FlatParams
 from zero_core.core.pool import BufferPool, allocator
 from zero_core.errors import CollectiveError, RankMismatchError
 from zero_core.init.values import InitialValues, slice_range, slices
-from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import Discovered, compute_dtype
 from zero_core.lifecycle import Ownership
-from zero_core.protocols import PartitionedParam, StateTier
+from zero_core.protocols import PartitionedParam
 from zero_core.sharded.sharded_state import ShardedState
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -204,20 +203,18 @@ def _put_back(table: dict[Any, Any], items: dict[Any, Any]) -> None:
 @torch.no_grad()
 def fill(
     found: Discovered,
-    layout: Layout,
-    all_params: Sequence[FlatParams],
-    tier: StateTier,
-    control: ControlGroup,
+    state: ShardedState,
     initial: InitialValues,
     former: FormerModel,
     *,
-    rounds_masters: bool = False,
+    rounds_masters: bool,
 ) -> None:
     """Write rank 0's values to the engine's memory, unrounded ones to the master weights.
 
     With ``rounds_masters`` these are rounded to the compute dtype, too. ``former`` gives up what is
     in shards. What fails on one rank alone fails on all of them.
     """
+    layout, all_params, control = state.layout, state.params, state.control
     # In these dtypes a segment's original values lose nothing.
     dtypes = [
         s.dtype
@@ -264,7 +261,7 @@ def fill(
                 masters = flat[low:high]
                 if rounds_masters:
                     masters = masters.to(segment.dtype)
-                tier.write_state("master_weight", start, masters)
+                state.tier.write_state("master_weight", start, masters)
                 if is_sharded and control.world_size > 1 and of_segment.full is not None:
                     rounded = of_segment.full[low:high]
                     num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()

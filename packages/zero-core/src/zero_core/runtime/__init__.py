@@ -1,1 +1,1 @@
-"""Gathers, releases and reductions of units, and the hooks that trigger them."""
+"""Parts of an engine beside its passes: gathered parameters, offloaded states, copies, checks."""

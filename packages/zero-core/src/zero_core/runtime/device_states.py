@@ -2,15 +2,14 @@
 
 [Note: emptied storages]
 Every long-lived buffer is one storage with many views (parameters, shards, master weights, slices
-of states). Its bytes are copied to the host and the storage is resized to zero. Reloading resizes
-it back and copies the bytes into it. So all views stay the objects that they were, and only
-addresses change. Scratch memory is not copied. Memory that other ranks map (shards and gradients
-among ranks on a CPU) cannot be resized and stays.
+of states). Its bytes are copied to the host and the storage is resized to zero, and back. So views
+stay the objects that they were, and only addresses change. Scratch memory is not copied. Memory
+that other ranks map (shards and gradients among ranks on a CPU) cannot be resized and stays.
 
 Reading an emptied storage would crash. So parameters become placeholders, every module of the model
-refuses a forward by a hook that is there only meanwhile, and the runtime refuses backwards. At
-stages 0 to 2 autograd would read saved parameters before it gets there: torch refuses the backward
-of an earlier forward, as its parameters have a newer version, and does so after reloading, too.
+refuses a forward by a hook that is there only meanwhile, and the backward pass refuses to begin. At
+stages 0 to 2 torch refuses the backward of an earlier forward, whose parameters have a newer
+version, and does so after reloading, too.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class _HostCopy:
     """A storage and, if its bytes are kept, a copy of them on the host."""
 
     def __init__(self, storage: torch.UntypedStorage, *, is_kept: bool, pin_memory: bool) -> None:
-        """Start to copy the bytes if they are kept."""
-        self._storage = storage
+        self.storage = storage
         self._nbytes = storage.nbytes()
         self._host: Tensor | None = None
         if is_kept:
@@ -66,19 +64,15 @@ class _HostCopy:
             if held.device.type != "cpu":  # memory of another stream's is reused there at once
                 held.record_stream(torch.accelerator.current_stream(held.device))
 
-    def empty(self) -> None:
-        """Free the memory of the storage."""
-        self._storage.resize_(0)
-
     def restore(self) -> None:
         """Allocate the memory again and start to copy the bytes back."""
-        self._storage.resize_(self._nbytes)
+        self.storage.resize_(self._nbytes)
         if self._host is not None:
             self._bytes().copy_(self._host, non_blocking=self._host.is_pinned())
 
     def _bytes(self) -> Tensor:
-        found = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        return found.set_(self._storage, 0, (self._nbytes,), (1,))
+        found = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return found.set_(self.storage, 0, (self._nbytes,), (1,))
 
 
 class DeviceStates:
@@ -102,7 +96,7 @@ class DeviceStates:
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
-        self._ended_by: str | None = None
+        self.ended_by = ""  # the call that has ended the engine
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
@@ -114,33 +108,25 @@ class DeviceStates:
         for follow in self._extensions.before_write:
             follow()
 
-    def end(self, call: str) -> None:
-        """Note that ``call`` has ended the engine, the first one if there are several."""
-        self._ended_by = self._ended_by or call
-
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
         """Refuse ``what`` while a part that it needs is away, or values are half-updated."""
         self._state.control.place.check_finished(what)
         self.check_here(what, needed)
 
     def check_here(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part is away or after the engine's end, and prepare for it.
-
-        If it needs all parts, what was published has ended then, so nothing that it exchanges meets
-        a publication that another rank has yet to launch.
-        """
-        if self._ended_by is not None:
+        """Refuse ``what`` while a part is away or after the engine's end, and prepare for it."""
+        if self.ended_by:
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
-                f"{self._ended_by}: its model may have other values and another engine since. Go "
+                f"{self.ended_by}: its model may have other values and another engine since. Go "
                 "on with the model as it is, or build another engine"
             )
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
-        if needed is not ALL_PARTS:
-            return
-        self._passes.units.drain()
-        self.edits.find()
+        if needed is ALL_PARTS:
+            # Exchanges of ``what`` meet no publication that another rank has yet to launch.
+            self._passes.units.drain()
+            self.edits.find()
 
     def check_states(self, what: str) -> None:
         """Do as `check` for ``what`` reads master weights, which have all that was written then."""
@@ -162,8 +148,7 @@ class DeviceStates:
     ) -> None:
         """See `zero_core.Engine.offload_states`.
 
-        ``keeps_gradients``: gradients wait for a step, so they are copied. All copies are there
-        before the first storage is emptied, so that a failed allocation changes nothing.
+        ``keeps_gradients``: gradients wait for a step, so they are copied.
         """
         wanted = [part for part in StatePart if part in set(parts) - self._away.keys()]
         if not wanted:
@@ -176,25 +161,39 @@ class DeviceStates:
         self._state.quiesce()
         if is_accelerator:
             torch.accelerator.synchronize(device)  # no other stream uses what is freed
-        storages = self._storages()
-        copies: dict[StatePart, list[_HostCopy]] = {}
-        for part in wanted:
-            is_kept = part is not StatePart.BUFFERS
-            if part is StatePart.GRADIENTS:
-                is_kept = keeps_gradients
-            pins = pin_memory and is_accelerator
-            copies[part] = [
-                _HostCopy(one, is_kept=is_kept, pin_memory=pins) for one in storages[part]
-            ]
+        # All are there before the first storage is emptied: a failed allocation changes nothing.
+        copies: dict[StatePart, list[_HostCopy]] = {part: [] for part in wanted}
+        held = [holder.device_tensors() for holder in (self._memory, *self._holders)]
+        seen: set[int] = set()  # a storage that several parts use is the first one's
+        for part in StatePart:
+            is_kept = keeps_gradients if part is StatePart.GRADIENTS else part != StatePart.BUFFERS
+            for tensor in (tensor for one in held for tensor in one.get(part, ())):
+                storage = tensor.untyped_storage()
+                is_new = storage_of(tensor) not in seen
+                seen.add(storage_of(tensor))
+                is_here = storage.device.type == device.type and storage.nbytes() > 0
+                if part in copies and is_new and is_here and storage.resizable():
+                    pins = pin_memory and is_accelerator
+                    copies[part].append(_HostCopy(storage, is_kept=is_kept, pin_memory=pins))
         if StatePart.PARAMETERS in wanted:
             self._passes.units.vacate()
         self._away |= copies
         for copy in (copy for part in copies.values() for copy in part):
-            copy.empty()
+            copy.storage.resize_(0)
         if StatePart.BUFFERS in wanted:
             self._memory.pools.free()
         self._memory.forget_views()
-        self._refuse_use()
+        if not self._refusals and FORWARD_PARTS & self._away.keys():
+
+            def refuse(module: nn.Module, args: Any) -> None:
+                self.check("a forward", FORWARD_PARTS)
+
+            self._refusals = [
+                module.register_forward_pre_hook(refuse, prepend=True)
+                for module in self._state.module.modules()
+            ]
+        if BACKWARD_PARTS & self._away.keys():
+            self._passes.backward.why_refused = self._explain("a backward", BACKWARD_PARTS)
         if is_accelerator and not non_blocking:
             torch.accelerator.synchronize(device)
             torch.accelerator.empty_cache()
@@ -205,7 +204,7 @@ class DeviceStates:
         if not self._away:
             return
         for part in self._away.values():
-            while part:  # what fails here stays on the host, and every part counts as away
+            while part:  # if one fails, it stays on the host, and every part counts as away
                 part[-1].restore()
                 part.pop()
         device = self._state.device
@@ -221,33 +220,3 @@ class DeviceStates:
         self._passes.backward.why_refused = None
         if device.type != "cpu" and not non_blocking:
             torch.accelerator.synchronize(device)
-
-    def _storages(self) -> dict[StatePart, list[torch.UntypedStorage]]:
-        """Return the storages of each part. One that several parts use is the first one's."""
-        held = [holder.device_tensors() for holder in (self._memory, *self._holders)]
-        seen: set[int] = set()
-        found: dict[StatePart, list[torch.UntypedStorage]] = {}
-        for part in StatePart:
-            found[part] = []
-            for tensor in (tensor for one in held for tensor in one.get(part, ())):
-                storage = tensor.untyped_storage()
-                is_new = storage_of(tensor) not in seen
-                seen.add(storage_of(tensor))
-                is_here = storage.device.type == self._state.device.type
-                if is_new and is_here and storage.nbytes() and storage.resizable():
-                    found[part].append(storage)
-        return found
-
-    def _refuse_use(self) -> None:
-        """Refuse backwards, and forwards of every module, by the first of its hooks."""
-
-        def refuse(module: nn.Module, args: Any) -> None:
-            self.check("a forward", FORWARD_PARTS)
-
-        if not self._refusals and FORWARD_PARTS & self._away.keys():
-            self._refusals = [
-                module.register_forward_pre_hook(refuse, prepend=True)
-                for module in self._state.module.modules()
-            ]
-        if BACKWARD_PARTS & self._away.keys():
-            self._passes.backward.why_refused = self._explain("a backward", BACKWARD_PARTS)

@@ -10,6 +10,11 @@ entered within it, and so copied none, keeps it all gathered to its own end.
 [Note: edits]
 One rank's changes reach all shards and master weights. Of master weights only the elements that
 were changed are overwritten: one that was not touched keeps the bits that its rounded copy lacks.
+
+[Note: small parameters]
+`GatheredCalls.keep_small_params` has copies of small parameters held between the uses of their
+units, filled from the shards in one exchange of bytes. A forward and a backward use the gathered
+unit, as without copies: training has the same bits.
 """
 
 from __future__ import annotations
@@ -22,15 +27,79 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_core.config import Config
 from zero_core.core.params import FlatParams
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.errors import RankMismatchError
-from zero_core.layout.arithmetic import ParamSpec, Slot
+from zero_core.layout.arithmetic import ParamSpec
+from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.watch.place import Place
 
 _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
+
+
+class GatheredCalls:
+    """Calls of an engine that show whole parameters."""
+
+    config: Config
+    place: Place
+    _device_states: DeviceStates
+    _gathering: GatheredParams
+
+    def gathered(
+        self, *, modifier_rank: int | None = None, params: Iterable[nn.Parameter] | None = None
+    ) -> AbstractContextManager[nn.Module]:
+        """Gather the exact values of all parameters, or of ``params`` alone, within a context.
+
+        By default values are only read: at stage 3 a change is an error at the end. Changes that
+        rank ``modifier_rank`` makes in place reach all shards and master weights at the end. Every
+        rank must enter it with the same parameters. For read-only use this is not checked: a
+        mismatch hangs. It takes the memory of what is gathered (of ``params``, and one unit at a
+        time), on the modifier twice. It nests. Within its own forward or backward a unit has that
+        one's values: with qwZ, quantized.
+
+        Raises:
+            ValueError: there is no such rank, or one of ``params`` is not this engine's.
+            RankMismatchError: a change was announced with different parameters or ranks.
+            RuntimeError: parameters are to be changed within a forward or backward, or were changed
+                at stage 3 without ``modifier_rank``.
+        """
+        self._device_states.check("gathered()")
+        self._device_states.before_write()
+        if params is None:
+            return self._gathering.all_params(modifier_rank)
+        return self._gathering.some_params(params, modifier_rank)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a context of `gathered` is open."""
+        return self._gathering.is_open
+
+    def publish(self) -> None:
+        """Wait for the values of the last step, where each rank has room for them all.
+
+        A step launches their exchange; the next forward, or whoever reads a parameter first, waits
+        for it too. At stage 3 values rest as shards: see `gathered`; copies by `keep_small_params`
+        are filled. Every rank must call it.
+        """
+        self._device_states.check("publish()", FORWARD_PARTS)
+        with self.place.during("publish()"):
+            self._gathering.publish()
+
+    def keep_small_params(self) -> None:
+        """Keep small parameters whole at stage 3, as DeepSpeed does: copies that `publish` fills.
+
+        Small is what ``stage3_param_persistence_threshold`` and
+        ``stage3_model_persistence_threshold`` say. The next `publish` makes the copies. Every rank
+        must call it, once.
+        """
+        self._device_states.check("keep_small_params()")
+        zero = self.config.zero_optimization
+        limits = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+        self._gathering.small = _SmallParams(self._gathering.state, *limits)
 
 
 class _FullParam(NamedTuple):
@@ -38,25 +107,23 @@ class _FullParam(NamedTuple):
 
     flat: FlatParams
     position: int
+    spec: ParamSpec
     tensor: Tensor  # the values, in the parameter's shape, which it is a view of
 
     @property
     def param(self) -> Tensor:
         return self.flat.params[self.position]
 
-    @property
-    def slot(self) -> Slot:
-        return self.flat.segment.slots[self.position]
-
 
 class GatheredParams:
-    """Implementation of `zero_core.Engine.gathered` and ``publish``."""
+    """Implementation of `GatheredCalls`."""
 
     def __init__(self, passes: Passes, state: ShardedState, edits: Edits) -> None:
         self._passes = passes
         self._units = passes.units
-        self._state = state
+        self.state = state
         self._edits = edits
+        self.small: _SmallParams | None = None  # if they are kept
         # Of each open context, versions of what it only reads, by id of the parameter.
         self._reading: list[dict[int, int]] = []
         self._edited: set[int] = set()  # ids of parameters that a context may change
@@ -67,14 +134,20 @@ class GatheredParams:
 
     def version_of(self, param: nn.Parameter) -> int | None:
         """Return the version of the values of ``param``, None if it is not sharded here."""
-        place = self._state.places.get(id(param))
+        place = self.state.places.get(id(param))
         return None if place is None or place[0].is_kept else place[0].version
 
     def publish(self) -> None:
-        """Make the parameters whose values are kept hold the current ones."""
+        """Make kept parameters, and copies of small ones, hold the current values."""
         for unit in self._units.units:
             if all(flat.is_kept for flat in unit.params):
                 self._units.gather_exact(unit)
+        if self.small is not None:
+            self.small.refresh()
+
+    def remove(self) -> None:
+        if self.small is not None:
+            self.small.remove()
 
     @contextmanager
     def all_params(self, modifier_rank: int | None) -> Iterator[nn.Module]:
@@ -86,15 +159,14 @@ class GatheredParams:
         with self._units.full_params():
             for unit in self._units.units:
                 self._units.gather_exact(unit)
-            full = [_FullParam(f, i, f.params[i].data) for f, i in self._state.places.values()]
+            full = [self._full(f, i, f.params[i].data) for f, i in self.state.places.values()]
             with self._open(full, modifier_rank):
-                yield self._state.module
+                yield self.state.module
 
     @contextmanager
     def some_params(
         self, params: Iterable[nn.Parameter], modifier_rank: int | None
     ) -> Iterator[nn.Module]:
-        """Gather ``params`` within."""
         self._passes.forward.end_interrupted()
         wanted = list(params)
         if modifier_rank is not None:
@@ -105,33 +177,47 @@ class GatheredParams:
             try:
                 full = [p for unit, own in places for p in self._gather(unit, own, copies)]
                 with self._open(full, modifier_rank):
-                    yield self._state.module
+                    yield self.state.module
             finally:
                 for copied in copies:
                     copied.flat.shown.drop(copied.position)
 
+    def _full(self, flat: FlatParams, position: int, tensor: Tensor) -> _FullParam:
+        spec = self.state.layout.params[flat.segment.slots[position].param]
+        return _FullParam(flat, position, spec, tensor)
+
     @contextmanager
     def _open(self, full: list[_FullParam], modifier_rank: int | None) -> Iterator[None]:
-        if modifier_rank is not None and self._passes.is_running:
-            raise RuntimeError(
-                "gathered(modifier_rank=...) within a forward or backward: change parameters "
-                "between steps"
-            )
-        edit = None
+        control = self.state.control
+        values_before: list[Tensor] = []  # on the modifier alone
         if modifier_rank is not None:
-            edit = _Edit(self._state, self._edits, modifier_rank, full)
-            self._state.control.barrier()  # others may read this rank's slice until they are here
+            if self._passes.is_running:
+                raise RuntimeError(
+                    "gathered(modifier_rank=...) within a forward or backward: change parameters "
+                    "between steps"
+                )
+            if not 0 <= modifier_rank < control.world_size:
+                raise ValueError(
+                    f"modifier_rank = {modifier_rank}: expected a rank below {control.world_size}"
+                )
+            if modifier_rank == control.rank:
+                values_before = [p.tensor.clone() for p in full]
+            control.barrier()  # others may read this rank's slice until they are here
             self._edited.update(id(p.param) for p in full)
         # What is changed in these is lost, unless a context around this one takes it over.
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
         before = {id(p.param): p.param._version for p in lost}
         self._reading.append(before)
+        # A graph that is made within, outside of a forward, outlives the values.
+        watched = [p.param for p in lost if isinstance(p.param, nn.Parameter)]
+        is_watching = watched and not self._passes.is_running and torch.is_grad_enabled()
+        saved, backward = self._units.saved, self._passes.backward
         try:
-            with self._watching(lost):
+            with saved.watching_gathered(watched, self, backward) if is_watching else nullcontext():
                 yield
-            if edit is not None:
-                edit.publish()
-                self._edits.forget(self._state.layout.params[p.slot.param].name for p in full)
+            if modifier_rank is not None:
+                self._spread(full, modifier_rank, values_before)
+                self._edits.forget(p.spec.name for p in full)
                 self._units.values_replaced()
                 known = {id(p.param): p.param._version for p in full}
                 for read in self._reading:
@@ -144,40 +230,69 @@ class GatheredParams:
                 self._check_unwritten(lost, before)
         finally:
             self._reading = [read for read in self._reading if read is not before]
-            if edit is not None:
+            if modifier_rank is not None:
                 self._edited.difference_update(id(p.param) for p in full)
             for param in full:
                 param.flat.shown.restore(param.position)
 
-    def _watching(self, full: Sequence[_FullParam]) -> AbstractContextManager[None]:
-        """Have a graph that is made within, outside of a forward, outlive the values."""
-        params = [p.param for p in full if isinstance(p.param, nn.Parameter)]
-        if not params or self._passes.is_running or not torch.is_grad_enabled():
-            return nullcontext()
-        return self._units.saved.watching_gathered(params, self, self._passes.backward)
+    @torch.no_grad()
+    def _spread(self, full: list[_FullParam], rank: int, before: list[Tensor]) -> None:
+        """Broadcast the values of ``rank``, which has those ``before``. See [Note: edits]."""
+        control = self.state.control
+        self.state.quiesce()  # others may still be gathering the old values
+        if not full:
+            return
+        own = [_compare(p, values) for p, values in zip(full, before, strict=False)]
+        changes = torch.tensor(own or [_SAME] * len(full)).to(self.state.device)
+        control.broadcast(changes, source=rank)
+        for p, change in zip(full, found := changes.tolist(), strict=True):
+            if change == _RESHAPED:
+                raise ValueError(
+                    f"{p.spec.name} was given another shape within gathered(), on rank {rank}: "
+                    f"expected {tuple(p.tensor.shape)} in {p.tensor.dtype}; change shapes before "
+                    "build()"
+                )
+        for p, change in zip(full, found, strict=True):
+            values = p.spec.to_elements(p.tensor)  # a view
+            if before:
+                p.tensor.copy_(p.param.data)
+            # Unchanged ones too: other ranks may have written to theirs.
+            control.broadcast(values, source=rank)
+            slot = p.flat.segment.slots[p.position]
+            (p.flat.edit if change == _CHANGED else p.flat.write)(slot.start, values)
+            piece = self.state.piece_of(slot.param)
+            if piece is not None and (change == _CHANGED or self._edits.is_marked(p.spec.name)):
+                self._edits.write_back(piece, values)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
         """Refuse changes within a context that only reads, of which nothing would be left."""
-        specs, cures = self._state.layout.params, self._state.cures
-        changed = [
-            specs[p.slot.param].name
-            for p in full
-            if p.param._version != versions[id(p.param)]
-            or p.flat.shown.restore(p.position)
-            or not _has_own_slice(p, specs[p.slot.param])
-        ]
+
+        def is_changed(p: _FullParam) -> bool:
+            if p.param._version != versions[id(p.param)] or p.flat.shown.restore(p.position):
+                return True
+            # A value that is the same has the bits of this rank's shard, where that has any.
+            slot = p.flat.segment.slots[p.position]
+            start, stop = slot.common(*p.flat.segment.shard_range(p.flat.rank))
+            if start == stop:
+                return False
+            shard = p.flat.part_of(p.position, p.flat.source.read())
+            own = p.spec.to_elements(p.tensor)[start:stop].to(shard.device)
+            return not torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
+
+        changed = [p.spec.name for p in full if is_changed(p)]
         if changed:
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+            cures = self.state.cures
             raise RuntimeError(
-                f"rank {self._state.control.rank}: {', '.join(changed[:4])}{more} changed within "
+                f"rank {self.state.control.rank}: {', '.join(changed[:4])}{more} changed within "
                 f"{cures.read}, which only reads: at stage 3 the new values would be lost. Change "
                 f"them within {cures.write}, which brings one rank's values to all"
             )
 
     def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
         """Refuse ranks that gather something else: they would wait for each other."""
-        control = self._state.control
-        known = self._state.param_names
+        control = self.state.control
+        known = self.state.param_names
         names = sorted({known.get(id(p), "one that is not this engine's") for p in params})
         described = torch.tensor([zlib.crc32(repr((modifier_rank, names)).encode())])
         if len(set(control.gather(described).tolist())) > 1:
@@ -191,7 +306,7 @@ class GatheredParams:
         self, params: Sequence[nn.Parameter]
     ) -> list[tuple[Unit, list[tuple[FlatParams, int]]]]:
         """Return the units that hold ``params``, each with their places in it, in order."""
-        places = self._state.places_of
+        places = self.state.places_of
         for param in params:
             if id(param) not in places:
                 raise ValueError(
@@ -200,7 +315,7 @@ class GatheredParams:
                 )
         wanted = {place for param in params for place in places[id(param)]}
         found: dict[int, list[tuple[FlatParams, int]]] = {}
-        for place in self._state.places.values():
+        for place in self.state.places.values():
             if place in wanted:
                 found.setdefault(place[0].segment.unit, []).append(place)
         return [(self._units.units[unit], found[unit]) for unit in sorted(found)]
@@ -210,110 +325,96 @@ class GatheredParams:
     ) -> Iterator[_FullParam]:
         """Gather the ``wanted`` parameters of ``unit``. Add those not kept to ``copies``."""
         is_needed = self._passes.is_needed(unit)
-        copied = [not (is_needed or flat.is_kept) for flat, _ in wanted]
+        copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
         # A copy of another context is held once more: that one may end before this one.
-        missing = [
-            is_copied and flat.shown.copy_of(position) is None
-            for (flat, position), is_copied in zip(wanted, copied, strict=True)
-        ]
-        new: list[Tensor | None] = [None] * len(wanted)
-        if any(missing) or not all(copied):
+        missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]
+        new: dict[tuple[FlatParams, int], Tensor] = {}
+        if missing or len(copied) < len(wanted):
             if not is_needed:
                 self._units.release(unit)
             self._units.gather_exact(unit)
             with torch.inference_mode(False):  # they may serve an initialization
-                for n, (flat, position) in enumerate(wanted):
-                    if missing[n]:
-                        new[n] = flat.params[position].data.clone()
+                new = {(flat, n): flat.params[n].data.clone() for flat, n in missing}
             if not is_needed:
                 self._units.release(unit)
-        for (flat, position), is_copied, copy in zip(wanted, copied, new, strict=True):
-            if not is_copied:
-                yield _FullParam(flat, position, flat.params[position].data)
-                continue
-            found = _FullParam(flat, position, flat.shown.hold(position, copy))
-            copies.append(found)
-            yield found
+        for flat, n in wanted:
+            if is_needed or flat.is_kept:
+                yield self._full(flat, n, flat.params[n].data)
+            else:
+                copies.append(self._full(flat, n, flat.shown.hold(n, new.get((flat, n)))))
+                yield copies[-1]
 
 
-class _Edit:
-    """Changes by rank ``rank``, from now until `publish`. See [Note: edits]."""
+def _compare(full: _FullParam, before: Tensor) -> float:
+    """Return whether a parameter on this rank has other values, or another form, than before."""
+    now = full.param.data
+    if now.shape != before.shape:
+        return _RESHAPED
+    if full.spec.is_opaque:
+        if now.dtype != before.dtype:
+            return _RESHAPED
+        elements = full.spec.to_elements
+        return _SAME if torch.equal(elements(now), elements(before).to(now.device)) else _CHANGED
+    now = now.to(before)  # what replaced ``data`` may have another dtype and device
+    differs = (now != before) & ~(now.isnan() & before.isnan())
+    return _CHANGED if bool(differs.any()) else _SAME
 
-    def __init__(
-        self, state: ShardedState, edits: Edits, rank: int, params: Sequence[_FullParam]
-    ) -> None:
-        """Remember the values on ``rank``. Takes their memory there once more."""
-        if not 0 <= rank < state.control.world_size:
-            raise ValueError(
-                f"modifier_rank = {rank}: expected a rank below {state.control.world_size}"
-            )
+
+class _SmallParams:
+    """Copies of parameters of at most so many elements, each and in all, until `remove`."""
+
+    def __init__(self, state: ShardedState, max_numel: int, max_total: int) -> None:
         self._state = state
-        self._edits = edits
-        self._rank = rank
-        self._params = list(params)
-        self._is_own = state.control.rank == rank
-        self._before = [p.tensor.clone() for p in self._params] if self._is_own else []
+        self._limits = max_numel, max_total
+        self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # and the copies' bytes
+        self._nbytes = 0  # the most that a rank has of them
+
+    def _hold(self) -> None:
+        """Make the copies, without values."""
+        max_numel, max_total = self._limits
+        held = self._held = []
+        for flat, position in self._state.places.values():
+            like = flat.params[position]
+            numel = like.numel()
+            if flat.is_kept or flat.segment.is_opaque or numel > min(max_numel, max_total):
+                continue
+            max_total -= numel
+            spec = self._state.layout.params[flat.segment.slots[position].param]
+            elements = torch.empty(numel, dtype=like.dtype, device=like.device)
+            copy = flat.shown.hold(position, spec.to_values(elements))
+            held.append((flat, position, spec.to_elements(copy).view(torch.uint8)))
+        ranks = range(self._state.control.world_size)
+        self._nbytes = max(sum(part.numel() for part in self._parts(rank)) for rank in ranks)
+
+    def _parts(self, rank: int) -> Iterator[Tensor]:
+        """Yield the bytes of the copies that are in the shards of ``rank``."""
+        for flat, position, content in self._held or ():
+            segment = flat.segment
+            found = segment.slots[position].common(*segment.shard_range(rank))
+            yield content[slice(*(segment.dtype.itemsize * n for n in found))]
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Broadcast the values of ``rank``. Every rank must call it."""
-        self._state.quiesce()  # others may still be gathering the old values
-        if not self._params:
+    def refresh(self) -> None:
+        """Fill the copies with the current values. Every rank must call it, outside a forward."""
+        if self._held is None:
+            self._hold()
+        if not self._held:
             return
-        found = torch.tensor([self._compare(i) for i in range(len(self._params))])
-        found = found.to(self._state.device)
-        self._state.control.broadcast(found, source=self._rank)
-        for full, change in zip(self._params, found.tolist(), strict=True):
-            if change == _RESHAPED:
-                raise ValueError(
-                    f"{self._spec_of(full).name} was given another shape within gathered(), on "
-                    f"rank {self._rank}: expected {tuple(full.tensor.shape)} in "
-                    f"{full.tensor.dtype}; change shapes before build()"
-                )
-        for index, change in enumerate(found.tolist()):
-            self._spread(index, is_changed=change == _CHANGED)
+        own = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._state.device)
+        start = 0
+        for flat, position, _ in self._held:
+            flat.source.wait_update()
+            part = flat.part_of(position, flat.source.read()).view(torch.uint8)
+            own[start : start + part.numel()].copy_(part)
+            start += part.numel()
+        rows = self._state.control.gather_on_device(own).view(-1, self._nbytes)
+        for rank, row in enumerate(rows):
+            parts = [part for part in self._parts(rank) if part.numel()]
+            if parts:
+                sizes = [part.numel() for part in parts]
+                torch._foreach_copy_(parts, row[: sum(sizes)].split(sizes))
 
-    def _compare(self, index: int) -> float:
-        if not self._is_own:
-            return _SAME
-        full = self._params[index]
-        now, before = full.param.data, self._before[index]
-        if now.shape != before.shape:
-            return _RESHAPED
-        if full.flat.segment.is_opaque:
-            if now.dtype != before.dtype:
-                return _RESHAPED
-            spec = self._spec_of(full)
-            is_same = torch.equal(spec.to_elements(now), spec.to_elements(before).to(now.device))
-            return _SAME if is_same else _CHANGED
-        # What replaced ``data`` may have another dtype and device.
-        now = now.to(before)
-        differs = (now != before) & ~(now.isnan() & before.isnan())
-        return _CHANGED if bool(differs.any()) else _SAME
-
-    def _spread(self, index: int, *, is_changed: bool) -> None:
-        full = self._params[index]
-        values = self._spec_of(full).to_elements(full.tensor)  # a view
-        if self._is_own:
-            full.tensor.copy_(full.param.data)
-        # Unchanged ones too: other ranks may have written to theirs.
-        self._state.control.broadcast(values, source=self._rank)
-        (full.flat.edit if is_changed else full.flat.write)(full.slot.start, values)
-        is_suspect = is_changed or self._edits.is_marked(self._spec_of(full).name)
-        piece = self._state.piece_of(full.slot.param)
-        if is_suspect and piece is not None:
-            self._edits.write_back(piece, values)
-
-    def _spec_of(self, full: _FullParam) -> ParamSpec:
-        return self._state.layout.params[full.slot.param]
-
-
-def _has_own_slice(full: _FullParam, spec: ParamSpec) -> bool:
-    """Whether the value still has the bits of this rank's shard, where it has any."""
-    flat = full.flat
-    start, stop = full.slot.common(*flat.segment.shard_range(flat.rank))
-    if start == stop:
-        return True
-    shard = flat.part_of(full.position, flat.source.read())
-    own = spec.to_elements(full.tensor)[start:stop].to(shard.device)
-    return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
+    def remove(self) -> None:
+        for flat, position, _ in self._held or ():
+            flat.shown.drop(position)
+        self._held = []

@@ -1,15 +1,12 @@
 """Checks that the model still has the parameters that the engine was built over.
 
 [Note: what a model may not do after build()]
-The engine keeps a parameter's values in memory of its own and its gradient hook on the object. A
-parameter that is replaced, added or tied to another name later is followed by nobody; one whose
-memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``) no longer follows
-the engine. Both are errors at the next forward with gradients, or at the next step. The
-``flatten_parameters`` of torch's recurrent modules, which replaces memory on a GPU, does nothing
-while the engine has them. What keeps the objects and their memory is allowed: ``requires_grad_``,
-``module.to`` of the same device and dtype, in-place writes within `gathered`, wrappers around
-modules, modules without parameters. A forward may be given other tensors for a while by
-`torch.func.functional_call`.
+The engine keeps a parameter's values in memory of its own and its gradient hook on the object. It
+does not track a parameter that is replaced, added or tied to another name later, nor one whose
+memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``): errors at the next
+forward with gradients, or at the next step. What keeps the objects and their memory is allowed:
+``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes within `gathered`,
+wrappers around modules, modules without parameters, `torch.func.functional_call`.
 
 [Note: trainable and frozen]
 A parameter is *trainable* if it is in a group of the optimizer when the engine is built, and not of
@@ -24,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -33,10 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import outside_graphs
-from zero_core.core.params import FlatParams
 from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import plain_name
 from zero_core.object_methods import ObjectMethods
+from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
 _FLATTEN = nn.RNNBase.flatten_parameters.__name__
@@ -49,17 +46,15 @@ _ADVICE = (
 class ParamGuard:
     """Refuses what [Note: what a model may not do after build()] names, and unfreezing."""
 
-    def __init__(
-        self, model: nn.Module, values: Sequence[FlatParams], names: Mapping[int, str]
-    ) -> None:
-        """Remember the model's parameters, memory and places, and ``names`` by ``id``."""
-        self._model = model
-        self._values = list(values)
-        self._name_of_memory = names
-        self._num_names = Counter(id(param) for param in _named(model).values())
+    def __init__(self, state: ShardedState) -> None:
+        """Remember the model's parameters and their places."""
+        self._model = state.module
+        self._values = state.params
+        self._name_of_memory = names = state.param_names
+        self._num_names = Counter(id(param) for param in _named(state.module).values())
         self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
-        trainable = {id(p) for v in values if v.segment.is_trainable for p in v.params}
-        self._frozen = [p for p in model.parameters() if id(p) not in trainable]
+        trainable = {id(p) for v in state.params if v.segment.is_trainable for p in v.params}
+        self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
         self._remember_places()
 
     def watch(self) -> Any:
@@ -138,20 +133,14 @@ class ParamGuard:
             self._remember_places()  # modules were wrapped, or ones without parameters changed
 
 
-class FixedMemory(ObjectMethods):
-    """Keeps recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
+def fix_memory(model: nn.Module) -> ObjectMethods:
+    """Keep recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
 
-    ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, and many models call
-    it in each forward. Without it cuDNN copies the weights at each call, and torch warns of that.
+    ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, often in each forward.
+    Without it cuDNN copies the weights at each call, and torch warns of that.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
-        super().__init__(_FLATTEN, [(module, _stay) for module in modules])
-
-
-def _stay() -> None:
-    """Do nothing, in the place of ``flatten_parameters``."""
+    modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    return ObjectMethods(_FLATTEN, [(module, lambda: None) for module in modules])
 
 
 def warn_frozen(layout: Layout, params: Sequence[Tensor]) -> None:

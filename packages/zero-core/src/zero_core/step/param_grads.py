@@ -44,7 +44,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.core import access
 from zero_core.core.grads import FlatGrads
 from zero_core.core.params import FlatParams
-from zero_core.runtime.copies import EngineParameter
+from zero_core.lifecycle import EngineParameter
 
 _log = logging.getLogger(__name__)
 UPDATED_IN_BACKWARD = (

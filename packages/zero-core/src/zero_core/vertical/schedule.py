@@ -289,7 +289,7 @@ class VerticalSchedule(MicroBatches):
         self._units.saved.leave_thread()  # each micro-batch watches its own
         self._passes.driver = Driver(self._enter, self._leave, self._take)
         if host_inputs is not None:
-            host_inputs.begin_turns(len(batches))
+            host_inputs.expect(len(batches))
         try:
             if self._in_attributes is not None:
                 self._in_attributes = _tensors_in_attributes(self._state.module)
@@ -324,7 +324,7 @@ class VerticalSchedule(MicroBatches):
             raise
         finally:
             if host_inputs is not None:
-                host_inputs.end_turns()
+                host_inputs.expect(1)
             partial.settle()
         return [one.loss for one in micro_batches]
 

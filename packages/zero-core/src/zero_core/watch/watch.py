@@ -109,7 +109,7 @@ class DeviceWaits:
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait of this rank; without an identity there is none."""
+    """A wait of this rank: the identity is None if there is none."""
 
     identity: object
     since: float

@@ -1,0 +1,298 @@
+"""Calls of an engine that keep its state: checkpoints, exports and patches of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.checkpoint import whole_models
+from zero_core.checkpoint.files import holds_checkpoint
+from zero_core.checkpoint.load import load_checkpoint
+from zero_core.checkpoint.patches.document import WeightPatch
+from zero_core.checkpoint.patches.write import PatchWriter
+from zero_core.checkpoint.save import OnPending, PendingSave, Saver, SaveRequest
+from zero_core.checkpoint.storage import Location, local_path, location_of
+from zero_core.comm.communicator import Communicator
+from zero_core.core.extension import Extensions
+from zero_core.core.passes import Passes
+from zero_core.optim.train_state import TrainState
+from zero_core.runtime.device_states import NO_PARTS
+from zero_core.runtime.gathered import GatheredCalls
+from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.gradient import StepGradient
+
+_TRAINING_PARTS = ("optimizer", "lr_scheduler", "progress")
+"""Parts of a checkpoint that an evaluation does not load."""
+
+
+class ModelCheckpoints(GatheredCalls):
+    """Calls that an engine for evaluation has, too."""
+
+    device: torch.device
+    sharded_state: ShardedState
+    _communicator: Communicator
+    _passes: Passes
+    _saver: Saver
+    _train: TrainState
+
+    def full_state_dict(
+        self, *, dtype: torch.dtype | None = None, rank: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the whole model's state dict, on the CPU, on every rank or on ``rank`` alone.
+
+        Values are those of the working shards. With a ``dtype`` other than a parameter's own they
+        are its master weights, cast to it. Tied names share a tensor. Every rank must call it.
+        """
+        self._device_states.check_states("full_state_dict()")
+        with self.place.during("full_state_dict()"):
+            return whole_models.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
+
+    def export_safetensors(
+        self, directory: str | Path, *, dtype: torch.dtype | None = None
+    ) -> Path:
+        """Write ``model.safetensors`` (several and an index, if large) as Hugging Face reads it.
+
+        Every rank must call it; rank 0 writes. Returns the folder.
+        """
+        self._device_states.check_states("export_safetensors()")
+        with self.place.during("export_safetensors()"):
+            place = local_path(directory, "an export")
+            return whole_models.export_safetensors(self.sharded_state, place, dtype=dtype)
+
+    def save_checkpoint(
+        self,
+        directory: str | Location,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        has_frozen: bool = True,
+        is_latest: bool = True,
+        drops_partial: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> Location:
+        """Write the training's state, for any stage, world size, ratio and tier.
+
+        Every rank must call it between two steps. The previous checkpoint stays whole until the
+        new one is. An engine that only evaluates writes its values and buffers: load them
+        ``without=("optimizer", "lr_scheduler", "progress")``.
+
+        Args:
+            directory: the folder of all checkpoints: a path, or a URL for fsspec such as
+                ``s3://bucket/run``.
+            tag: name of this one; None is ``step-N``.
+            client_state: JSON and small tensors.
+            has_frozen: whether the values of frozen parameters are written.
+            is_latest: whether a load without a tag takes this one.
+            drops_partial: allow the middle of a step, and leave out its gradients.
+            keep_last: remove all but the last so many checkpoints whose tags end with their step.
+            keep_every: beside these keep the ones of steps that are multiples of it.
+
+        Raises:
+            CheckpointError: something cannot be stored, or a rank failed.
+        """
+        tag = f"step-{self._train.global_steps}" if tag is None else tag
+        kept = has_frozen, is_latest, keep_last, keep_every
+        with self._saving("save_checkpoint()", drops_partial=drops_partial):
+            place = location_of(directory)
+            return self._saver.save(SaveRequest(place, tag, client_state or {}, *kept))
+
+    @contextmanager
+    def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
+        self._device_states.check_states(call)
+        self._communicator.forget_values()
+        with self.place.during(call):
+            yield
+
+    def load_checkpoint(
+        self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
+    ) -> tuple[Location, dict[str, Any]]:
+        """Restore the values and buffers of a checkpoint, trained ones rounded.
+
+        See `zero_core.Engine.load_checkpoint`.
+        """
+        return self._load(directory, tag, {*without, *_TRAINING_PARTS})
+
+    def _load(
+        self, directory: str | Location, tag: str | None, without: Collection[str]
+    ) -> tuple[Location, dict[str, Any]]:
+        self._device_states.check_here("load_checkpoint()")
+        with self.place.during("load_checkpoint()"), self.rewriting():
+            place = location_of(directory)
+            found = load_checkpoint(self.sharded_state, place, tag, self._train, without=without)
+        self.place.num_steps = self._train.global_steps
+        return found
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Allow shards and states to be written in this context, on all ranks.
+
+        Gradients so far are dropped.
+        """
+        self._device_states.check_here("writing shards and states")
+        self._device_states.before_write()
+        self._passes.units.release_all()
+        yield
+        self._passes.backward.discard()
+        self._train.accumulation.forget()
+        self._passes.units.values_replaced()
+        self._device_states.edits.forget()
+        self.place.unfinished = ""
+
+
+class TrainingCheckpoints(ModelCheckpoints):
+    """Calls that only a training has."""
+
+    _extensions: Extensions
+    _gradient: StepGradient
+    _patches: PatchWriter
+
+    def async_save(
+        self,
+        directory: str | Location,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        has_frozen: bool = True,
+        is_latest: bool = True,
+        drops_partial: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        on_pending: OnPending = "wait",
+        max_copy_bytes: int | None = None,
+    ) -> PendingSave:
+        """Write the training's state as `save_checkpoint` does, in a thread beside the training.
+
+        The call returns before anything is written, and waits for updates under way alone. States
+        are copied only where a step changes them before they are written: at most one copy of this
+        rank's states, in host memory (`zero_core.plan` has it as ``async_save_bytes``). Optimizers
+        that update whole parameters have theirs copied by the call, and so have extensions. Values
+        that the program itself changes in place, past the engine, must wait for the result.
+
+        Loads, `close`, the end of the interpreter, and whatever writes values outside of a step
+        wait for the save. If it fails, what it wrote is removed and the training is as before. The
+        error is logged, and raised on all ranks by ``result()`` of what is returned, or else by the
+        next save or by `close`. A process that is killed before has no checkpoint of this tag.
+
+        Args:
+            directory: as those not listed here, an argument of `save_checkpoint`.
+            on_pending: where an earlier save is under way, "wait" for it or "refuse".
+            max_copy_bytes: limit for the copies of steps. One that needs more waits for the writer.
+                It is for states on NVMe, for which host memory has no room.
+
+        Returns:
+            A `concurrent.futures.Future` of the checkpoint's folder.
+
+        Raises:
+            CheckpointError: something cannot be stored, an earlier save is under way and
+                ``on_pending`` is "refuse", or an earlier one failed.
+        """
+        tag = f"step-{self._train.global_steps}" if tag is None else tag
+        kept = has_frozen, is_latest, keep_last, keep_every
+        with self._saving("async_save()", drops_partial=drops_partial):
+            request = SaveRequest(location_of(directory), tag, client_state or {}, *kept)
+            return self._saver.start(request, on_pending=on_pending, max_bytes=max_copy_bytes)
+
+    @contextmanager
+    def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
+        self._gradient.policy.check_unused(f"{call.removesuffix('()')} between backward and step")
+        self._train.accumulation.check_ended(or_dropped=drops_partial)
+        began = perf_counter()
+        with super()._saving(call, drops_partial=drops_partial):
+            yield
+        for follow in self._extensions.saved:
+            follow(call, perf_counter() - began)
+
+    def load_checkpoint(
+        self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
+    ) -> tuple[Location, dict[str, Any]]:
+        """Restore what `save_checkpoint` wrote and return its folder and the client state.
+
+        Every rank must call it. Without ``tag`` the newest complete one is taken. Parts named in
+        ``without`` stay as they are; see `zero_core.checkpoint.load.PARTS`.
+
+        Raises:
+            CheckpointError: there is none, or it belongs to another model.
+            CheckpointCorruptError: its bytes are not what was written.
+        """
+        if "optimizer" in without:
+            self.place.check_finished(f"load_checkpoint(without={sorted(without)})")
+        began = perf_counter()
+        found = self._load(directory, tag, without)
+        for follow in self._extensions.loaded:
+            follow(str(found[0]), perf_counter() - began)
+        return found
+
+    def resume(
+        self, directory: str | Location, *, last_step: int | None = None
+    ) -> dict[str, Any] | None:
+        """Load the newest checkpoint in ``directory`` if there is one, else change nothing.
+
+        For programs that are started again with the same command line, with any number of ranks.
+        Every rank must call it. With ``memory_checkpoint`` the copies in memory are taken where
+        they are as new as what the disk has, of which only the manifest is read then.
+
+        Args:
+            directory: the folder of all checkpoints.
+            last_step: take no copy in memory of a later step. Those of the last two are kept.
+
+        Returns:
+            The client state that was saved, or given to `step`. None for a fresh start.
+
+        Raises:
+            CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
+        """
+        self._device_states.check_here("resume()", NO_PARTS)
+        control, place = self.sharded_state.control, location_of(directory)
+        for find in self._extensions.newer_state:
+            if (restore := find(place, last_step)) is not None:
+                with self.rewriting():
+                    return restore()
+        is_here = control.together(
+            "checkpoint: find", lambda: holds_checkpoint(location_of(directory))
+        )
+        if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
+            return None
+        return self.load_checkpoint(place)[1]
+
+    @property
+    def patch_version(self) -> int:
+        """Version of the newest patch, 0 before the first: where values since then are logged."""
+        return self._patches.version
+
+    def weight_patch(
+        self, since: int | None = None, *, path: str | Path | None = None
+    ) -> WeightPatch:
+        """Write what changed in the compute weights since a version, for `zero_core.apply_patch`.
+
+        A version is the state of the weights when a patch was written; 0 is that of `build`. One
+        patch serves all receivers of version ``since`` or a newer one, those included that took
+        their values from an export in between. Positions of changes are logged with the key
+        ``weight_patches``; values are read when the patch is written. 16-bit weights are sent where
+        a bit of them changed. Whole are sent, if they were updated at all: fp32 weights, 16-bit
+        ones that are their own master weights or have ``state_dtype`` other than float32, and
+        shards in a file. Persistent buffers are rank 0's. A quantizer's bytes are left out: they
+        never change. Every rank must call it, between two steps.
+
+        Args:
+            since: the receiver's version. None: all values, for any receiver.
+            path: the file to write, on rank 0. None: in memory. The file, or bytes, are rank 0's.
+
+        Raises:
+            PatchGapError: ``since`` is older than what is logged. All ranks raise it.
+            RuntimeError: ``since`` without the key, within ``gathered``, or while states are
+                offloaded.
+            ValueError: there is no such version.
+            CheckpointFailedError: the file could not be written.
+        """
+        self._device_states.check("weight_patch()")
+        if self.is_gathered:
+            raise RuntimeError("weight_patch() within gathered(): call it after that has ended")
+        with self.place.during("weight_patch()"):
+            return self._patches.write(since, None if path is None else local_path(path, "a patch"))
