@@ -120,7 +120,8 @@ def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[st
         CheckpointCorruptError: its manifest is not what was written.
     """
     folder = location_of(directory)
-    place, latest = find(folder, tag), read_latest(folder)
+    latest = read_latest(folder)
+    place = find(folder, latest if tag is None else tag)
     manifest = read_manifest(place)
     trained = [param for param in manifest.params if param.is_trainable]
     return {

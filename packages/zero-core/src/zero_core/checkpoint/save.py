@@ -252,7 +252,7 @@ class Saver:
         rows = [json.loads(row) for row in state.control.gather_bytes(own)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         kept, wholes = self._progress.state_dict(), dict[str, Any]()
-        small = {file_name(RNG, rank): random_states()}
+        small: dict[str, _Tensors] = {}
 
         def prepare() -> tuple[dict[str, Any], list[Any]]:
             check_tag(request.tag)
@@ -262,11 +262,13 @@ class Saver:
                 "client_state": encode(request.client_state, "client_state"),
                 "has_frozen": request.has_frozen,
             }
+            small[file_name(RNG, rank)] = random_states()
             if rank == 0:
                 small[BUFFERS] = state.buffers()
             if isinstance(tier, WholeTier):
-                tensors = small[file_name(WHOLE, rank)] = {}
+                tensors: dict[str, Tensor] = {}
                 wholes.update(whole_states(state, tier, tensors))
+                small[file_name(WHOLE, rank)] = tensors
             request.directory.mkdir(parents=True, exist_ok=True)
             return words, [own_scalars(state), random.getstate(), wholes]
 

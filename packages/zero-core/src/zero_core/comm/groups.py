@@ -277,9 +277,12 @@ class GroupBeats:
         self._store.set(self._keys[self._rank], beat)
 
     def read(self, ranks: Sequence[int]) -> dict[int, str]:
-        for rank in ranks:  # `multi_get` would wait for a key that was never set
-            if rank not in self._known and self._store.check([self._keys[rank]]):
-                self._known.add(rank)
+        # `multi_get` would wait for a key that was never set.
+        unknown = [rank for rank in ranks if rank not in self._known]
+        if unknown and self._store.check([self._keys[rank] for rank in unknown]):
+            self._known.update(unknown)
+        else:
+            self._known.update(r for r in unknown if self._store.check([self._keys[r]]))
         there = [rank for rank in ranks if rank in self._known]
         found = self._store.multi_get([self._keys[rank] for rank in there])
         return {rank: beat.decode() for rank, beat in zip(there, found, strict=True)}
@@ -406,6 +409,19 @@ def known_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     assert found is not None
     return found
+
+
+def exchange_once(members: Members, what: str, data: bytes) -> list[bytes]:
+    """Return every rank's ``data``, as `StoreExchange.gather_bytes` does.
+
+    If it fails the next exchange has its number: a rank that failed before has taken none.
+    """
+    exchange = StoreExchange(members, what)
+    try:
+        return exchange.gather_bytes(data)
+    except CollectiveError:
+        _counts[known_group(members.group)]["exchange"] -= 1
+        raise
 
 
 def _next_of(group: dist.ProcessGroup | None, use: str) -> int:

@@ -41,6 +41,7 @@ from zero_core.comm.groups import (
     ProcessLibrary,
     StoreExchange,
     backend_on,
+    exchange_once,
     group_of_mesh,
     known_group,
 )
@@ -172,7 +173,7 @@ def check_devices(ranks: Ranks) -> None:
         identity = str(torch.cuda.get_device_properties(ranks.device).uuid)
     card = [socket.gethostname(), identity, str(ranks.device)]
     # NCCL refuses the first collective of ranks that share a device, and names none of them.
-    rows = StoreExchange(ranks, "the ranks' devices").gather_bytes(json.dumps(card).encode())
+    rows = exchange_once(ranks, "the ranks' devices", json.dumps(card).encode())
     cards = [json.loads(row) for row in rows]
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (host, identity, _) in enumerate(cards):

@@ -142,11 +142,11 @@ class WholeTier(FlatTier):
             elif state and number in sliced and number in self._piece_of:
                 piece, spec = self._piece_of[number], layout.params[number]
                 stop = piece.offset + piece.stop - piece.start
+                self._initial[number] = own = dict(state)  # a build that fails has it as it was
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
-                        own = spec.to_elements(value)[piece.offset : stop].clone()
-                        state[name] = self._lent(number, own)
-                self._initial[number] = state
+                        elements = spec.to_elements(value)[piece.offset : stop].clone()
+                        own[name] = self._lent(number, elements)
         for number in self._initial:
             self._clear_state(number)
 
@@ -330,7 +330,7 @@ class WholeTier(FlatTier):
             if name != "step" and type(value) is Tensor and value.shape == shape:
                 value = self._lent(param, self._elements(param, value))
             if name != "step" or is_on_device:
-                value = pytree.tree_map_only(Tensor, lambda t: t.to(self._device), value)
+                value = _moved(value, self._device)
             moved[name] = value
         self._optimizer.state[owner] = moved
 
@@ -529,3 +529,14 @@ def _lending(
                 set_grad(param, None)
                 _set_data(param, values)
                 set_grad(param, old_grad)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    # Not by pytree, which takes a subclass of a container that nobody registered for a leaf.
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return value

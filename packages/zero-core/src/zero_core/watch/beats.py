@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -280,7 +279,6 @@ def count_ranks(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {named}{more}"
 
 
-@cache
 def process_namespace() -> str:
     """Return what processes must have in common for their numbers to mean the same."""
     try:

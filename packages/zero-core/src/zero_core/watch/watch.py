@@ -142,6 +142,7 @@ class Watch:
         self._world_size = world_size
         self._within_s = within_s
         self._silence_s = max(_SILENCE * within_s, _MIN_SILENCE_S)
+        self._namespace = process_namespace()
         self._beats = Beats(rank, world_size)
         self._number = 0
         self._cause = ""
@@ -248,7 +249,7 @@ class Watch:
             self._cause,
             self._has_given_up,
             os.getpid(),
-            process_namespace(),
+            self._namespace,
         )
         self._board.publish(beat.to_json())
 

@@ -132,10 +132,11 @@ def _patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> No
         with open_regular(path) as file:
             stored[path.name], metadata[path.name] = read_open(file, path)
     index: dict[str, Any] = {}
-    facts = metadata[files[0].name]
     if is_indexed:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         facts = index.get("metadata") or {}
+    else:
+        facts = metadata[files[0].name]
     kept = facts.get(_KEY)
     try:
         known = None if kept is None else Version.model_validate_json(kept)
