@@ -74,7 +74,8 @@ class _UnitCalls:
     config: Config
     module: nn.Module
     _device_states: DeviceStates
-    _module_units: ModuleUnits
+    _passes: Passes
+    _units_of: ModuleUnits
     _parts: EngineParts
 
     def set_reshard_after_forward(
@@ -92,7 +93,9 @@ class _UnitCalls:
         """
         self._device_states.check("set_reshard_after_forward()", NO_PARTS)
         meant = [self.module] if modules is None else modules
-        self._module_units.set_resharded(meant, is_resharded=reshard_after_forward)
+        units, indices = self._passes.units, {u.index for m in meant for u in self._units_of.of(m)}
+        stay = units.stay_gathered
+        units.set_stay_gathered(stay - indices if reshard_after_forward else stay | indices)
 
     @contextmanager
     def generating(self) -> Iterator[nn.Module]:
@@ -105,11 +108,19 @@ class _UnitCalls:
         """
         self._device_states.check("generating()", NO_PARTS)
         limit = self.config.zero_optimization.stage3_max_live_parameters
+        units, memory = self._passes.units, self._parts.memory
+        before, kept, numel = units.stay_gathered, set[int](), 0
+        # The root and the tail come first, which others may wait for, then blocks in their order.
+        for unit in sorted(units.units, key=lambda unit: unit.is_block):
+            numel += sum(flat.segment.padded_numel for flat in unit.params)
+            if numel > limit:
+                break
+            kept.add(unit.index)
+        units.set_stay_gathered(before | kept)
         try:
-            with self._module_units.keeping(limit):
-                yield self.module
+            yield self.module
         finally:
-            memory = self._parts.memory
+            units.set_stay_gathered(before)
             memory.pools.free(keeps_expected=True)
             memory.forget_views()
 
@@ -125,7 +136,7 @@ class _UnitCalls:
             ValueError: ``modules`` are others, or not this engine's.
         """
         self._device_states.check("set_modules_to_forward_prefetch()", NO_PARTS)
-        self._module_units.set_prefetched(module, modules, backward=False)
+        self._set_prefetched(module, modules, backward=False)
 
     def set_modules_to_backward_prefetch(
         self, module: nn.Module, modules: Iterable[nn.Module]
@@ -135,7 +146,28 @@ class _UnitCalls:
         As `set_modules_to_forward_prefetch`; backward's order is the reverse.
         """
         self._device_states.check("set_modules_to_backward_prefetch()", NO_PARTS)
-        self._module_units.set_prefetched(module, modules, backward=True)
+        self._set_prefetched(module, modules, backward=True)
+
+    def _set_prefetched(
+        self, module: nn.Module, modules: Iterable[nn.Module], *, backward: bool
+    ) -> None:
+        units = self._units_of.of(module)
+        if len(units) != 1:
+            raise ValueError(
+                f"{type(module).__name__} is in units {units}: name a module of a single one"
+            )
+        (unit,) = units
+        found = [index for m in modules for index in sorted(u.index for u in self._units_of.of(m))]
+        found = list(dict.fromkeys(found))
+        step = -1 if backward else 1
+        if found != [unit.index + step * (n + 1) for n in range(len(found))]:
+            order = "backward" if backward else "forward"
+            raise ValueError(
+                f"units {found} cannot be gathered ahead of {unit!r}: units are gathered in one "
+                f"order on all ranks, so name those that follow it in {order}, which begin with "
+                f"unit {unit.index + step}"
+            )
+        self._passes.units.prefetch.set_depth(unit.index, len(found) or 1, backward=backward)
 
 
 class _Progress:
@@ -240,7 +272,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self._device_states = parts.device_states
         self._passes = passes
         self._train = parts.train
-        self._module_units = ModuleUnits(passes)
+        self._units_of = ModuleUnits(passes)
         self._gathering = GatheredParams(passes, state, parts.device_states.edits)
         buffers = state.common_buffers
         if parts.config.broadcast_buffers:

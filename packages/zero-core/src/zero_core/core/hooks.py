@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -138,7 +137,7 @@ def _part_hook(passes: Passes, unit: Unit) -> Any:
 
 
 class ModuleUnits:
-    """Finds and gathers the units of modules, and sets when they are gathered and released."""
+    """Finds and gathers the units of modules."""
 
     def __init__(self, passes: Passes) -> None:
         self._units = passes.units
@@ -174,55 +173,3 @@ class ModuleUnits:
     def version(self, module: nn.Module) -> int:
         """Return a number that grows when the parameters of ``module`` get new values."""
         return sum(flat.version for unit in self.of(module) for flat in unit.params)
-
-    def set_resharded(self, modules: Iterable[nn.Module], *, is_resharded: bool) -> None:
-        """Set whether a forward releases the units of ``modules`` when they have been used."""
-        indices = {unit.index for module in modules for unit in self.of(module)}
-        before = self._units.stay_gathered
-        self._units.set_stay_gathered(before - indices if is_resharded else before | indices)
-
-    @contextmanager
-    def keeping(self, max_numel: int) -> Iterator[None]:
-        """Keep what forwards gather within, up to ``max_numel`` elements. Every rank must enter it.
-
-        The root and the tail come first, which others may wait for, then blocks in their order.
-        """
-        kept, numel = set(), 0
-        for unit in sorted(self._units.units, key=lambda unit: unit.is_block):
-            numel += sum(flat.segment.padded_numel for flat in unit.params)
-            if numel > max_numel:
-                break
-            kept.add(unit.index)
-        before = self._units.stay_gathered
-        self._units.set_stay_gathered(before | kept)
-        try:
-            yield
-        finally:
-            self._units.set_stay_gathered(before)
-
-    def set_prefetched(
-        self, module: nn.Module, modules: Iterable[nn.Module], *, backward: bool
-    ) -> None:
-        """Set which units are gathered ahead while that of ``module`` is in use.
-
-        Raises:
-            ValueError: ``module`` is in several units, or ``modules`` are not those that follow it.
-        """
-        units = self.of(module)
-        if len(units) != 1:
-            raise ValueError(
-                f"{type(module).__name__} is in units {units}: name a module of a single one"
-            )
-        (unit,) = units
-        found = [index for m in modules for index in sorted(u.index for u in self.of(m))]
-        found = list(dict.fromkeys(found))
-        step = -1 if backward else 1
-        expected = [unit.index + step * (n + 1) for n in range(len(found))]
-        if found != expected:
-            order = "backward" if backward else "forward"
-            raise ValueError(
-                f"units {found} cannot be gathered ahead of {unit!r}: units are gathered in one "
-                f"order on all ranks, so name those that follow it in {order}, which begin with "
-                f"unit {unit.index + step}"
-            )
-        self._units.prefetch.set_depth(unit.index, len(found) or 1, backward=backward)
