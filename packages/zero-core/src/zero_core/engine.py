@@ -10,11 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,7 +35,6 @@ from zero_core.record.recorder import StepRecords, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS, DeviceStates
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
-from zero_core.step.interrupts import DeferredInterrupt
 from zero_core.step.micro_batches import MicroBatches
 from zero_core.step.optimizer import EngineOptimizer
 
@@ -201,7 +204,7 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
         micro_steps = train.accumulation.count + 1
-        with DeferredInterrupt(is_on=self.should_defer_sigint):
+        with _DeferredInterrupt(is_on=self.should_defer_sigint):
             with place.during("step()"):
                 self._parts.guard.check()
                 self.optimizer.check_groups()
@@ -424,3 +427,43 @@ def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: b
     """Drop the engine's gradient too, as ``zero_grad`` of its ``module``."""
     optimizer.zero_grad()
     type(module).zero_grad(module, set_to_none)
+
+
+class _DeferredInterrupt:
+    """Context in which SIGINT (Ctrl-C) waits for the end. Its handler is called then.
+
+    A second SIGINT passes at once, with the first. Outside of the main thread, or where no Python
+    function handles SIGINT, nothing is deferred.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+        self._is_waiting = False
+
+    def __enter__(self) -> None:
+        if self._is_on and threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._defer)
+
+    def _defer(self, signum: int, frame: FrameType | None) -> None:
+        if not self._is_waiting:
+            self._is_waiting = True
+            return
+        handler, self._handler = self._handler, None
+        assert handler is not None, "it is called within the context alone"
+        signal.signal(signal.SIGINT, handler)
+        handler(signum, frame)
+        handler(signum, frame)
+
+    def __exit__(self, *error: object) -> None:
+        handler = self._handler
+        if handler is None:
+            return
+        found = signal.signal(signal.SIGINT, handler)
+        if found != self._defer:  # code within the step has set another one
+            signal.signal(signal.SIGINT, found)
+        if self._is_waiting:
+            handler(signal.SIGINT, sys._getframe(1))

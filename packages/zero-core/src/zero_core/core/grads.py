@@ -715,6 +715,8 @@ class FlatGrads:
         After all ranks have agreed on the gradient: before, others may read this rank's shard.
         """
         self.wait()
+        if changes:
+            self._norm = None
         self.shard.change(self._elements(changes))
 
     def keep_changes(self, changes: Mapping[int, Tensor]) -> None:

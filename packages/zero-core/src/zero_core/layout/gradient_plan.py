@@ -94,7 +94,7 @@ def plan_gradient(
     """Plan the memory of a gradient.
 
     Args:
-        stage: that of `zero_core.sharded.memory.Memory`, 0 to 3: 0 where there is nothing to shard.
+        stage: 0 to 3: 0 where there is nothing to shard.
         world_size: number of ranks.
         is_accumulated: whether a step may have several micro-steps.
         owns_grads: whether the state tier copies what it is offered.

@@ -76,21 +76,25 @@ class CommonBuffers:
         if control.world_size == 1:
             return
         self._control = control
-        self._backward = backward  # knows whether a forward is within ``no_sync``
         self._is_due = True
-        before, after = outside_graphs(self._pre_forward), outside_graphs(self._post_forward)
+
+        def after(*hook_args: Any) -> None:
+            # The pass, which knows of ``no_sync``, leads back here: the hook alone holds it.
+            self._post_forward(backward)
+
+        before = outside_graphs(self._pre_forward)
         self.handles.append(self._model.register_forward_pre_hook(before, prepend=True))
-        self.handles.append(self._model.register_forward_hook(after))
+        self.handles.append(self._model.register_forward_hook(outside_graphs(after)))
 
     def remove(self) -> None:
         while self.handles:
             self.handles.pop().remove()
 
-    def idle_forward(self) -> None:
+    def idle_forward(self, backward: BackwardPass) -> None:
         """Take part in what the other ranks' next forward broadcasts, without a forward here."""
         if self.handles:
             self._pre_forward()
-            self._post_forward()
+            self._post_forward(backward)
 
     def _pre_forward(self, *hook_args: Any) -> None:
         if is_in_backward() or not self._is_due:  # a recomputation is no forward
@@ -105,6 +109,6 @@ class CommonBuffers:
                 if is_here and self._control.rank != 0:
                     buffer.data.copy_(part.view_as(buffer))
 
-    def _post_forward(self, *hook_args: Any) -> None:
+    def _post_forward(self, backward: BackwardPass) -> None:
         if not is_in_backward():
-            self._is_due = torch.is_grad_enabled() and self._backward.should_sync
+            self._is_due = torch.is_grad_enabled() and backward.should_sync
