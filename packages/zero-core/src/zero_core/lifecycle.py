@@ -65,7 +65,8 @@ class Ownership:
     def __init__(self, state: ShardedState) -> None:
         self.owner: weakref.ref[object] | None = None
         self._thread = threading.get_ident()
-        self._allows_empty = self._has_warned = False
+        self._advice: str | None = None  # of `allow_empty_entries`
+        self._has_warned = False
         self.state = state
         self.is_ended = False
         self.hooks: list[Removable] = []
@@ -77,36 +78,35 @@ class Ownership:
         self.owner = weakref.ref(owner)
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if not self._allows_empty and (absent := self._absent(module)):
+            if self._advice is None and (absent := self._absent(module)):
                 raise RuntimeError(
                     f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
                     "here: use engine.full_state_dict(), or state_dict() within "
                     f"{self.state.cures.read}"
                 )
 
-        for module in self.state.module.modules():
-            self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-
-    def allow_empty_entries(self, advice: str) -> None:
-        """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
-
         def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
-            for key in (f"{prefix}{name}" for name in self._absent(module)):
+            absent = [] if self._advice is None else self._absent(module)
+            for key in (f"{prefix}{name}" for name in absent):
                 if key not in entries:
                     continue
                 if not self._has_warned and self.state.control.rank == 0:  # which writes files
                     text = "state_dict() has names without values, the first for %s: %s"
-                    _log.warning(text, key, advice)
+                    _log.warning(text, key, self._advice)
                 self._has_warned = True
                 whole = entries[key]
                 entries[key] = torch.empty(0, dtype=whole.dtype, device=whole.device)
 
-        self._allows_empty = True
+        for module in self.state.module.modules():
+            self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
+
+    def allow_empty_entries(self, advice: str) -> None:
+        """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
+        self._advice = advice
         modules = list(self.state.module.modules())
         name = nn.Module._save_to_state_dict.__name__
         self.hooks.append(ObjectMethods(name, [(m, partial(_save_opened, m)) for m in modules]))
-        for module in modules:
-            self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
 
     def _absent(self, module: nn.Module) -> list[str]:
         """Return the names of ``module``'s own parameters whose current value is not here."""

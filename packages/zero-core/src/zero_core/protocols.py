@@ -1,7 +1,8 @@
 """Protocols of the parts that the engine is composed from.
 
-Signatures have only builtins and torch types, so that a part satisfies a protocol by shape alone
-and never has to import this package. Parts announce themselves by entry points:
+Every protocol here is shaped by its one caller, the engine, and uses only builtins and torch
+types in its signatures, so that a part satisfies it by shape alone and never has to import this
+package. Parts announce themselves by entry points:
 
 =========================  =====================  =========================================
 entry-point group          object                 asked for by the config key
@@ -56,9 +57,10 @@ class Reduction(Work, Protocol):
 
 @runtime_checkable
 class StatisticsReduction(Work, Protocol):
-    """A reduction with statistics of its sum, on its device, readable after ``wait``.
+    """A reduction that computes the statistics of its sum on the way, without a further pass.
 
-    The engine then reads neither the sum nor its parts for them.
+    Both are on the device of the sum and readable after ``wait``. With them the engine reads
+    neither the sum nor its parts.
     """
 
     @property
@@ -80,8 +82,9 @@ class InPlaceReduction(Reduction, Protocol):
     def acknowledge(self) -> Work:
         """Report to the other ranks that this rank has read their parts.
 
-        Called once, after ``wait``, when ``contributions`` is no longer read. The engine waits for
-        the result before it writes to the reduction's input again, which others may be reading.
+        The engine calls it once, after ``wait``, when it no longer reads ``contributions``. It
+        waits for the result before it writes to the reduction's input again: until then other
+        ranks may be reading that.
         """
 
 
@@ -90,9 +93,11 @@ class Collectives(Protocol):
     """Gathers of shards into units, and reductions of unit gradients into shards.
 
     Every rank of the group calls the same methods in the same order. Buffers belong to the caller
-    and may be read or reused only after ``wait``. A ``shard`` is changed only after an exchange
-    with all ranks that each of them entered after its ``wait``, so that a rank may read another's
-    in place. `StatefulCollectives` and `InPlaceCollectives` declare what may be offered besides.
+    and may be read or reused only after ``wait``. More than that, a ``shard`` is changed only after
+    an exchange with all ranks that each of them entered after its ``wait``, so that a rank may read
+    another's shard in place.
+
+    `StatefulCollectives` and `InPlaceCollectives` declare what collectives may offer besides.
     """
 
     def all_gather(
@@ -102,8 +107,10 @@ class Collectives(Protocol):
 
         Args:
             out: 1-D, contiguous, ``world_size * shard.numel()`` elements, dtype of ``shard``.
-            shard: 1-D, contiguous, any dtype. It may be a view of this rank's slice of ``out``.
-            unit: index of the segment (a unit has one per dtype and trainability): a stable key.
+            shard: 1-D, contiguous, any dtype (bytes too). It may be a view of this rank's slice
+                of ``out``; it is never changed otherwise.
+            unit: index of the segment it belongs to (a unit has one per dtype and
+                trainability): a stable key for private buffers.
             version: grows whenever the values of ``shard`` may have changed. Negative: they must
                 arrive exact; `EXACT_GRADIENTS` (reduced ones, at stage 0) or `EXACT_PARAMETERS`
                 (to be read, not to be trained with).
@@ -113,15 +120,16 @@ class Collectives(Protocol):
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
-        The sum is taken in fp32 (float64 for float64 input) in a fixed order: of ranks, or within
-        each node first and then of nodes. Gradients are divided by the world size already. The
-        result may be a `Reduction`, an `InPlaceReduction` or a `StatisticsReduction`.
+        The sum is taken in fp32 (float64 for float64 input) in an order that is fixed: rank order,
+        or within each node first and then in the order of nodes. Gradients are already
+        divided by the world size. The result may be a `Reduction`, an `InPlaceReduction` or a
+        `StatisticsReduction`.
 
         Args:
             out: 1-D, contiguous, floating point (what gradients accumulate in); overwritten.
-            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point; undefined
-                afterwards.
-            unit: index of the segment.
+            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point; its
+                contents are undefined afterwards.
+            unit: index of the segment it belongs to.
         """
 
 
@@ -132,8 +140,9 @@ class AddingCollectives(Collectives, Protocol):
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to add this rank's slice of every rank's ``full`` to ``out``, one after another.
 
-        As `reduce_scatter`, but in rank order whatever the nodes are: ``((out + slice 0) + slice 1)
-        + ...``, each sum rounded to the dtype of ``out``. The statistics are those of ``out``.
+        As `reduce_scatter`, but ``out`` is not overwritten, and its terms are added in rank order
+        whatever the nodes are: ``((out + slice 0) + slice 1) + ...``, each rounded to the dtype of
+        ``out``. The statistics of a `StatisticsReduction` are those of ``out``.
         """
 
 
@@ -148,8 +157,9 @@ class StatefulCollectives(Collectives, Protocol):
     def forget_values(self) -> None:
         """Drop everything that is kept of the weights and gradients.
 
-        All ranks call it when weights were replaced from outside of a step and when a checkpoint is
-        saved. The next gather starts from exact values: a resumed run equals one that continued.
+        All ranks call it when weights were replaced from outside of a step (a checkpoint or files
+        loaded, values edited, states written) and when a checkpoint is saved. The next gather of
+        each unit starts from the exact values, so that a resumed run equals one that continued.
         """
 
     def forget_errors(self) -> None:
@@ -164,7 +174,8 @@ class InPlaceCollectives(Collectives, Protocol):
     def reduces_in_place(self) -> bool:
         """Whether ``reduce_scatter`` returns `InPlaceReduction` for shared memory.
 
-        Only then does the engine share its gradient buffers with the ranks of the node.
+        If so, the engine shares its gradient buffers with the ranks of the node. If not, or where
+        this is not declared, its buffers are private.
         """
 
 
@@ -178,9 +189,13 @@ class SliceCodec(Protocol):
         """Return the most bytes that a message of ``numel`` elements may have."""
 
     def pack(self, values: Tensor, message: Tensor) -> int:
-        """Write ``values`` to ``message``: uint8, `max_nbytes` long, at a multiple of 16 bytes.
+        """Write the message of ``values``.
 
-        Returns the message's bytes, a multiple of 16. On an accelerator the host waits for them.
+        Args:
+            message: uint8, `max_nbytes` long, at a multiple of 16 bytes.
+
+        Returns:
+            The message's bytes, a multiple of 16. On an accelerator the host waits for them.
         """
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
@@ -214,7 +229,8 @@ class TransportCollectives(InPlaceCollectives, Protocol):
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
 
-        After ``wait`` ``parts`` may be overwritten: ranks that read it in place have done so.
+        When ``wait`` returns, ``out`` holds the bytes and ``parts`` may be overwritten: ranks that
+        read it in place have done so. (A gather promises less; see `Collectives`.)
 
         Args:
             out: 1-D, contiguous, any dtype; ``world_size`` equal slices.
@@ -227,14 +243,16 @@ class TransportCollectives(InPlaceCollectives, Protocol):
     def coded(self, codec: SliceCodec) -> TransportCollectives:
         """Return these collectives with reductions that send ``codec``'s messages to other nodes.
 
-        Sums are as before. Every rank calls it with a codec of the same kind.
+        Sums, their order and their statistics are as before. Every rank calls it with a codec of
+        the same kind.
         """
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         """Return collectives among ``ranks`` of this group, renumbered in that order.
 
-        Every rank calls it equally often, in the same order, each with its subgroup. Subgroups do
-        not disturb each other, and `launch` is the same for all.
+        Every rank calls it equally often, in the same order, each with the subgroup that it is
+        in. What different subgroups exchange does not disturb each other, and `launch` is the same
+        for all.
 
         Raises:
             ValueError: this rank is not among ``ranks``, or one is given twice or does not exist.
@@ -243,20 +261,22 @@ class TransportCollectives(InPlaceCollectives, Protocol):
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate 1-D memory that is sent best: on hosts, shared with the ranks of the node.
 
-        It is held as long as the collectives. `Collectives` says when it may be overwritten.
+        It is held as long as the collectives. Other ranks read what is gathered from it in place:
+        see `Collectives` for when it may be overwritten.
         """
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job`` beside the caller, after the earlier jobs of the same queue.
 
         There are two queues, for gathers and for reductions. Within a job works are waited for: a
-        second hop starts when the first has arrived. On hosts a queue is a thread, in which the
-        caller's grad and inference modes hold. On an accelerator it is a stream: the job runs at
-        once, on the host, and what it enqueues is ordered after what the caller's current stream
-        holds. ``wait`` of the result returns (on an accelerator: lets the current stream go on)
-        when the job is done, and raises what it raised. A job launched by a job of the same queue
-        runs at once. What a job allocates on an accelerator is reused in the order of the queue's
-        stream: a reader on another stream keeps it until that is done.
+        second hop starts when the first has arrived, whatever the caller does meanwhile. On hosts
+        a queue is a thread, in which the caller's grad and inference modes hold. On an accelerator
+        it is a stream: the job runs at once, on the host, and what it enqueues is ordered after
+        what the caller's current stream holds. ``wait`` of the result returns (on an accelerator:
+        lets the current stream go on) when the job is done, and raises what it raised. A job
+        launched by a job of the same queue runs at once. What a job allocates on an accelerator is
+        reused in the order of the queue's stream: a reader on another stream keeps it until that
+        is done.
         """
 
 
@@ -276,7 +296,7 @@ class CollectivesFactory(Protocol):
         """Make collectives that carry their bytes over ``native``.
 
         Args:
-            native: works on any dtype.
+            native: works on any dtype, ``torch.uint8`` included.
             config: the resolved ``zero_optimization`` block as plain builtins.
             ranks_per_node: ranks ``[n * ranks_per_node, (n + 1) * ranks_per_node)`` share node
                 ``n``; divides ``world_size``.
@@ -299,7 +319,8 @@ class StateTier(Protocol):
     def owns_grads(self) -> bool:
         """Whether `offer_grad` copies the gradient into memory of the tier.
 
-        It is then offered in the communication dtype, and the engine keeps none.
+        The engine then offers gradients in the communication dtype, and keeps none of its own from
+        one unit to the next.
         """
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
@@ -307,10 +328,11 @@ class StateTier(Protocol):
 
         Called in backward as each segment is reduced. ``grad`` is 1-D, contiguous, floating
         point, on the engine's device, and belongs to the engine. Its values may be read from
-        ``step`` on, which may overwrite them, and stay until a ``step`` that uses it or
-        ``discard_grads`` has returned. If the tier ``owns_grads``, they may be read at once, and
-        stay until what is returned has been called, or not at all if that is None. Of several
-        offers of a range the last one holds.
+        ``step`` on, and stay until a ``step`` that uses it or ``discard_grads`` has returned. If
+        the tier ``owns_grads``, they may be read at once, and stay until what is returned has been
+        called, or not at all if that is None. A range may be offered again (a
+        second backward in the same micro-step): the last offer holds. ``step`` may overwrite what
+        was offered.
         """
 
     def read_grad(self, start: int, stop: int) -> Tensor:
@@ -324,12 +346,14 @@ class StateTier(Protocol):
     ) -> None:
         """Update the pieces listed in ``active`` (sorted indices). Leave all others alone.
 
-        A piece left alone gets no weight decay, no moment update and no step count. ``groups`` are
-        the optimizer's ``param_groups`` without ``params``. Gradients are multiplied by
-        ``grad_scale`` (unscale and clip in one factor). New values are written to the parameter
-        shards given at construction; the call may return before that is done. It may be called
-        several times for one step of the training, while backward goes on, each time for pieces
-        that were offered and not updated yet. The engine ends a step with `discard_grads`.
+        A piece left alone gets no weight decay, no moment update and no step count.
+        ``groups`` are the optimizer's ``param_groups`` without ``params``. Gradients are
+        multiplied by ``grad_scale`` (unscale and clip in one factor). New values are written to
+        the parameter shards given at construction; the call may return before that is done.
+
+        It may be called several times for one step of the training, each time for pieces that were
+        offered and not updated yet: units are updated while backward goes on. What other pieces
+        were offered stays. The engine ends a step with `discard_grads`.
         """
 
     def wait_params(self, start: int, stop: int) -> None:
@@ -350,8 +374,9 @@ class StateTier(Protocol):
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``.
 
-        Writing ``master_weight`` publishes the rounded values to the parameter shards as well. A
-        new name becomes known, if the optimizer can have it (KeyError otherwise).
+        Writing ``master_weight`` publishes the rounded values to the parameter shards as well.
+        A name not in ``state_names`` yet becomes known, if the optimizer can have it (KeyError
+        otherwise).
         """
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
@@ -361,7 +386,11 @@ class StateTier(Protocol):
         """Restore what `read_scalars` gave. ``num_steps`` of 0 means that there is no state."""
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse ``names`` of states, or ``scalars`` of each piece, that a write would refuse.
+        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
+
+        Args:
+            names: of the elementwise states that are going to be written.
+            scalars: those of each piece.
 
         Raises:
             KeyError: the optimizer cannot have such a state.
@@ -373,9 +402,9 @@ class ChangeWatcher(Protocol):
     """Reads states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
-        """Called before states of ``[start, stop)`` may change, by the thread that changes them.
+        """Called before states of ``[start, stop)`` change, by the thread that changes them.
 
-        It may wait.
+        Ranges that do not change, or have changed before, may be among them. It may wait.
         """
 
 
@@ -394,22 +423,24 @@ class SnapshotTier(StateTier, Protocol):
 class AccumulatingTier(StateTier, Protocol):
     """A state tier that owns gradients, and adds up those of a step's micro-steps itself.
 
-    The sum is taken in fp32 (float64 for float64), in the order of the calls. ``offer_grad``
-    replaces it, ``read_grad`` returns it, and a ``step`` or ``discard_grads`` ends it.
+    The sum is taken in fp32 (float64 for float64), in the order of the calls, and does not depend
+    on where the tier keeps it. ``offer_grad`` replaces it, ``read_grad`` returns it, and a ``step``
+    or ``discard_grads`` ends it.
     """
 
     def expect_micro_steps(self, count: int) -> None:
-        """Allocate for ``count`` calls of `add_grad` per range and step, two or more.
+        """Prepare for ``count`` calls of `add_grad` per range and step, more than one.
 
-        Called once, before the first of them and before state is written. More may follow.
+        Called once, before the first of them and before state is written. It decides on memory
+        and on where state is kept alone: there may be more.
         """
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
         """Add to the gradient of ``[start, start + grad.numel())`` for the next step.
 
-        ``grad`` and the result are as for ``offer_grad``; it is added as it is, in its dtype.
-        ``is_last``: the gradient is complete with it, unless the last micro-step has another
-        backward.
+        Called in each micro-step's backward as each segment is reduced. ``grad`` and the result are
+        as for ``offer_grad``; it is added as it is, in its dtype. ``is_last``: the gradient is
+        complete with it, unless another backward of the last micro-step follows.
         """
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
@@ -446,9 +477,10 @@ class TimedTier(StateTier, Protocol):
         """Time later copies between the device and the host, or no longer. A CPU has none."""
 
     def take_copies(self) -> Sequence[tuple[str, torch.Event, torch.Event]]:
-        """Return the copies timed since the last call: what each carries, and events around it.
+        """Return the copies that were timed since the last call.
 
-        The events can be timed and may not have fired yet.
+        Each is what it carries and events before and after it, which can be timed and may not have
+        fired yet.
         """
 
     def host_memory_bytes(self) -> Mapping[str, int]:
@@ -462,8 +494,8 @@ class ReservingTier(StateTier, Protocol):
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Allocate what gradients are copied to, or widened in, and what copies pass through.
 
-        Called once on an accelerator, before the first gradient. ``grads``: ``(start, stop,
-        dtype)`` of what is going to be offered or added.
+        Called once on an accelerator, before the first gradient. It decides on memory alone.
+        ``grads``: ``(start, stop, dtype)`` of what is going to be offered or added.
         """
 
 
@@ -487,10 +519,10 @@ class SpeculativeTier(StateTier, Protocol):
     ) -> None:
         """Begin to ``step`` over pieces whose gradient has been offered, as far as memory allows.
 
-        It may be called several times before ``step``, whose arguments it has, for other pieces
-        each time. A ``step`` with the same settings and factor over these pieces and others goes on
-        with it. It is undone before anything else is done with these pieces: a step with another
-        factor, an offer, reads and writes of states, ``discard_grads``.
+        It may be called several times before ``step``, for other pieces each time. A ``step`` with
+        the same settings and factor over these pieces and others goes on with it. Before anything
+        else is done with these pieces it is undone: a step with another factor, an offer, reads and
+        writes of states, ``discard_grads``. Arguments are those of ``step``.
         """
 
 
@@ -501,8 +533,8 @@ class ParamStore(Protocol):
     def write(self, start: int, values: Tensor) -> None:
         """Store ``[start, start + values.numel())`` of the local flat space.
 
-        Called by one thread at a time. ``values`` is 1-D, on any device, in the compute dtype,
-        within one shard, and the caller's again when the call returns.
+        May be called from any thread, by one at a time. ``values`` is 1-D, on any device, in the
+        compute dtype, within one shard; it is the caller's again when the call returns.
         """
 
 
@@ -515,7 +547,8 @@ class DeviceMemory(Protocol):
 
         Called between two steps, while no exchange or update is under way. The engine copies the
         bytes of their storages to the host, except for "buffers" (scratch), and resizes the
-        storages to zero and later back: addresses change. Until then the part is not called.
+        storages to zero and later back. Tensors and their views stay the same objects, and
+        addresses change. Until then the part is not called.
         """
 
 
@@ -624,17 +657,21 @@ class ParamTier(Protocol):
     def fetch(self, segment: int, out: Tensor) -> Work:
         """Start to copy the current values of a shard to ``out``.
 
-        On an accelerator the copy is ordered after what the caller's current stream holds, one of
-        the engine's own, and ``wait`` makes the stream wait that is current then. On the CPU the
-        values are there when ``wait`` returns. ``out`` is 1-D, contiguous, of the shard's length
-        and dtype, on the device or on the CPU.
+        On an accelerator the copy is ordered after what the caller's current stream holds, and
+        ``wait`` of the result makes the stream wait that is current then. The engine calls it on a
+        stream of its own. On the CPU the values are there when ``wait`` returns.
+
+        Args:
+            segment: one of those at construction.
+            out: 1-D, contiguous, the shard's length and dtype, on the device or on the CPU.
         """
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
         """Overwrite elements ``[start, start + values.numel())`` of a shard.
 
-        Called by one thread at a time, but never for a shard that is being fetched. ``values`` is
-        1-D, on any device, cast to the shard's dtype, and the caller's again when the call returns.
+        Called by one thread at a time, which may be another than the one that fetches, but never
+        for a shard that is being fetched. ``values`` is 1-D, on any device, cast to the shard's
+        dtype, and the caller's again when the call returns.
         """
 
     def home(self, segment: int) -> Tensor | None:
@@ -676,10 +713,10 @@ class MicroBatchLoss(Protocol):
 class AdamKernel(Protocol):
     """One pass over flat host memory: gradient in, master and moments updated, copy out.
 
-    A module that has this function satisfies it. Optional further functions: ``adagrad_step``,
-    ``sgd_step`` and ``lion_step`` for those optimizers, ``adam_step_8bit`` and ``adam_step_bf16``
-    for ``offload_optimizer.state_dtype``. A tier that finds one missing updates by torch's own
-    optimizer, or refuses the ``state_dtype``.
+    Entry point of ``zero_core.adam_kernels``. A module that has this function satisfies it.
+    Optional further functions: ``adagrad_step``, ``sgd_step`` and ``lion_step`` for those
+    optimizers, ``adam_step_8bit`` and ``adam_step_bf16`` for ``offload_optimizer.state_dtype``. A
+    tier that finds one missing updates by torch's own optimizer, or refuses the ``state_dtype``.
     """
 
     def adam_step(
