@@ -292,8 +292,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         def __getattr__(self, name: str) -> NoReturn:
             """Say how to make an engine that trains, where one is needed."""
             trained = ShardedModel.__subclasses__() if type(self) is ShardedModel else ()
-            names = {"optimizer", *(found for each in trained for found in dir(each))}
-            if name in names and not name.startswith("_"):
+            is_named = any(name == "optimizer" or name in dir(each) for each in trained)
+            if is_named and not name.startswith("_"):
                 raise EvaluationOnlyError(
                     f"{name}: this engine was built for evaluation: build(is_training=True) makes "
                     "one that trains"
