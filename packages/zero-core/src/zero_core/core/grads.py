@@ -433,6 +433,8 @@ class PassedOnShard(GradShard):
         return target
 
     def add_own(self, full: FullGrad) -> bool:
+        if full.memory is None:  # Ctrl-C came between here and the end of `FlatGrads.finish`
+            return True
         self._lent = full.pass_on()
         return self.add(self._lent[1])
 

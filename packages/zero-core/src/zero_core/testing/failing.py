@@ -5,6 +5,7 @@ A training that was interrupted continues as the messages say. `described` compa
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -118,11 +119,13 @@ class Interruption:
     @contextmanager
     def armed(self) -> Iterator[None]:
         """Count calls in this context, and interrupt it at the moment."""
+        gc.disable()  # in a finalizer, perhaps of an earlier engine, an interruption is lost
         sys.setprofile(self._count)
         try:
             yield
         finally:
             sys.setprofile(None)
+            gc.enable()
 
     def _count(self, frame: FrameType, event: str, arg: Any) -> None:
         module = str(frame.f_globals.get("__name__"))
