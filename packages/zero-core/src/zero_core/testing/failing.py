@@ -5,7 +5,6 @@ A training that was interrupted continues as the messages say. `described` compa
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import random
@@ -119,17 +118,17 @@ class Interruption:
     @contextmanager
     def armed(self) -> Iterator[None]:
         """Count calls in this context, and interrupt it at the moment."""
-        gc.disable()  # in a finalizer, perhaps of an earlier engine, an interruption is lost
         sys.setprofile(self._count)
         try:
             yield
         finally:
             sys.setprofile(None)
-            gc.enable()
 
     def _count(self, frame: FrameType, event: str, arg: Any) -> None:
         module = str(frame.f_globals.get("__name__"))
         if event != "call" or module.partition(".")[0] not in self.packages:
+            return
+        if frame.f_code.co_name == "<genexpr>":  # its finalizer, in which an interruption is lost
             return
         self.num_calls += 1
         if self.num_calls == self.moment:
