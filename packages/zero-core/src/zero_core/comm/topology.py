@@ -126,7 +126,9 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
         if mesh is not None and mesh.ndim == 1:
             group = mesh.get_group()
         device = accelerator()
-        if dist.get_backend(group) == "gloo" or backend_on(group, device) is None:
+        if device.type != "cpu" and (
+            dist.get_backend(group) == "gloo" or backend_on(group, device) is None
+        ):
             device = torch.device("cpu")
         if device.type != "cpu":  # see [Note: a rank's device]
             bound = known_group(group).bound_device_id
