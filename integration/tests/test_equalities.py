@@ -37,7 +37,7 @@ FOUR_BITS = {
     "zero_quantized_gradients_hadamard": True,
 }
 NODES = ((4, 2),)
-SEVERAL = ((2, 1), (2, 2), (3, 1), *NODES)
+SEVERAL = ((2, 2), (3, 1), *NODES)
 CODED = 98
 """Width of a model whose shards are long enough to be coded."""
 MOVES = (0.5, 0.25, 0.999, 0.0, 1.0, 0.3)

@@ -10,6 +10,6 @@ if not torch.accelerator.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
-    "zero-comm", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "zero-comm", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("zero-comm")

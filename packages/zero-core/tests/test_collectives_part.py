@@ -157,6 +157,7 @@ def test_each_key_that_needs_a_package_is_named_where_it_is_missing(zero, monkey
         zero_core.build(make_model(), {**CONFIG, "zero_optimization": zero}, process_group=ranks)
 
     monkeypatch.setattr("zero_core.parts.entry_points", lambda **kwargs: ())
+    monkeypatch.setattr("zero_core.parts.FOUND", {})
     key = list(zero)[1]
     package = "zero-offload" if "offload" in key else "zero-comm"
     with pytest.raises(MissingPartError, match=rf"zero_optimization\.{key}.*pip install {package}"):

@@ -345,6 +345,7 @@ def test_what_needs_a_package_that_is_missing_is_named_and_not_counted(
     stage, zero, package, uncounted, monkeypatch
 ):
     monkeypatch.setattr("zero_core.parts.entry_points", lambda **kwargs: ())
+    monkeypatch.setattr("zero_core.parts.FOUND", {})
     config = make_config(stage, "bf16")
     alone = zero_core.plan(wide_blocks(2, 256), config, 4, device_memory=10**9)
     config["zero_optimization"] |= zero

@@ -59,7 +59,7 @@ class Target:
 
     def for_all(self, check: Callable[[Any], None], examples: st.SearchStrategy[Any]) -> None:
         """Call ``check`` with many examples, or with fewer where they take long."""
-        settings(max_examples=8 if self.is_interpreted else 100)(given(examples)(check))()
+        settings(max_examples=4 if self.is_interpreted else 40)(given(examples)(check))()
 
 
 TORCH = Target("torch")

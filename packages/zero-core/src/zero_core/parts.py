@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from zero_core.errors import MissingPartError
 
 # The index serves another project under that name.
 _NOT_ON_THE_INDEX = {"zero-engine": "./integration"}
+FOUND: dict[tuple[str, str], EntryPoint] = {}
+"""What was found, by group and name. A search reads the metadata of all installed packages."""
 
 
 def missing_part(asked_by: str, distribution: str) -> MissingPartError:
@@ -36,11 +38,13 @@ def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any
     Raises:
         MissingPartError: it is not installed, or does not import.
     """
-    found = list(entry_points(group=group, name=name))
-    if not found:
-        raise missing_part(asked_by, distribution)
+    if (group, name) not in FOUND:
+        found = list(entry_points(group=group, name=name))
+        if not found:
+            raise missing_part(asked_by, distribution)
+        FOUND[group, name] = found[0]
     try:
-        return found[0].load()
+        return FOUND[group, name].load()
     except ImportError as error:
         raise MissingPartError(
             f"{asked_by} needs the package {distribution}, which is installed but does not "

@@ -30,8 +30,8 @@ from zero_core.core.pool import BufferPool, allocator
 from zero_core.errors import CollectiveError, RankMismatchError
 from zero_core.init.values import InitialValues, slice_range, slices
 from zero_core.layout.discovery import Discovered, compute_dtype
+from zero_core.layout.stored import is_partitioned
 from zero_core.lifecycle import Ownership
-from zero_core.protocols import PartitionedParam
 from zero_core.sharded.sharded_state import ShardedState
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -74,7 +74,7 @@ class _FormerParam:
         elif former is None:
             self._device = self._data.device
             self._data = torch.empty_like(self._data, device="meta")
-        elif isinstance(former, PartitionedParam) and not former.is_deferred:
+        elif is_partitioned(former) and not former.is_deferred:
             former.free_value()
         else:
             return
@@ -91,7 +91,7 @@ class _FormerParam:
             self._slice.keep(self._data, own)
         elif former is None:
             self._data = torch.empty_like(self._data, device=self._device).copy_(value)
-        elif isinstance(former, PartitionedParam):
+        elif is_partitioned(former):
             former.set_value(value)
 
     def restore(self) -> None:

@@ -18,8 +18,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.core import access
 from zero_core.errors import ConfigError
 from zero_core.init.deferred import recordings_of, zeroed
-from zero_core.layout.stored import is_same_memory
-from zero_core.protocols import PartitionedParam
+from zero_core.layout.stored import is_partitioned, is_same_memory
 
 
 class Slice(NamedTuple):
@@ -129,7 +128,7 @@ class InitialValues:
     def take(self, params: Iterable[Tensor]) -> None:
         """Make ``params`` ordinary tensors, which can be hooked. Their values can still be had."""
         for param in params:
-            if isinstance(param, PartitionedParam) or param.is_meta:
+            if is_partitioned(param) or param.is_meta:
                 make_ordinary(param, self.former)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class InitialValues:
         that `is_in_parts`.
         """
         tensor = self.former.get(id(tensor), tensor)
-        if isinstance(tensor, PartitionedParam):
+        if is_partitioned(tensor):
             return tensor.full_value()
         if tensor in slices:
             return whole_value(tensor)
@@ -153,12 +152,12 @@ class InitialValues:
     def is_recorded(self, tensor: Tensor) -> bool:
         """Return whether the value is recorded and has yet to be computed."""
         tensor = self.former.get(id(tensor), tensor)
-        return tensor.is_deferred if isinstance(tensor, PartitionedParam) else tensor.is_meta
+        return tensor.is_deferred if is_partitioned(tensor) else tensor.is_meta
 
     def is_in_parts(self, tensor: Tensor) -> bool:
         """Return whether the ranks hold slices of the value."""
         tensor = self.former.get(id(tensor), tensor)
-        if isinstance(tensor, PartitionedParam):
+        if is_partitioned(tensor):
             return not tensor.is_deferred
         return tensor in slices
 
@@ -185,7 +184,7 @@ class InitialValues:
                         "recorded: initialise and change the model within it, or use "
                         "zero_core.load_pretrained() after build()"
                     )
-                if not isinstance(tensor, PartitionedParam) and access.is_refused(tensor):
+                if not is_partitioned(tensor) and access.is_refused(tensor):
                     raise ConfigError(
                         f"{whole_name} holds no value: it went with an engine that had it in "
                         "shards and was closed or dropped. Have the values read from a file "
@@ -195,6 +194,8 @@ class InitialValues:
 
     def give_attributes(self) -> None:
         """Compute the values of deferred tensors in plain attributes, on the CPU."""
+        if not self._recordings:
+            return
 
         def give(value: Any) -> Any:
             is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
@@ -218,7 +219,7 @@ def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> Non
     ``param`` was.
     """
     slices.pop(param, None)
-    if isinstance(param, PartitionedParam):
+    if is_partitioned(param):
         with DisableTorchFunction():
             twin = nn.Parameter(param.data, param.requires_grad)
         twin.__class__ = type(param)  # type: ignore[assignment]

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from torch import Tensor, nn
 from zero_core._torch import DisableTorchFunction, inner_tensors, storage_of
 from zero_core.errors import ConfigError
 from zero_core.protocols import PartitionedParam
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 BYTES_ALIGNMENT = 64
 """Bytes to which components are aligned, for every dtype and for vector registers."""
@@ -49,9 +52,18 @@ def is_storage_dtype(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1
 
 
+def is_partitioned(tensor: object) -> TypeIs[PartitionedParam]:
+    """Return whether ``tensor`` has its value elsewhere.
+
+    Plain classes are told first: of a protocol Python compares every member, for microseconds.
+    """
+    plain = type(tensor) in (nn.Parameter, Tensor)
+    return not plain and isinstance(tensor, PartitionedParam)
+
+
 def components(name: str, param: Tensor) -> tuple[Component, ...]:
     """Return the tensors that hold the bytes of ``param``, itself if it is not quantized."""
-    if isinstance(param, PartitionedParam):
+    if is_partitioned(param):
         return (Component("", param),)
     is_wrapper = inner_tensors(param) is not None
     kind = f"{type(param).__module__}.{type(param).__qualname__}"

@@ -39,7 +39,7 @@ class Variant:
     further: Mapping[str, Any] = field(default_factory=dict)  # adds to arguments of ``build()``
     stages: Sequence[int] = (0, 1, 2, 3)  # ZeRO stages that serve it
     # numbers of ranks that serve it, and how many of them share a node
-    ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
+    ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 2), (3, 1), (4, 2))
     width: int = 33  # of the model, with shards of gradients that are worth quantizing
     family: str = ""  # variants of one family share rows where `cover` is asked to: see there
 
@@ -70,6 +70,7 @@ def cover(
 ) -> list[Row]:
     """Return rows in which all sets of ``strength`` values occur that may occur together.
 
+    Of rows that serve as well one with about two ranks is taken.
     ``by_family``: of the variants of a family any may be in a set, and each has all its stages.
     """
     rows = [
@@ -94,7 +95,7 @@ def cover(
     for one in sorted(having, key=str):
         if one in missing:
             drawn = draw.sample(having[one], min(40, len(having[one])))
-            best = max(drawn, key=lambda number: len(missing & sets[number]))
+            best = max(drawn, key=lambda n: (len(missing & sets[n]), -abs(2 - rows[n].ranks)))
             missing -= sets[best]
             chosen.append(rows[best])
     return sorted(chosen, key=str)
