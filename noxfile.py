@@ -131,7 +131,7 @@ def test_slow(session: nox.Session) -> None:
     """Programs around the packages, and what tests leave out of the gate: decision 228."""
     tested = ("zero-core", "zero-comm", "integration")
     install_everything(session, extras="[ray]", tests_of=tested)
-    run_tests(session, "integration", "tests/slow")
+    run_tests(session, "integration", "--dist=load", "tests/slow")  # pages of minutes in one file
     for package in tested:
         run_tests(session, package, "-m", "slow", "--ignore=tests/slow")
 

@@ -261,9 +261,13 @@ def test_more_rows_of_the_table_hold(row: Row, tmp_path: Path) -> None:
 
 SIZES = (("bf16", 1, 1), ("fp16", 2, 1), ("fp32", 3, 1), ("bf16", 4, 2))
 LONG_ROWS = [
-    Row("goes long", name, stage, *SIZES[(number + stage) % len(SIZES)])
+    Row(
+        "goes long",
+        name,
+        ALL[name].stages[-1 - number % len(ALL[name].stages)],
+        *SIZES[(number + 1) % 4],
+    )
     for number, name in enumerate(("lossless weights", "both lossless", *EARLY))
-    for stage in ALL[name].stages
 ]
 
 

@@ -140,8 +140,10 @@ def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
     with engine.gathered() as model:  # the rounded copies, besides the master weights
         values |= {f"gathered {n}": p.detach().clone() for n, p in model.named_parameters()}
     trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+    # Where both sides have the same parts, each rank reads its own.
+    state_of = engine.states.get_full if "stage" in zero else engine.states.get_local
     for what, name in itertools.product(engine.sharded_state.tier.state_names(), trained):
-        values[f"{what} of {name}"] = engine.states.get_full(name, what)
+        values[f"{what} of {name}"] = state_of(name, what)
     found = Trace(losses, values, engine.skipped_steps)
     engine.close()
     return found
