@@ -134,11 +134,11 @@ class _AtRoot(Mixture):
         return super().forward(x, allowed[0]).square().mean()
 
 
-WIDTH, DEPTH, TWICE = 33, 10, 6  # block number TWICE is called twice in a row
+WIDTH, DEPTH, TWICE = 33, 7, 4  # block number TWICE is called twice in a row
 # Per step: the blocks whose branch rank 1 leaves out. A reduction that waited for the end of that
 # rank's backward would keep its peers from gathering what it needs to get there.
-LEFT_OUT = [set(), {9}, {8}, {5}, {0}, {7, 8, 9}, set(range(DEPTH))]
-SKIPPED = [set(), {9}, {4}, {0}, {0, 1, 2}, {3, 4, 5, 6, 7, 8}, set(range(DEPTH))]
+LEFT_OUT = [set(), {6}, {5}, {3}, {0}, {5, 6}, set(range(DEPTH))]
+SKIPPED = [set(), {6}, {2}, {0}, {0, 1}, {1, 2, 3, 4, 5}, set(range(DEPTH))]
 
 
 class _Branch(nn.Module):
