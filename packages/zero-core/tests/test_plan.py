@@ -58,7 +58,7 @@ CONFIGS = [
 CASES_OF = {
     1: [(Frozen, config) for config in CONFIGS],
     2: [
-        *((Frozen, config) for config in (*CONFIGS[:8:2], *CONFIGS[8:])),
+        *((Frozen, config) for config in CONFIGS[:8:6] + CONFIGS[8:]),  # fp32 at stages 0 and 3
         *((Tailed, config) for config in CONFIGS[1:8:2]),
     ],
     3: [(Frozen, config) for config in (*CONFIGS[8:12], *CONFIGS[-2:])],
