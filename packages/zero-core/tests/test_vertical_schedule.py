@@ -234,7 +234,7 @@ KINDS = ["plain", "2 frozen blocks", "4 frozen blocks", *list(WAYS)[:6]]
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bits_are_those_of_the_horizontal_schedule(world_size, stage, kind):
     simulate(_same_bits, world_size, kind, _config(stage))
 
