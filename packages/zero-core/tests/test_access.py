@@ -138,6 +138,7 @@ def _clamp(model, way):
         weight.data.norm()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["data", "in place", "state dict", "read"])
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "bf16"), (2, "fp16"), (2, "fp32")])
 @on_ranks(2)

@@ -35,7 +35,7 @@ def _train(engine, rank, counts):
     return {name: full[name] for name in names}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("configured", [1, 3])  # fewer micro-steps than are run, and more
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])

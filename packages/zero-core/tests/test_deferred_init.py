@@ -141,7 +141,7 @@ def _build_both(ranks, case, models):
     assert_same(*(engine.full_state_dict() for engine in engines))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -218,7 +218,7 @@ def _compare(engine, masters, optimizer, atol):
             torch.testing.assert_close(found, value, rtol=0.0, atol=atol)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("world_size", "mix", "name"),
     [

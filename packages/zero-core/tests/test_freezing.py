@@ -157,8 +157,8 @@ def _resumes_in_stages(ranks, stage, name, folder):
 @pytest.mark.parametrize(
     ("stage", "optimizer"),
     [
-        *((stage, "AdamW") for stage in range(4)),
-        *((stage, name) for stage in (0, 3) for name in _OPTIMIZERS if name != "AdamW"),
+        *((0, "AdamW"), (2, "AdamW")),  # each goes through all stages
+        *((0, "momentum"), (3, "Adagrad"), (3, "whole AdamW"), (0, "whole Adagrad")),
     ],
 )
 def test_runs_that_freeze_other_parameters_resume_with_the_states_that_pair_by_name(

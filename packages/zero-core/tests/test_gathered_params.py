@@ -63,14 +63,14 @@ def _change(param, name):
 CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 
 
-def _reaches_all(ranks, modifier):
+def _reaches_all(ranks, modifier, stages=range(4)):
     model = make_model()
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
             _change(model.get_parameter(name), name)
     oracle = Case().build(ranks, model)
-    losses, values = train_steps(oracle, 0, 3), oracle.full_state_dict()
-    for stage, is_whole in (*((stage, False) for stage in range(4)), (1, True), (3, True)):
+    losses, values = train_steps(oracle, 0, 2), oracle.full_state_dict()
+    for stage, is_whole in (*((stage, False) for stage in stages), (1, True), (3, True)):
         engine = Case(stage).build(ranks)
         for name in CHANGED:
             param = engine.module.get_parameter(name)
@@ -80,17 +80,17 @@ def _reaches_all(ranks, modifier):
                     _change(param, name)
                 elif not is_whole:
                     param.mul_(-3.0)  # of another rank: does not count
-        assert train_steps(engine, 0, 3) == losses
+        assert train_steps(engine, 0, 2) == losses
         assert_same(engine.full_state_dict(), values)
 
 
-@pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (3, 2)])
 def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modifier):
     simulate(_reaches_all, world_size, modifier)
 
 
 def test_changes_reach_all_ranks_where_they_share_memory():
-    run_on_processes(_reaches_all, 3, 1)
+    run_on_processes(_reaches_all, 2, 1, (0, 3))
 
 
 def _gathered(engine):

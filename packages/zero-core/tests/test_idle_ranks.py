@@ -25,7 +25,7 @@ def _draw(number, rank):
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "is_recomputed"),
-    [*((3, stage, False) for stage in range(4)), (2, 3, False), (2, 3, True)],
+    [*((3, stage, False) for stage in range(4)), (2, 3, True)],
 )
 @on_ranks()
 def test_ranks_without_data_add_zero_to_the_average(ranks, stage, is_recomputed):

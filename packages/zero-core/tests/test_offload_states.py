@@ -37,7 +37,7 @@ def train(ranks, case, parts, non_blocking, done):
     """Train, with ``parts`` offloaded and reloaded after every micro-step."""
     engine = case.build(ranks)
     losses = []
-    for step, micro in itertools.product(range(3), range(case.accumulation)):
+    for step, micro in itertools.product(range(2), range(case.accumulation)):
         losses.append(micro_step(engine, ranks, step, micro))
         if parts is not None:
             engine.offload_states(parts, pin_memory=step % 2 == 0, non_blocking=non_blocking)
@@ -51,7 +51,7 @@ def train(ranks, case, parts, non_blocking, done):
 
 
 @pytest.mark.parametrize(
-    ("device", "world_size"), [("cpu", 3), pytest.param("late", 2, marks=pytest.mark.slow)]
+    ("device", "world_size"), [("cpu", 2), pytest.param("late", 2, marks=pytest.mark.slow)]
 )
 @alone
 def test_training_goes_on_with_the_same_bits(device, world_size):

@@ -178,15 +178,15 @@ def _schedule(optimizer):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
-    batches = [rows(step, ranks.rank) for step in range(4)]
-    for begins_empty in (False, True):
+    batches = [rows(step, ranks.rank) for step in range(3)]
+    for begins_empty, stages in ((False, (1, 2, 3)), (True, (0, 3))):
         model = make_tower()
         ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model, begins_empty=begins_empty)
         schedule = _schedule(optimizer)
         for inputs in batches:
             step_ddp(ddp, optimizer, inputs)
             schedule.step()
-        for stage in (0, 1, 2, 3):
+        for stage in stages:
             own = make_tower()
             given = _optimizer(own, begins_empty=begins_empty)
             engine = Case(stage).build(ranks, own, optimizer=given, lr_scheduler=_schedule(given))
@@ -194,7 +194,7 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
             engine.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
             engine.optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
             train(engine, batches)
-            assert seen == ["before", "after"] * 4
+            assert seen == ["before", "after"] * 3
             found = [group["lr"] for group in engine.optimizer.param_groups]
             assert found == [group["lr"] for group in optimizer.param_groups]
             values = engine.full_state_dict()

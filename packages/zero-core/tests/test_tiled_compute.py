@@ -279,11 +279,11 @@ def test_a_head_that_is_called_by_keyword_is_tiled():
 
 def test_many_tokens_of_fp16_have_a_finite_mean():
     hidden = torch.zeros(20_000, 4, dtype=torch.float16)
-    head = nn.Linear(4, 5000, bias=False).half()
+    head = nn.Linear(4, 50, bias=False).half()
     loss = functional.cross_entropy(
         TiledLogits(hidden, head, 4096), torch.zeros(20_000, dtype=torch.int64)
     )
-    assert loss.item() == pytest.approx(8.517, abs=1e-2)  # ln(5000)
+    assert loss.item() == pytest.approx(3.912, abs=1e-2)  # ln(50)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_a_beat_of_another_version_is_logged_once_and_the_others_are_read(caplog
     assert any("rank 2: " in r.message and "rank 1 for" in r.message for r in caplog.records)
 
 
-@pytest.mark.parametrize("size", [9, 30])
+@pytest.mark.parametrize("size", [9, 18])
 def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(size, caplog, monkeypatch):
     monkeypatch.setattr(watches, "_WINDOW", 8)
     ranks = _Ranks(size)

@@ -48,14 +48,12 @@ def _assert_same(engine, receiver):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "dtype", "steps"),
-    [
-        *((1, 0, "fp32", 11), (3, 1, "bf16", 11), (3, 2, "fp16", 11), (1, 3, "bf16", 11)),
-        *((3, 3, "fp32", 11), (3, 3, "fp16", 11)),
-    ],
+    ("world_size", "stage", "dtype"),
+    [(1, 0, "fp32"), (2, 1, "bf16"), (2, 2, "fp16"), (1, 3, "bf16"), (3, 3, "fp32")],
 )
 @on_ranks()
-def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype, steps):
+def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype):
+    steps = 11
     engine = _case(stage, dtype).build(ranks)
     receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
     versions = [0, 0]

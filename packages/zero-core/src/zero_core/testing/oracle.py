@@ -101,11 +101,14 @@ class SimulatedDDP:
         """Average ``grad`` over the ranks. Where no rank has one it stays None."""
         params = [p for p in self.module.parameters() if p.requires_grad]
         num_users = self._control.sum(torch.tensor([p.grad is not None for p in params]).int())
-        for param, num in zip(params, num_users.tolist(), strict=True):
-            if num:
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                total = self._control.sum((grad * (1.0 / self._control.world_size)).reshape(-1))
-                param.grad = torch.empty_like(param).copy_(total.view(param.shape))
+        used = [param for param, num in zip(params, num_users.tolist(), strict=True) if num]
+        for dtype in dict.fromkeys(param.dtype for param in used):  # one exchange of each
+            own = [param for param in used if param.dtype == dtype]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+            parts = [(grad * (1.0 / self._control.world_size)).reshape(-1) for grad in grads]
+            total = self._control.sum(torch.cat(parts))
+            for param, part in zip(own, torch.split(total, [p.numel() for p in own]), strict=True):
+                param.grad = torch.empty_like(param).copy_(part.view(param.shape))
 
 
 def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = None) -> Trace:
