@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch.distributed as dist
 from filelock import FileLock
 from torch.multiprocessing import ProcessExitedException
+from typer import testing
 from typer.testing import CliRunner
 
 from benchmarks.harness.forked_python import forked_python
@@ -48,6 +50,9 @@ preload(
     "transformers.trainer_seq2seq",
     "zero_engine.train.program",
 )
+
+# A runner would build all commands at each call, which takes longer than most of them.
+testing._get_command = functools.cache(testing._get_command)
 
 # Small enough that a run is mostly start-up.
 TINY = (

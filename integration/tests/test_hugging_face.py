@@ -59,7 +59,7 @@ def test_deferred_and_loaded_models_are_ordinary_ones(tmp_path: Path) -> None:
     for kind in ("gpt2", "llama"):
         make_lm(kind).save_pretrained(tmp_path / kind, max_shard_size="10KB")
         assert len(list((tmp_path / kind).glob("*.safetensors"))) > 1
-    spawn(_starts, 3, tmp_path)
+    spawn(_starts, 2, tmp_path)
 
 
 # Greedy tokens, sampled ones and those of four beams.
