@@ -19,7 +19,6 @@ import torch.distributed as dist
 from filelock import FileLock
 from torch.multiprocessing import ProcessExitedException
 from typer import testing
-from typer.testing import CliRunner
 
 from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
@@ -99,7 +98,7 @@ def own_lines(printed: str) -> list[str]:
 
 def run_here(*arguments: str, expected_code: int = 0) -> str:
     """Run ``zero-engine ARGUMENTS`` in this process, and return what it prints."""
-    done = CliRunner().invoke(app, arguments)
+    done = testing.CliRunner().invoke(app, arguments)
     assert done.exit_code == expected_code, done.output
     return done.stdout
 

@@ -37,7 +37,6 @@ def _starts(rank: int, world_size: int, folder: Path) -> None:
         (Case(0), "gpt2"),  # with tied weights
         (Case(2, "bf16", zero=HOST), "llama"),
         (Case(3, "bf16"), "gpt2"),
-        (Case(3, zero=HOST), "llama"),
     ):
         ordinary = CLASSES[kind].from_pretrained(folder / kind)
         with zero_core.deferred_init():
