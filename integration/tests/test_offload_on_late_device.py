@@ -58,7 +58,7 @@ def _case(
 
 
 _early = partial(_case, update_in_backward=True)
-_upload = partial(_case, lossless_upload=True, width=140, top=SLOW)  # large enough for differences
+_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # large enough for differences
 AUTO = _case(2, top=NADAM, ratio="auto")
 CASES = [  # each stage, ratio, number of micro-steps, undoing (by clipping) and place of parameters
     _case(1, 0.0, top=UNCHECKED),
