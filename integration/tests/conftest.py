@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from filelock import FileLock
 from torch.multiprocessing import ProcessExitedException
-from typer.testing import CliRunner
+from typer import testing
 
 from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
@@ -48,6 +49,9 @@ preload(
     "transformers.trainer_seq2seq",
     "zero_engine.train.program",
 )
+
+# A runner would build all commands at each call, which takes longer than most of them.
+testing._get_command = functools.cache(testing._get_command)
 
 # Small enough that a run is mostly start-up.
 TINY = (
@@ -94,7 +98,7 @@ def own_lines(printed: str) -> list[str]:
 
 def run_here(*arguments: str, expected_code: int = 0) -> str:
     """Run ``zero-engine ARGUMENTS`` in this process, and return what it prints."""
-    done = CliRunner().invoke(app, arguments)
+    done = testing.CliRunner().invoke(app, arguments)
     assert done.exit_code == expected_code, done.output
     return done.stdout
 

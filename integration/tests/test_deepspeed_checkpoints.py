@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import subprocess
@@ -86,7 +85,7 @@ def _train(engine: Any, steps: range) -> list[float]:
 
 
 def _go_on(rank: int, world_size: int, folder: str) -> None:
-    for stage in (0, 2, 3):
+    for stage in (1, 3):  # to stages 2 and 0
         place = Path(folder, f"goes on {stage}")
         first = _engine(stage)
         _train(first, range(3))
@@ -191,18 +190,18 @@ def test_small_tensors_of_client_state_and_scheduler_come_back(tmp_path: Path) -
 
 def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
     accumulation = {"gradient_accumulation_steps": 2}
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         place = f"{folder}/within {stage}"
         expected, engine = (_engine(stage, **accumulation) for _ in range(2))
-        losses = _train(expected, range(8))
-        found = _train(engine, range(5))
+        losses = _train(expected, range(6))
+        found = _train(engine, range(3))
         engine.save_checkpoint(place)
         other = _engine(stage, seed=1, **accumulation)
         other.load_checkpoint(place)
-        assert (other.global_steps, other.micro_steps) == (2, 4)
+        assert (other.global_steps, other.micro_steps) == (1, 2)
         # One goes on where it was; of the other, the half step begins anew.
-        assert found + _train(engine, range(5, 8)) == losses
-        assert _train(other, range(4, 8)) == losses[4:]
+        assert found + _train(engine, range(3, 6)) == losses
+        assert _train(other, range(2, 6)) == losses[2:]
         for made in (expected, engine, other):
             made.destroy()
 
@@ -327,7 +326,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
 
 
 def _consolidate(rank: int, world_size: int, folder: str) -> None:
-    for stage, is_excluded in itertools.product((1, 3), (False, True)):
+    for stage, is_excluded in ((1, False), (3, True)):
         zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
         engine = _engine(stage, bf16={"enabled": True}, zero_optimization=zero)
         _train(engine, range(1))

@@ -25,7 +25,7 @@ from zero_engine.deepspeed.lr_schedules import LRRangeTest, OneCycle
 from zero_engine.deepspeed.ops import __compatible_ops__
 from zero_engine.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
 
-STEPS = 4
+STEPS = 3
 WD = {"weight_decay": 0.1}
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, **WD}
 PLAIN, DECOUPLED = {**WD, "bias_correction": False}, {"decoupled_weight_decay": True}

@@ -130,7 +130,7 @@ def _kernels(engine: Engine) -> set[bool]:
 
 
 def _values(engine: Engine, rank: int) -> Any:
-    train(engine, batches(rank, range(3)))
+    train(engine, batches(rank, range(2)))
     return engine.full_state_dict(dtype=torch.float32)
 
 

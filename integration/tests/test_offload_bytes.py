@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no dir
 WIDTH, DEPTH = 13, 7
 BLOCK_NUMEL = 390
 """Elements of a block of states, so that a shard has several, and some have padding alone."""
-WARMUP, STEPS = 2, 4
+WARMUP, STEPS = 2, 2
 """The first update of a shard reads what it leaves out, as padding."""
 BUFFERS = 3
 """For parameters."""

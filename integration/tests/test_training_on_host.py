@@ -43,7 +43,7 @@ from zero_core.testing import (
 from zero_core.testing.readers import AFTER, BEFORE, Watched, check_truth, read_everywhere
 from zero_core.testing.training import assert_same
 
-STEPS = 4
+STEPS = 3
 # The host kernel rounds in another order than torch's loop: an ulp per step in fp32. In bf16, DDP
 # adds the ranks' gradients in bf16 and the engine in fp32.
 LOSS = {"fp32": 4e-6, "bf16": 0.07}
@@ -63,8 +63,9 @@ def _train(
     return found, run_ddp(cases[0], ranks.rank, STEPS, ranks)
 
 
-@pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.5), (3, 0.0)])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "clipping"), [("fp32", 1, 0.5), ("bf16", 2, 0.0)]
+)
 def test_offloaded_steps_follow_ddp(dtype: str, accumulation: int, clipping: float) -> None:
     for (first, *others), expected in simulate(_train, 3, dtype, accumulation, clipping):
         for other in others:  # neither stage nor ratio may change a bit
@@ -74,24 +75,21 @@ def test_offloaded_steps_follow_ddp(dtype: str, accumulation: int, clipping: flo
         torch.testing.assert_close(first.values, expected.values, rtol=0.0, atol=VALUE[dtype])
 
 
-UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}
+UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}  # as updates in backward need it
+HOST = {"offload_optimizer": {"device": "cpu"}}
+EARLY_ON_HOST = {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("num_moments", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_moments", [12, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case",
     [
-        Case(stage=1, zero={"offload_optimizer": {"device": "cpu"}}),
-        Case(stage=2, dtype="bf16", zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
-        Case(stage=3, zero={"offload_optimizer": {"device": "cpu"}}, top=UNDECIDED),
-        Case(
-            stage=2,
-            dtype="bf16",
-            clipping=1e6,
-            zero={"offload_optimizer": {"device": "cpu", "update_in_backward": True}},
-        ),
-        Case(stage=3, zero={s: {"device": "cpu"} for s in ("offload_optimizer", "offload_param")}),
+        pytest.param(Case(1, zero=HOST), marks=pytest.mark.slow),
+        Case(2, "bf16", zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+        Case(3, zero=HOST, top=UNDECIDED),
+        Case(2, "bf16", clipping=1e6, zero=EARLY_ON_HOST),
+        Case(3, zero={**HOST, "offload_param": {"device": "cpu"}}),
     ],
     ids=["host", "half on the host", "in backward", "undone", "parameters too"],
 )
@@ -106,17 +104,21 @@ SHARDED = "parameter blocks.1.inner.weight was read where stage 3 holds only"
 EARLY = "parameter blocks.1.inner.weight was read between backward and step()"
 
 
-@pytest.mark.parametrize("further", [{}, {"update_in_backward": True}], ids=["late", "early"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("stage", "dtype", "is_early"),  # all pairs of values at stages 2 and 3
+    [
+        *((0, "bf16", True), (1, "fp32", False), (2, "fp32", True)),
+        *((2, "bf16", False), (3, "fp32", False), (3, "bf16", True)),
+    ],
+)
 @on_ranks(2)
-def test_each_reader_has_the_value_or_an_error_at_each_moment(ranks, stage, dtype, further):
+def test_each_reader_has_the_value_or_an_error_at_each_moment(ranks, stage, dtype, is_early):
     offload = {"device": "cpu", "ratio": 0.5 if dtype == "bf16" else 1.0}
-    is_early = bool(further)
-    case = Case(stage, dtype, zero={"offload_optimizer": {**offload, **further}})
+    offload |= {"update_in_backward": True} if is_early else {}
+    case = Case(stage, dtype, zero={"offload_optimizer": offload})
     config = {**case.config(), "check_grad_overflow": not is_early}
     engine = zero_core.build(Watched(), config, process_group=ranks)
-    found, _ = read_everywhere(engine, ranks.rank, 4)
+    found, _ = read_everywhere(engine, ranks.rank, 2)
     here = {"forward of block 1", "forward of block 1, evaluating", BEFORE, AFTER}
     refused = {moment for moment, _ in found} - here if stage == 3 else set()
     refusals = dict.fromkeys(refused, SHARDED)
@@ -125,11 +127,10 @@ def test_each_reader_has_the_value_or_an_error_at_each_moment(ranks, stage, dtyp
     check_truth(found, refusals)
 
 
-_CHECKS = {"check_grad_overflow": False}  # as updates in backward need it
 OFFLOADED = {
-    "host": {"offload_optimizer": {"device": "cpu"}},
+    "host": HOST,
     "twin": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-    "in backward": {"offload_optimizer": {"device": "cpu", "update_in_backward": True}},
+    "in backward": EARLY_ON_HOST,
     "bf16 moments": {"offload_optimizer": {"device": "cpu", "state_dtype": "bfloat16"}},
 }
 
@@ -137,12 +138,12 @@ OFFLOADED = {
 def _train_followed(
     ranks: SimulatedRanks, stage: int, zero: dict[str, object], *, is_followed: bool
 ) -> dict[str, torch.Tensor]:
-    top = {**_CHECKS, **({"weight_patches": {}} if is_followed else {})}
+    top = {**UNDECIDED, **({"weight_patches": {}} if is_followed else {})}
     case = Case(stage, "bf16", zero=zero, top=top)
     engine = zero_core.build(make_model(), case.config(), process_group=ranks)
     receiver = make_model().bfloat16()
     version = 0
-    for step in range(6):
+    for step in range(4):
         train(engine, [batch(step, 0, ranks.rank)])
         if is_followed and step % 2:
             patch = engine.weight_patch(since=version)
@@ -228,7 +229,6 @@ def _straight(ranks: SimulatedRanks, folder: Path, config: dict[str, Any]) -> di
 @pytest.mark.parametrize(
     ("world_size", "stage", "dtype", "offload", "has_copies"),
     [
-        (2, 2, "fp32", {"device": "cpu", "ratio": 0.5}, False),
         (1, 3, "bf16", {"device": "cpu", "state_dtype": "bfloat16"}, False),
         (2, 1, "fp32", {"device": "cpu", "ratio": "auto"}, False),
         (2, 3, "bf16", {"device": "nvme"}, False),
@@ -276,7 +276,7 @@ def _train_asleep(
     config = Case(dtype="bf16", accumulation=2).config() | {"zero_optimization": zero}
     engine = zero_core.build(make_model(64), config, process_group=ranks)
     kinds: set[str] = set()
-    for micro in range(6):
+    for micro in range(4):
         inputs = batch(micro // 2, micro % 2, ranks.rank)
         loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
         engine.backward(loss)
@@ -344,7 +344,7 @@ def _same_bits(ranks: Any, make: Callable[[], nn.Module], cases: list[Case]) -> 
     for case, schedule in itertools.product(cases, ("horizontal", "vertical")):
         config = case.config() | {"accumulation_schedule": schedule}
         engine = zero_core.build(make(), config, process_group=ranks)
-        found = [engine.train_batch(_batches(n, ranks.rank, 3)).item() for n in range(3)]
+        found = [engine.train_batch(_batches(n, ranks.rank, 3)).item() for n in range(2)]
         values = engine.full_state_dict(dtype=torch.float32)
         engine.close()
         if schedule == "horizontal":
@@ -362,7 +362,7 @@ THREE = [
 @pytest.mark.parametrize(
     ("world_size", "make", "cases"),
     [
-        (2, partial(_model, "gpt2"), THREE),
+        (2, partial(_model, "gpt2"), THREE[::2]),
         (1, partial(_model, "gpt2", is_checkpointed=True), [Case(3, "fp32", 3, 1.0)]),
         *(
             pytest.param(2, partial(_model, kind), THREE, marks=pytest.mark.slow)

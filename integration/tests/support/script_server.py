@@ -20,11 +20,8 @@ PRELOADED = (
     "deepspeed",
     "torch._dynamo",
     "accelerate",
-    "peft",
+    "lightning.fabric",
     "safetensors.torch",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.t5.modeling_t5",
-    "transformers.trainer_seq2seq",
 )
 
 
