@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.backends import (
     CPU,
     DEVICE,
+    HOSTS,
     TORCH,
     Target,
     every_device,
@@ -93,10 +94,13 @@ def test_damaged_bytes_have_the_verdict_of_torch(
 ) -> None:
     verdicts = []
     with target.forced():
-        for numel in (0, 1, 300, 2100):
+        # Interpreted tiles take long: 2049 elements are more than one, the last has one element.
+        flips = (
+            {0: 0, 300: 4, 2049: 0} if target.is_interpreted else {0: 0, 1: 40, 300: 40, 2049: 40}
+        )
+        for numel, count in flips.items():
             old, new = fmt.pair(numel, dtype, 0.3, 9, numel)
             buffer = fmt.encoded(fmt.reference, old, new)
-            count = (4 if target.is_interpreted else 40) if numel else 0
             others = damaged(buffer, numel, count, numel)
             verdicts += [fmt.check_verdict(target.device, other, old) for other in others]
     assert len(verdicts) / 4 < verdicts.count(False) < len(verdicts)  # a flipped code may be good
@@ -184,8 +188,9 @@ def test_short_slices_and_bytes_are_not_coded() -> None:
 
 
 @both_formats
-@every_host
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(  # what a function makes of its dtype comes before any backend
+    ("target", "dtype"), [(t, d) for t in HOSTS for d in (DTYPES if t == TORCH else DTYPES[::3])]
+)
 def test_functions_take_any_shape_and_address_and_fill_values_in_place(
     fmt: Lossless, target: Target, dtype: torch.dtype
 ) -> None:
@@ -247,7 +252,7 @@ def test_a_buffer_of_another_tensor_is_refused(fmt: Lossless, target: Target) ->
 
 @every_host
 @both_sizes
-@pytest.mark.parametrize("numel", [0, 1, 255, 3001])
+@pytest.mark.parametrize("numel", [0, 1, 2100])
 def test_uploaded_values_are_the_new_ones_bit_for_bit(
     target: Target, dtype: torch.dtype, numel: int
 ) -> None:
