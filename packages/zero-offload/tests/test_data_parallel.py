@@ -289,4 +289,4 @@ def _overflow(rank: int, world_size: int) -> None:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    spawn(_overflow, 3)
+    spawn(_overflow, 2)
