@@ -46,8 +46,7 @@ def test_every_update_of_several_gradients_matches_the_reference(isa, name):
         update, grads = UPDATES[name], make_grads(numel, count)
         actual = update.make(numel)
         if update.has_out:
-            out_dtype = (np.float32, np.float16, np.uint16)[(numel + count) % 3]
-            actual["out"] = np.zeros(numel, out_dtype)
+            actual["out"] = np.zeros(numel, TYPES[(numel + count) % 3])
         expected, of_sum = copies(actual), copies(actual)
         first = next(iter(actual))
         kept, old = np.zeros_like(actual[first]), actual[first].copy()

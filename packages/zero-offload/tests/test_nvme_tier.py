@@ -72,8 +72,6 @@ RULES: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
     (optim.SGD, {}, "float32"),
     (NamedLion, {}, "float32"),
 ]
-
-
 # Blocks of a single element are the same for every rule, and take long.
 BLOCKS = [(FP32, 1.0, 50, 2), (BF16, 0.3, 1 << 20, 1), (FP16, 0.3, 7, 4), (BF16, 1.0, 17, 9)]
 

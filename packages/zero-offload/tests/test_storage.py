@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import multiprocessing
 import os
 import resource
 import signal
@@ -17,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ranks import start_process
+from support.ranks import PRELOADED
 from support.tiers import wait_until
 from torch import Tensor
 
@@ -177,7 +178,10 @@ def _write_and_be_killed(folder: Path) -> None:
 
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
-    killed = start_process(_write_and_be_killed, tmp_path)
+    context = multiprocessing.get_context("forkserver")  # that of ranks, which has imported torch
+    context.set_forkserver_preload(PRELOADED)
+    killed = context.Process(target=_write_and_be_killed, args=(tmp_path,), daemon=True)
+    killed.start()
     killed.join(timeout=600)
     assert killed.exitcode == -9
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,15 @@ PRELOADED = [
 """Modules that the server imports once for all ranks."""
 
 
-def start_process(program: Callable[..., None], *args: Any) -> ForkServerProcess:
-    """Start a process that has imported `PRELOADED`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=program, args=args, daemon=True)
-    process.start()
-    return process
-
-
 class _Rank:
     """A process that runs one job after another, so that torch is imported once for all tests."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = multiprocessing.Pipe()
-        self.process = start_process(_serve, theirs)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
         theirs.close()
 
 
