@@ -15,7 +15,7 @@ from cpu_adam import reference
 CHUNK = reference.CHUNK_NUMEL
 # What is added may be of several types: a sum so far in fp32, and 16-bit gradients.
 TYPES = (np.float32, np.uint16, np.float16, np.uint16, np.float32)
-LENGTHS = [0, 1, 15, 33, 300, 2049, 3 * CHUNK + 333]
+LENGTHS = [0, 1, 15, 33, 300, 2049, CHUNK + 333]
 
 
 def make_grads(numel: int, count: int, types=TYPES) -> list[np.ndarray]:
@@ -42,11 +42,11 @@ def run(update, arrays, grads, **options):
 
 @pytest.mark.parametrize("name", list(UPDATES))
 def test_every_update_of_several_gradients_matches_the_reference(isa, name):
-    for numel, count in product(LENGTHS, [1, 2, 4, 5]):
+    for numel, count in [*product(LENGTHS[:-1], [1, 2, 4, 5]), (LENGTHS[-1], 5)]:
         update, grads = UPDATES[name], make_grads(numel, count)
         actual = update.make(numel)
         if update.has_out:
-            actual["out"] = np.zeros(numel, (np.float32, np.float16, np.uint16)[count % 3])
+            actual["out"] = np.zeros(numel, TYPES[(numel + count) % 3])
         expected, of_sum = copies(actual), copies(actual)
         first = next(iter(actual))
         kept, old = np.zeros_like(actual[first]), actual[first].copy()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.backends import (
     CPU,
     DEVICE,
+    HOSTS,
     TORCH,
     Target,
     every_device,
@@ -93,11 +94,11 @@ def test_damaged_bytes_have_the_verdict_of_torch(
 ) -> None:
     verdicts = []
     with target.forced():
-        for numel in (0, 1, 300, 2100):
+        flips = {300: 4} if target.is_interpreted else {1: 40, 300: 40, 2049: 40}
+        for numel in {0, 2049, *flips}:  # 2049 are more than a tile: the last has one of them
             old, new = fmt.pair(numel, dtype, 0.3, 9, numel)
             buffer = fmt.encoded(fmt.reference, old, new)
-            count = (4 if target.is_interpreted else 40) if numel else 0
-            others = damaged(buffer, numel, count, numel)
+            others = damaged(buffer, numel, flips.get(numel, 0), numel)
             verdicts += [fmt.check_verdict(target.device, other, old) for other in others]
     assert len(verdicts) / 4 < verdicts.count(False) < len(verdicts)  # a flipped code may be good
 
@@ -128,7 +129,7 @@ def test_values_of_normal_numbers_take_the_bits_that_the_format_note_says(
 
 
 @both_formats
-@every_host
+@pytest.mark.parametrize("target", {t.name: t for t in HOSTS}.values(), ids=str)  # one per backend
 def test_messages_bring_any_bit_patterns_and_are_refused_once_a_bit_or_a_byte_is_lost(
     fmt: Lossless, target: Target
 ) -> None:
@@ -184,8 +185,9 @@ def test_short_slices_and_bytes_are_not_coded() -> None:
 
 
 @both_formats
-@every_host
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(  # what a function makes of its dtype comes before any backend
+    ("target", "dtype"), [(t, d) for t in HOSTS for d in (DTYPES if t == TORCH else DTYPES[::3])]
+)
 def test_functions_take_any_shape_and_address_and_fill_values_in_place(
     fmt: Lossless, target: Target, dtype: torch.dtype
 ) -> None:
@@ -247,7 +249,7 @@ def test_a_buffer_of_another_tensor_is_refused(fmt: Lossless, target: Target) ->
 
 @every_host
 @both_sizes
-@pytest.mark.parametrize("numel", [0, 1, 255, 3001])
+@pytest.mark.parametrize("numel", [0, 1, 2100])
 def test_uploaded_values_are_the_new_ones_bit_for_bit(
     target: Target, dtype: torch.dtype, numel: int
 ) -> None:

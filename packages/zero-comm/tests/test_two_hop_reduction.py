@@ -143,7 +143,7 @@ def repeated_sums(loco: LocoSettings | None, *, is_stochastic: bool, steps: int)
 def test_what_rounding_took_comes_back() -> None:
     exact = torch.stack([gradient(rank, 1024) for rank in range(4)]).sum(0)
     errors = {
-        name: float((repeated_sums(loco, is_stochastic=noisy, steps=60) - exact).abs().mean())
+        name: float((repeated_sums(loco, is_stochastic=noisy, steps=30) - exact).abs().mean())
         for name, loco, noisy in (
             ("nearest", None, False),
             ("error feedback", LocoSettings(err_beta=0.0), False),

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_offload import OffloadedOptimizer
 
 RATIOS = (0.0, 0.3, 1.0)
-WORLD_SIZES = (1, 3)
+STEPS = range(3)  # the last has another learning rate
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (optim.AdamW, {"lr": 1e-2, "foreach": False}),
     (optim.Adam, {"lr": 1e-2, "foreach": True}),
@@ -63,12 +63,12 @@ def _assert_equals_torch(
         cls, settings = CLASSES[index]
         if index not in expected:
             plain = make()
-            losses = loop(plain, cls(groups_of(plain), **settings), rank, max_norm=max_norm)
-            assert len(set(losses)) > 3, "a loop in which nothing happens shows nothing"
+            losses = loop(plain, cls(groups_of(plain), **settings), rank, STEPS, max_norm)
+            assert len(set(losses)) >= len(STEPS), "a loop in which nothing happens shows nothing"
             expected[index] = losses, weights(plain)
         ours = make()
         optimizer = OffloadedOptimizer(cls, groups_of(ours), ratio=ratio, **settings)
-        assert loop(ours, optimizer, rank, max_norm=max_norm) == expected[index][0]
+        assert loop(ours, optimizer, rank, STEPS, max_norm) == expected[index][0]
         assert torch.equal(weights(ours), expected[index][1])
 
 
@@ -115,13 +115,14 @@ def test_an_optimizer_made_before_ddp_trains_on_rank_0s_weights() -> None:
 def _fsdp2(rank: int, world_size: int, is_mixed: bool, max_norm: float) -> None:
     local = shard(make_model())[4].weight.to_local()
     assert (local.numel() == 0) == (rank > 0), "the model must leave ranks without an element"
-    pairs = PAIRS if find_spec("cpu_adam") is None else [*PAIRS, (len(CLASSES) - 1, 0.3)]
+    # Mixed or not, an optimizer gets fp32 shards and gradients.
+    pairs = [*PAIRS[2 * is_mixed :], *((i, 0.3) for i in range(4, len(CLASSES)))]
     _assert_equals_torch(rank, lambda: shard(make_model(), is_mixed=is_mixed), max_norm, pairs)
 
 
 @pytest.mark.parametrize(
     ("world_size", "is_mixed", "max_norm"),
-    [(1, False, 0.05), (3, False, 0.0), pytest.param(3, True, 0.05, id="3 ranks, also cpu_adam")],
+    [(1, False, 0.05), (2, False, 0.0), pytest.param(3, True, 0.05, id="3 ranks, also cpu_adam")],
 )
 def test_fsdp2_with_uneven_and_empty_shards_equals_torch_bit_for_bit(
     world_size: int, is_mixed: bool, max_norm: float
@@ -173,7 +174,7 @@ def _resume(rank: int, world_size: int, folder: str) -> None:
     for cls, settings in CLASSES[0:4:3]:
         first = shard(make_model(torch.bfloat16))
         source = OffloadedOptimizer(cls, groups_of(first), ratio=0.6, **settings)
-        loop(first, source, rank, range(3))
+        loop(first, source, rank, range(2))
         source.zero_grad()
         path = Path(folder) / f"{cls.__name__}-{world_size}"
         dcp.save({"optim": get_optimizer_state_dict(first, source)}, checkpoint_id=path)
@@ -194,13 +195,13 @@ def _resume(rank: int, world_size: int, folder: str) -> None:
                 dcp.load({"optim": values}, checkpoint_id=path)
             set_optimizer_state_dict(model, target, values, options=options)
             resumed.append((model, target))
-        expected = loop(first, source, rank, range(3, 6))
+        expected = loop(first, source, rank, range(2, 4))
         for model, target in resumed:
-            assert loop(model, target, rank, range(3, 6)) == expected
+            assert loop(model, target, rank, range(2, 4)) == expected
             assert torch.equal(weights(model), weights(first))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_checkpoints_resume_bit_identically_at_another_ratio(
     world_size: int, tmp_path: Path
 ) -> None:
@@ -287,4 +288,4 @@ def _overflow(rank: int, world_size: int) -> None:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    spawn(_overflow, 3)
+    spawn(_overflow, 2)

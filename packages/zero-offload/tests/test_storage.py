@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import multiprocessing
 import os
 import resource
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import PRELOADED
 from support.tiers import wait_until
 from torch import Tensor
 
@@ -170,17 +171,19 @@ def test_the_file_has_no_name_and_its_room_is_given_back(tmp_path: Path) -> None
     wait_until(lambda: _is_closed(fd))
 
 
+def _write_and_be_killed(folder: Path) -> None:
+    file = BlockFile(folder, [1 << 20])
+    file.write(0, torch.ones(1 << 18)).wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys, torch, warnings\n"
-        "warnings.simplefilter('ignore')\n"
-        "from zero_offload.memory.storage import BlockFile\n"
-        "file = BlockFile(sys.argv[1], [1 << 20])\n"
-        "file.write(0, torch.ones(1 << 18)).wait()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=600)
-    assert ended.returncode == -9
+    context = multiprocessing.get_context("forkserver")  # that of ranks, which has imported torch
+    context.set_forkserver_preload(PRELOADED)
+    killed = context.Process(target=_write_and_be_killed, args=(tmp_path,), daemon=True)
+    killed.start()
+    killed.join(timeout=600)
+    assert killed.exitcode == -9
     assert list(tmp_path.iterdir()) == []
 
 

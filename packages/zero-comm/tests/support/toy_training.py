@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-NUM_STEPS = 12
+NUM_STEPS = 6
 TARGET = torch.randn(33, 7, generator=torch.Generator().manual_seed(7)) / 33**0.5
 
 
@@ -28,7 +28,7 @@ def train(model: nn.Module, rank: int, *, num_steps: int = NUM_STEPS) -> list[fl
 
     Returns the losses, averaged over ranks.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     dtype = next(model.parameters()).dtype
     losses = []
     for step in range(num_steps):
