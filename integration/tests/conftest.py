@@ -52,9 +52,9 @@ preload(
 # Small enough that a run is mostly start-up.
 TINY = (
     *("--layers=2", "--width=32", "--heads=2", "--context=32", "--vocab=300", "--ranks=2"),
-    *("--eval-every=20", "--eval-windows=16", "--save-every=20"),
+    *("--eval-every=10", "--eval-windows=16", "--save-every=10"),
 )
-STEPS = 60
+STEPS = 30
 TIME_LIMIT_S = 600
 CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "check": False}
 """How `subprocess.run` runs what may fail."""
