@@ -64,7 +64,7 @@ def _relative_gap(found: Trace, exact: Trace) -> float:
 
 def _compare_stages(ranks: SimulatedRanks) -> None:
     accumulated = {"accumulation": 2, "is_local": True, "clipping": 0.5}
-    for dtype, stages, more in (("fp32", (0,), {}), ("bf16", (2, 1, 0), accumulated)):
+    for dtype, stages, more in (("fp32", (1,), {}), ("bf16", (2, 0), accumulated)):
         case = Case(3, dtype, zero=QGZ, width=WIDTH, **more)
         expected = _run(case, ranks)
         # Four bits show, and only so much: 0.02 in the first steps.
@@ -141,7 +141,7 @@ SMALL_STEPS = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
 def _sent(
     ranks: SimulatedRanks, stage: int, dtype: str, zero: dict[str, Any], content: str, top: Any
 ) -> tuple[list[int], dict[str, int]]:
-    """Return calls, bytes within a node and between nodes of the last of three steps, and memory."""
+    """Return calls, bytes within a node and between nodes of the last of 3 steps, and memory."""
     engine = build(ranks, dtype, zero, stage=stage, width=CODED, **top)
     train(engine, [batch(step, 0, ranks.rank) for step in range(3)])
     rows = [row for row in engine.comm_report() if row.content == content]
@@ -256,8 +256,7 @@ CONFIGS = [
     make_config(3, zero_hpz_partition_size=4, **QWZ),
     *[
         make_config(3, zero_quantized_weights_format=kind, **QWZ, **further)
-        for kind in ("int8", "e5m2", "int4_difference")
-        for further in ({}, hpz(2))
+        for kind, further in (("int8", {}), ("e5m2", hpz(2)), ("int4_difference", {}))
     ],
     make_config(3, zero_quantized_nontrainable_weights=True),
     make_config(3, zero_quantized_nontrainable_weights=True, **hpz(2)),
