@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -66,11 +65,6 @@ Program = Callable[..., "subprocess.CompletedProcess[str]"]
 def _no_kept_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as a user who has never measured, whoever runs the tests."""
     monkeypatch.setattr(kept, "kept_path", lambda: Path("/nowhere/rates.json"))
-
-
-def command(*arguments: str) -> list[str]:
-    """Return the command line that runs ``zero-engine ARGUMENTS`` with this interpreter."""
-    return [sys.executable, "-m", "zero_engine", *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -183,7 +183,7 @@ def _adversaries(rank: int, world_size: int) -> None:
         lambda engine: engine.optimizer.zero_grad(),
         lambda engine: engine.module.zero_grad(),
     )
-    for drop, stage in zip((*dropped, dropped[0]), (2, 3, 1, 0), strict=True):
+    for drop, stage in zip((*dropped, dropped[0]), (2, 1, 3, 0), strict=True):
         references = nn.Linear(3, 3), net(1)
         optimizers = [adamw(m) for m in references]
         front, judge = make(copy.deepcopy(references[0]), stage=stage), make(net(1), stage=stage)

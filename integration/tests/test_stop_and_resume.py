@@ -40,7 +40,7 @@ def _numbers(folder: RunFolder) -> list[dict[str, object]]:
 
 
 def _train_until_stopped(folder: RunFolder, *arguments: str) -> None:
-    """Start the program, and send SIGTERM when its log has ten entries."""
+    """Start the program, and send SIGTERM when its log has three entries."""
     python = forked_python()
     program = subprocess.Popen(
         [python, "-m", "zero_engine", "train", *arguments, f"--output={folder.root}"],
@@ -50,7 +50,7 @@ def _train_until_stopped(folder: RunFolder, *arguments: str) -> None:
         text=True,
     )
     limit = time.monotonic() + TIME_LIMIT_S
-    while not folder.metrics.exists() or len(_numbers(folder)) < 10:
+    while not folder.metrics.exists() or len(_numbers(folder)) < 3:
         assert program.poll() is None, program.communicate()[0]
         assert time.monotonic() < limit
         time.sleep(0.02)
