@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -56,9 +55,9 @@ testing._get_command = functools.cache(testing._get_command)
 # Small enough that a run is mostly start-up.
 TINY = (
     *("--layers=2", "--width=32", "--heads=2", "--context=32", "--vocab=300", "--ranks=2"),
-    *("--eval-every=20", "--eval-windows=16", "--save-every=20"),
+    *("--eval-every=10", "--eval-windows=16", "--save-every=10"),
 )
-STEPS = 60
+STEPS = 30
 TIME_LIMIT_S = 600
 CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "check": False}
 """How `subprocess.run` runs what may fail."""
@@ -70,11 +69,6 @@ Program = Callable[..., "subprocess.CompletedProcess[str]"]
 def _no_kept_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as a user who has never measured, whoever runs the tests."""
     monkeypatch.setattr(kept, "kept_path", lambda: Path("/nowhere/rates.json"))
-
-
-def command(*arguments: str) -> list[str]:
-    """Return the command line that runs ``zero-engine ARGUMENTS`` with this interpreter."""
-    return [sys.executable, "-m", "zero_engine", *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -250,11 +250,14 @@ def _export(
 
 
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (3, 1)])
-def test_merged_values_are_those_of_peft(tmp_path: Path, world_size: int, stage: int) -> None:
-    models = {name: [make() for _ in range(world_size)] for name, make in KINDS.items()}
+@pytest.mark.parametrize(
+    ("world_size", "stage", "kinds"),
+    [(2, 3, [*KINDS]), (3, 1, ["bf16", "a trained head that was tied", "IA3", "quantized"])],
+)
+def test_merged_values_are_those_of_peft(tmp_path, world_size, stage, kinds):
+    models = {name: [KINDS[name]() for _ in range(world_size)] for name in kinds}
     simulate(_export, world_size, tmp_path, models, stage)
-    for name in KINDS:
+    for name in kinds:
         _merged_by_peft(name).save_pretrained(tmp_path / f"{name} by peft")
         found, expected = (
             dict(AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict())

@@ -41,7 +41,7 @@ class Blocks(nn.Sequential):
         return super().forward(x).float().square().mean()
 
 
-def make_config(stage: int, *, micro_batch: int = 8, **further: Any) -> dict[str, Any]:
+def make_config(stage: int, *, micro_batch: int = 2, **further: Any) -> dict[str, Any]:
     return Case(stage, top={"train_micro_batch_size_per_gpu": micro_batch, **further}).config()
 
 
@@ -67,12 +67,12 @@ def test_recomputation_adds_a_forward_of_the_blocks_but_saves_bytes() -> None:
         planned(c, 1, calibration=fast)
         for c in (config, {**config, "activation_checkpointing": {}})
     )
-    forward = 2 * 8 * TOKENS * WIDTH**2 * BLOCKS / 1e9
+    forward = 2 * 2 * TOKENS * WIDTH**2 * BLOCKS / 1e9
     # The first product has no gradient of its input.
     assert plain.step_time.total_s == pytest.approx((3 - 1 / BLOCKS) * forward)
     assert plain.step_time.bound == "compute"
     assert again.step_time.total_s - plain.step_time.total_s == pytest.approx(forward)
-    saved = 8 * TOKENS * WIDTH * 4  # bytes of one tensor between two modules
+    saved = 2 * TOKENS * WIDTH * 4  # bytes of one tensor between two modules
     # What the loss saves, each block's input, and one block's own: the input of its GELU.
     assert plain.memory.device["activations"] == (2 * BLOCKS + 1) * saved
     assert again.memory.device["activations"] == (BLOCKS + 2) * saved
@@ -169,7 +169,7 @@ def machine(cores: int | None, *, has_disk: bool = True) -> Calibration:
 
 
 def placed_config(stage: int, **zero: Any) -> dict[str, Any]:
-    top = {"check_grad_overflow": False, "train_micro_batch_size_per_gpu": 4}
+    top = {"check_grad_overflow": False, "train_micro_batch_size_per_gpu": 1}
     return Case(stage, "bf16", zero=zero, top=top).config()
 
 
@@ -219,14 +219,14 @@ def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule:
         steps = {"gradient_accumulation_steps": 4, "accumulation_schedule": schedule}
         return planned(make_config(3, **block, **steps), 1, calibration=rates).step_time
 
-    moved = 4 * BLOCKS * 8 * TOKENS * WIDTH * 4
-    slow, quick = (timed_at(rate, is_on_host=True) for rate in (1e6, 1e10))
-    assert slow.lanes["copies"] == pytest.approx(2 * moved / 1e6)
+    moved = 4 * BLOCKS * 2 * TOKENS * WIDTH * 4
+    slow, quick = (timed_at(rate, is_on_host=True) for rate in (1e5, 1e10))
+    assert slow.lanes["copies"] == pytest.approx(2 * moved / 1e5)
     assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
-    without = timed_at(1e6, is_on_host=False)
+    without = timed_at(1e5, is_on_host=False)
     assert without.lanes["copies"] == 0
     assert quick.total_s == pytest.approx(without.total_s, rel=0.01)  # all but the last block's
-    assert slow.total_s > moved / 1e6 > 2 * without.total_s  # each way is a lane
+    assert slow.total_s > moved / 1e5 > 2 * without.total_s  # each way is a lane
 
 
 def test_step_that_gathers_bound_takes_one_pass_of_gathers() -> None:
@@ -315,8 +315,8 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
-    drawn = [Times(), replace(Times(), log_s=3.0), *random_times(3)]
-    for times in drawn:
+    # The host bounds the first at one ratio, the others at none and at both.
+    for times in (replace(Times(), log_s=3.0), *random_times(3)[1:]):
         for ratio in (1.0, 0.4):
             real = Job(times, mode, ratio, chunks_per_block=4).run()
             assert predicted_s(times, mode, ratio) == pytest.approx(real, rel=0.05), (times, ratio)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +60,7 @@ def _loss_of_exported_model(folder: RunFolder) -> float:
 
 def test_run_leaves_its_files_figures_settings_and_losses(finished_run):
     folder, output = finished_run
-    kept = [f"step-{STEPS - back}" for back in (40, 20, 0)]  # of a save every 20 steps
+    kept = [f"step-{STEPS - back}" for back in (20, 10, 0)]  # of a save every 10 steps
     assert sorted(path.name for path in folder.checkpoint.iterdir()) == ["latest", *kept]
     assert (folder.checkpoint / "latest").read_text() == kept[-1]
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -67,7 +68,7 @@ def test_run_leaves_its_files_figures_settings_and_losses(finished_run):
     for picture in (folder.loss_plot, folder.memory_plot):
         assert picture.read_bytes().startswith(PNG_START), picture
     assert "written by the model" in folder.sample.read_text(encoding="utf-8")
-    (line,) = [line for line in output.splitlines() if line.startswith(f"step 50/{STEPS}")]
+    (line,) = [line for line in output.splitlines() if line.startswith(f"step 20/{STEPS}  loss")]
     for figure in ("loss", "tokens/s", "MiB per rank", "lr", "scale"):
         assert figure in line
     assert "warning" not in output.lower()
@@ -240,9 +241,9 @@ def test_states_go_to_files_where_memory_does_not_hold_them(tmp_path, monkeypatc
     monkeypatch.setattr(LIMIT, lambda: streamed.rank_bytes - 50_000_000)  # the process varies
     with pytest.raises(ConfigError, match="choose a smaller size, or fewer --ranks"):
         preview(settings, 1)
-    monkeypatch.setattr(LIMIT, lambda: None)
+    monkeypatch.setattr(LIMIT, lambda: None)  # and 14 bytes a parameter are twice the free ones
     with pytest.raises(ConfigError, match=r"--output .*: states and results take .* free"):
-        preview(_fresh(tmp_path, "1000b"), 1)
+        preview(_fresh(tmp_path, f"{shutil.disk_usage(tmp_path).free // 7}"), 1)
 
 
 def test_largest_unit_fits_the_buffers_of_files(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -233,7 +232,7 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         sys.last_value = error
-        traceback.print_exc()
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -238,8 +238,8 @@ ON_RANKS = {
 }
 
 
-def _net(device: torch.device | str = "late:0") -> Tower:
-    return make_tower(3, WIDTH).to(device)
+def _net(device: torch.device | str = "late:0", depth: int = 3) -> Tower:
+    return make_tower(depth, WIDTH).to(device)
 
 
 def _batch(step: int, device: torch.device | str = "late:0") -> Tensor:
@@ -248,7 +248,8 @@ def _batch(step: int, device: torch.device | str = "late:0") -> Tensor:
 
 def _train(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> None:
     device = torch.device("late:0") if ranks is None else ranks.device
-    engine = zero_core.build(_net(device), config, process_group=ranks)
+    depth = 3 if ranks is None else 2
+    engine = zero_core.build(_net(device, depth), config, process_group=ranks)
     for step in range(2):
         for _ in range(config["gradient_accumulation_steps"]):
             engine.backward(engine(_batch(step, device)))
