@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from typer.testing import CliRunner
 
 import zero_core
 import zero_engine
-from benchmarks.harness.forked_python import forked_python
 from zero_core.errors import (
     CheckpointError,
     CheckpointFailedError,
@@ -167,10 +165,10 @@ def test_whole_checkpoint_is_verified_inspected_exported_and_damage_told(saved, 
 
 
 FAILING = """
-import os, pathlib, subprocess, time
+import os, pathlib, subprocess, sys, time
 if os.environ["RANK"] == "0":
     time.sleep(600)  # torchrun ends it
-subprocess.run([{python!r}, "-c", "raise KeyError('of a child')"], check=False)
+subprocess.run([sys.executable, "-c", "raise KeyError('of a child')"], check=False)
 assert not pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).exists(), "a child wrote it"
 raise ValueError("batch 7 is empty\\nof 9")
 """
@@ -178,11 +176,11 @@ raise ValueError("batch 7 is empty\\nof 9")
 
 def test_exception_of_one_rank_is_named_in_the_last_line(tmp_path: Path) -> None:
     script, error_file = tmp_path / "script.py", tmp_path / "error.json"
-    script.write_text(FAILING.format(python=sys.executable), encoding="utf-8")
+    script.write_text(FAILING, encoding="utf-8")
     done = run_program(
         *("run", "--nproc-per-node=2", str(script)),
         expected_code=1,
-        more={"TORCHELASTIC_ERROR_FILE": str(error_file), "PYTHON_EXEC": forked_python()},
+        more={"TORCHELASTIC_ERROR_FILE": str(error_file)},
     )
     lines = own_lines(done.stderr)
     assert lines[-1] == "rank 1 failed first, see above: ValueError: batch 7 is empty"

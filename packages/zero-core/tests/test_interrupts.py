@@ -18,7 +18,7 @@ LEFT = r"after step\(\) was left in the middle.*engine\.load_checkpoint\(\)"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("num_moments", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_moments", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_left_at_any_moment_goes_on_or_the_engine_says_how(stage, num_moments, tmp_path):
     check_left_anywhere(Case(stage=stage).config(), tmp_path, num_moments)
