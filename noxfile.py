@@ -131,7 +131,8 @@ def test_slow(session: nox.Session) -> None:
     """Programs around the packages, and what tests leave out of the gate: decision 228."""
     tested = ("zero-core", "zero-comm", "integration")
     install_everything(session, extras="[ray]", tests_of=tested)
-    run_tests(session, "integration", "--dist=load", "tests/slow")  # pages of minutes in one file
+    run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long pages
+    run_tests(session, "integration", "tests/slow", "--ignore=tests/slow/test_doc_runs.py")
     for package in tested:
         run_tests(session, package, "-m", "slow", "--ignore=tests/slow")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from filelock import FileLock
 from torch.multiprocessing import ProcessExitedException
-from typer import testing
+from typer.testing import CliRunner
 
 from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
@@ -49,15 +48,12 @@ preload(
     "zero_engine.train.program",
 )
 
-# A runner would build all commands at each call, which takes longer than most of them.
-testing._get_command = functools.cache(testing._get_command)
-
 # Small enough that a run is mostly start-up.
 TINY = (
     *("--layers=2", "--width=32", "--heads=2", "--context=32", "--vocab=300", "--ranks=2"),
-    *("--eval-every=10", "--eval-windows=16", "--save-every=10"),
+    *("--eval-every=20", "--eval-windows=16", "--save-every=20"),
 )
-STEPS = 30
+STEPS = 60
 TIME_LIMIT_S = 600
 CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "check": False}
 """How `subprocess.run` runs what may fail."""
@@ -92,7 +88,7 @@ def own_lines(printed: str) -> list[str]:
 
 def run_here(*arguments: str, expected_code: int = 0) -> str:
     """Run ``zero-engine ARGUMENTS`` in this process, and return what it prints."""
-    done = testing.CliRunner().invoke(app, arguments)
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == expected_code, done.output
     return done.stdout
 

@@ -482,7 +482,7 @@ def _offloads_states(rank: int, world_size: int) -> None:
         trained = []
         for states in (None, [], list(OffloadStateTypeEnum)):
             engine = make(config=config(stage, bf16={"enabled": True}))
-            for step in range(2):
+            for step in range(3):
                 train(engine, 1, step)
                 if states is not None:
                     engine.offload_states(include=states or None, non_blocking=step == 1)

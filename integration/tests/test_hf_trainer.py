@@ -31,7 +31,7 @@ from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
 from zero_engine.hf.arguments import fill_config, fill_schedule, read_zero
 from zero_engine.script.sharded_ddp import tell_after
 
-STAGES = ("stage3", "stage2-offload", "stage3-offload-params")  # stages 1 and 2: elsewhere here
+STAGES = ("stage1", "stage2", "stage3", "stage2-offload", "stage3-offload-params")
 SAVED_STEP = 3
 
 

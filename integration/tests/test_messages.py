@@ -268,7 +268,7 @@ CONFIGS = [
 
 def make_net() -> nn.Module:
     """Return a root too small to be quantized and blocks that are not, one of them frozen."""
-    model = make_tower(2, UNIT_WIDTH)
+    model = make_tower(3, UNIT_WIDTH)
     model.blocks[1].requires_grad_(False)
     return model
 

@@ -73,6 +73,7 @@ CASES = [  # each stage, ratio, number of micro-steps, undoing (by clipping) and
     _case(3, params="cpu"),
     _early(3, params="cpu", state_dtype="bfloat16"),
 ]
+MORE = [*CASES, _case(3, 0.0, top=UNCHECKED), _early(2, 0.5, 2), _early(3, 8.0, params="cpu")]
 UPLOADS = [
     _upload(1),
     _upload(
@@ -134,9 +135,13 @@ def _run(world_size: int, cases: list[Case]) -> None:
             assert case not in UPLOADS or 0 < sent < 0.75 * whole, (sent, whole)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_offload_waits_once_a_step_and_has_the_bits_of_the_cpu(world_size: int) -> None:
-    run_alone(_run, world_size, CASES)
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(2, CASES), pytest.param(3, MORE, marks=pytest.mark.slow)]
+)
+def test_offload_waits_once_a_step_and_has_the_bits_of_the_cpu(
+    world_size: int, cases: list[Case]
+) -> None:
+    run_alone(_run, world_size, cases)
 
 
 @pytest.mark.sampled(3)
