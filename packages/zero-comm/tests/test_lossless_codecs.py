@@ -94,7 +94,7 @@ def test_damaged_bytes_have_the_verdict_of_torch(
 ) -> None:
     verdicts = []
     with target.forced():
-        flips = {300: 4} if target.is_interpreted else {1: 40, 300: 40, 2049: 40}
+        flips = {300: 2, 2049: 2} if target.is_interpreted else {1: 40, 300: 40, 2049: 40}
         for numel in {0, 2049, *flips}:  # 2049 are more than a tile: the last has one of them
             old, new = fmt.pair(numel, dtype, 0.3, 9, numel)
             buffer = fmt.encoded(fmt.reference, old, new)

@@ -207,7 +207,7 @@ def _with_blocks_left_out(ranks, case):
 
 
 # NCCL asks for it: communicators may share a hardware queue.
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
     ("program", "accumulation", "recomputes"),

@@ -57,7 +57,7 @@ class _NothingShared:
         self.peers = frozenset[int]()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("world_size", "per_node"), [(1, 1), (3, 1), (3, 3), (4, 2)])
 def test_a_step_sends_what_was_planned(case, world_size, per_node):

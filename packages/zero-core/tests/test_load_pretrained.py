@@ -94,7 +94,7 @@ def _load(ranks, case, how, folder, model, source):
     engine.close()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["real", "deferred", "meta"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

@@ -20,7 +20,7 @@ from zero_core.checkpoint.in_memory.place import Ring, Slot
 from zero_core.step.update import updates_in_backward
 from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate
 
-STEPS = 4
+STEPS = 5
 
 
 def _build(ranks, stage, memory=None, dtype="fp32", **keys):

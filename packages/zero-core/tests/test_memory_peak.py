@@ -209,7 +209,7 @@ ROOT_OF_03 = 0.3 / 0.7 * NUM_BLOCKS
 JOBS = [
     *((config(stage, dtype), 1) for stage, dtype in enumerate(("fp32", "bf16") * 2)),
     *((config(n, dtype), ROOT_OF_03) for n, dtype in ((0, "bf16"), (2, "bf16"), (3, "fp32"))),
-    *((config(stage, "bf16", gradient_accumulation_steps=2), 1) for stage in (0, 2, 3)),
+    *((config(stage, "bf16", gradient_accumulation_steps=2), 1) for stage in range(4)),
     (config(2, "bf16", communication_data_type="fp32"), 1),
     (config(2, "bf16", data_types={"grad_accum_dtype": "bf16"}), 1),
     (config(3, "fp32", optimizer={"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}), 1),

@@ -62,7 +62,7 @@ def _assert_same_base(model, expected):
             assert torch.equal(_bytes(mine), _bytes(theirs)), path
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("top", [{}, {"activation_checkpointing": {}}], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])

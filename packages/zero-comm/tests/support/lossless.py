@@ -73,6 +73,7 @@ class Lossless:
             for dtype in (DTYPES[index % 3], DTYPES[3 + index % 2]):  # of 2 bytes and of 4
                 share = (0.02, 0.3, 1.0)[(index + dtype.itemsize) % 3]
                 yield self.pair(numel, dtype, share, (1, 5, 9, 14, 20)[index % 5], index)
+        yield self.pair(2049, torch.bfloat16, 0.0, 20, 7)
 
     @property
     def pairs(self) -> st.SearchStrategy[Pair]:

@@ -55,7 +55,7 @@ def is_storage_dtype(dtype: torch.dtype) -> bool:
 def is_partitioned(tensor: object) -> TypeIs[PartitionedParam]:
     """Return whether ``tensor`` has its value elsewhere.
 
-    Plain classes are told first: of a protocol Python compares every member, for microseconds.
+    Plain classes are answered first: Python looks for each member of a protocol, for microseconds.
     """
     plain = type(tensor) in (nn.Parameter, Tensor)
     return not plain and isinstance(tensor, PartitionedParam)
