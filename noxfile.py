@@ -134,7 +134,7 @@ def test_slow(session: nox.Session) -> None:
     run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long pages
     run_tests(session, "integration", "tests/slow", "--ignore=tests/slow/test_doc_runs.py")
     for package in tested:
-        run_tests(session, package, "-m", "slow", "--ignore=tests/slow")
+        run_tests(session, package, "-m", "slow", "--ignore=tests/slow", "--dist=load")
 
 
 def run_examples(session: nox.Session) -> None:

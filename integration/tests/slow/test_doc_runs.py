@@ -50,7 +50,7 @@ TUTORIALS = {
 TINY_RUN = " ".join((*TINY, "--steps=30"))
 SMALLER = {
     "zero-engine --install-completion": "bash",  # a test need not have been started by a shell
-    "zero-engine doctor --measure": "--ranks=2",
+    "zero-engine doctor --measure": "--ranks=1",
     "zero-engine train": TINY_RUN,
     "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": TINY_RUN,
     "zero-engine train --size 2.2b --steps 3 --ranks 1 --output runs/large": (
