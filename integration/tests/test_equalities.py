@@ -239,6 +239,7 @@ PROGRAMS = ("trains", "recomputes", "accumulates", "is edited", "loads")
         ),
         *(Row("has edited gradients", "undo log", stage, "bf16", 2, 1) for stage in (0, 2)),
         Row("edits param.grad", "undo log", 0, "bf16", 2, 1),
+        Row("is edited", "states of 8 bits in files", 2, "bf16", 2, 1),
         *(Row("has edited gradients", name, 2, "fp32", 2, 1) for name in SHARES),
         *(Row("skips a step", name, 3, dtype, 2, 1) for name in UNSKIPPED for dtype in DTYPES),
     ],

@@ -252,17 +252,21 @@ class GatheredParams:
                     f"expected {tuple(p.tensor.shape)} in {p.tensor.dtype}; change shapes before "
                     "build()"
                 )
-        for p, change in zip(full, found, strict=True):
+        for number, (p, change) in enumerate(zip(full, found, strict=True)):
             values = p.spec.to_elements(p.tensor)  # a view
             if before:
                 p.tensor.copy_(p.param.data)
+            is_new = None
+            if change == _CHANGED:
+                is_new = values != (p.spec.to_elements(before[number]) if before else values)
+                control.broadcast(is_new, source=rank)
             # Unchanged ones too: other ranks may have written to theirs.
             control.broadcast(values, source=rank)
             slot = p.flat.segment.slots[p.position]
             (p.flat.edit if change == _CHANGED else p.flat.write)(slot.start, values)
             piece = self.state.piece_of(slot.param)
             if piece is not None and (change == _CHANGED or self._edits.is_marked(p.spec.name)):
-                self._edits.write_back(piece, values)
+                self._edits.write_back(piece, values, is_new)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
         """Refuse changes within a context that only reads, of which nothing would be left."""

@@ -130,9 +130,15 @@ class Edits(Extension):
         for piece, elements in pending.values():
             self.write_back(piece, elements)
 
-    def write_back(self, piece: Piece, elements: Tensor) -> None:
-        """Overwrite the master weights of ``piece`` that ``elements`` are no rounding of."""
+    def write_back(self, piece: Piece, elements: Tensor, is_new: Tensor | None = None) -> None:
+        """Overwrite the master weights of ``piece`` that ``elements`` are no rounding of.
+
+        ``is_new``: elements to overwrite as well. Where a parameter's memory is the upper half of
+        its split master weights, new values beside old lower halves are roundings of each other.
+        """
         changed, own, old = self._compare(piece, elements)
+        if is_new is not None:
+            changed |= is_new[piece.offset : piece.offset + piece.stop - piece.start].cpu()
         if changed.any():
             wait(self._state.readers)
             new = torch.where(changed, own.to(old.dtype), old)
