@@ -70,7 +70,7 @@ def cover(
 ) -> list[Row]:
     """Return rows in which all sets of ``strength`` values occur that may occur together.
 
-    Of rows that serve as well one with about two ranks is taken.
+    Among rows that add equally many sets, one with about two ranks is chosen.
     ``by_family``: of the variants of a family any may be in a set, and each has all its stages.
     """
     rows = [
