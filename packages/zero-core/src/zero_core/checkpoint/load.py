@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_core.checkpoint.files import Reader, find
 from zero_core.checkpoint.json_values import find_classes, restore, safe_class
 from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, RNG, VALUE, file_name
-from zero_core.checkpoint.storage import Location, identity, location_of
+from zero_core.checkpoint.storage import Location, location_of
 from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
@@ -59,7 +59,11 @@ def load_checkpoint(
         return reader
 
     reader = control.together("checkpoint: find", look)
-    own = [*identity(reader.folder / MANIFEST), reader.manifest.sha256]
+    # Equal on two ranks only if they see one file.
+    own: list[Any] = [str(reader.folder), reader.manifest.sha256]
+    if isinstance(reader.folder, Path):
+        found = (reader.folder / MANIFEST).stat()
+        own = [found.st_ino, found.st_mtime_ns, found.st_ctime_ns, reader.manifest.sha256]
     rows = [json.loads(row) for row in control.gather_bytes(json.dumps(own).encode())]
     digests = [row[-1] for row in rows]
     if len(set(digests)) > 1:

@@ -369,14 +369,6 @@ def writing(place: Location) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def identity(place: Location) -> list[Any]:
-    """Return JSON that is equal on two ranks only if they see one file."""
-    if isinstance(place, RemotePath):
-        return [str(place)]
-    found = place.stat()
-    return [found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
-
-
 def modified_ns(place: Location) -> int:
     return place.modified_ns() if isinstance(place, RemotePath) else place.stat().st_mtime_ns
 

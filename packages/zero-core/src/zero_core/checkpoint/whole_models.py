@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -131,17 +129,17 @@ def full_state_dict(
         return {}
     by_name |= state.buffers()
     # In torch's order: a module's names, and behind them what it saves besides.
-    names, extra = state.names(), defaultdict[str, list[str]](list)
-    known, paths = set(names), {name.rpartition(".")[0] for name in names}
-    for key in [key for key in by_name if key not in known]:
+    by_module: dict[str, list[str]] = {}
+    known = state.names()
+    for name in known:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    extra = by_name.keys() - known
+    for key in [key for key in by_name if key in extra]:
         path = key.rpartition(".")[0]
-        while path not in paths:
+        while path not in by_module:
             path = path.rpartition(".")[0]
-        extra[path].append(key)
-    ordered: list[str] = []
-    for path, own in groupby(names, key=lambda name: name.rpartition(".")[0]):
-        ordered += [*own, *extra[path]]
-    return {key: by_name[key] for key in ordered}
+        by_module[path].append(key)
+    return {key: by_name[key] for keys in by_module.values() for key in keys}
 
 
 def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
