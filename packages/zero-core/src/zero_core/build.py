@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -398,10 +400,15 @@ def _make_engine(
     installed += hooks.install(passes, modules)
     holders = held.tier, held.collectives, joined.transport
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    if (dtype := config.autocast_dtype) is not None:
+        # At stage 3 torch's cache would keep all weights in 16 bits up to the end of the forward.
+        is_cached = None if config.zero_optimization.stage < 3 else False  # None: as set
+        autocast = partial(torch.autocast, ranks.device.type, dtype, cache_enabled=is_cached)
     parts = EngineParts(
         config,
         config.compute_dtype,
-        config.autocast_dtype,
+        autocast,
         held.ownership,
         state,
         passes,

@@ -77,7 +77,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         for follow in self._extensions.called:
             follow(args, kwargs)
         args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
-        with self.autocast():
+        with self._parts.autocast():
             return self.module(*args, **kwargs)
 
     def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:
@@ -243,8 +243,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 if self._vertical is not None:
                     losses = self._vertical.run(found, scaled, seed=seed)
                 else:
-                    how = self._train, self.place, self.device
-                    losses = run_in_turn(*how, found, scaled, seed=seed)
+                    state = self.sharded_state
+                    losses = run_in_turn(self._train, state, found, scaled, seed=seed)
                 self._end_micro_step(client_state)
         except BaseException:
             if self.global_steps == num_steps:

@@ -8,8 +8,8 @@ in the engine's shards: `ShardedModel.unwrap` leaves them in the model, for anot
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 from weakref import WeakMethod
@@ -58,7 +58,7 @@ class EngineParts:
 
     config: Config
     compute_dtype: torch.dtype | None
-    autocast_dtype: torch.dtype | None
+    autocast: Callable[[], AbstractContextManager[None]]
     ownership: Ownership
     state: ShardedState
     passes: Passes
@@ -310,7 +310,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Call the module without gradients. Floating inputs are cast to the compute dtype."""
         self._device_states.check("a forward", FORWARD_PARTS)
         args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self._parts.autocast():
             return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -318,11 +318,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
         A call of the engine runs in it; a program that calls ``module`` may enter it.
         """
-        if (dtype := self._parts.autocast_dtype) is None:
-            return nullcontext()
-        # torch's cache would keep all weights in 16 bits up to the end of the forward.
-        is_cached = None if self.config.zero_optimization.stage < 3 else False  # None: as set
-        return torch.autocast(self.device.type, dtype, cache_enabled=is_cached)
+        return self._parts.autocast()
 
     def idle_forward(self) -> None:
         """Take part in one forward without gradients of the other ranks, without data.

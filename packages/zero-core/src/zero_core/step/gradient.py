@@ -86,14 +86,9 @@ class StepGradient:
         # By segment: its norm. Of gradients that the tier adds up, what asks it for the square.
         self._norms: dict[int, Tensor | Callable[[], Tensor]] = {}
         self.policy = choose_policy(state.tier, train, config, rank=state.control.rank)
-        is_final = self.policy.is_final
         is_sharded = config.zero_optimization.stage > 0
-        self.param_grads = ParamGrads(
-            state.params,
-            self.params_with_grad,
-            owns_grads=state.tier.owns_grads,
-            why_none=SHARDED if is_sharded else UPDATED_IN_BACKWARD * is_final,
-        )
+        why_none = SHARDED if is_sharded else UPDATED_IN_BACKWARD * self.policy.is_final
+        self.param_grads = ParamGrads(state, self.params_with_grad, why_none)
 
     @property
     def is_boundary(self) -> bool:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -43,8 +43,8 @@ from zero_core._torch import allow_foreach, get_grad, set_grad
 from zero_core.comm.communicator import Communicator
 from zero_core.core import access
 from zero_core.core.grads import FlatGrads
-from zero_core.core.params import FlatParams
 from zero_core.lifecycle import EngineParameter
+from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
 UPDATED_IN_BACKWARD = (
@@ -97,29 +97,20 @@ class _Complete:
 class ParamGrads:
     """The gradient of a step by parameter, and the changes that scripts make to it."""
 
-    def __init__(
-        self,
-        params: Collection[FlatParams],
-        params_with_grad: set[int],
-        *,
-        owns_grads: bool,
-        why_none: str,
-    ) -> None:
-        """Prepare for the trainable parameters among ``params``. Reads return None before `serve`.
+    def __init__(self, state: ShardedState, params_with_grad: set[int], why_none: str) -> None:
+        """Prepare. Reads return None before `serve`.
 
-        ``params_with_grad``, by number, are those with a gradient on this rank. ``owns_grads``:
-        the state tier copies gradients. ``why_none``: why none is given out, empty where it is.
+        ``params_with_grad``, by number, are those with a gradient on this rank. ``why_none``: why
+        no gradient is given out, empty where it is.
         """
+        self._state = state
         self._with_grad = params_with_grad
-        self._owns_grads = owns_grads
         self._why_none = why_none
-        self._params: list[nn.Parameter] = []
-        self._places: dict[int, tuple[int, int]] = {}  # segment and position, by id
-        for flat in params:
-            for position, param in enumerate(flat.params if flat.segment.is_trainable else ()):
-                if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter:
-                    self._params.append(param)
-                    self._places[id(param)] = flat.segment.index, position
+        self._params = [
+            param
+            for param in state.trained_params
+            if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
+        ]
         self._complete: dict[int, _Complete] = {}  # by segment
         self._given: dict[int, _Complete] = {}  # those of which something was given out or set
         self.set_params: set[int] = set()  # numbers, since the facts were summed
@@ -134,18 +125,19 @@ class ParamGrads:
     def serve(self) -> ParamGrads:
         """Serve reads and changes of ``param.grad`` until `remove`."""
         access.use_class(self._params, TrainedParameter)
-        _serving.update(dict.fromkeys(self._places, self))
+        _serving.update((id(param), self) for param in self._params)
         return self
 
     def remove(self) -> None:
         self.clear()
-        for number in self._places:
-            _serving.pop(number, None)
+        for param in self._params:
+            _serving.pop(id(param), None)
         access.use_class(self._params, nn.Parameter)
 
     def read(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient of ``param``, the same tensor each time. None if it has none now."""
-        index, position = self._places[id(param)]
+        flat, position = self._state.places[id(param)]
+        index = flat.segment.index
         found = self._complete.get(index)
         if found is None:
             return None
@@ -162,7 +154,7 @@ class ParamGrads:
             if grads.param_numbers[position] not in self._with_grad and not grad.any():
                 return None  # nor have other ranks one
             # Not the memory itself where the tier would not see what is done to it, or peers would.
-            is_copy = self._owns_grads or not grads.shard.is_private
+            is_copy = self._state.tier.owns_grads or not grads.shard.is_private
             given[position] = grad.to(param.dtype, copy=is_copy)
             self._given[index] = found
             if given[position] is grad:
@@ -171,7 +163,8 @@ class ParamGrads:
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
         """Have the step use ``grad``. Return whether it does, or torch's own attribute has it."""
-        index, position = self._places[id(param)]
+        flat, position = self._state.places[id(param)]
+        index = flat.segment.index
         found = self._complete.get(index)
         if found is None or get_grad(param) is not None:
             if grad is not None:
@@ -236,7 +229,8 @@ class ParamGrads:
             for position, grad in one.given.items():
                 home = one.grads.of_param(position)
                 wanted = torch.zeros_like(home) if grad is None else grad
-                is_view = not self._owns_grads and wanted.data_ptr() == home.data_ptr()
+                owns_grads = self._state.tier.owns_grads
+                is_view = not owns_grads and wanted.data_ptr() == home.data_ptr()
                 if not (is_view or _are_same(home.to(wanted.dtype), wanted)):
                     own[position] = wanted
             before = one.checksums.items()

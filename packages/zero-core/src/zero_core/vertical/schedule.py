@@ -58,7 +58,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
-from zero_core.watch.place import OUTSIDE, Place
+from zero_core.watch.place import OUTSIDE
 
 _log = logging.getLogger(__name__)
 _OWN = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
@@ -88,8 +88,7 @@ class ScaledLoss(Protocol):
 
 def run_in_turn(
     train: TrainState,
-    place: Place,
-    device: torch.device,
+    state: ShardedState,
     batches: Sequence[Any],
     loss_of: ScaledLoss,
     *,
@@ -104,9 +103,9 @@ def run_in_turn(
     for number, batch in enumerate(batches):
         if number:
             train.end_micro_step()
-        seed_generators(device, seed, train.accumulation.micro_steps)
+        seed_generators(state.device, seed, train.accumulation.micro_steps)
         loss, scaled = loss_of(batch)
-        with place.during("backward"):
+        with state.control.place.during("backward"):
             scaled.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     return losses
@@ -324,7 +323,7 @@ class VerticalSchedule:
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         """Do as `run_in_turn`. ``loss_of`` is called on other threads."""
         if len(batches) == 1:
-            return run_in_turn(self._train, self._place, self._device, batches, loss_of, seed=seed)
+            return run_in_turn(self._train, self._state, batches, loss_of, seed=seed)
         with self._place.during("train_batch()"):
             return self._run_together(batches, loss_of, seed)
 
@@ -539,7 +538,7 @@ class AutoSchedule(VerticalSchedule):
             except AccumulationScheduleError as error:
                 _log.warning("accumulation_schedule: auto chose horizontal: %s", error)
                 self._is_vertical = False
-        return run_in_turn(self._train, self._place, self._device, batches, loss_of, seed=seed)
+        return run_in_turn(self._train, self._state, batches, loss_of, seed=seed)
 
 
 def make_micro_batches(
