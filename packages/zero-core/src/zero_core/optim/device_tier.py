@@ -59,21 +59,18 @@ class Chunked:
 
     def __init__(self, chunks: Sequence[tuple[int, Tensor]]) -> None:
         self.chunks = list(chunks)
-        self._starts = [start for start, _ in chunks]
+        self.starts = [start for start, _ in chunks]
 
     def parts(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
         """Return the views that cover ``[start, stop)``, each with its start."""
         found: list[tuple[int, Tensor]] = []
-        index = self.index_of(start)
+        index = bisect_right(self.starts, start) - 1
         while start < stop:
             low, tensor = self.chunks[index]
             end = min(stop, low + tensor.numel())
             found.append((start, tensor[start - low : end - low]))
             start, index = end, index + 1
         return found
-
-    def index_of(self, start: int) -> int:
-        return bisect_right(self._starts, start) - 1
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of ``[start, stop)`` on the CPU."""
@@ -166,7 +163,7 @@ class FlatTier:
             torch.accelerator.current_stream(self._device).wait_stream(self._download_stream)
 
     def _master_dtype(self, start: int) -> torch.dtype:
-        return self._masters.chunks[self._masters.index_of(start)][1].dtype
+        return self._masters.chunks[bisect_right(self._masters.starts, start) - 1][1].dtype
 
     def _copies(self, start: int, stop: int) -> list[tuple[int, Tensor, Tensor]]:
         """Return start, master weights and shard of each part of a range, where they are apart."""
@@ -226,27 +223,32 @@ class _Part:
 class _Turn:
     """Parts that are updated together."""
 
-    parts: list[_Part]  # in ascending order
     members: list[list[nn.Parameter]]  # their parameters by group
-    extents: list[list[int]]  # ``[offer, start, stop]``: the turn's part of an offered gradient
+    parts: list[_Part] = field(default_factory=list)  # in ascending order
+    extents: dict[int, list[int]] = field(default_factory=dict)  # start and stop, by offer
     sizes: list[list[int]] = field(default_factory=list)  # of extents' parts and gaps
     places: list[int] = field(default_factory=list)  # of each part among all ``sizes``
 
+    def numel_with(self, part: _Part, offer: int) -> int:
+        """Return the elements of gradients, widened, with a part of what was offered there."""
+        sizes = {known: stop - start for known, (start, stop) in self.extents.items()}
+        start = self.extents[offer][0] if offer in self.extents else part.start
+        return widened_numel({**sizes, offer: part.stop - start}.values())
+
     def add(self, part: _Part, offer: int) -> None:
-        """Add a part, which is in the gradient that was offered at ``offer``."""
         self.parts.append(part)
         self.members[part.group].append(part.param)
-        if not self.extents or self.extents[-1][0] != offer:
-            self.extents.append([offer, part.start, part.start])
+        if offer not in self.extents:
+            self.extents[offer] = [part.start, part.start]
             self.sizes.append([])
         place = self.places[-1] + 1 if self.places else 0
-        extent, sizes = self.extents[-1], self.sizes[-1]
-        if part.start > extent[2]:
-            sizes.append(part.start - extent[2])
+        extent, sizes = self.extents[offer], self.sizes[-1]
+        if part.start > extent[1]:
+            sizes.append(part.start - extent[1])
             place += 1
         sizes.append(part.stop - part.start)
         self.places.append(place)
-        extent[2] = part.stop
+        extent[1] = part.stop
 
 
 class DeviceTier(FlatTier):
@@ -407,7 +409,7 @@ class DeviceTier(FlatTier):
             self._plan_key = key if has_states else None
         for turn in self._turns:
             if self._watcher is not None:
-                for _, start, stop in turn.extents:
+                for start, stop in turn.extents.values():
                     self._watcher.before_change(start, stop)
             self._run(turn, grad_scale)
             if self._plan_key is None and len(self._turns) > 1:
@@ -428,18 +430,13 @@ class DeviceTier(FlatTier):
             is_given = self._initial.get((part.param.dtype, part.group)) is not None
             has_state = is_given or self._num_steps[part.piece] > 0
             have_all &= has_state
-            extents = turns[-1].extents if turns else []
-            is_begun = bool(extents) and extents[-1][0] == offer
-            start = extents[-1][1] if is_begun else part.start
-            before = extents[: len(extents) - is_begun]
-            sizes = [*(high - low for _, low, high in before), part.stop - start]
-            is_full = widened_numel(sizes) > self.turn_numel
             # New states are moved to the flat buffers offer by offer: those of one take little
             # memory, those of all as much as all states once more.
-            is_full |= not (is_begun or has_state)
+            is_full = not turns or not (has_state or offer in turns[-1].extents)
+            is_full = is_full or turns[-1].numel_with(part, offer) > self.turn_numel
             # torch's fused SGD makes the states of all of a call, or of none.
             if is_full or names != last_names:
-                turns.append(_Turn([], [[] for _ in self._members], []))
+                turns.append(_Turn([[] for _ in self._members]))
             last_names = names
             turns[-1].add(part, offer)
         return turns, have_all
@@ -456,7 +453,7 @@ class DeviceTier(FlatTier):
         """Update the parts of a turn, whose gradients are widened if need be, and not kept."""
         views: list[Tensor] = []
         widened: Counter[torch.dtype] = Counter()  # elements in use of each buffer
-        for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
+        for (offer, (start, stop)), sizes in zip(turn.extents.items(), turn.sizes, strict=True):
             dtype = self._master_dtype(start)
             grad = self._grads[offer][start - offer : stop - offer]
             if grad.dtype != dtype:

@@ -24,6 +24,7 @@ Parameters without a gradient are not sent. Unlike in other tiers, ``step`` is a
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -183,8 +184,8 @@ class WholeTier(FlatTier):
                 self._masters.one(piece.start, piece.stop).copy_(part)
         for index in active:
             self._num_steps[index] += 1
-        starts = {self._masters.index_of(self._pieces[index].start) for index in active}
-        chunks = [self._masters.chunks[index] for index in sorted(starts)]
+        numbers = {bisect_right(self._masters.starts, self._pieces[i].start) - 1 for i in active}
+        chunks = [self._masters.chunks[number] for number in sorted(numbers)]
         self._publish([c for s, m in chunks for c in self._copies(s, s + m.numel())])
 
     def _lent(self, param: int, elements: Tensor) -> Tensor:

@@ -198,13 +198,9 @@ class ShardedState:
 
     def own_span(self, segment: int) -> tuple[int, int]:
         """Return the span of this rank's slice of a segment in the local flat space."""
-        span = self.params[segment].source.span
-        assert span is not None
-        layout = self.layout.segments[segment]
-        if span[1] - span[0] == layout.shard_numel:
-            return span
-        low, high = layout.shard_range(self.control.rank)
-        return span[0] + low, span[0] + high
+        low, high = self.layout.segments[segment].shard_range(self.control.rank)
+        shift = self.starts[segment] - self.covered(segment)[0]
+        return low + shift, high + shift
 
     def covered(self, segment: int) -> tuple[int, int]:
         """Return the part of a trainable segment that this rank's optimizer state covers."""
