@@ -352,7 +352,9 @@ class StateTier(Protocol):
         """Restore what `read_scalars` gave. ``num_steps`` of 0 means that there is no state."""
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse states ``names``, or ``scalars`` of each piece, not to be written. Change nothing.
+        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
+
+        ``scalars`` are those of each piece.
 
         Raises:
             KeyError: the optimizer cannot have such a state.
