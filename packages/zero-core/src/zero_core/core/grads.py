@@ -110,22 +110,10 @@ class FullGrad:
         else:
             torch.mul(grad.to(wide), self._predivide, out=view)
 
-    def unreduced(self, position: int) -> Tensor | None:
-        """Return a copy of a parameter's gradient that no reduction has carried yet, if any.
-
-        In the parameter's shape, not divided by the ranks.
-        """
-        if self.memory is None or not self._has_grad[position]:
-            return None
-        return self._slots[position] / self._predivide
-
-    def replace_unreduced(self, position: int, grad: Tensor) -> None:
-        """Replace what `unreduced` returns. A RuntimeError if there is none."""
-        if self.memory is None or not self._has_grad[position]:
-            raise RuntimeError(
-                "the parameter has no gradient on this rank to replace: set it after a backward"
-            )
-        self._slots[position].copy_(grad).mul_(self._predivide)
+    def added(self, position: int) -> Tensor | None:
+        """Return a view of what was added of a parameter since the last reduction, if anything."""
+        is_any = self.memory is not None and self._has_grad[position]
+        return self._slots[position] if is_any else None
 
     def complete(self) -> Tensor:
         """Return the memory as it is reduced. Parameters without a gradient count as zero."""
@@ -188,8 +176,7 @@ class GradShard:
         is_empty: whether nothing was added since the last step.
         is_used_at_once: whether `offer` uses the sum.
         is_private: whether no other rank reads the memory of `covered`.
-        is_part: whether it is one micro-step's part of the gradient, which the tier adds to those
-            before.
+        is_part: whether it is one micro-step's part of the gradient, which the tier adds up.
         until_gathered: wait until what `offer` has returned is complete; None if it is.
     """
 
@@ -333,7 +320,7 @@ class SummedShard(GradShard):
         return self.round(self._total)
 
     def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
-        """Replace elements of the sum, and have the shard follow: see `FlatGrads.take_changes`."""
+        """Replace elements of the sum, and have the shard follow: see `FlatGrads.change`."""
         for start, values in changes:
             self.wait_until_copied()
             self._total[start : start + values.numel()].copy_(values)
@@ -463,6 +450,7 @@ class FlatGrads:
         self.params = list(params)
         self.plan = plan = buffers.plan
         self.param_numbers = [slot.param for slot in segment.slots]
+        self.views = views
         self.full = FullGrad(segment, buffers, views)
         self.shard: GradShard
         if plan.case is GradientCase.WHOLE_SUM:
@@ -474,7 +462,6 @@ class FlatGrads:
             self.shard = PassedOnShard(segment, buffers, tier, span, device)
         self._communicator = communicator
         self._arithmetic = arithmetic
-        self._views = views
         self._reduction: tuple[NamedReduction, Tensor] | None = None  # under way, and its target
         self._norm: Tensor | None = None  # of the shard, where it is known already
         self._until_reduced: NamedWork | None = None  # wait until the reduction's sum is there
@@ -575,7 +562,7 @@ class FlatGrads:
         return ReducedGrad(self.shard.offer(rounded), norm)
 
     def changed_result(self) -> ReducedGrad:
-        """Return what `result` does, after `take_changes`, without a collective."""
+        """Return what `result` does, after `change`, without a collective."""
         if not isinstance(self.shard, SummedShard):
             return self.result()
         return ReducedGrad(self.shard.round(self.covered()), self.norm())
@@ -613,41 +600,14 @@ class FlatGrads:
         self._norm = None
         self.shard.replace(start, values)
 
-    def of_param(self, position: int) -> Tensor:
-        """Return the reduced gradient of parameter ``position``, in its shape, at stage 0.
-
-        A view of what the state tier was offered, or a copy if it owns gradients.
-        """
-        slot = self.segment.slots[position]
-        with torch.inference_mode(False), torch.no_grad():
-            return self._views.to_values(position, self.covered()[slot.start : slot.stop])
-
-    def take_changes(self, changes: Mapping[int, Tensor]) -> None:
-        """Use what was written to `covered`, and ``changes`` by position of the parameter.
+    def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
+        """Use what was written to `covered`, and ``changes`` of its elements, each from a start on.
 
         After all ranks have agreed on the gradient: before, others may read this rank's shard.
         """
         self.wait()
         self._norm = None
-        self.shard.change(self._elements(changes))
-
-    def keep_changes(self, changes: Mapping[int, Tensor]) -> None:
-        """Have the next reduction added to the gradient with its changes, on several ranks."""
-        self.wait()
-        assert isinstance(self.shard, SummedShard), "changes are made at stage 0"
-        self.shard.keep(self._elements(changes))
-
-    def _elements(self, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
-        """Return ``changes`` by position as elements of the segment, each from a start on."""
-        slots, to_elements = self.segment.slots, self._views.to_elements
-        return [(slots[at].start, to_elements(at, grad)) for at, grad in changes.items()]
-
-    def covered_norm(self) -> Tensor:
-        """Return the 2-norm of `covered` as it is now, as `norm` does, in the offered dtype."""
-        values = self.covered()
-        if self.plan.offered is torch.float16:  # whose cast may overflow
-            values = values.to(torch.float16)
-        return self._arithmetic.measure(values, 2.0, self.plan.normed)
+        self.shard.change(changes)
 
     def norm(self, p: float = 2.0) -> Tensor:
         """Return the ``p``-norm of the shard, in fp32 or wider: see `ReducedGrad`."""

@@ -295,7 +295,12 @@ class StepGradient:
         norms, squares = [], []
         # In the order of the layout: that of the reductions may change from step to step.
         for index in sorted(self._norms):
-            norm = self.grads[index].covered_norm() if is_covered else self._norms[index]
+            grads, norm = self.grads[index], self._norms[index]
+            if is_covered:
+                values = grads.covered()
+                if grads.plan.offered is torch.float16:  # whose cast may overflow
+                    values = values.to(torch.float16)
+                norm = self._arithmetic.measure(values, 2.0, grads.plan.normed)
             if isinstance(norm, Tensor):
                 norms.append(norm)
                 continue

@@ -146,7 +146,8 @@ class StateAccess:
         unscaled. None if these brought none.
         """
         grads, position = self._find_unreduced(name)
-        return grads.full.unreduced(position)
+        added = grads.full.added(position)
+        return None if added is None else added / grads.plan.predivide
 
     @torch.no_grad()
     def set_unreduced(self, name: str, value: Tensor) -> None:
@@ -160,7 +161,12 @@ class StateAccess:
         shape = self._state.layout.params[grads.param_numbers[position]].shape
         if value.shape != shape:
             raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
-        grads.full.replace_unreduced(position, value)
+        added = grads.full.added(position)
+        if added is None:
+            raise RuntimeError(
+                "the parameter has no gradient on this rank to replace: set it after a backward"
+            )
+        added.copy_(value).mul_(grads.plan.predivide)
 
     def _find_unreduced(self, name: str) -> tuple[FlatGrads, int]:
         segment, slot = self._find(name, GRAD, is_local=True)
