@@ -515,7 +515,7 @@ class FlatGrads:
         One that has its statistics is waited for where its sum or its memory is used: `wait`.
         """
         reduction, self._reduction = self._reduction, None
-        if reduction is None:  # one rank
+        if reduction is None:  # of one rank
             self.shard.add_own(self.full)
             self._norm = None
             self.full.close()
@@ -526,7 +526,8 @@ class FlatGrads:
             self._until_reduced = self.full.until_read = work
             if self.shard.is_used_at_once or not self.shard.is_empty:  # added to what is there
                 self.wait()
-            self._norm = None if self.plan.is_sequential else statistics.norm  # of no chunks
+            # A sequential plan's norms are those of chunks.
+            self._norm = None if self.plan.is_sequential else statistics.norm
             nonfinite = statistics.nonfinite
         else:
             work.wait()
@@ -616,11 +617,10 @@ class FlatGrads:
         return self._arithmetic.measure(self.values(), p, self.plan.normed)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return the ranks whose gradients this rank has found not to be finite in this step.
+        """Return the ranks whose gradients this rank has seen not to be finite, for others, too.
 
-        Each such rank of the segment is found by some rank. None if their parts were not seen: the
-        collectives do not show them, this rank's part of the sum is finite, or the sum over
-        micro-steps overflowed.
+        None if it saw no parts: the collectives do not show them, this rank's part of the sum is
+        finite, or the sum over micro-steps overflowed.
         """
         if self.segment.world_size == 1:
             return [0]
@@ -650,17 +650,14 @@ class Arithmetic:
         """Refuse collectives and settings with which it has other bits, by a ConfigError."""
 
     def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the ``p``-norm of a shard, [shard_numel]: 0-dimensional, or one of each chunk.
+        """Return the ``p``-norm of a shard, 0-dim, or of each chunk of it, in fp32 or wider.
 
-        In fp32 or wider; ``dtype`` is that in which the powers are added up, where it is given.
+        ``dtype``: add up the powers in it.
         """
         return norm_of(values, p, dtype)
 
     def add_squares(self, norms: Sequence[Tensor], squares: Sequence[Tensor]) -> Tensor:
-        """Add up a rank's segments: [num_sums], float64. Ranks add such vectors.
-
-        Each segment is in ``norms``, of `measure`, or in ``squares``, [1] each.
-        """
+        """Add up segments: [num_sums], float64, which ranks add. ``squares`` are [1] each."""
         sums = [*squares]
         if norms:
             sums.append(torch.stack([*norms]).to(torch.float64).square())
@@ -670,9 +667,6 @@ class Arithmetic:
         """Replace the first of ``sums``, those of `add_squares`, by the square sum."""
 
     def over_ranks(self, norms: Sequence[Tensor], p: float, control: ControlGroup) -> float:
-        """Return the ``p``-norm of all ranks' shards. Every rank must call it.
-
-        ``norms`` are by segment, of `measure`: float64, on one device.
-        """
+        """Return the ``p``-norm of all ranks' shards, of `measure` by segment. All must call it."""
         local = torch.linalg.vector_norm(torch.stack([*norms]), p)
         return float(torch.linalg.vector_norm(control.gather(local.view(1)), p))

@@ -139,7 +139,7 @@ class Reductions:
         self.in_flight = ()
 
     def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
-        """Offer a reduced gradient to the sink, which may update the segment with it."""
+        """Offer a gradient, reduced or replaced since, to the sink, which may update with it."""
         if self._sink.add(grads, is_last=is_last):
             self._units.updated_early(grads.segment)
 
@@ -422,11 +422,6 @@ class BackwardPass:
         unreduced = [grads for grads in self.reductions.grads if grads.full.memory is not None]
         facts.put("unreduced", bool(unreduced))
         facts.mark("left out", self.order.unneeded)
-
-    def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
-        """Pass on the gradient of a segment again: that of parameter number ``param`` was set."""
-        self.params_with_grad.add(param)
-        self.reductions.offer(grads, is_last=self._sink.is_boundary)
 
 
 class ForwardPass:

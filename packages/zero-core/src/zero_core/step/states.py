@@ -361,7 +361,8 @@ class StateAccess:
                 grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
             else:  # the segment is offered again on every rank, as the ranks agree on it again
                 grads.replace(0, part[:0])
-            self._passes.backward.gradient_replaced(grads, slot.param)
+            self._gradient.params_with_grad.add(slot.param)
+            self._passes.backward.reductions.offer(grads, is_last=True)
             return
         if what == MASTER:
             state.quiesce()  # others may still be gathering the old values
