@@ -92,7 +92,6 @@ class FullGrad:
         return self.memory
 
     def add(self, position: int, grad: Tensor) -> None:
-        """Add the gradient of parameter ``position`` of the segment."""
         view = self._slots[position]
         if self._has_grad[position]:
             view.add_(grad, alpha=self._predivide)
@@ -153,7 +152,6 @@ class FullGrad:
         self._pools[full.dtype].release(full, readers)
 
     def clear(self) -> None:
-        """Drop what was added."""
         self._has_grad = self._no_grad.copy()
         self.close()
 
@@ -591,7 +589,6 @@ class FlatGrads:
         return self.shard.values()
 
     def covered(self) -> Tensor:
-        """Return `GradShard.covered`."""
         self.wait()
         return self.shard.covered()
 

@@ -74,7 +74,7 @@ class BackwardOrder:
     """Order of reductions and gathers. See the notes above.
 
     Attributes:
-        left_out: blocks that all ranks leave out in this step.
+        left_out: blocks that all ranks leave out in this step, as they need no gradient.
     """
 
     def __init__(self, trainable: Sequence[int], tail: int | None, *, is_alone: bool) -> None:
@@ -82,7 +82,6 @@ class BackwardOrder:
         # The blocks in reverse, the tail, the root: see [Note: place of the tail].
         self._order = sorted(trainable, key=lambda unit: (unit == 0, unit == tail, -unit))
         self._is_alone = is_alone
-        # See [Note: blocks that need no gradient].
         self._without_grad: set[int] = set()
         self._with_grad: set[int] = set()
         self.left_out: frozenset[int] = frozenset()
@@ -137,10 +136,6 @@ class BackwardOrder:
     def unneeded(self) -> frozenset[int]:
         """Blocks that needed no gradient on this rank, in any forward of this step."""
         return frozenset(self._without_grad - self._with_grad)
-
-    def leave_out(self, *, is_agreed: bool) -> None:
-        """Leave out the `unneeded` blocks in the next step, if they are the same on all ranks."""
-        self.left_out = self.unneeded if is_agreed else frozenset()
 
     # --------------------------------------------------------------- backward
 

@@ -16,10 +16,10 @@
    `zero_core.step.update`.
 
 [Note: order]
-Units are gathered forward in the order of the module tree and backward in reverse. Reductions run
-in that reverse order, the root last (`zero_core.core.order`). So every rank launches the same
-collectives in the same order even where ranks take different branches within a block. The first
-block's gather is launched before the root's is waited for.
+Units are gathered forward in the order of the module tree and backward in reverse, as they are
+reduced (`zero_core.core.order`). So every rank launches the same collectives in the same order even
+where ranks take different branches within a block. The first block's gather is launched before the
+root's is waited for.
 
 [Note: idle ranks]
 A rank that has no data while the others have takes part in their collectives: an idle forward uses
@@ -105,7 +105,6 @@ class Reductions:
 
     Attributes:
         in_flight: those under way, with whether they are the last micro-step's of their step.
-        grads: those of all segments.
         sequential: those that take one gradient of each parameter in a backward.
         is_due_per_backward: whether every backward reduces, and not the last of a step alone: one
             rank has nothing to reduce before, unless its tier adds up each micro-step's gradient.
@@ -415,7 +414,8 @@ class BackwardPass:
             self.end()  # on some rank, gradients came after their unit's reduction
             self._sink.reopen()
             self.start_agreement()
-        self.order.leave_out(is_agreed=self._facts.is_unanimous("left out"))
+        is_agreed = self._facts.is_unanimous("left out")
+        self.order.left_out = self.order.unneeded if is_agreed else frozenset()
 
     def fill(self, facts: Facts) -> None:
         # Gradients that came within ``no_sync``, or late.
