@@ -173,12 +173,10 @@ class GradShard:
     Attributes:
         is_empty: whether nothing was added since the last step.
         is_used_at_once: whether `offer` uses the sum.
-        is_private: whether no other rank reads the memory of `covered`.
         is_part: whether it is one micro-step's part of the gradient, which the tier adds up.
         until_gathered: wait until what `offer` has returned is complete; None if it is.
     """
 
-    is_private = True
     is_part = False
 
     def __init__(self, segment: Segment, buffers: GradientBuffers, tier: StateTier) -> None:
@@ -283,7 +281,6 @@ class SummedShard(GradShard):
         assert buffers.total is not None, "the case has one"
         self._total = buffers.total
         self.is_used_at_once = True
-        self.is_private = self._plan.is_sum_in_full
         self._owns_grads = tier.owns_grads
         self._full = full
         self._communicator = communicator
@@ -639,7 +636,6 @@ class FlatGrads:
 class Arithmetic:
     """Arithmetic of gradients: sums and norms as in torch and DDP, unless a subclass differs."""
 
-    is_sequential: bool = False  # see `GradientPlan`
     num_sums: int = 1  # length of the vector that `add_squares` returns
     grads_class: type[FlatGrads] = FlatGrads
 

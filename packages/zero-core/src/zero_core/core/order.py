@@ -17,10 +17,6 @@ gathers anything more. On the other ranks it was launched when the last gradient
 between the same two gathers. So the order of all launches, over both communicators, is one on all
 ranks, branches or not. NCCL asks for that where communicators may share a hardware queue.
 
-[Note: place of the tail]
-The tail's gradients mostly come before those of all blocks, but it is reduced behind them. Where it
-has a parameter that is not used, or that the blocks use too, it would keep all others waiting.
-
 [Note: trails]
 A forward leaves a *trail*, the units in the order in which it used them; backward follows it from
 its end to its start. Units behind are left, unless an older forward that is still alive used them
@@ -79,7 +75,8 @@ class BackwardOrder:
 
     def __init__(self, trainable: Sequence[int], tail: int | None, *, is_alone: bool) -> None:
         """``trainable``: the units that have gradients. ``is_alone``: no other rank gathers."""
-        # The blocks in reverse, the tail, the root: see [Note: place of the tail].
+        # The blocks in reverse, the tail, the root. The tail's gradients mostly come first. But one
+        # that is not used, or that the blocks use too, would keep all other units waiting.
         self._order = sorted(trainable, key=lambda unit: (unit == 0, unit == tail, -unit))
         self._is_alone = is_alone
         self._without_grad: set[int] = set()

@@ -178,7 +178,6 @@ def sum_bins(bins: Tensor) -> Tensor:
 class Invariant(Arithmetic):
     """The same bits at any world size: see the notes above."""
 
-    is_sequential = True
     num_sums = NUM_BINS
     grads_class = SequentialGrads
 

@@ -168,7 +168,8 @@ class ParamGrads:
             if grads.param_numbers[position] not in self._with_grad and not grad.any():
                 return None  # nor have other ranks one
             # Not the memory itself where the tier would not see what is done to it, or peers would.
-            is_copy = self._owns_grads or not grads.shard.is_private
+            is_read = grads.segment.world_size > 1 and not grads.plan.is_sum_in_full
+            is_copy = self._owns_grads or is_read
             given[position] = grad.to(param.dtype, copy=is_copy)
             self._given[index] = found
             if given[position] is grad:
