@@ -38,11 +38,7 @@ def facts_nbytes(num_params: int, num_units: int, arithmetic: Arithmetic) -> int
 
 
 class Facts:
-    """One float64 vector per step. See the notes above.
-
-    Attributes:
-        is_known: whether the host has read the sum.
-    """
+    """One float64 vector per step. See the note above."""
 
     def __init__(
         self,
@@ -68,7 +64,7 @@ class Facts:
         if self._has_stream:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
         self._event: torch.Event | None = None  # of a copy to the host that it has not read
-        self.is_known = False
+        self.is_known = False  # whether the host has read the sum
 
     # ------------------------------------------------------- before the sum
 
@@ -93,10 +89,7 @@ class Facts:
         self._sent[self._slots[_SQUARED_HASH]] = hashed.square()
 
     def start_sum(self, square_sums: Tensor) -> None:
-        """Start to sum over all ranks. Every rank must call it.
-
-        ``square_sums`` are those of this rank's shards, of `Arithmetic.add_squares`.
-        """
+        """Start to sum over all ranks: all must call it. Sums are of `Arithmetic.add_squares`."""
         total = self._total
         total.copy_(self._sent, non_blocking=True)
         total[self._slots[_SUMS]] = square_sums

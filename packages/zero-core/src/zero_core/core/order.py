@@ -67,11 +67,7 @@ class _Trail:
 
 
 class BackwardOrder:
-    """Order of reductions and gathers. See the notes above.
-
-    Attributes:
-        left_out: blocks that all ranks leave out in this step, as they need no gradient.
-    """
+    """Order of reductions and gathers. See the notes above."""
 
     def __init__(self, trainable: Sequence[int], tail: int | None, *, is_alone: bool) -> None:
         """``trainable``: the units that have gradients. ``is_alone``: no other rank gathers."""
@@ -79,9 +75,10 @@ class BackwardOrder:
         # that is not used, or that the blocks use too, would keep all other units waiting.
         self._order = sorted(trainable, key=lambda unit: (unit == 0, unit == tail, -unit))
         self._is_alone = is_alone
+        # See [Note: blocks that need no gradient].
         self._without_grad: set[int] = set()
         self._with_grad: set[int] = set()
-        self.left_out: frozenset[int] = frozenset()
+        self.left_out: frozenset[int] = frozenset()  # by all ranks, in this step
         self._next = 0  # into _order
         self._num_missing: dict[int, int] = {}  # gradients that are not ready, by unit
         self._trails: list[_Trail] = []

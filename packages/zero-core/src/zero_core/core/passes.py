@@ -71,10 +71,7 @@ class GradientSink(Protocol):
         """
 
     def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
-        """Offer a segment's reduced gradient to the state tier. Return whether that updated it.
-
-        ``is_last``: whether it is that of the last micro-step of its step.
-        """
+        """Offer a segment's reduced gradient to the state tier. Return whether it was updated."""
 
     def broken(self) -> None:
         """Restart the step: a forward found that the last backward did not end."""
@@ -86,10 +83,7 @@ class GradientSink(Protocol):
         """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
 
     def agree(self, backward: BackwardPass) -> None:
-        """Start to sum the step's facts over all ranks, unless they are known of this gradient.
-
-        Every rank must call it.
-        """
+        """Start to sum the step's facts, unless they are known. Every rank must call it."""
 
     def void_update(self) -> None:
         """Drop an update that was enqueued ahead of the decision: more is to be reduced."""
@@ -606,11 +600,7 @@ class Driver(NamedTuple):
 
 
 class Passes:
-    """The passes over one model.
-
-    Attributes:
-        driver: the two passes, unless micro-batches have turns (`zero_core.vertical`).
-    """
+    """The passes over one model, which a driver walks: the hooks, or `zero_core.vertical`."""
 
     def __init__(
         self, units: UnitSet, communicator: Communicator, sink: GradientSink, facts: Facts
@@ -627,7 +617,7 @@ class Passes:
         self.drive_by_hooks()
 
     def drive_by_hooks(self) -> None:
-        """Have each module's forward drive the passes."""
+        """Have the hooks on the model drive the passes."""
         self.driver = Driver(self.forward.enter, self.forward.leave, self.backward.gradient_ready)
 
     def remove(self) -> None:
