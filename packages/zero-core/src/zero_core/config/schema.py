@@ -142,9 +142,8 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object, found {type(value).__name__}")
     if doubled:
-        paths = [p for p, inner in _walk(value) for b, key in doubled if inner is b]
-        key = doubled[0][1]
-        where = _name_path((*paths[0], key)) if paths else key
+        block, key = doubled[0]  # in no path if it was itself given twice
+        where = next((_name_path((*p, key)) for p, inner in _walk(value) if inner is block), key)
         raise ConfigError(f"{name}: {where}: duplicate key {shown(key)}: keep one of them")
     return value
 
