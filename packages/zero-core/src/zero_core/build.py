@@ -345,6 +345,7 @@ def _make_engine(
     """Make the passes, the step and the extensions, and hook the model."""
     config, ranks, layout, meter = joined.config, joined.ranks, drawn.layout, joined.meter
     communicator, memory, state = held.communicator, held.memory, held.state
+    arithmetic = joined.arithmetic
     schedule = lr_scheduler(drawn.optimizer) if callable(lr_scheduler) else lr_scheduler
     if lr_scheduler is not None and not isinstance(schedule, Schedule):
         raise ConfigError(
@@ -356,7 +357,7 @@ def _make_engine(
         schedule = make_scheduler(drawn.optimizer, wanted.type, wanted.params)
     train = TrainState(config, drawn.optimizer.param_groups, schedule, rank=ranks.rank)
     sizes = len(layout.params), len(layout.units)
-    facts = Facts(communicator, ranks.device, *sizes, meter, joined.arithmetic)
+    facts = Facts(communicator, ranks.device, *sizes, meter, arithmetic)
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
     site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
@@ -365,9 +366,7 @@ def _make_engine(
         followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))
     extensions = Extensions(followers)
-    gradient = StepGradient(
-        state, communicator, train, config, facts, extensions, joined.arithmetic
-    )
+    gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
     passes = Passes(unit_set, communicator, gradient, facts)
     modules = [module for _, module, _ in drawn.found.units]

@@ -185,9 +185,8 @@ def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:
 def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
     """Return ``index`` for all dimensions, if it takes whole rows in the last one, or None."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if not all(type(item) in (int, slice) or item is Ellipsis for item in items):
-        return None
-    if items.count(Ellipsis) > 1:
+    are_plain = all(type(item) in (int, slice) or item is Ellipsis for item in items)
+    if not are_plain or items.count(Ellipsis) > 1:
         return None
     if Ellipsis not in items:
         items.append(Ellipsis)

@@ -236,14 +236,13 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
     """Resolve the batch size = micro-batch size * accumulation steps * ranks from two of them."""
     given: dict[str, int] = {}
-    for key in _BATCH:
-        value = as_whole(raw.get(key, 1))
+    for key in (key for key in _BATCH if key in raw):
+        value = as_whole(raw[key])
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{key}: expected a whole number >= 1, found {shown(value)}")
         if value > LARGEST:
             raise ConfigError(f"{key}: expected at most 2**63, found {shown(value)}")
-        if key in raw:
-            given[key] = value
+        given[key] = value
     total, micro, steps = (given.get(key) for key in _BATCH)
     if total is None and micro is None:
         raise ConfigError(

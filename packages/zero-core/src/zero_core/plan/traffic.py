@@ -79,9 +79,8 @@ def gather_calls(
     segment: Segment, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return a gather's calls per version and per use: bytes within and between nodes."""
-    numel, dtype, gather = segment.shard_numel, segment.dtype, None
-    if footprint is not None:
-        gather = footprint.gather(numel, dtype, is_trainable=segment.is_trainable)
+    numel, dtype, is_trained = segment.shard_numel, segment.dtype, segment.is_trainable
+    gather = None if footprint is None else footprint.gather(numel, dtype, is_trainable=is_trained)
     if footprint is None or gather is None:
         return [], [links.gather(numel * dtype.itemsize)]
 
