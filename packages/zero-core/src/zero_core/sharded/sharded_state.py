@@ -290,12 +290,14 @@ class ShardedState:
         It writes master weights, of a frozen parameter the values themselves.
         """
         for piece in self.pieces:
-            write, stop = partial(self.tier.write_state, MASTER, piece.start), piece.stop
-            spec = self.layout.params[piece.param]
-            yield write, spec, piece.offset, piece.offset + stop - piece.start
+            write = partial(self.tier.write_state, MASTER, piece.start)
+            stop = piece.offset + piece.stop - piece.start
+            yield write, self.layout.params[piece.param], piece.offset, stop
         for segment in self.layout.segments:
+            if segment.is_trainable:
+                continue
             values = self.params[segment.index]
-            for slot in () if segment.is_trainable else segment.slots:
+            for slot in segment.slots:
                 low, high = slot.common(*values.stored)
                 if low < high:
                     write = partial(values.edit, slot.start + low)
