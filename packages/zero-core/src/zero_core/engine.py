@@ -441,4 +441,4 @@ def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
             if found != defer:  # code within the step has set another one
                 signal.signal(signal.SIGINT, found)
             if num_waiting:
-                handler(signal.SIGINT, sys._getframe(1))
+                handler(signal.SIGINT, sys._getframe(2))  # that of the step, behind contextlib's

@@ -360,11 +360,12 @@ class _SmallParams:
         self._state = state
         self._limits = max_numel, max_total
         self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # and the copies' bytes
+        self._nbytes = 0  # the most that a rank has of them
 
-    def _hold(self) -> list[tuple[FlatParams, int, Tensor]]:
+    def _hold(self) -> None:
         """Make the copies, without values."""
-        held = []
         max_numel, max_total = self._limits
+        held = self._held = []
         for flat, position in self._state.places.values():
             like = flat.params[position]
             numel = like.numel()
@@ -375,35 +376,36 @@ class _SmallParams:
             elements = torch.empty(numel, dtype=like.dtype, device=like.device)
             copy = flat.shown.hold(position, spec.to_values(elements))
             held.append((flat, position, spec.to_elements(copy).view(torch.uint8)))
-        return held
+        ranks = range(self._state.control.world_size)
+        self._nbytes = max(sum(part.numel() for part in self._parts(rank)) for rank in ranks)
+
+    def _parts(self, rank: int) -> Iterator[Tensor]:
+        """Yield the bytes of the copies that are in the shards of ``rank``."""
+        for flat, position, content in self._held or ():
+            segment = flat.segment
+            found = segment.slots[position].common(*segment.shard_range(rank))
+            yield content[slice(*(segment.dtype.itemsize * n for n in found))]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Fill the copies with the current values. Every rank must call it, outside a forward."""
         if self._held is None:
-            self._held = self._hold()
+            self._hold()
         if not self._held:
             return
-        own = []
-        # The bytes of the copies that are in the shards of each rank.
-        parts: list[list[Tensor]] = [[] for _ in range(self._state.control.world_size)]
-        for flat, position, content in self._held:
-            segment = flat.segment
+        own = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._state.device)
+        start = 0
+        for flat, position, _ in self._held:
             flat.source.wait_update()
-            mine = flat.part_of(position, flat.source.read()).view(torch.uint8)
-            own.append(mine.to(self._state.device))
-            for rank, found in enumerate(parts):
-                common = segment.slots[position].common(*segment.shard_range(rank))
-                part = content[slice(*(segment.dtype.itemsize * n for n in common))]
-                found += [part] if part.numel() else []
-        most = max(sum(part.numel() for part in found) for found in parts)
-        mine = torch.cat(own)
-        padded = nn.functional.pad(mine, (0, most - mine.numel()))
-        rows = self._state.control.gather_on_device(padded).view(-1, most)
-        for found, row in zip(parts, rows, strict=True):
-            if found:
-                sizes = [part.numel() for part in found]
-                torch._foreach_copy_(found, row[: sum(sizes)].split(sizes))
+            part = flat.part_of(position, flat.source.read()).view(torch.uint8)
+            own[start : start + part.numel()].copy_(part)
+            start += part.numel()
+        rows = self._state.control.gather_on_device(own).view(-1, self._nbytes)
+        for rank, row in enumerate(rows):
+            parts = [part for part in self._parts(rank) if part.numel()]
+            if parts:
+                sizes = [part.numel() for part in parts]
+                torch._foreach_copy_(parts, row[: sum(sizes)].split(sizes))
 
     def remove(self) -> None:
         for flat, position, _ in self._held or ():

@@ -231,6 +231,9 @@ def recompute_blocks(
             passes.backward.enter_recompute(unit)
             yield
 
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), recomputing()
+
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -238,9 +241,10 @@ def recompute_blocks(
             if torch.compiler.is_compiling() and not is_on_cpu:
                 # The compiled backward recomputes; the weights that it saved tell when it begins.
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            kwargs |= {"use_reentrant": False, "context_fn": lambda: (nullcontext(), recomputing())}
             with nullcontext() if host_inputs is None else host_inputs.context():
-                return checkpoint(forward, *args, **kwargs)
+                return checkpoint(
+                    forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+                )
 
         return wrapped
 

@@ -67,19 +67,16 @@ def may_speculate(config: Config) -> bool:
 
 
 class UpdatePolicy:
-    """Updates after the step's decision or ahead of it: see [Note: update ahead]."""
+    """Updates after the step's decision, from which the other policies differ."""
 
     begins_early: ClassVar[bool] = False  # updates begin in backward, before the step is decided
     is_final: ClassVar[bool] = False  # such an update stays, whatever comes
     undo_bytes = 0  # host memory of an undo log
+    ahead: Sequence[int] = ()  # pieces whose update was enqueued, until `step` has ended it
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         self._tier = tier
         self._train = train
-        self._ahead_tier: DeviceTier | None = None
-        if isinstance(tier, DeviceTier) and not self.begins_early:
-            self._ahead_tier = tier
-        self.ahead: Sequence[int] = ()  # pieces whose update was enqueued, until `step` ends it
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
         """Take a segment of which pieces ``active`` were offered. Return whether it is updated."""
@@ -87,38 +84,55 @@ class UpdatePolicy:
 
     @property
     def can_step_ahead(self) -> bool:
-        tier = self._ahead_tier
-        return (
-            tier is not None and tier.can_step_ahead
-        )  # a load may bring groups with other kernels
+        return False
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        """Enqueue the update: see `DeviceTier`."""
-        assert self._ahead_tier is not None, "it can step ahead"
-        self.ahead = active
-        groups = self._train.hyperparameters()
-        self._ahead_tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
+        """Enqueue the update: see `DeviceTier`. Called where `can_step_ahead` alone."""
 
     def settle(self, *, is_void: bool) -> None:
         """Note the decision on an update that was enqueued ahead."""
-        if self._ahead_tier is not None and self.ahead:
-            self._ahead_tier.settle(is_void=is_void)
-        if is_void:
-            self.ahead = ()
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        if done := set(self.ahead):
-            active = [i for i in active if i not in done]
+        """Update pieces as decided."""
         self._tier.step(self._train.hyperparameters(), active, grad_scale=grad_scale)
-        self.ahead = ()
 
     def check_unused(self, what: str) -> None:
         """Raise if an update has used the gradient already: ``what`` is possible only before."""
 
     def clear(self) -> None:
         """Begin a new step."""
+
+
+class AheadPolicy(UpdatePolicy):
+    """See [Note: update ahead]."""
+
+    _tier: DeviceTier
+
+    @property
+    def can_step_ahead(self) -> bool:
+        return self._tier.can_step_ahead  # a load may bring groups with other kernels
+
+    def step_ahead(
+        self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
+    ) -> None:
+        self.ahead = active
+        groups = self._train.hyperparameters()
+        self._tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
+
+    def settle(self, *, is_void: bool) -> None:
+        if self.ahead:
+            self._tier.settle(is_void=is_void)
+        if is_void:
+            self.ahead = ()
+
+    def step(self, active: Sequence[int], *, grad_scale: float) -> None:
+        done, groups = set(self.ahead), self._train.hyperparameters()
+        self._tier.step(groups, [i for i in active if i not in done], grad_scale=grad_scale)
+        self.ahead = ()
+
+    def clear(self) -> None:
         self.ahead = ()
 
 
@@ -200,4 +214,6 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
                 "offloaded units are updated after backward: no kernel of this optimizer can be "
                 "undone"
             )
+    if isinstance(tier, DeviceTier):
+        return AheadPolicy(tier, train)
     return UpdatePolicy(tier, train)
