@@ -631,7 +631,7 @@ class ShownParams:
             slot = self._views.slots[position]
             first, last = max(start, slot.start), min(start + values.numel(), slot.stop)
             if first < last:
-                elements = self._views.to_elements(position, held)
+                elements = self._views.specs[position].to_elements(held)
                 part = elements[first - slot.start : last - slot.start]
                 part.copy_(values[first - start : last - start])
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.queues import HostQueues
 from zero_core.core import access
-from zero_core.core.pool import BufferPool, CopyStream, RefilledBuffers
+from zero_core.core.pool import BufferPool, CopyStream
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
 from zero_core.watch.place import UPDATE
@@ -188,7 +188,7 @@ class FlatParams:
         device: torch.device,
         source: ShardSource,
         kept: Tensor | None,
-        pool: BufferPool | RefilledBuffers,
+        pool: BufferPool,
         has_remote_updates: bool,
     ) -> None:
         """Prepare. `adopt` then replaces the storage of the parameters.
