@@ -18,14 +18,16 @@ kept        ``full`` is in the arena for good, and the shard is a view of it. Th
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.queues import HostQueues
+from zero_core.comm.queues import HostQueues, Pending
 from zero_core.core import access
 from zero_core.core.pool import BufferPool, CopyStream
 from zero_core.layout.arithmetic import Segment
@@ -102,7 +104,7 @@ class DeviceShard(ShardSource):
     def gather(
         self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
     ) -> Work:
-        """See `ShardSource.gather`. ``is_beside`` as in `wait_update`."""
+        """Start to fill ``full``, as `ShardSource.gather`. ``is_beside`` as in `wait_update`."""
         self.wait_update(is_beside=is_beside)
         return self._communicator.all_gather(
             full, self._shard, self._segment, version=version, backward=backward
@@ -133,51 +135,35 @@ class Launcher:
 
     def gather(self, source: DeviceShard, full: Tensor, *, version: int) -> Work:
         """Have `DeviceShard.gather` called when the launches before have ended."""
-        found = _LateGather(source, full, version, self._stream)
-        found.launch = self._queue.launch(found.run, is_reduction=False)
-        return found
+        gathers: list[Work] = []
 
+        def launch() -> None:
+            with self._stream:
+                gathers.append(source.gather(full, version=version, backward=False, is_beside=True))
 
-class _LateGather:
-    """A gather that a launcher starts. It ends after its launch."""
+        launched = self._queue.launch(launch, is_reduction=False)
 
-    launch: Work
+        def wait() -> None:
+            launched.wait()
+            gathers[0].wait()
 
-    def __init__(self, source: DeviceShard, full: Tensor, version: int, stream: CopyStream) -> None:
-        self.source = source
-        self._full = full
-        self._version = version
-        self._stream = stream
-        self._work: Work | None = None
-
-    def run(self) -> None:
-        with self._stream:
-            self._work = self.source.gather(
-                self._full, version=self._version, backward=False, is_beside=True
-            )
-
-    def wait(self) -> None:
-        self.launch.wait()
-        assert self._work is not None, "the launch has succeeded"
-        self._work.wait()
+        return Pending(wait)
 
 
 class FlatParams:
     """The values of one segment, in one of the states above.
 
     Attributes:
-        segment: the arithmetic.
-        shown: the parameters as programs see them.
-        params: those, in the order of the slots.
         full: [padded_numel], or None while sharded.
         version: grows when values may have changed, as far as this rank knows.
         is_kept: whether ``full`` is in the arena for good.
         is_exchanged: whether a gather is an exchange with other ranks.
-        source: this rank's shard.
-        rank: this rank.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
         publishing: a lock, held while values change and their exchange is launched; one per engine.
+        open_tail: opens the tail, if these are of it and sharded.
     """
+
+    open_tail: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def __init__(
         self,
@@ -193,9 +179,8 @@ class FlatParams:
     ) -> None:
         """Prepare. `adopt` then replaces the storage of the parameters.
 
-        Args:
-            kept: ``full`` if it is in the arena for good, else None: ``pool`` lends it.
-            has_remote_updates: whether other ranks update slices of it.
+        ``kept`` is ``full`` if it is in the arena for good, else ``pool`` lends it.
+        ``has_remote_updates``: whether other ranks update slices of it.
         """
         self.segment = segment
         self.shown = shown
@@ -205,13 +190,12 @@ class FlatParams:
         self.device = device
         self.full = kept
         self.is_kept = kept is not None
+        self.is_exchanged = segment.world_size > 1 and (not self.is_kept or has_remote_updates)
         self.version = 0
         self.rank = rank
         self.edited: set[int] = set()
         self.source = source
         self._pool = pool
-        self._needs_gather = not self.is_kept or has_remote_updates
-        self.is_exchanged = self._needs_gather and segment.world_size > 1
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
         self._is_deferred = False  # reads wait for a gather that others are about to start
@@ -222,11 +206,8 @@ class FlatParams:
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
         """Start to gather the current values into ``full``, unless it holds them.
 
-        Where a host updates them, this blocks until it has.
-
-        Args:
-            exact: unquantized, whatever the collectives do otherwise.
-            backward: whether the gather serves a backward pass.
+        Where a host updates them, this blocks until it has. ``exact``: unquantized, whatever the
+        collectives do otherwise. ``backward``: whether the gather serves a backward pass.
 
         Raises:
             CollectiveError: an older gather, ahead of a use that never came, has failed.
@@ -235,7 +216,7 @@ class FlatParams:
             return
         if self._work is not None:
             self.finish_gather()  # an older one, started ahead and never used, may still write
-        if self._needs_gather:
+        if self.is_exchanged or not self.is_kept:
             if self.full is None:
                 index = self.segment.index
                 user = index if self.segment.is_opaque else (index, backward)
@@ -248,13 +229,13 @@ class FlatParams:
         self._full_version = self.version
 
     def publish(self, launcher: Launcher | None) -> None:
-        """Start to bring kept values up to date, behind their update.
+        """Start to exchange kept values, which are stale, behind their update.
 
         ``launcher`` starts the gather; None: this thread does, and waits for the update.
         """
         if launcher is None:
             self.gather()
-        elif self._full_version != self.version:
+        else:
             self.finish_gather()
             assert self.full is not None, "it is kept"
             assert isinstance(self.source, DeviceShard), "what is kept is on the device"
@@ -331,7 +312,7 @@ class FlatParams:
         self.shown.forget_marks()
         if not self.is_kept:
             return
-        if self._needs_gather or not self.source.is_updated():
+        if self.is_exchanged or not self.source.is_updated():
             self.shown.defer()
         else:
             self.gather()  # this blocks nobody: the device alone waits
@@ -340,7 +321,11 @@ class FlatParams:
     # ------------------------------------------------------------------ access
 
     def await_values(self, param: nn.Parameter) -> None:
-        """Wait for the value of ``param``: see `zero_core.core.access.ValueHolder`."""
+        """Wait for the value of ``param``, which is deferred, and open it."""
+        open_tail = None if self.open_tail is None else self.open_tail()
+        if open_tail is not None:
+            open_tail()
+            return
         with self.publishing:
             pass  # another thread may be about to launch the gather
         with self._lock:
@@ -355,9 +340,6 @@ class FlatParams:
             if self.device.type != "cpu":  # readers may use other streams than the training
                 torch.accelerator.synchronize(self.device)
             self.wait()
-
-    def shown_of(self, param: nn.Parameter) -> access.ShownParams:
-        return self.shown
 
     # ---------------------------------------------------------------- queries
 
@@ -380,7 +362,7 @@ class FlatParams:
     def refresh(self) -> None:
         """Wait for kept values that are on their way. Starts no exchange with other ranks."""
         is_here = self.shown.why_refused is not access.AWAY
-        if self.is_kept and is_here and (self.is_gathered or not self._needs_gather):
+        if self.is_kept and is_here and (self.is_gathered or not self.is_exchanged):
             self.gather()
             self.wait()
 
@@ -411,12 +393,9 @@ class FlatParams:
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite values from element ``start`` of the segment on, where this rank has them.
 
-        The caller makes sure that no rank gathers, and calls `invalidate` if need be.
-
-        Args:
-            start: offset in the segment, in elements.
-            values: 1-D, any dtype (uint8 for a segment of bytes) and device, the same on every rank
-                that stores any of them.
+        ``values`` are 1-D, in any dtype (uint8 for a segment of bytes) and on any device, the same
+        on every rank that stores any of them. The caller makes sure that no rank gathers, and calls
+        `invalidate` if need be.
         """
         stop = start + values.numel()
         if self.full is not None:

@@ -217,19 +217,19 @@ class SegmentViews:
     Attributes:
         is_opaque: whether the buffers hold bytes: components of quantized parameters.
         slots: the places of the parameters in a buffer.
-        specs: the parameters, one per slot.
+        forms: what the parameters of the slots look like; their names are another segment's.
         placeholders: what parameters are views of while no buffer holds them.
     """
 
-    def __init__(self, segment: Segment, specs: Sequence[ParamSpec], device: torch.device) -> None:
+    def __init__(self, segment: Segment, forms: Sequence[ParamSpec], device: torch.device) -> None:
         """Prepare for buffers of ``segment``'s length, and make the placeholders on ``device``."""
         self.is_opaque = segment.is_opaque
         self.slots = segment.slots
-        self.specs = specs
+        self.forms = forms
         self._gaps = list(segment.gaps())
         self._found: dict[tuple[int, torch.dtype], BufferViews] = {}
-        hole_of = {dtype: _hole(dtype, device) for dtype in {spec.dtype for spec in specs}}
-        holes = [hole_of[spec.dtype].expand(spec.shape) for spec in specs]
+        hole_of = {dtype: _hole(dtype, device) for dtype in {form.dtype for form in forms}}
+        holes = [hole_of[form.dtype].expand(form.shape) for form in forms]
         self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
 
     def forget(self) -> None:
@@ -244,8 +244,8 @@ class SegmentViews:
         if found is None:
             with torch.inference_mode(False):  # they serve training too
                 slots = [
-                    spec.to_values(full[slot.start : slot.stop])
-                    for spec, slot in zip(self.specs, self.slots, strict=True)
+                    form.to_values(full[slot.start : slot.stop])
+                    for form, slot in zip(self.forms, self.slots, strict=True)
                 ]
                 gaps = [full[start:stop] for start, stop in self._gaps]
             addresses = list(map(Tensor.data_ptr, slots))

@@ -24,36 +24,13 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
-
 from zero_core.comm.communicator import Communicator
-from zero_core.core import access
 from zero_core.core.order import Prefetch
 from zero_core.core.params import FlatParams, Launcher
 from zero_core.core.saved import SavedWeights
 from zero_core.core.unit import Unit
 from zero_core.layout.arithmetic import Segment
 from zero_core.object_methods import SuspendableHooks
-
-
-class _TailReads:
-    """Waits for the tail as a forward does, for whoever reads it before."""
-
-    def __init__(self, units: UnitSet, tail: Unit) -> None:
-        self._units = weakref.ref(units)
-        self._shown = {id(p): flat.shown for flat in tail.params for p in flat.shown.read_params}
-        self._lock = threading.RLock()
-        access.register(self, [p for flat in tail.params for p in flat.shown.read_params])
-
-    def await_values(self, param: nn.Parameter) -> None:
-        """Wait for the tail: see `zero_core.core.access.ValueHolder`."""
-        units = self._units()
-        assert units is not None, "it holds this object"
-        with self._lock:
-            units.open_tail()
-
-    def shown_of(self, param: nn.Parameter) -> access.ShownParams:
-        return self._shown[id(param)]
 
 
 class UnitSet:
@@ -92,8 +69,10 @@ class UnitSet:
         self.stay_gathered: frozenset[int] = frozenset()
         self.part_hooks = SuspendableHooks()
         self._communicator = communicator
+        self._opening_tail = threading.RLock()  # any thread may read
         if self.tail is not None and has_sharded_params:
-            self._tail_reads = _TailReads(self, self.tail)
+            for flat in self.tail.params:
+                flat.open_tail = weakref.WeakMethod(self._open_tail_to_read)
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
@@ -153,6 +132,10 @@ class UnitSet:
             self.tail.gather()
             self.wait(self.tail)
 
+    def _open_tail_to_read(self) -> None:
+        with self._opening_tail:
+            self.open_tail()
+
     def gather_exact(self, unit: Unit) -> None:
         """Gather ``unit`` now, unquantized, unless its current values are gathered already.
 
@@ -188,19 +171,16 @@ class UnitSet:
                 self.saved.gathered.pop(flat.full.data_ptr(), None)
             flat.release()
 
-    def release_all(self) -> None:
-        """Release every unit, the root and the tail included."""
-        self._release_but(frozenset())
-
     def release_resharded(self) -> None:
         """Release every unit that does not stay after a forward without gradients."""
-        self._release_but(self.stay_gathered)
+        self.release_all(self.stay_gathered)
         if self.stay_gathered and self.stay_gathered & self.ready >= {
             unit.index for unit in self.blocks
         }:
             self.part_hooks.suspend()
 
-    def _release_but(self, stays: frozenset[int]) -> None:
+    def release_all(self, stays: frozenset[int] = frozenset()) -> None:
+        """Release every unit but those that ``stays`` has, the root and the tail included."""
         self.saved.release_references()
         self.current = self.saved.entered = None
         self.prefetch.clear()
