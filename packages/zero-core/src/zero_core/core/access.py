@@ -28,7 +28,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple, Protocol
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import DisableTorchFunction, allow_foreach, pytree
-from zero_core.core.pool import SegmentViews
+from zero_core.core.pool import BufferViews, SegmentViews
 from zero_core.layout.discovery import Quantized
 
 _READING_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -119,7 +119,7 @@ class ValueHolder(Protocol):
 
 
 class _Closed:
-    """Base of the classes of parameters that are not open."""
+    """Base of the classes of parameters that are not open: deferred ones, and `_Refused`."""
 
     __slots__ = ()
 
@@ -152,22 +152,13 @@ class _Closed:
                 leaf._open(func, is_write=writes and leaf is target)
         return func(*args, **kwargs)
 
-    def _open(self, func: Any, *, is_write: bool) -> None:
+    def _open(self: Any, func: Any, *, is_write: bool) -> None:
         """Open the parameter for ``func``, or raise."""
-        raise NotImplementedError
+        _holder_of(self).await_values(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._open(copy.deepcopy, is_write=False)
         return copy.deepcopy(self, memo)  # by its own class
-
-
-class _Deferred(_Closed):
-    """Base of the classes of deferred parameters."""
-
-    __slots__ = ()
-
-    def _open(self: Any, func: Any, *, is_write: bool) -> None:
-        _holder_of(self).await_values(self)
 
 
 class _Refused(_Closed):
@@ -225,7 +216,7 @@ class _Classes(dict[type, type]):
         return made
 
 
-_DEFERRED, _REFUSED = _Classes(_Deferred), _Classes(_Refused)
+_DEFERRED, _REFUSED = _Classes(_Closed), _Classes(_Refused)
 
 
 def open_all(params: Sequence[nn.Parameter]) -> None:
@@ -373,7 +364,7 @@ class ShownParams:
         self._moved: int | None = None  # position of one that was moved while shown
         self._views = views
         self._shown = views.placeholders  # what they are views of
-        # Copies that they are views of while hidden, and the copies' holders, by position.
+        # Copies that they are views of while hidden, and how many hold each, by position.
         self._copies: dict[int, Tensor] = {}
         self._num_holders: Counter[int] = Counter()
 
@@ -409,14 +400,17 @@ class ShownParams:
         """Make them placeholders that refuse to be read, but for those with copies."""
         if self.is_closed:
             open_all(self.read_params)
-        self._shown = self._views.placeholders
-        values = self._shown.slots
-        if self._copies:
-            values = [self._copies.get(position, hole) for position, hole in enumerate(values)]
-        list(map(set_data, self.params, values))
+        self._shown = self._hidden() if self._copies else self._views.placeholders
+        list(map(set_data, self.params, self._shown.slots))
         self.is_shown = False
         self.is_closed = True
         refuse(self._absent() if self._copies else self.read_params)
+
+    def _hidden(self) -> BufferViews:
+        """Return placeholders, and copies where there are some."""
+        holes = enumerate(self._views.placeholders.slots)
+        slots = [self._copies.get(position, hole) for position, hole in holes]
+        return BufferViews(slots, [], list(map(Tensor.data_ptr, slots)))
 
     def _absent(self) -> list[nn.Parameter]:
         """Return the parameters whose values are not all in copies."""
@@ -425,12 +419,6 @@ class ShownParams:
             for param, positions in zip(self.read_params, self._positions, strict=True)
             if not all(position in self._copies for position in positions)
         ]
-
-    def open(self) -> None:
-        """Open them as they are."""
-        if self.is_closed:
-            open_all(self.read_params)
-            self.is_closed = False
 
     def defer(self) -> None:
         """Have the first read of each wait."""
@@ -489,7 +477,7 @@ class ShownParams:
     def misplaced(self) -> int | None:
         """Return the position of a parameter whose ``data`` other code has replaced, or None.
 
-        One that was replaced while it was shown is returned once after that.
+        One that was replaced while it was shown is returned once, after that.
         """
         moved, self._moved = self._moved, None
         return self._find_moved() if moved is None else moved
@@ -497,28 +485,18 @@ class ShownParams:
     def _find_moved(self) -> int | None:
         if not (self.is_shown or self._copies) and are_refused(self.read_params):
             return None  # else the objects were swapped, with their classes
-        with DisableTorchFunction() if self.is_closed else nullcontext():  # it is no read
+        with DisableTorchFunction():  # it is no read
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._shown.addresses
-        if self._copies and not self.is_shown:
-            slots = enumerate(self._shown.slots)
-            expected = [self._copies.get(position, hole).data_ptr() for position, hole in slots]
-        elif self._views.is_opaque:  # refilled, they have other addresses each time
+        if self._views.is_opaque:  # refilled, they have other addresses each time
             expected = list(map(Tensor.data_ptr, self._shown.slots))
         if found == expected:
             return None
         return next(i for i, address in enumerate(expected) if found[i] != address)
 
     def restore(self, position: int) -> bool:
-        """Make the parameter at ``position`` a view again, if its ``data`` was replaced.
-
-        Returns:
-            Whether it was.
-        """
-        tensor = self._shown.slots[position]
-        if not self.is_shown:
-            tensor = self._copies.get(position, tensor)
-        found = self.params[position]
+        """Make a parameter a view again, if its ``data`` was replaced. Return whether it was."""
+        tensor, found = self._shown.slots[position], self.params[position]
         with DisableTorchFunction():  # an address is no read
             is_replaced = (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape)
             if is_replaced:
@@ -532,13 +510,10 @@ class ShownParams:
         return self._copies.get(position)
 
     def hold(self, position: int, copy: Tensor | None) -> Tensor:
-        """Make the parameter at ``position`` the ``copy`` of its values while hidden.
+        """Make a parameter the ``copy`` of its values while hidden. Return the copy in use.
 
         Holders are counted: where there is a copy already, that one stays, and ``copy`` may be
         None.
-
-        Returns:
-            The copy that is in use.
         """
         self._num_holders[position] += 1
         if position not in self._copies:
@@ -555,8 +530,9 @@ class ShownParams:
             return
         del self._copies[position]
         if not self.is_shown:
+            self._shown = self._hidden()
             with DisableTorchFunction():  # a component may belong to a parameter that is refused
-                set_data(self.params[position], self._views.placeholders.slots[position])
+                set_data(self.params[position], self._shown.slots[position])
             refuse(self._absent())
 
     def write_copies(self, start: int, values: Tensor) -> None:

@@ -40,9 +40,8 @@ _NO_VERSION = -1
 class ShardSource(ABC):
     """This rank's shard of a segment: on the device (`DeviceShard`) or offloaded.
 
-    Attributes:
-        span: the part of the local flat space whose update by the state tier the values wait for;
-            None if they are frozen.
+    ``span`` is the part of the local flat space whose update by the state tier the values wait for;
+    None if they are frozen.
     """
 
     def __init__(
@@ -163,8 +162,6 @@ class FlatParams:
         open_tail: opens the tail, if these are of it and sharded.
     """
 
-    open_tail: weakref.WeakMethod[Callable[[], None]] | None = None
-
     def __init__(
         self,
         segment: Segment,
@@ -187,6 +184,7 @@ class FlatParams:
         self.params = shown.params
         self._lock = threading.RLock()  # of waits: any thread may read
         self.publishing = threading.RLock()
+        self.open_tail: weakref.WeakMethod[Callable[[], None]] | None = None
         self.device = device
         self.full = kept
         self.is_kept = kept is not None
@@ -316,9 +314,7 @@ class FlatParams:
             self.shown.defer()
         else:
             self.gather()  # this blocks nobody: the device alone waits
-            self.shown.open()
-
-    # ------------------------------------------------------------------ access
+            self.wait()
 
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the value of ``param``, which is deferred, and open it."""
@@ -365,13 +361,6 @@ class FlatParams:
         if self.is_kept and is_here and (self.is_gathered or not self.is_exchanged):
             self.gather()
             self.wait()
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """The part of the segment that this rank stores."""
-        if self.is_kept:
-            return 0, self.segment.padded_numel
-        return self.segment.shard_range(self.rank)
 
     # ---------------------------------------------------------- from outside
 

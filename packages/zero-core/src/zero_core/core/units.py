@@ -38,14 +38,10 @@ class UnitSet:
 
     Attributes:
         units: the root first, then blocks in the order of the module tree, then the tail.
-        blocks: the units but the root and the tail.
-        tail: what is used after the blocks, or None.
         has_sharded_params: whether gathered values are released after use (stage 3).
         ready: indices of the units whose parameters hold the current values. The tail is in it only
             once the forward under way has waited for it.
         current: the block in use.
-        saved: what autograd saves of gathered units.
-        prefetch: units that are gathered ahead of others.
         stay_gathered: indices of units that stay gathered after a forward.
         part_hooks: gather the block of a part that is called by itself. They are suspended while
             all blocks stay gathered: a forward for one token calls many small modules.
@@ -191,8 +187,8 @@ class UnitSet:
     def set_stay_gathered(self, units: frozenset[int]) -> None:
         """Keep ``units``, by index, gathered after a forward, until a backward or `release_all`.
 
-        Every rank must set the same ones, between two forwards. Units that were among them and are
-        not any more are released.
+        Every rank must set the same ones, between two forwards. Others that were among them are
+        released.
         """
         left, self.stay_gathered = self.stay_gathered - units, units
         for index in sorted(left):
@@ -232,9 +228,9 @@ class UnitSet:
         self.ready.discard(segment.unit)
 
     def values_changed(self, flats: Iterable[FlatParams] | None = None) -> None:
-        """Note that shards hold new values, and publish them. Every rank must call it.
+        """Note that shards, those of ``flats`` or all, hold new values, and publish them.
 
-        ``flats``: whose values are meant; None: all.
+        Every rank must call it.
         """
         with self._publishing:
             if not self.part_hooks.handles:

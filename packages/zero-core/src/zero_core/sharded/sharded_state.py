@@ -184,7 +184,9 @@ class ShardedState:
             if segment.is_trainable:
                 continue
             values = self.params[segment.index]
-            low, high = values.stored
+            low, high = segment.shard_range(values.rank)
+            if values.is_kept:
+                low, high = 0, segment.padded_numel
             for slot in segment.slots:
                 first, last = max(low, slot.start), min(high, slot.stop)
                 if first < last:
