@@ -76,6 +76,7 @@ _CONVERSIONS = frozenset(
 """They return the parameter itself, or the name of a type, where there is nothing to convert."""
 get_data, set_data = _PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__
 """Read and set ``param.data``, whatever the parameter's class."""
+_get_version = _PROPERTIES["_version"].__get__
 
 
 class Cures(NamedTuple):
@@ -239,11 +240,6 @@ def is_refused(param: Tensor) -> bool:
     return isinstance(param, _Refused)
 
 
-def are_refused(params: Sequence[nn.Parameter]) -> bool:
-    """Whether reads of all ``params`` raise."""
-    return all(map(_REFUSED.made.__contains__, map(type, params)))
-
-
 def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
     """Give parameters the class ``own``, for whenever they are open from now on."""
     for param in params:
@@ -307,9 +303,6 @@ def _holder_of(param: nn.Parameter) -> ValueHolder:
             "an engine over a new model"
         )
     return holder
-
-
-_get_version = _PROPERTIES["_version"].__get__
 
 
 class ShownParams:
@@ -421,12 +414,10 @@ class ShownParams:
         ]
 
     def defer(self) -> None:
-        """Have the first read of each wait."""
         self.is_closed = True
         defer(self.read_params)
 
     def refuse(self, why: tuple[str, str]) -> None:
-        """Have reads raise."""
         self.why_refused = why
         self.is_closed = True
         refuse(self.read_params)
@@ -483,7 +474,8 @@ class ShownParams:
         return self._find_moved() if moved is None else moved
 
     def _find_moved(self) -> int | None:
-        if not (self.is_shown or self._copies) and are_refused(self.read_params):
+        are_refused = map(_REFUSED.made.__contains__, map(type, self.read_params))
+        if not (self.is_shown or self._copies) and all(are_refused):
             return None  # else the objects were swapped, with their classes
         with DisableTorchFunction():  # it is no read
             found = list(map(Tensor.data_ptr, self.params))
@@ -506,7 +498,7 @@ class ShownParams:
     # ----------------------------------------------------------------- copies
 
     def copy_of(self, position: int) -> Tensor | None:
-        """Return the copy that the parameter at ``position`` is while hidden, if there is one."""
+        """Return the copy that a parameter is while hidden, if there is one."""
         return self._copies.get(position)
 
     def hold(self, position: int, copy: Tensor | None) -> Tensor:

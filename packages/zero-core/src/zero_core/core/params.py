@@ -52,7 +52,7 @@ class ShardSource(ABC):
         self._tier = tier
 
     def is_updated(self) -> bool:
-        """Whether no update of the shard is under way, and none has failed."""
+        """Whether no update of the shard is under way or has failed."""
         return self.span is None or self._tier.are_params_ready(*self.span)
 
     def wait_update(self, *, is_beside: bool = False) -> None:
@@ -74,7 +74,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Return the shard, [shard_numel], not to be changed. Where it rests, so maybe a view."""
+        """Return the shard, [shard_numel], where it rests. It is not to be changed."""
 
     @abstractmethod
     def write(self, start: int, values: Tensor) -> None:
@@ -103,7 +103,6 @@ class DeviceShard(ShardSource):
     def gather(
         self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
     ) -> Work:
-        """Start to fill ``full``, as `ShardSource.gather`. ``is_beside`` as in `wait_update`."""
         self.wait_update(is_beside=is_beside)
         return self._communicator.all_gather(
             full, self._shard, self._segment, version=version, backward=backward
@@ -133,7 +132,7 @@ class Launcher:
             wait()
 
     def gather(self, source: DeviceShard, full: Tensor, *, version: int) -> Work:
-        """Have `DeviceShard.gather` called when the launches before have ended."""
+        """Have ``source`` gather when the launches before have ended."""
         gathers: list[Work] = []
 
         def launch() -> None:
@@ -196,7 +195,7 @@ class FlatParams:
         self._pool = pool
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
-        self._is_deferred = False  # reads wait for a gather that others are about to start
+        self._is_deferred = False
         access.register(self, shown.read_params)
 
     # ----------------------------------------------------------------- states
@@ -274,7 +273,7 @@ class FlatParams:
                 self._work = None
 
     def defer(self) -> None:
-        """Have reads wait for what others are about to gather, until `release`."""
+        """Have reads wait for a gather that others start, until `release`."""
         if not (self.is_kept or self.shown.is_shown):
             self._is_deferred = True
             self.shown.defer()
@@ -337,8 +336,6 @@ class FlatParams:
                 torch.accelerator.synchronize(self.device)
             self.wait()
 
-    # ---------------------------------------------------------------- queries
-
     @property
     def is_current(self) -> bool:
         """Whether the parameters hold the current values."""
@@ -347,7 +344,7 @@ class FlatParams:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a gather of the current values has ended or is under way."""
+        """Whether a gather of the current values is under way or has ended."""
         return self._full_version == self.version
 
     def has_values_of(self, position: int) -> bool:

@@ -105,9 +105,9 @@ class BufferPool:
     A borrower fills a buffer from the stream that its last reader ran on (a collective first waits
     for the stream that launches it). `release` is given what other readers are to be waited for.
 
-    Each user gets the buffer that it had the last time, if that is free. So where steps are alike,
-    a user's memory has one address in all of them, as CUDA graphs need it. What is lent depends on
-    the order of the calls alone, not on which copies have ended: a plan can count the buffers.
+    Each user gets the buffer that it had the last time, if that is free: where steps are alike, a
+    user's memory has one address, as CUDA graphs need it. What is lent depends on the order of the
+    calls alone, not on which copies have ended: a plan can count the buffers.
     """
 
     def __init__(
@@ -157,7 +157,6 @@ class BufferPool:
         return view
 
     def _add_buffer(self) -> int:
-        """Allocate a buffer and return its address."""
         with torch.inference_mode(False):  # it serves training too
             buffer = self._allocate(self.buffer_bytes, torch.uint8)
         address = buffer.data_ptr()
@@ -170,10 +169,7 @@ class BufferPool:
             self._free[self._add_buffer()] = None
 
     def free(self, *, keep: int = 0) -> None:
-        """Free unused buffers, but keep ``keep`` in all, those used last.
-
-        New ones are allocated when they are needed.
-        """
+        """Free unused buffers, but keep ``keep`` in all, those used last."""
         for address, readers in list(self._free.items()):
             if len(self._all) <= keep:
                 return
@@ -196,7 +192,6 @@ class BufferPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the pool holds, free or not."""
         return len(self._all) * self.buffer_bytes
 
 
@@ -216,13 +211,11 @@ class SegmentViews:
 
     Attributes:
         is_opaque: whether the buffers hold bytes: components of quantized parameters.
-        slots: the places of the parameters in a buffer.
         forms: what the parameters of the slots look like; their names are another segment's.
         placeholders: what parameters are views of while no buffer holds them.
     """
 
     def __init__(self, segment: Segment, forms: Sequence[ParamSpec], device: torch.device) -> None:
-        """Prepare for buffers of ``segment``'s length, and make the placeholders on ``device``."""
         self.is_opaque = segment.is_opaque
         self.slots = segment.slots
         self.forms = forms

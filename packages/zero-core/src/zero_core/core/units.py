@@ -84,8 +84,8 @@ class UnitSet:
     def go_to(self, unit: Unit, *, backward: bool) -> None:
         """Gather ``unit`` and its successors, and release its predecessor.
 
-        Wait for a block alone: the root's gather goes on, as the first block's and the tail's are
-        launched before it is waited for.
+        Wait for a block alone: the first block's gather and the tail's are launched before the
+        root's is waited for.
         """
         index = unit.index
         if unit.is_block:
@@ -133,16 +133,13 @@ class UnitSet:
             self.open_tail()
 
     def gather_exact(self, unit: Unit) -> None:
-        """Gather ``unit`` now, unquantized, unless its current values are gathered already.
-
-        Then they may be quantized: release it first.
-        """
+        """Gather ``unit`` now, unquantized. One that is gathered stays: quantized, perhaps."""
         if unit.index not in self.ready:
             unit.gather(exact=True)
             self.wait(unit)
 
     def wait(self, unit: Unit) -> None:
-        """Wait until the parameters of ``unit``, which is being gathered, hold its values."""
+        """Wait for ``unit``, which is being gathered."""
         if unit.index in self.ready:
             return
         for flat in unit.params:
@@ -207,7 +204,6 @@ class UnitSet:
 
     @property
     def has_full_params(self) -> bool:
-        """Whether a `full_params` is open."""
         return self._full_params_depth > 0
 
     def vacate(self) -> None:

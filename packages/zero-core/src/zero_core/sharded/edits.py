@@ -55,11 +55,11 @@ class _Watched:
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         watched = type(self)
-        self.__class__ = _unwatched(watched)
+        access.use_class([self], _unwatched(watched))
         try:
             return copy.deepcopy(self, memo)
         finally:
-            self.__class__ = watched
+            access.use_class([self], watched)
 
 
 def _unwatched(watched: type) -> type:
