@@ -127,9 +127,7 @@ class Launcher:
 
     def begin(self) -> None:
         """Have the gathers that follow wait for what the caller's stream holds by now."""
-        wait = self._stream.after_readers()
-        if wait is not None:
-            wait()
+        self._stream.follow()
 
     def gather(self, source: DeviceShard, full: Tensor, *, version: int) -> Work:
         """Have ``source`` gather when the launches before have ended."""

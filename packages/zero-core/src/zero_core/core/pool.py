@@ -52,14 +52,18 @@ class CopyStream:
         event = torch.accelerator.current_stream(self._device).record_event()
         return partial(self._stream.wait_event, event)
 
+    def follow(self) -> None:
+        """Have this stream wait for what the current stream holds by now."""
+        wait = self.after_readers()
+        if wait is not None:
+            wait()
+
     def filled_by(self, allocate: Allocate) -> Allocate:
         """Return ``allocate`` for memory that this stream writes to and the current one reads."""
 
         def act(numel: int, dtype: torch.dtype) -> Tensor:
             tensor = allocate(numel, dtype)
-            wait_for_past_users = self.after_readers()  # the memory may have had other users
-            if wait_for_past_users is not None:
-                wait_for_past_users()
+            self.follow()  # the memory may have had other users
             return tensor
 
         return act

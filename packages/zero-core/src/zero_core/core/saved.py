@@ -115,10 +115,7 @@ class SavedWeights:
         self.references.pop_all().close()
 
     def begin_forward(self, forward: Forward, backward: Backward) -> None:
-        """Watch what autograd saves, until `end_forward`.
-
-        ``backward`` gathers units when autograd reads what was saved of them.
-        """
+        """Watch what autograd saves until `end_forward`, for ``backward`` to gather again."""
         self._forward, self._backward = forward, backward
         self.watch_thread()
 

@@ -48,11 +48,7 @@ class UnitSet:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        communicator: Communicator,
-        *,
-        has_sharded_params: bool,
+        self, units: Sequence[Unit], communicator: Communicator, *, has_sharded_params: bool
     ) -> None:
         self.units = tuple(units)
         self.blocks = tuple(unit for unit in units if unit.is_block)

@@ -68,9 +68,8 @@ class RefilledBuffers(BufferPool):
                 buffer = self._of[user] = self._allocate(numel, dtype)
         elif not buffer.untyped_storage().nbytes():
             buffer.untyped_storage().resize_(numel * dtype.itemsize)
-        wait = None if self._queue is None else self._queue.after_readers()
-        if wait is not None:
-            wait()  # the memory may have had other users
+        if self._queue is not None:
+            self._queue.follow()  # the memory may have had other users
         self._lent_bytes += buffer.nbytes
         self._most_bytes = max(self._most_bytes, self._lent_bytes)
         return buffer
