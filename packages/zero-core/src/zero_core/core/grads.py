@@ -709,7 +709,7 @@ class FlatGrads:
         """
         slot = self.segment.slots[position]
         with torch.inference_mode(False), torch.no_grad():
-            return self._views.to_values(position, self.covered()[slot.start : slot.stop])
+            return self._views.forms[position].to_values(self.covered()[slot.start : slot.stop])
 
     def take_changes(self, changes: Mapping[int, Tensor]) -> None:
         """Use what was written to `covered`, and ``changes`` by position of the parameter.
@@ -732,8 +732,8 @@ class FlatGrads:
 
     def _elements(self, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return ``changes`` by position as elements of the segment, each from a start on."""
-        slots, to_elements = self.segment.slots, self._views.to_elements
-        return [(slots[at].start, to_elements(at, grad)) for at, grad in changes.items()]
+        slots, forms = self.segment.slots, self._views.forms
+        return [(slots[at].start, forms[at].to_elements(grad)) for at, grad in changes.items()]
 
     def covered_norm(self) -> Tensor:
         """Return the 2-norm of `covered` as it is now, as `norm` does, in the offered dtype."""

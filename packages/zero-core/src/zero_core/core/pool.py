@@ -58,15 +58,11 @@ class CopyStream:
         if wait is not None:
             wait()
 
-    def filled_by(self, allocate: Allocate) -> Allocate:
-        """Return ``allocate`` for memory that this stream writes to and the current one reads."""
-
-        def act(numel: int, dtype: torch.dtype) -> Tensor:
-            tensor = allocate(numel, dtype)
-            self.follow()  # the memory may have had other users
-            return tensor
-
-        return act
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate memory that this stream writes to and the current one reads."""
+        tensor = torch.empty(numel, dtype=dtype, device=self._device)
+        self.follow()  # the memory may have had other users
+        return tensor
 
     def synchronize(self) -> None:
         if self._stream is not None:

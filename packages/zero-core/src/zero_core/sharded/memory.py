@@ -54,9 +54,9 @@ class RefilledBuffers(BufferPool):
     """
 
     def __init__(
-        self, allocate: Allocate, buffer_bytes: int, *, queue: CopyStream | None = None
+        self, device: torch.device, buffer_bytes: int, *, queue: CopyStream | None = None
     ) -> None:
-        super().__init__(allocate, buffer_bytes, queue=queue)
+        super().__init__(allocator(device), buffer_bytes, queue=queue)
         self._of: dict[Hashable, Tensor] = {}
         self._lent_bytes = 0
         self._most_bytes = 0  # that were lent at a time
@@ -105,6 +105,7 @@ class Pools:
     ) -> None:
         self._layout = layout
         self._has_peers = layout.world_size > 1
+        self._device = device
         self._exchanged = exchanged
         self._private = allocator(device)
         self._stream = stream
@@ -149,14 +150,14 @@ class Pools:
             plain = [s for s in part if not s.is_opaque]
             full = self._make(
                 "gathered units",
-                allocate if stream is None else stream.filled_by(allocate),
+                allocate if stream is None else stream.allocate,
                 [s.padded_numel * s.dtype.itemsize for s in plain],
                 _num_at_once([s for s in plain if s.index in gathered]),
                 queue=stream,
             )
             opaque = [s for s in part if s.is_opaque]
             nbytes = max((s.padded_numel for s in opaque), default=0)
-            refilled = RefilledBuffers(allocate, nbytes, queue=stream)
+            refilled = RefilledBuffers(self._device, nbytes, queue=stream)
             num_at_once = _num_at_once([s for s in opaque if s.index in gathered])
             self._pools.append(("gathered units", refilled, num_at_once))
             staging = None
