@@ -312,7 +312,6 @@ class ShownParams:
         params: the model's parameters, or components of such, in the order of the slots.
         read_params: parameters of the model that have values here: what its code reads.
         has_masters_apart: whether what is written must reach other memory than the values, too.
-        cures: what errors name.
         why_refused: why those that are refused are: a pair such as `SHARDED`.
         is_shown: whether they are views of a buffer of values.
         is_closed: whether reads wait or raise, but for those of copies.
@@ -444,9 +443,9 @@ class ShownParams:
             self._versions = list(map(_get_version, self.params))
 
     def take_marks(self) -> list[tuple[int, bool]]:
-        """Return positions of parameters that may have been written, and whether they were.
+        """Return positions that may have been written since the last call, and whether they were.
 
-        Since the last call, or since the engine's own last change.
+        Changes of the engine's own do not count.
         """
         with DisableTorchFunction():
             before, self._versions = self._versions, list(map(_get_version, self.params))
@@ -474,8 +473,8 @@ class ShownParams:
         return self._find_moved() if moved is None else moved
 
     def _find_moved(self) -> int | None:
-        are_refused = map(_REFUSED.made.__contains__, map(type, self.read_params))
-        if not (self.is_shown or self._copies) and all(are_refused):
+        is_hidden = not (self.is_shown or self._copies)
+        if is_hidden and all(map(_REFUSED.made.__contains__, map(type, self.read_params))):
             return None  # else the objects were swapped, with their classes
         with DisableTorchFunction():  # it is no read
             found = list(map(Tensor.data_ptr, self.params))
@@ -504,8 +503,7 @@ class ShownParams:
     def hold(self, position: int, copy: Tensor | None) -> Tensor:
         """Make a parameter the ``copy`` of its values while hidden. Return the copy in use.
 
-        Holders are counted: where there is a copy already, that one stays, and ``copy`` may be
-        None.
+        Holders are counted: a copy that is there stays, and ``copy`` may be None then.
         """
         self._num_holders[position] += 1
         if position not in self._copies:

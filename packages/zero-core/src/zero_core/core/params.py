@@ -40,8 +40,7 @@ _NO_VERSION = -1
 class ShardSource(ABC):
     """This rank's shard of a segment: on the device (`DeviceShard`) or offloaded.
 
-    ``span`` is the part of the local flat space whose update by the state tier the values wait for;
-    None if they are frozen.
+    Its values wait for the state tier's update of ``span`` in the local flat space: None if frozen.
     """
 
     def __init__(

@@ -61,10 +61,10 @@ class UnitSet:
         self.stay_gathered: frozenset[int] = frozenset()
         self.part_hooks = SuspendableHooks()
         self._communicator = communicator
-        self._opening_tail = threading.RLock()  # any thread may read
+        self._opening_tail = threading.RLock()
         if self.tail is not None and has_sharded_params:
             for flat in self.tail.params:
-                flat.open_tail = weakref.WeakMethod(self._open_tail_to_read)
+                flat.open_tail = weakref.WeakMethod(self.open_tail)
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
@@ -119,14 +119,11 @@ class UnitSet:
             flat.defer()
 
     def open_tail(self) -> None:
-        """Wait for the tail."""
+        """Wait for the tail, as a forward does or whoever reads it before, in any thread."""
         if self.tail is not None and self.tail.index not in self.ready:
-            self.tail.gather()
-            self.wait(self.tail)
-
-    def _open_tail_to_read(self) -> None:
-        with self._opening_tail:
-            self.open_tail()
+            with self._opening_tail:
+                self.tail.gather()
+                self.wait(self.tail)
 
     def gather_exact(self, unit: Unit) -> None:
         """Gather ``unit`` now, unquantized. One that is gathered stays: quantized, perhaps."""
