@@ -80,11 +80,7 @@ _get_version = _PROPERTIES["_version"].__get__
 
 
 class Cures(NamedTuple):
-    """Calls that let a program use a sharded parameter, as its interface names them in errors.
-
-    ``write`` gathers parameters that one rank is to change. ``declare`` has the forward of another
-    module gather a parameter.
-    """
+    """Calls that let a program use a sharded parameter, as its interface names them in errors."""
 
     read: str = "engine.gathered()"
     write: str = "engine.gathered(modifier_rank=...)"

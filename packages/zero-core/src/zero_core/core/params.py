@@ -202,9 +202,6 @@ class FlatParams:
 
         Where a host updates them, this blocks until it has. ``exact``: unquantized, whatever the
         collectives do otherwise. ``backward``: whether the gather serves a backward pass.
-
-        Raises:
-            CollectiveError: an older gather, ahead of a use that never came, has failed.
         """
         if self._full_version == self.version:
             return
@@ -247,10 +244,10 @@ class FlatParams:
             self.shown.show(self.full)
 
     def finish_gather(self) -> None:
-        """Wait for the gather that is under way, if one is.
+        """Wait for the gather that is under way, if one is. If it fails, values are sharded again.
 
         Raises:
-            CollectiveError: it failed. The values are sharded again then.
+            CollectiveError: it failed.
         """
         work = self._work
         if work is None:

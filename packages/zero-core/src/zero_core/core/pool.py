@@ -79,10 +79,7 @@ class Arena:
     def allocate(
         self, kind: str, wanted: Mapping[int, tuple[torch.dtype, int]]
     ) -> dict[int, Tensor]:
-        """Allocate one buffer per dtype. Return a 1-D view of it for each key, uninitialised.
-
-        ``wanted``: dtype and number of elements of each view, in their order in memory.
-        """
+        """Allocate a buffer per dtype. Return 1-D views of ``wanted`` dtypes and lengths."""
         found: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(dtype for dtype, _ in wanted.values()):
             sizes = {key: numel for key, (of, numel) in wanted.items() if of == dtype}

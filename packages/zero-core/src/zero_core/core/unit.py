@@ -47,10 +47,9 @@ from zero_core.core.params import FlatParams
 
 
 class Hints(Protocol):
-    """Announces units to the parameter tier: `zero_core.sharded.param_offload.PrefetchHints`."""
+    """Announces the units after one in use: `zero_core.sharded.param_offload.PrefetchHints`."""
 
-    def announce(self, unit: int, *, backward: bool) -> None:
-        """Announce the units after ``unit``, which is in use."""
+    def announce(self, unit: int, *, backward: bool) -> None: ...
 
 
 class Unit:
