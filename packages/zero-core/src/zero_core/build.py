@@ -240,7 +240,7 @@ def _join(
     per_node = count_per_node(control, ranks)
     arithmetic = arithmetic_of(config)
     is_ring = ranks.device.type != "cpu"
-    links = Links(ranks.size, per_node, is_ring, is_sequential=arithmetic.is_sequential)
+    links = Links(ranks.size, per_node, is_ring, is_sequential=config.world_size_invariant)
     meter = Meter(links)
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, shared, meter)

@@ -249,7 +249,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         except BaseException:
             if self.global_steps == num_steps:
                 accumulation.forget()
-                self._passes.backward.abandon()
+                self._passes.backward.is_open = True  # the next forward drops the gradient
             raise
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()

@@ -29,7 +29,6 @@ from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.core import access
 from zero_core.core.extension import Extension
-from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.extensions.generation import keep_while_generating
@@ -78,7 +77,6 @@ class _UnitCalls:
     module: nn.Module
     _device_states: DeviceStates
     _passes: Passes
-    _units_of: ModuleUnits
     _parts: EngineParts
 
     def set_reshard_after_forward(
@@ -95,7 +93,8 @@ class _UnitCalls:
         """
         self._device_states.check("set_reshard_after_forward()", NO_PARTS)
         meant = [self.module] if modules is None else modules
-        units, indices = self._passes.units, {u.index for m in meant for u in self._units_of.of(m)}
+        units = self._passes.units
+        indices = {unit.index for module in meant for unit in self._passes.units_of(module)}
         stay = units.stay_gathered
         units.set_stay_gathered(stay - indices if reshard_after_forward else stay | indices)
 
@@ -152,13 +151,13 @@ class _UnitCalls:
         self, module: nn.Module, modules: Iterable[nn.Module], order: str, step: int
     ) -> None:
         self._device_states.check(f"set_modules_to_{order}_prefetch()", NO_PARTS)
-        units = self._units_of.of(module)
+        passes, units = self._passes, self._passes.units_of(module)
         if len(units) != 1:
             raise ValueError(
                 f"{type(module).__name__} is in units {units}: name a module of a single one"
             )
         (unit,) = units
-        found = [index for m in modules for index in sorted(u.index for u in self._units_of.of(m))]
+        found = [index for m in modules for index in sorted(u.index for u in passes.units_of(m))]
         found = list(dict.fromkeys(found))
         if found != [unit.index + step * (n + 1) for n in range(len(found))]:
             raise ValueError(
@@ -166,7 +165,7 @@ class _UnitCalls:
                 f"order on all ranks, so name those that follow it in {order}, which begin with "
                 f"unit {unit.index + step}"
             )
-        self._passes.units.prefetch.set_depth(unit.index, len(found) or 1, backward=step < 0)
+        passes.units.prefetch.set_depth(unit.index, len(found) or 1, backward=step < 0)
 
 
 class _Progress:
@@ -271,7 +270,6 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self._device_states = parts.device_states
         self._passes = passes
         self._train = parts.train
-        self._units_of = ModuleUnits(passes)
         self._gathering = GatheredParams(passes, state, parts.device_states.edits)
         buffers = state.common_buffers
         if parts.config.broadcast_buffers:

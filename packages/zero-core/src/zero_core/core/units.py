@@ -105,7 +105,7 @@ class UnitSet:
             if not ahead.is_exchanged and not ahead.is_updated():
                 continue  # it would block here until the tier has updated the unit
             if ahead.is_block:  # else it stays
-                self.prefetch.add(ahead.index)
+                self.prefetch.ahead[number] = index
             ahead.gather(backward=backward)
 
     def launch_tail(self) -> None:
@@ -169,7 +169,7 @@ class UnitSet:
         """Release every unit but those that ``stays`` has, the root and the tail included."""
         self.saved.release_references()
         self.current = self.saved.entered = None
-        self.prefetch.clear()
+        self.prefetch.ahead.clear()
         for unit in self.units:
             if unit.index not in stays:
                 self.release(unit)

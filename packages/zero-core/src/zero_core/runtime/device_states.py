@@ -253,6 +253,21 @@ class DeviceStates:
         if len(num_names) == len(self._name_of):
             self._remember_places()  # modules were wrapped, or ones without parameters changed
 
+    def _settle(self) -> None:
+        """Release everything, and wait until nothing reads or writes gradients' memory."""
+        passes = self._passes
+        passes.forward.end_interrupted()
+        if passes.is_running or passes.units.has_full_params:
+            raise RuntimeError(
+                f"rank {self._state.control.rank}: offload_states() within a forward, a backward "
+                "or gathered(): call it between two steps"
+            )
+        if passes.backward.is_open:
+            passes.backward.drop_unended()
+        passes.units.release_all()
+        for grads in passes.backward.reductions.grads:
+            grads.synchronize()
+
     @torch.no_grad()
     def offload(
         self, parts: Iterable[str], *, keeps_gradients: bool, pin_memory: bool, non_blocking: bool
@@ -267,7 +282,7 @@ class DeviceStates:
         device = self._state.device
         is_accelerator = device.type != "cpu"
         self.before_write()
-        self._passes.settle()
+        self._settle()
         self._state.tier.wait_params(0, max((p.stop for p in self._state.pieces), default=0))
         self._state.quiesce()
         if is_accelerator:

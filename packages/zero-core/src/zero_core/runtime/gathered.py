@@ -39,6 +39,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from zero_core._torch import is_in_backward
 from zero_core.config import Config
 from zero_core.core.params import FlatParams
 from zero_core.core.passes import Passes
@@ -394,7 +395,9 @@ class GatheredParams:
         self, unit: Unit, wanted: list[tuple[FlatParams, int]], copies: list[_FullParam]
     ) -> Iterator[_FullParam]:
         """Gather the ``wanted`` parameters of ``unit``. Add those not kept to ``copies``."""
-        is_needed = self._passes.is_needed(unit)
+        used = [running.unit for running in self._passes.forward.running]
+        is_used = is_in_backward() or any(u is unit or (u.is_root and unit.is_tail) for u in used)
+        is_needed = self._units.has_full_params or (is_used and unit.is_current)
         copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
         # A copy of another context is held once more: that one may end before this one.
         missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]

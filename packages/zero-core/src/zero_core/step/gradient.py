@@ -29,9 +29,9 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.core.extension import Extensions
-from zero_core.core.facts import NUM_WORDS, Facts, Filler
+from zero_core.core.facts import NUM_WORDS, Facts
 from zero_core.core.grads import Arithmetic, FlatGrads
-from zero_core.core.passes import Passes
+from zero_core.core.passes import BackwardPass, Passes
 from zero_core.errors import RankMismatchError
 from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.protocols import AccumulatingTier
@@ -179,14 +179,18 @@ class StepGradient:
             set_grad(param, None)
         return bool(left)
 
-    def agree(self, filler: Filler) -> None:
+    def agree(self, backward: BackwardPass) -> None:
         self.param_grads.take_assigned()
         changes = self.param_grads.note_changes(is_agreed=self._is_agreed)
         if not self._is_agreed:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self.grads.values():
                 grads.wait()
-            self._facts.start_sum((self, filler), self._square_sums())
+            square_sums = self._square_sums()
+            self._facts.begin()
+            self.fill(self._facts)
+            backward.fill(self._facts)
+            self._facts.start_sum(square_sums)
             self._is_agreed = True
         if self._take_changes(changes):
             square_sums = self._square_sums(is_covered=self._communicator.world_size > 1)
@@ -218,7 +222,12 @@ class StepGradient:
         norms, squares = [], []
         # In the order of the layout: that of the reductions may change from step to step.
         for index in sorted(self._norms):
-            norm = self.grads[index].covered_norm() if is_covered else self._norms[index]
+            grads, norm = self.grads[index], self._norms[index]
+            if is_covered:
+                values = grads.covered()
+                if grads.plan.offered is torch.float16:  # whose cast may overflow
+                    values = values.to(torch.float16)
+                norm = self._arithmetic.measure(values, 2.0, grads.plan.normed)
             if isinstance(norm, Tensor):
                 norms.append(norm)
                 continue
@@ -239,7 +248,7 @@ class StepGradient:
                 assert reduced.norm is not None, "it is the whole gradient"
                 self._norms[index] = reduced.norm
             else:  # it reads the memory that was changed
-                self._norms[index] = grads.retake_norm()
+                self._norms[index] = grads.norm()
         return bool(changed)
 
     def void_update(self) -> None:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from zero_core._torch import allow_foreach, get_grad, set_grad
 from zero_core.comm.communicator import Communicator
 from zero_core.core import access
-from zero_core.core.grads import FlatGrads
+from zero_core.core.grads import FlatGrads, SummedShard
 from zero_core.lifecycle import EngineParameter
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -148,13 +148,14 @@ class ParamGrads:
             return None
         grads, given = found.grads, found.given
         if position not in given:
-            grad = grads.of_param(position)
+            grad = _of_param(grads, position)
             if not grad.untyped_storage().nbytes():
                 return None  # states are offloaded
             if grads.param_numbers[position] not in self._with_grad and not grad.any():
                 return None  # nor have other ranks one
             # Not the memory itself where the tier would not see what is done to it, or peers would.
-            is_copy = self._state.tier.owns_grads or not grads.shard.is_private
+            is_read = grads.segment.world_size > 1 and not grads.plan.is_sum_in_full
+            is_copy = self._state.tier.owns_grads or is_read
             given[position] = grad.to(param.dtype, copy=is_copy)
             self._given[index] = found
             if given[position] is grad:
@@ -227,14 +228,16 @@ class ParamGrads:
         for index, one in self._given.items():
             own = {}
             for position, grad in one.given.items():
-                home = one.grads.of_param(position)
+                home = _of_param(one.grads, position)
                 wanted = torch.zeros_like(home) if grad is None else grad
                 owns_grads = self._state.tier.owns_grads
                 is_view = not owns_grads and wanted.data_ptr() == home.data_ptr()
                 if not (is_view or _are_same(home.to(wanted.dtype), wanted)):
                     own[position] = wanted
             before = one.checksums.items()
-            if own or any(not torch.equal(_checksum(one.grads.of_param(p)), s) for p, s in before):
+            if own or any(
+                not torch.equal(_checksum(_of_param(one.grads, p)), s) for p, s in before
+            ):
                 found[index] = own
         (self._changed_late if is_agreed else self._changed).update(found)
         return found
@@ -244,10 +247,10 @@ class ParamGrads:
         """Write ``changes`` into the gradients that ranks agreed on. Return those changed."""
         for index, one in self._given.items():
             if index in changes or one.checksums:  # a change may keep a checksum
-                one.grads.take_changes(changes.get(index, {}))
+                one.grads.change(_elements(one.grads, changes.get(index, {})))
         for index in changes:
             one = self._complete[index]
-            one.checksums.update((p, _checksum(one.grads.of_param(p))) for p in one.checksums)
+            one.checksums.update((p, _checksum(_of_param(one.grads, p))) for p in one.checksums)
         return [self._complete[index].grads for index in sorted(changes)]
 
     @torch.no_grad()
@@ -255,7 +258,9 @@ class ParamGrads:
         """Have the next reductions add to the gradients with ``changes``."""
         for index, one in self._given.items():
             if index in changes or one.checksums:
-                one.grads.keep_changes(changes.get(index, {}))
+                one.grads.wait()
+                assert isinstance(one.grads.shard, SummedShard), "changes are made at stage 0"
+                one.grads.shard.keep(_elements(one.grads, changes.get(index, {})))
 
     def begin_agreement(self, communicator: Communicator) -> list[str]:
         """Name the segments that were changed, for the sum of the facts, which begins."""
@@ -277,6 +282,22 @@ class ParamGrads:
 
 _serving: weakref.WeakValueDictionary[int, ParamGrads] = weakref.WeakValueDictionary()
 """By ``id`` of the parameter."""
+
+
+def _of_param(grads: FlatGrads, position: int) -> Tensor:
+    """Return the reduced gradient of parameter ``position``, in its shape.
+
+    A view of what the state tier was offered, or a copy if it owns gradients.
+    """
+    slot = grads.segment.slots[position]
+    with torch.inference_mode(False), torch.no_grad():
+        return grads.views.forms[position].to_values(grads.covered()[slot.start : slot.stop])
+
+
+def _elements(grads: FlatGrads, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
+    """Return ``changes`` by position as elements of the segment, each from a start on."""
+    slots, forms = grads.segment.slots, grads.views.forms
+    return [(slots[at].start, forms[at].to_elements(grad)) for at, grad in changes.items()]
 
 
 def _checksum(values: Tensor) -> Tensor:

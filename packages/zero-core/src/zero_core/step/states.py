@@ -92,7 +92,8 @@ class StateAccess:
         unscaled. None if these brought none.
         """
         grads, position = self._find_unreduced(name)
-        return grads.full.unreduced(position)
+        added = grads.full.added(position)
+        return None if added is None else added / grads.plan.predivide
 
     @torch.no_grad()
     def set_unreduced(self, name: str, value: Tensor) -> None:
@@ -106,7 +107,12 @@ class StateAccess:
         shape = self._state.layout.params[grads.param_numbers[position]].shape
         if value.shape != shape:
             raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
-        grads.full.replace_unreduced(position, value)
+        added = grads.full.added(position)
+        if added is None:
+            raise RuntimeError(
+                "the parameter has no gradient on this rank to replace: set it after a backward"
+            )
+        added.copy_(value).mul_(grads.plan.predivide)
 
     def _find_unreduced(self, name: str) -> tuple[FlatGrads, int]:
         segment, slot, *_ = self._find(name, GRAD, is_local=True)
@@ -303,7 +309,8 @@ class StateAccess:
                 grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
             else:  # the segment is offered again on every rank, as the ranks agree on it again
                 grads.replace(0, part[:0])
-            self._passes.backward.gradient_replaced(grads, slot.param)
+            self._gradient.params_with_grad.add(slot.param)
+            self._passes.backward.reductions.offer(grads, is_last=True)
             return
         if what == MASTER:
             state.quiesce()  # others may still be gathering the old values

@@ -431,7 +431,7 @@ class VerticalSchedule:
         for (segment, one), (following, other) in pairwise([*turns, turns[-1]]):
             unit = self._blocks[segment - 1] if segment else self._root
             if segment and one is micro_batches[0]:
-                self._backward.enter_place(unit)
+                self._place.enter(self._backward.names[unit.index])
                 is_used = any(each.segments.needs_backward(segment) for each in micro_batches)
                 # Gathered for all micro-batches, unless no rank needs it.
                 if is_used or unit.index not in self._backward.order.left_out:
@@ -454,9 +454,8 @@ class VerticalSchedule:
         """Go backward through one segment of a micro-batch, and reduce its gradient of ``unit``."""
         self._train.accumulation.enter_micro_step(one.number)
         self._turn = one, unit
-        reductions = self._backward.reductions
-        if unit is not None:
-            reductions.begin_unit(unit.index)
+        for grads in () if unit is None else unit.grads:
+            grads.begin_backward()
         one.segments.backward(segment, loss)
         if unit is self._root:
             for param, grad in one.partial.take_all(one.number):
@@ -464,10 +463,12 @@ class VerticalSchedule:
         one.partial.end_turn(one.number)
         self._turn = None
         if unit is not None and unit.grads and self._backward.will_reduce():
-            reductions.start(unit.index)
+            self._backward.reductions.start(unit.index)
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
-        self._backward.reductions.finish_unit(unit.index)
+        reductions = self._backward.reductions
+        if any(reduced.segment.unit == unit.index for reduced, _ in reductions.in_flight):
+            reductions.finish()  # more is to be added to it
         grads.add(position, grad)
         self._backward.params_with_grad.add(grads.param_numbers[position])
 
