@@ -30,7 +30,6 @@ from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.core import access
 from zero_core.core.extension import Extension
 from zero_core.core.passes import Passes
-from zero_core.core.saved import Holding
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.extensions.generation import keep_while_generating
 from zero_core.lifecycle import LeftShard, ModelCopies, Ownership, Removable, owner_of
@@ -277,8 +276,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             buffers.attach(state.control, passes.backward)
         ownership.begin(self)
         watch = parts.device_states.watch_model()
-        self.remove_at_end([buffers, watch, fix_memory(state.module)])
-        self.remove_at_end([self._gathering, Holding(self._gathering)])
+        self.remove_at_end([buffers, watch, fix_memory(state.module), self._gathering])
         if parts.config.zero_optimization.stage == 3:
             kept = keep_while_generating(state.module, WeakMethod(self.generating))
             self.remove_at_end([kept])

@@ -26,8 +26,9 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import DisableTorchFunction, allow_foreach, pytree
-from zero_core.core.pool import SegmentViews
+from zero_core.core.pool import BufferViews, SegmentViews
 from zero_core.layout.discovery import Quantized
 
 _READING_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -73,17 +74,13 @@ _CONVERSIONS = frozenset(
     }
 )
 """They return the parameter itself, or the name of a type, where there is nothing to convert."""
-_SET_DATA = _PROPERTIES["data"].__set__
+get_data, set_data = _PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__
+"""Read and set ``param.data``, whatever the parameter's class."""
+_get_version = _PROPERTIES["_version"].__get__
 
 
 class Cures(NamedTuple):
-    """Calls that let a program use a sharded parameter, as its interface names them in errors.
-
-    Attributes:
-        read: gathers parameters.
-        write: gathers parameters that one rank is to change.
-        declare: has the forward of another module gather a parameter.
-    """
+    """Calls that let a program use a sharded parameter, as its interface names them in errors."""
 
     read: str = "engine.gathered()"
     write: str = "engine.gathered(modifier_rank=...)"
@@ -110,17 +107,16 @@ ENDED = (
 
 
 class ValueHolder(Protocol):
-    """Holds the values of parameters: `zero_core.core.params.FlatParams`."""
+    """`zero_core.core.params.FlatParams`, whose file imports this one."""
+
+    shown: ShownParams
 
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the value of ``param``, which is deferred, and open it."""
 
-    def shown_of(self, param: nn.Parameter) -> ShownParams:
-        """Return what shows ``param``."""
-
 
 class _Closed:
-    """Base of the classes of parameters that are not open."""
+    """Base of the classes of parameters that are not open: deferred ones, and `_Refused`."""
 
     __slots__ = ()
 
@@ -133,7 +129,7 @@ class _Closed:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in NEEDS_NO_VALUE or (func == _SET_DATA and args[0] is args[1]):
+        if func in NEEDS_NO_VALUE or (func == set_data and args[0] is args[1]):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
         target: Any = args[0] if args else next(iter(kwargs.values()), None)
         form = kwargs.get("memory_format", torch.preserve_format)
@@ -149,26 +145,17 @@ class _Closed:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, _Closed):
                 name = getattr(func, "__name__", "")  # foreign: torch's functions
-                writes = func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
+                writes = func == set_data or (name.endswith("_") and not name.endswith("__"))
                 leaf._open(func, is_write=writes and leaf is target)
         return func(*args, **kwargs)
 
-    def _open(self, func: Any, *, is_write: bool) -> None:
+    def _open(self: Any, func: Any, *, is_write: bool) -> None:
         """Open the parameter for ``func``, or raise."""
-        raise NotImplementedError
+        _holder_of(self).await_values(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._open(copy.deepcopy, is_write=False)
         return copy.deepcopy(self, memo)  # by its own class
-
-
-class _Deferred(_Closed):
-    """Base of the classes of deferred parameters."""
-
-    __slots__ = ()
-
-    def _open(self: Any, func: Any, *, is_write: bool) -> None:
-        _holder_of(self).await_values(self)
 
 
 class _Refused(_Closed):
@@ -177,10 +164,11 @@ class _Refused(_Closed):
     __slots__ = ()
 
     def _open(self: Any, func: Any, *, is_write: bool) -> None:
-        if func == _SET_DATA and _has_no_engine(self):
-            open_all([self])
+        holder = _holders.get(id(self))
+        if func == set_data and (holder is None or holder.shown.why_refused is ENDED):
+            open_all([self])  # no engine follows it any more
             return
-        raise RuntimeError(_holder_of(self).shown_of(self).refusal(self, is_write=is_write))
+        raise RuntimeError(_holder_of(self).shown.refusal(self, is_write=is_write))
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
         """Describe the parameter without its values, for debuggers and logs."""
@@ -201,6 +189,14 @@ class _OwnClasses(dict[type, type]):
 _own_classes = _OwnClasses()
 
 
+@functools.cache
+def derive(base: type, own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class with bases ``base`` and ``own``. Torch's optimizers take it as ``own``."""
+    made = type(own.__name__, (base, own), {"__module__": __name__})
+    allow_foreach(made)
+    return made
+
+
 class _Classes(dict[type, type]):
     """Subclasses of a base and a parameter's own class, by that class or another one of its."""
 
@@ -211,53 +207,13 @@ class _Classes(dict[type, type]):
 
     def __missing__(self, found: type) -> type:
         own = _own_classes[found]
-        if own is not found:
-            self[found] = made = self[own]
-        else:
-            self[own] = made = type(own.__name__, (self._base, own), {"__module__": __name__})
-            _own_classes[made] = own
-            self.made.add(made)
-            allow_foreach(made)
+        made = self[own] = self[found] = derive(self._base, own)
+        _own_classes[made] = own
+        self.made.add(made)
         return made
 
 
-_DEFERRED, _REFUSED = _Classes(_Deferred), _Classes(_Refused)
-
-_get_data = _PROPERTIES["data"].__get__
-_aliased: set[int] = set()  # ids of watched parameters whose data was read
-
-
-class _Watched:
-    """Base of the classes of open parameters whose ``data`` is noted when it is read or set."""
-
-    __slots__ = ()
-
-    @property
-    def data(self) -> Any:
-        """The memory of the parameter, which the reader may write to."""
-        _aliased.add(id(self))
-        return _get_data(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _aliased.add(id(self))
-        _SET_DATA(self, value)
-
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        watched = type(self)
-        self.__class__ = watched.__mro__[watched.__mro__.index(_Watched) + 1]
-        try:
-            return copy.deepcopy(self, memo)
-        finally:
-            self.__class__ = watched
-
-
-@functools.cache
-def derive(base: type, own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class with bases ``base`` and ``own``. Torch's optimizers take it as ``own``."""
-    made = type(own.__name__, (base, own), {"__module__": __name__})
-    allow_foreach(made)
-    return made
+_DEFERRED, _REFUSED = _Classes(_Closed), _Classes(_Refused)
 
 
 def open_all(params: Sequence[nn.Parameter]) -> None:
@@ -278,11 +234,6 @@ def refuse(params: Sequence[nn.Parameter]) -> None:
 def is_refused(param: Tensor) -> bool:
     """Whether a read of ``param`` raises."""
     return isinstance(param, _Refused)
-
-
-def are_refused(params: Sequence[nn.Parameter]) -> bool:
-    """Whether reads of all ``params`` raise."""
-    return all(map(_REFUSED.made.__contains__, map(type, params)))
 
 
 def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
@@ -317,58 +268,30 @@ def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
             param.__class__ = found
 
 
-def watch(params: Iterable[nn.Parameter]) -> None:
-    """Note reads of ``data`` for `take_aliased`, until `stop_watching`."""
-    for param in params:
-        use_class([param], derive(_Watched, own_class(param)))
-
-
-def stop_watching(params: Iterable[nn.Parameter]) -> None:
-    """Give parameters the class that they had before `watch`."""
-    for param in params:
-        own = own_class(param)
-        if issubclass(own, _Watched):
-            use_class([param], own.__mro__[own.__mro__.index(_Watched) + 1])
+aliased: set[int] = set()
+"""Ids of parameters whose ``data`` was read or set, of those that `Edits` watches."""
 
 
 def take_aliased(params: Sequence[Tensor]) -> list[int]:
-    """Return the positions of ``params`` whose ``data`` was read since the last call for them."""
-    if not _aliased:
+    """Return the positions of ``params`` that are `aliased`, and remove them from there."""
+    if not aliased:
         return []
-    found = [position for position, param in enumerate(params) if id(param) in _aliased]
-    _aliased.difference_update(id(params[position]) for position in found)
+    found = [position for position, param in enumerate(params) if id(param) in aliased]
+    aliased.difference_update(id(params[position]) for position in found)
     return found
 
 
-_holders: dict[int, weakref.ref[ValueHolder]] = {}  # by id of the parameter
+_holders: weakref.WeakValueDictionary[int, ValueHolder] = weakref.WeakValueDictionary()
+"""Who holds the value of a parameter, by the parameter's id."""
 
 
 def register(holder: ValueHolder, params: Iterable[nn.Parameter]) -> None:
     """Have reads of ``params`` ask ``holder``, which is held weakly."""
-    numbers = [id(param) for param in params]
-    reference = weakref.ref(holder, functools.partial(_forget, numbers))
-    _holders.update(dict.fromkeys(numbers, reference))
-
-
-def _forget(numbers: Sequence[int], dropped: weakref.ref[ValueHolder]) -> None:
-    # Not by a walk through the dictionary: collection of another engine may change it meanwhile.
-    for number in numbers:
-        if _holders.get(number) is dropped:
-            del _holders[number]
-
-
-def _find_holder(param: nn.Parameter) -> ValueHolder | None:
-    reference = _holders.get(id(param))
-    return None if reference is None else reference()
-
-
-def _has_no_engine(param: nn.Parameter) -> bool:
-    holder = _find_holder(param)
-    return holder is None or holder.shown_of(param).is_ended
+    _holders.update(dict.fromkeys(map(id, params), holder))
 
 
 def _holder_of(param: nn.Parameter) -> ValueHolder:
-    holder = _find_holder(param)
+    holder = _holders.get(id(param))
     if holder is None:
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} holds no value: its engine was dropped "
@@ -378,9 +301,6 @@ def _holder_of(param: nn.Parameter) -> ValueHolder:
     return holder
 
 
-_get_version = _PROPERTIES["_version"].__get__
-
-
 class ShownParams:
     """The parameters of one segment, as programs see them.
 
@@ -388,11 +308,10 @@ class ShownParams:
         params: the model's parameters, or components of such, in the order of the slots.
         read_params: parameters of the model that have values here: what its code reads.
         has_masters_apart: whether what is written must reach other memory than the values, too.
-        cures: what errors name.
         why_refused: why those that are refused are: a pair such as `SHARDED`.
         is_shown: whether they are views of a buffer of values.
         is_closed: whether reads wait or raise, but for those of copies.
-        written: position of one that was written in a buffer that was given up: see `take_written`.
+        written: a parameter that was written in a buffer that was given up, until it is reported.
     """
 
     def __init__(
@@ -400,10 +319,10 @@ class ShownParams:
         params: Sequence[Tensor],
         views: SegmentViews,
         names: Sequence[str],
-        quantized: Sequence[Quantized] = (),
+        quantized: Sequence[Quantized],
         *,
         rank: int,
-        has_masters_apart: bool = False,
+        has_masters_apart: bool,
     ) -> None:
         """Take ``params``, one per slot, with their ``names``.
 
@@ -427,15 +346,15 @@ class ShownParams:
         self.why_refused = SHARDED
         self.is_shown = False
         self.is_closed = True
-        self.written: int | None = None
+        self.written: nn.Parameter | None = None
         self._rank = rank
         self._versions = list(map(_get_version, self.params))
         self._moved: int | None = None  # position of one that was moved while shown
         self._views = views
         self._shown = views.placeholders  # what they are views of
-        # Copies that they are views of while hidden, and the copies' holders, by position.
+        # Copies that they are views of while hidden, and how many hold each, by position.
         self._copies: dict[int, Tensor] = {}
-        self._num_holders: dict[int, int] = {}
+        self._num_holders: Counter[int] = Counter()
 
     # ------------------------------------------------------- shown or hidden
 
@@ -445,9 +364,9 @@ class ShownParams:
         self.is_closed = False
         if not self.is_shown:
             if self._copies:
-                self._note_written()
+                self._note_written(list(map(_get_version, self.params)))
             self._shown = self._views.of(full)
-            list(map(_SET_DATA, self.params, self._shown.slots))
+            list(map(set_data, self.params, self._shown.slots))
             self.is_shown = True
 
     def withdraw(self) -> None:
@@ -460,39 +379,40 @@ class ShownParams:
             is_moved = addresses != self._shown.addresses or self._views.is_opaque
             if is_moved and self._moved is None:
                 self._moved = self._find_moved()
-            if list(map(_get_version, self.params)) != self._versions:
-                self._note_written()
+            versions = list(map(_get_version, self.params))
+            if versions != self._versions:
+                self._note_written(versions)
         self.hide()
 
     def hide(self) -> None:
         """Make them placeholders that refuse to be read, but for those with copies."""
         if self.is_closed:
             open_all(self.read_params)
-        self._shown = self._views.placeholders
-        values = self._shown.slots
-        if self._copies:
-            values = [self._copies.get(position, hole) for position, hole in enumerate(values)]
-        list(map(_SET_DATA, self.params, values))
+        self._shown = self._hidden() if self._copies else self._views.placeholders
+        list(map(set_data, self.params, self._shown.slots))
         self.is_shown = False
         self.is_closed = True
-        if self._copies:
-            self._refuse_absent()
-        else:
-            refuse(self.read_params)
+        refuse(self._absent() if self._copies else self.read_params)
 
-    def open(self) -> None:
-        """Open them as they are."""
-        if self.is_closed:
-            open_all(self.read_params)
-            self.is_closed = False
+    def _hidden(self) -> BufferViews:
+        """Return placeholders, and copies where there are some."""
+        holes = enumerate(self._views.placeholders.slots)
+        slots = [self._copies.get(position, hole) for position, hole in holes]
+        return BufferViews(slots, [], list(map(Tensor.data_ptr, slots)))
+
+    def _absent(self) -> list[nn.Parameter]:
+        """Return the parameters whose values are not all in copies."""
+        return [
+            param
+            for param, positions in zip(self.read_params, self._positions, strict=True)
+            if not all(position in self._copies for position in positions)
+        ]
 
     def defer(self) -> None:
-        """Have the first read of each wait."""
         self.is_closed = True
         defer(self.read_params)
 
     def refuse(self, why: tuple[str, str]) -> None:
-        """Have reads raise."""
         self.why_refused = why
         self.is_closed = True
         refuse(self.read_params)
@@ -503,17 +423,11 @@ class ShownParams:
         why = self.why_refused[is_write].format(**self.cures._asdict())
         return f"rank {self._rank}: {what} {why}"
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether the engine has ended, so that parameters may be given other memory."""
-        return self.why_refused is ENDED
-
     def name_of(self, param: Tensor) -> str:
         return self._names[[p is param for p in self.read_params].index(True)]
 
     def dtype_of(self, position: int) -> torch.dtype:
-        """Dtype of the parameter at ``position``."""
-        return self._views.placeholders.slots[position].dtype
+        return self._views.forms[position].dtype
 
     # ------------------------------------------------- what programs changed
 
@@ -525,9 +439,9 @@ class ShownParams:
             self._versions = list(map(_get_version, self.params))
 
     def take_marks(self) -> list[tuple[int, bool]]:
-        """Return positions of parameters that may have been written, and whether they were.
+        """Return positions that may have been written since the last call, and whether they were.
 
-        Since the last call, or since the engine's own last change.
+        Changes of the engine's own do not count.
         """
         with DisableTorchFunction():
             before, self._versions = self._versions, list(map(_get_version, self.params))
@@ -537,54 +451,39 @@ class ShownParams:
             found |= {position: True for position, (old, new) in pairs if old != new}
         return sorted(found.items())
 
-    def _note_written(self) -> None:
+    def _note_written(self, versions: list[int]) -> None:
         """Note a parameter that was written in memory that is about to be given up."""
-        versions = list(map(_get_version, self.params))
-        if versions != self._versions:
-            pairs = enumerate(zip(versions, self._versions, strict=True))
-            self.written = next(position for position, (now, before) in pairs if now != before)
-            self._versions = versions
-
-    def take_written(self) -> str | None:
-        """Return why the write into a parameter is lost, once, or None: it is no parameter's."""
-        position, self.written = self.written, None
-        assert position is not None, "there was one"
-        param = self.params[position]
-        return self.refusal(param, is_write=True) if isinstance(param, nn.Parameter) else None
+        pairs = enumerate(zip(versions, self._versions, strict=True))
+        position = next((position for position, (now, before) in pairs if now != before), None)
+        self._versions = versions
+        if position is not None:
+            param = self.params[position]
+            self.written = param if isinstance(param, nn.Parameter) else None
 
     def misplaced(self) -> int | None:
         """Return the position of a parameter whose ``data`` other code has replaced, or None.
 
-        One that was replaced while it was shown is returned once after that.
+        One that was replaced while it was shown is returned once, after that.
         """
         moved, self._moved = self._moved, None
         return self._find_moved() if moved is None else moved
 
     def _find_moved(self) -> int | None:
-        if not (self.is_shown or self._copies) and are_refused(self.read_params):
+        is_hidden = not (self.is_shown or self._copies)
+        if is_hidden and all(map(_REFUSED.made.__contains__, map(type, self.read_params))):
             return None  # else the objects were swapped, with their classes
-        with DisableTorchFunction() if self.is_closed else nullcontext():  # it is no read
+        with DisableTorchFunction():  # it is no read
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._shown.addresses
-        if self._copies and not self.is_shown:
-            slots = enumerate(self._shown.slots)
-            expected = [self._copies.get(position, hole).data_ptr() for position, hole in slots]
-        elif self._views.is_opaque:  # refilled, they have other addresses each time
+        if self._views.is_opaque:  # refilled, they have other addresses each time
             expected = list(map(Tensor.data_ptr, self._shown.slots))
         if found == expected:
             return None
         return next(i for i, address in enumerate(expected) if found[i] != address)
 
     def restore(self, position: int) -> bool:
-        """Make the parameter at ``position`` a view again, if its ``data`` was replaced.
-
-        Returns:
-            Whether it was.
-        """
-        tensor = self._shown.slots[position]
-        if not self.is_shown:
-            tensor = self._copies.get(position, tensor)
-        found = self.params[position]
+        """Make a parameter a view again, if its ``data`` was replaced. Return whether it was."""
+        tensor, found = self._shown.slots[position], self.params[position]
         with DisableTorchFunction():  # an address is no read
             is_replaced = (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape)
             if is_replaced:
@@ -594,25 +493,20 @@ class ShownParams:
     # ----------------------------------------------------------------- copies
 
     def copy_of(self, position: int) -> Tensor | None:
-        """Return the copy that the parameter at ``position`` is while hidden, if there is one."""
+        """Return the copy that a parameter is while hidden, if there is one."""
         return self._copies.get(position)
 
     def hold(self, position: int, copy: Tensor | None) -> Tensor:
-        """Make the parameter at ``position`` the ``copy`` of its values while hidden.
+        """Make a parameter the ``copy`` of its values while hidden. Return the copy in use.
 
-        Holders are counted: where there is a copy already, that one stays, and ``copy`` may be
-        None.
-
-        Returns:
-            The copy that is in use.
+        Holders are counted: a copy that is there stays, and ``copy`` may be None then.
         """
-        self._num_holders[position] = self._num_holders.get(position, 0) + 1
+        self._num_holders[position] += 1
         if position not in self._copies:
             assert copy is not None, "the first holder has the values"
             self._copies[position] = copy
             if not self.is_shown:
-                open_all(self._find_held())
-                self._set_memory(position, copy)
+                self.hide()
         return self._copies[position]
 
     def drop(self, position: int) -> None:
@@ -622,8 +516,10 @@ class ShownParams:
             return
         del self._copies[position]
         if not self.is_shown:
-            self._set_memory(position, self._views.placeholders.slots[position])
-            self._refuse_absent()
+            self._shown = self._hidden()
+            with DisableTorchFunction():  # a component may belong to a parameter that is refused
+                set_data(self.params[position], self._shown.slots[position])
+            refuse(self._absent())
 
     def write_copies(self, start: int, values: Tensor) -> None:
         """Overwrite copies as `zero_core.core.params.FlatParams.write` does the values."""
@@ -631,25 +527,6 @@ class ShownParams:
             slot = self._views.slots[position]
             first, last = max(start, slot.start), min(start + values.numel(), slot.stop)
             if first < last:
-                elements = self._views.to_elements(position, held)
+                elements = self._views.forms[position].to_elements(held)
                 part = elements[first - slot.start : last - slot.start]
                 part.copy_(values[first - start : last - start])
-
-    def _set_memory(self, position: int, memory: Tensor) -> None:
-        with DisableTorchFunction():  # a component may belong to a parameter that is refused
-            _SET_DATA(self.params[position], memory)
-
-    def _refuse_absent(self) -> None:
-        refused = self.read_params
-        if self._copies:
-            held = set(map(id, self._find_held()))
-            refused = [param for param in refused if id(param) not in held]
-        refuse(refused)
-
-    def _find_held(self) -> list[nn.Parameter]:
-        """Return the parameters whose values are all in copies."""
-        return [
-            param
-            for param, positions in zip(self.read_params, self._positions, strict=True)
-            if all(position in self._copies for position in positions)
-        ]

@@ -18,16 +18,18 @@ kept        ``full`` is in the arena for good, and the shard is a view of it. Th
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.queues import HostQueues
+from zero_core.comm.queues import HostQueues, Pending
 from zero_core.core import access
-from zero_core.core.pool import BufferPool, CopyStream, RefilledBuffers
+from zero_core.core.pool import BufferPool, CopyStream
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
 from zero_core.watch.place import UPDATE
@@ -38,9 +40,7 @@ _NO_VERSION = -1
 class ShardSource(ABC):
     """This rank's shard of a segment: on the device (`DeviceShard`) or offloaded.
 
-    Attributes:
-        span: the part of the local flat space whose update by the state tier the values wait for;
-            None if they are frozen.
+    Its values wait for the state tier's update of ``span`` in the local flat space: None if frozen.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardSource(ABC):
         self._tier = tier
 
     def is_updated(self) -> bool:
-        """Whether no update of the shard is under way, and none has failed."""
+        """Whether no update of the shard is under way or has failed."""
         return self.span is None or self._tier.are_params_ready(*self.span)
 
     def wait_update(self, *, is_beside: bool = False) -> None:
@@ -73,7 +73,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Return the shard, [shard_numel], not to be changed. Where it rests, so maybe a view."""
+        """Return the shard, [shard_numel], where it rests. It is not to be changed."""
 
     @abstractmethod
     def write(self, start: int, values: Tensor) -> None:
@@ -102,7 +102,6 @@ class DeviceShard(ShardSource):
     def gather(
         self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
     ) -> Work:
-        """See `ShardSource.gather`. ``is_beside`` as in `wait_update`."""
         self.wait_update(is_beside=is_beside)
         return self._communicator.all_gather(
             full, self._shard, self._segment, version=version, backward=backward
@@ -127,56 +126,36 @@ class Launcher:
 
     def begin(self) -> None:
         """Have the gathers that follow wait for what the caller's stream holds by now."""
-        wait = self._stream.after_readers()
-        if wait is not None:
-            wait()
+        self._stream.follow()
 
     def gather(self, source: DeviceShard, full: Tensor, *, version: int) -> Work:
-        """Have `DeviceShard.gather` called when the launches before have ended."""
-        found = _LateGather(source, full, version, self._stream)
-        found.launch = self._queue.launch(found.run, is_reduction=False)
-        return found
+        """Have ``source`` gather when the launches before have ended."""
+        gathers: list[Work] = []
 
+        def launch() -> None:
+            with self._stream:
+                gathers.append(source.gather(full, version=version, backward=False, is_beside=True))
 
-class _LateGather:
-    """A gather that a launcher starts. It ends after its launch."""
+        launched = self._queue.launch(launch, is_reduction=False)
 
-    launch: Work
+        def wait() -> None:
+            launched.wait()
+            gathers[0].wait()
 
-    def __init__(self, source: DeviceShard, full: Tensor, version: int, stream: CopyStream) -> None:
-        self.source = source
-        self._full = full
-        self._version = version
-        self._stream = stream
-        self._work: Work | None = None
-
-    def run(self) -> None:
-        with self._stream:
-            self._work = self.source.gather(
-                self._full, version=self._version, backward=False, is_beside=True
-            )
-
-    def wait(self) -> None:
-        self.launch.wait()
-        assert self._work is not None, "the launch has succeeded"
-        self._work.wait()
+        return Pending(wait)
 
 
 class FlatParams:
     """The values of one segment, in one of the states above.
 
     Attributes:
-        segment: the arithmetic.
-        shown: the parameters as programs see them.
-        params: those, in the order of the slots.
         full: [padded_numel], or None while sharded.
         version: grows when values may have changed, as far as this rank knows.
         is_kept: whether ``full`` is in the arena for good.
         is_exchanged: whether a gather is an exchange with other ranks.
-        source: this rank's shard.
-        rank: this rank.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
         publishing: a lock, held while values change and their exchange is launched; one per engine.
+        open_tail: opens the tail, if these are of it and sharded.
     """
 
     def __init__(
@@ -188,33 +167,32 @@ class FlatParams:
         device: torch.device,
         source: ShardSource,
         kept: Tensor | None,
-        pool: BufferPool | RefilledBuffers,
+        pool: BufferPool,
         has_remote_updates: bool,
     ) -> None:
         """Prepare. `adopt` then replaces the storage of the parameters.
 
-        Args:
-            kept: ``full`` if it is in the arena for good, else None: ``pool`` lends it.
-            has_remote_updates: whether other ranks update slices of it.
+        ``kept`` is ``full`` if it is in the arena for good, else ``pool`` lends it.
+        ``has_remote_updates``: whether other ranks update slices of it.
         """
         self.segment = segment
         self.shown = shown
         self.params = shown.params
         self._lock = threading.RLock()  # of waits: any thread may read
         self.publishing = threading.RLock()
+        self.open_tail: weakref.WeakMethod[Callable[[], None]] | None = None
         self.device = device
         self.full = kept
         self.is_kept = kept is not None
+        self.is_exchanged = segment.world_size > 1 and (not self.is_kept or has_remote_updates)
         self.version = 0
         self.rank = rank
         self.edited: set[int] = set()
         self.source = source
         self._pool = pool
-        self._needs_gather = not self.is_kept or has_remote_updates
-        self.is_exchanged = self._needs_gather and segment.world_size > 1
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
-        self._is_deferred = False  # reads wait for a gather that others are about to start
+        self._is_deferred = False
         access.register(self, shown.read_params)
 
     # ----------------------------------------------------------------- states
@@ -222,20 +200,14 @@ class FlatParams:
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
         """Start to gather the current values into ``full``, unless it holds them.
 
-        Where a host updates them, this blocks until it has.
-
-        Args:
-            exact: unquantized, whatever the collectives do otherwise.
-            backward: whether the gather serves a backward pass.
-
-        Raises:
-            CollectiveError: an older gather, ahead of a use that never came, has failed.
+        Where a host updates them, this blocks until it has. ``exact``: unquantized, whatever the
+        collectives do otherwise. ``backward``: whether the gather serves a backward pass.
         """
         if self._full_version == self.version:
             return
         if self._work is not None:
             self.finish_gather()  # an older one, started ahead and never used, may still write
-        if self._needs_gather:
+        if self.is_exchanged or not self.is_kept:
             if self.full is None:
                 index = self.segment.index
                 user = index if self.segment.is_opaque else (index, backward)
@@ -248,13 +220,13 @@ class FlatParams:
         self._full_version = self.version
 
     def publish(self, launcher: Launcher | None) -> None:
-        """Start to bring kept values up to date, behind their update.
+        """Start to exchange kept values, which are stale, behind their update.
 
         ``launcher`` starts the gather; None: this thread does, and waits for the update.
         """
         if launcher is None:
             self.gather()
-        elif self._full_version != self.version:
+        else:
             self.finish_gather()
             assert self.full is not None, "it is kept"
             assert isinstance(self.source, DeviceShard), "what is kept is on the device"
@@ -272,10 +244,10 @@ class FlatParams:
             self.shown.show(self.full)
 
     def finish_gather(self) -> None:
-        """Wait for the gather that is under way, if one is.
+        """Wait for the gather that is under way, if one is. If it fails, values are sharded again.
 
         Raises:
-            CollectiveError: it failed. The values are sharded again then.
+            CollectiveError: it failed.
         """
         work = self._work
         if work is None:
@@ -295,7 +267,7 @@ class FlatParams:
                 self._work = None
 
     def defer(self) -> None:
-        """Have reads wait for what others are about to gather, until `release`."""
+        """Have reads wait for a gather that others start, until `release`."""
         if not (self.is_kept or self.shown.is_shown):
             self._is_deferred = True
             self.shown.defer()
@@ -331,16 +303,18 @@ class FlatParams:
         self.shown.forget_marks()
         if not self.is_kept:
             return
-        if self._needs_gather or not self.source.is_updated():
+        if self.is_exchanged or not self.source.is_updated():
             self.shown.defer()
         else:
             self.gather()  # this blocks nobody: the device alone waits
-            self.shown.open()
-
-    # ------------------------------------------------------------------ access
+            self.wait()
 
     def await_values(self, param: nn.Parameter) -> None:
-        """Wait for the value of ``param``: see `zero_core.core.access.ValueHolder`."""
+        """Wait for the value of ``param``, which is deferred, and open it."""
+        open_tail = None if self.open_tail is None else self.open_tail()
+        if open_tail is not None:
+            open_tail()
+            return
         with self.publishing:
             pass  # another thread may be about to launch the gather
         with self._lock:
@@ -356,11 +330,6 @@ class FlatParams:
                 torch.accelerator.synchronize(self.device)
             self.wait()
 
-    def shown_of(self, param: nn.Parameter) -> access.ShownParams:
-        return self.shown
-
-    # ---------------------------------------------------------------- queries
-
     @property
     def is_current(self) -> bool:
         """Whether the parameters hold the current values."""
@@ -369,7 +338,7 @@ class FlatParams:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a gather of the current values has ended or is under way."""
+        """Whether a gather of the current values is under way or has ended."""
         return self._full_version == self.version
 
     def has_values_of(self, position: int) -> bool:
@@ -380,16 +349,9 @@ class FlatParams:
     def refresh(self) -> None:
         """Wait for kept values that are on their way. Starts no exchange with other ranks."""
         is_here = self.shown.why_refused is not access.AWAY
-        if self.is_kept and is_here and (self.is_gathered or not self._needs_gather):
+        if self.is_kept and is_here and (self.is_gathered or not self.is_exchanged):
             self.gather()
             self.wait()
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """The part of the segment that this rank stores."""
-        if self.is_kept:
-            return 0, self.segment.padded_numel
-        return self.segment.shard_range(self.rank)
 
     # ---------------------------------------------------------- from outside
 
@@ -411,12 +373,9 @@ class FlatParams:
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite values from element ``start`` of the segment on, where this rank has them.
 
-        The caller makes sure that no rank gathers, and calls `invalidate` if need be.
-
-        Args:
-            start: offset in the segment, in elements.
-            values: 1-D, any dtype (uint8 for a segment of bytes) and device, the same on every rank
-                that stores any of them.
+        ``values`` are 1-D, in any dtype (uint8 for a segment of bytes) and on any device, the same
+        on every rank that stores any of them. The caller makes sure that no rank gathers, and calls
+        `invalidate` if need be.
         """
         stop = start + values.numel()
         if self.full is not None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import storage_of
-from zero_core.layout.arithmetic import Segment
-from zero_core.layout.stored import dim_order, flatten, from_bytes, to_bytes, unflatten
+from zero_core.layout.arithmetic import ParamSpec, Segment
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """Allocates a 1-D tensor of a number of elements, uninitialised."""
@@ -53,17 +52,17 @@ class CopyStream:
         event = torch.accelerator.current_stream(self._device).record_event()
         return partial(self._stream.wait_event, event)
 
-    def filled_by(self, allocate: Allocate) -> Allocate:
-        """Return ``allocate`` for memory that this stream writes to and the current one reads."""
+    def follow(self) -> None:
+        """Have this stream wait for what the current stream holds by now."""
+        wait = self.after_readers()
+        if wait is not None:
+            wait()
 
-        def act(numel: int, dtype: torch.dtype) -> Tensor:
-            tensor = allocate(numel, dtype)
-            wait_for_past_users = self.after_readers()  # the memory may have had other users
-            if wait_for_past_users is not None:
-                wait_for_past_users()
-            return tensor
-
-        return act
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate memory that this stream writes to and the current one reads."""
+        tensor = torch.empty(numel, dtype=dtype, device=self._device)
+        self.follow()  # the memory may have had other users
+        return tensor
 
     def synchronize(self) -> None:
         if self._stream is not None:
@@ -71,39 +70,29 @@ class CopyStream:
 
 
 class Arena:
-    """Long-lived memory on one device, allocated once per kind, accounted for by name."""
+    """Long-lived memory on one device, allocated once: ``buffers`` by kind."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
-        self._buffers: dict[str, list[Tensor]] = {}
+        self.buffers: dict[str, list[Tensor]] = {}
 
     def allocate(
         self, kind: str, wanted: Mapping[int, tuple[torch.dtype, int]]
     ) -> dict[int, Tensor]:
-        """Allocate one buffer per dtype. Return a 1-D view of it for each key, uninitialised.
-
-        Args:
-            kind: the buffers' name in the report.
-            wanted: dtype and number of elements of each view. Views are in this order.
-        """
+        """Allocate a buffer per dtype. Return 1-D views of ``wanted`` dtypes and lengths."""
         found: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(dtype for dtype, _ in wanted.values()):
             sizes = {key: numel for key, (of, numel) in wanted.items() if of == dtype}
             buffer = self._allocate(sum(sizes.values()), dtype)
-            self._buffers.setdefault(kind, []).append(buffer)
+            self.buffers.setdefault(kind, []).append(buffer)
             found |= zip(sizes, torch.split(buffer, list(sizes.values())), strict=True)
         return found
-
-    @property
-    def buffers(self) -> Mapping[str, Sequence[Tensor]]:
-        """All buffers, by kind."""
-        return self._buffers
 
     def report(self) -> dict[str, int]:
         """Bytes by kind. An emptied storage has none."""
         return {
             kind: sum(min(b.nbytes, b.untyped_storage().nbytes()) for b in buffers)
-            for kind, buffers in self._buffers.items()
+            for kind, buffers in self.buffers.items()
         }
 
 
@@ -113,9 +102,9 @@ class BufferPool:
     A borrower fills a buffer from the stream that its last reader ran on (a collective first waits
     for the stream that launches it). `release` is given what other readers are to be waited for.
 
-    Each user gets the buffer that it had the last time, if that is free. So where steps are alike,
-    a user's memory has one address in all of them, as CUDA graphs need it. What is lent depends on
-    the order of the calls alone, not on which copies have ended: a plan can count the buffers.
+    Each user gets the buffer that it had the last time, if that is free: where steps are alike, a
+    user's memory has one address, as CUDA graphs need it. What is lent depends on the order of the
+    calls alone, not on which copies have ended: a plan can count the buffers.
     """
 
     def __init__(
@@ -128,12 +117,8 @@ class BufferPool:
     ) -> None:
         """Make a pool. Buffers are allocated when first needed.
 
-        Args:
-            allocate: makes a buffer.
-            buffer_bytes: bytes of each buffer.
-            num_spare: free buffers kept in reserve, so that a pending copy can finish before its
-                buffer is reused.
-            queue: fills buffers, too, and waits for the stream that released them.
+        ``num_spare`` free buffers are kept in reserve, so that a pending copy can finish before its
+        buffer is reused. ``queue`` fills buffers, too, and waits for the stream that released them.
         """
         self._queue = queue
         self._num_spare = num_spare
@@ -169,7 +154,6 @@ class BufferPool:
         return view
 
     def _add_buffer(self) -> int:
-        """Allocate a buffer and return its address."""
         with torch.inference_mode(False):  # it serves training too
             buffer = self._allocate(self.buffer_bytes, torch.uint8)
         address = buffer.data_ptr()
@@ -182,10 +166,7 @@ class BufferPool:
             self._free[self._add_buffer()] = None
 
     def free(self, *, keep: int = 0) -> None:
-        """Free unused buffers, but keep ``keep`` in all, those used last.
-
-        New ones are allocated when they are needed.
-        """
+        """Free unused buffers, but keep ``keep`` in all, those used last."""
         for address, readers in list(self._free.items()):
             if len(self._all) <= keep:
                 return
@@ -208,71 +189,15 @@ class BufferPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the pool holds, free or not."""
         return len(self._all) * self.buffer_bytes
 
 
-class RefilledBuffers:
-    """One buffer per user, whose storage stays the same object while its bytes are freed.
-
-    For components: a quantizer's kernel may keep a view of a gathered weight from forward to
-    backward, where no hook of autograd sees it (bitsandbytes does). In a `BufferPool` it would show
-    another unit's values then. Here it shows its own as soon as the unit is gathered again. FSDP2
-    refills all storages in this way. On a CPU fresh pages cost time, so the others are pooled.
-    """
-
-    def __init__(
-        self, device: torch.device, buffer_bytes: int, *, queue: CopyStream | None = None
-    ) -> None:
-        """Create it without memory. ``buffer_bytes``, ``queue``: as for `BufferPool`."""
-        self._device = device
-        self._queue = queue
-        self._of: dict[Hashable, Tensor] = {}
-        self._lent_bytes = 0
-        self.buffer_bytes = buffer_bytes
-        self.allocated_bytes = 0
-        """The most bytes that were lent at a time."""
-
-    def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
-        """Borrow ``user``'s buffer of ``numel`` elements. Contents undefined."""
-        buffer = self._of.get(user)
-        if buffer is None:
-            with torch.inference_mode(False):  # it serves training too
-                buffer = torch.empty(numel, dtype=dtype, device=self._device)
-            self._of[user] = buffer
-        elif not buffer.untyped_storage().nbytes():
-            buffer.untyped_storage().resize_(numel * dtype.itemsize)
-        wait = None if self._queue is None else self._queue.after_readers()
-        if wait is not None:
-            wait()  # the memory may have had other users
-        self._lent_bytes += buffer.nbytes
-        self.allocated_bytes = max(self.allocated_bytes, self._lent_bytes)
-        return buffer
-
-    def release(self, buffer: Tensor) -> None:
-        """Free the bytes of what was borrowed."""
-        self._lent_bytes -= buffer.nbytes
-        buffer.untyped_storage().resize_(0)
-
-    def reserve(self, num_buffers: int) -> None:
-        """Do nothing: memory is allocated for each use."""
-
-    def free(self, *, keep: int = 0) -> None:
-        """Do nothing: what is not lent has no memory."""
-
-
 class BufferViews(NamedTuple):
-    """Views of one buffer.
+    """Views of one buffer."""
 
-    Attributes:
-        slots: one per parameter, in its shape and with its strides.
-        gaps: of what belongs to no parameter.
-        addresses: of ``slots``, as they were when the views were made.
-    """
-
-    slots: list[Tensor]
-    gaps: list[Tensor]
-    addresses: list[int]
+    slots: list[Tensor]  # one per parameter, in its shape and with its strides
+    gaps: list[Tensor]  # what belongs to no parameter
+    addresses: list[int]  # of ``slots``, as they were when the views were made
 
 
 class SegmentViews:
@@ -283,21 +208,18 @@ class SegmentViews:
 
     Attributes:
         is_opaque: whether the buffers hold bytes: components of quantized parameters.
-        slots: the places of the parameters in a buffer.
+        forms: what the parameters of the slots look like; their names are another segment's.
         placeholders: what parameters are views of while no buffer holds them.
     """
 
-    def __init__(self, segment: Segment, params: Sequence[Tensor], device: torch.device) -> None:
-        """Prepare for buffers of ``segment``'s length, and make the placeholders on ``device``."""
+    def __init__(self, segment: Segment, forms: Sequence[ParamSpec], device: torch.device) -> None:
         self.is_opaque = segment.is_opaque
         self.slots = segment.slots
-        # What parameters and components look like, as the model knows them.
-        self._forms = [(p.dtype, p.shape, dim_order(p)) for p in params]
+        self.forms = forms
         self._gaps = list(segment.gaps())
         self._found: dict[tuple[int, torch.dtype], BufferViews] = {}
-        dtypes = [p.dtype if self.is_opaque else segment.dtype for p in params]
-        hole_of = {dtype: _hole(dtype, device) for dtype in dict.fromkeys(dtypes)}
-        holes = [hole_of[d].expand(p.shape) for d, p in zip(dtypes, params, strict=True)]
+        hole_of = {dtype: _hole(dtype, device) for dtype in {form.dtype for form in forms}}
+        holes = [hole_of[form.dtype].expand(form.shape) for form in forms]
         self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
 
     def forget(self) -> None:
@@ -311,26 +233,14 @@ class SegmentViews:
         found = self._found.get(key)
         if found is None:
             with torch.inference_mode(False):  # they serve training too
-                slots = self._slots_of(full)
+                slots = [
+                    form.to_values(full[slot.start : slot.stop])
+                    for form, slot in zip(self.forms, self.slots, strict=True)
+                ]
                 gaps = [full[start:stop] for start, stop in self._gaps]
             addresses = list(map(Tensor.data_ptr, slots))
             found = self._found[key] = BufferViews(slots, gaps, addresses)
         return found
-
-    def _slots_of(self, full: Tensor) -> list[Tensor]:
-        return [self.to_values(i, full[s.start : s.stop]) for i, s in enumerate(self.slots)]
-
-    def to_values(self, position: int, elements: Tensor) -> Tensor:
-        """Return the ``elements`` of a slot, 1-D, as a view like its parameter."""
-        dtype, shape, order = self._forms[position]
-        if self.is_opaque:
-            return from_bytes(elements, dtype, shape, order)
-        return unflatten(elements, shape, order)
-
-    def to_elements(self, position: int, values: Tensor) -> Tensor:
-        """Return ``values`` like a parameter, 1-D as its slot has them: a view where it can be."""
-        order = self._forms[position][-1]
-        return to_bytes(values, order) if self.is_opaque else flatten(values, order)
 
 
 def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -47,10 +47,9 @@ from zero_core.core.params import FlatParams
 
 
 class Hints(Protocol):
-    """Announces units to the parameter tier: `zero_core.sharded.param_offload.PrefetchHints`."""
+    """Announces the units after one in use: `zero_core.sharded.param_offload.PrefetchHints`."""
 
-    def announce(self, unit: int, *, backward: bool) -> None:
-        """Announce the units after ``unit``, which is in use."""
+    def announce(self, unit: int, *, backward: bool) -> None: ...
 
 
 class Unit:
@@ -58,17 +57,11 @@ class Unit:
 
     Attributes:
         index: 0 for the root, which holds what belongs to no block; then blocks in the order of
-            the module tree, then the tail, if there is one.
-        name: its module's, for messages.
-        params: the flat parameters of its segments.
-        grads: the flat gradients of its trainable segments.
-        is_root: whether it is the root.
-        is_tail: whether it is the tail, which is used after the blocks.
-        is_block: whether it is neither; the other two stay gathered from forward to backward.
+            the module tree, then the tail, which is used after the blocks, if there is one.
+        is_block: whether it is neither root nor tail, which stay gathered from forward to backward.
         is_exchanged: whether its values come from other ranks. All ranks must then gather it at
             the same place in the order of collectives.
-        hints: announces to the parameter tier which units come next; None if nothing is
-            offloaded.
+        hints: announces the units that come next; None if nothing is offloaded.
     """
 
     def __init__(
@@ -93,15 +86,12 @@ class Unit:
         self._trainable = [p for g in grads for p in g.params]
 
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
-        """Start to gather the current values. See `FlatParams.gather`."""
+        """Start to gather the current values: see `FlatParams.gather`."""
         for flat in self.params:
             flat.gather(exact=exact, backward=backward)
 
     def count_trainable(self) -> int:
-        """Count the parameters that require a gradient now.
-
-        A backward brings one gradient for each.
-        """
+        """Count the parameters that require a gradient now. A backward brings one for each."""
         return sum(find_trainable(self._trainable))
 
     def is_updated(self) -> bool:

@@ -24,10 +24,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
-
 from zero_core.comm.communicator import Communicator
-from zero_core.core import access
 from zero_core.core.order import Prefetch
 from zero_core.core.params import FlatParams, Launcher
 from zero_core.core.saved import SavedWeights
@@ -36,50 +33,22 @@ from zero_core.layout.arithmetic import Segment
 from zero_core.object_methods import SuspendableHooks
 
 
-class _TailReads:
-    """Waits for the tail as a forward does, for whoever reads it before."""
-
-    def __init__(self, units: UnitSet, tail: Unit) -> None:
-        self._units = weakref.ref(units)
-        self._shown = {id(p): flat.shown for flat in tail.params for p in flat.shown.read_params}
-        self._lock = threading.RLock()
-        access.register(self, [p for flat in tail.params for p in flat.shown.read_params])
-
-    def await_values(self, param: nn.Parameter) -> None:
-        """Wait for the tail: see `zero_core.core.access.ValueHolder`."""
-        units = self._units()
-        assert units is not None, "it holds this object"
-        with self._lock:
-            units.open_tail()
-
-    def shown_of(self, param: nn.Parameter) -> access.ShownParams:
-        return self._shown[id(param)]
-
-
 class UnitSet:
     """Gathers and releases units. See the notes above.
 
     Attributes:
         units: the root first, then blocks in the order of the module tree, then the tail.
-        blocks: the units but the root and the tail.
-        tail: what is used after the blocks, or None.
         has_sharded_params: whether gathered values are released after use (stage 3).
         ready: indices of the units whose parameters hold the current values. The tail is in it only
             once the forward under way has waited for it.
         current: the block in use.
-        saved: what autograd saves of gathered units.
-        prefetch: units that are gathered ahead of others.
         stay_gathered: indices of units that stay gathered after a forward.
         part_hooks: gather the block of a part that is called by itself. They are suspended while
             all blocks stay gathered: a forward for one token calls many small modules.
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        communicator: Communicator,
-        *,
-        has_sharded_params: bool,
+        self, units: Sequence[Unit], communicator: Communicator, *, has_sharded_params: bool
     ) -> None:
         self.units = tuple(units)
         self.blocks = tuple(unit for unit in units if unit.is_block)
@@ -92,8 +61,10 @@ class UnitSet:
         self.stay_gathered: frozenset[int] = frozenset()
         self.part_hooks = SuspendableHooks()
         self._communicator = communicator
+        self._opening_tail = threading.RLock()
         if self.tail is not None and has_sharded_params:
-            self._tail_reads = _TailReads(self, self.tail)
+            for flat in self.tail.params:
+                flat.open_tail = weakref.WeakMethod(self.open_tail)
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
@@ -109,8 +80,8 @@ class UnitSet:
     def go_to(self, unit: Unit, *, backward: bool) -> None:
         """Gather ``unit`` and its successors, and release its predecessor.
 
-        Wait for a block alone: the root's gather goes on, as the first block's and the tail's are
-        launched before it is waited for.
+        Wait for a block alone: the first block's gather and the tail's are launched before the
+        root's is waited for.
         """
         index = unit.index
         if unit.is_block:
@@ -148,22 +119,20 @@ class UnitSet:
             flat.defer()
 
     def open_tail(self) -> None:
-        """Wait for the tail."""
+        """Wait for the tail, as a forward does or whoever reads it before, in any thread."""
         if self.tail is not None and self.tail.index not in self.ready:
-            self.tail.gather()
-            self.wait(self.tail)
+            with self._opening_tail:
+                self.tail.gather()
+                self.wait(self.tail)
 
     def gather_exact(self, unit: Unit) -> None:
-        """Gather ``unit`` now, unquantized, unless its current values are gathered already.
-
-        Then they may be quantized: release it first.
-        """
+        """Gather ``unit`` now, unquantized. One that is gathered stays: quantized, perhaps."""
         if unit.index not in self.ready:
             unit.gather(exact=True)
             self.wait(unit)
 
     def wait(self, unit: Unit) -> None:
-        """Wait until the parameters of ``unit``, which is being gathered, hold its values."""
+        """Wait for ``unit``, which is being gathered."""
         if unit.index in self.ready:
             return
         for flat in unit.params:
@@ -188,19 +157,16 @@ class UnitSet:
                 self.saved.gathered.pop(flat.full.data_ptr(), None)
             flat.release()
 
-    def release_all(self) -> None:
-        """Release every unit, the root and the tail included."""
-        self._release_but(frozenset())
-
     def release_resharded(self) -> None:
         """Release every unit that does not stay after a forward without gradients."""
-        self._release_but(self.stay_gathered)
+        self.release_all(self.stay_gathered)
         if self.stay_gathered and self.stay_gathered & self.ready >= {
             unit.index for unit in self.blocks
         }:
             self.part_hooks.suspend()
 
-    def _release_but(self, stays: frozenset[int]) -> None:
+    def release_all(self, stays: frozenset[int] = frozenset()) -> None:
+        """Release every unit but those that ``stays`` has, the root and the tail included."""
         self.saved.release_references()
         self.current = self.saved.entered = None
         self.prefetch.ahead.clear()
@@ -211,8 +177,8 @@ class UnitSet:
     def set_stay_gathered(self, units: frozenset[int]) -> None:
         """Keep ``units``, by index, gathered after a forward, until a backward or `release_all`.
 
-        Every rank must set the same ones, between two forwards. Units that were among them and are
-        not any more are released.
+        Every rank must set the same ones, between two forwards. Others that were among them are
+        released.
         """
         left, self.stay_gathered = self.stay_gathered - units, units
         for index in sorted(left):
@@ -231,7 +197,6 @@ class UnitSet:
 
     @property
     def has_full_params(self) -> bool:
-        """Whether a `full_params` is open."""
         return self._full_params_depth > 0
 
     def vacate(self) -> None:
@@ -252,9 +217,9 @@ class UnitSet:
         self.ready.discard(segment.unit)
 
     def values_changed(self, flats: Iterable[FlatParams] | None = None) -> None:
-        """Note that shards hold new values, and publish them. Every rank must call it.
+        """Note that shards, those of ``flats`` or all, hold new values, and publish them.
 
-        ``flats``: whose values are meant; None: all.
+        Every rank must call it.
         """
         with self._publishing:
             if not self.part_hooks.handles:

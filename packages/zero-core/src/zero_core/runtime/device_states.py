@@ -206,8 +206,9 @@ class DeviceStates:
                     "module.to(), module.double(), param.data = ... or param.set_(): the engine "
                     f"would not follow it. Cast and move a model before build(). {_ADVICE}"
                 )
-            if shown.written is not None and (lost := shown.take_written()) is not None:
-                raise RuntimeError(lost)
+            if (written := shown.written) is not None:
+                shown.written = None
+                raise RuntimeError(shown.refusal(written, is_write=True))
         for param in self._frozen:
             if param.requires_grad:
                 raise RuntimeError(

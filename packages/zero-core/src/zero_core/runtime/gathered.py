@@ -14,14 +14,27 @@ were changed are overwritten: one that was not touched keeps the bits that its r
 [Note: small parameters]
 `GatheredCalls.keep_small_params` has copies of small parameters held between the uses of their
 units, filled from the shards in one exchange of bytes. Forward and backward use the gathered unit.
+
+[Note: parameters saved between two gathers]
+A forward may use a parameter within `gathered` alone, of this engine or of another one: a teacher's
+head in a fused loss. Torch saves what an ``autograd.Function`` names after its forward has
+returned, when the context may have ended: the parameter is a placeholder then, or a copy that is
+about to go. So it is saved by reference (`_Reference`), and gathered again when backward unpacks
+it, to the end of that backward. Every rank must unpack it, as it must enter `gathered`. What is
+computed within `gathered` alone, outside of a forward (a penalty of the weights), is watched
+likewise: `GatheredParams._watching`.
 """
 
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +43,7 @@ from zero_core._torch import is_in_backward
 from zero_core.config import Config
 from zero_core.core.params import FlatParams
 from zero_core.core.passes import Passes
+from zero_core.core.saved import SavedParam, SavedWeights
 from zero_core.core.unit import Unit
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import ParamSpec
@@ -110,6 +124,48 @@ class _FullParam(NamedTuple):
     tensor: Tensor  # the values, in the parameter's shape, which it is a view of
 
 
+_holders: WeakSet[GatheredParams] = WeakSet()  # of all engines
+
+
+def _refer(param: nn.Parameter) -> _Reference | None:
+    """Return a reference to ``param``, None if no engine shards it."""
+    for holder in _holders:
+        version = holder.version_of(param)
+        if version is not None:
+            return _Reference(param, holder, version)
+    return None
+
+
+@dataclass(frozen=True)
+class _Reference(SavedParam):
+    """A parameter that autograd saved, or a view of its memory, and the version of its values."""
+
+    param: nn.Parameter
+    holder: GatheredParams
+    version: int
+    # dtype, shape and strides of the view, and the bytes before it
+    view: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
+
+    def gather(self, saved: SavedWeights) -> Tensor:
+        param = self.param
+        if self.holder.version_of(param) != self.version:
+            raise RuntimeError(
+                "backward of a forward that ran before the last step or load: a parameter of "
+                f"shape {tuple(param.shape)} has changed since; run the forward again"
+            )
+        if id(param) not in saved.referenced:
+            saved.references.enter_context(self.holder.some_params([param], None))
+            saved.referenced.add(id(param))
+        # create_graph: nodes of this backward save the tensor without our hooks, and outlive it.
+        found = param.data.clone() if torch.is_grad_enabled() else param.data
+        if self.view is None:
+            return found
+        dtype, shape, stride, nbytes_before = self.view
+        whole = found.view(dtype)
+        offset = whole.storage_offset() + nbytes_before // whole.element_size()
+        return whole.as_strided(shape, stride, offset)
+
+
 class GatheredParams:
     """Implementation of `GatheredCalls`."""
 
@@ -122,6 +178,8 @@ class GatheredParams:
         # Of each open context, versions of what it only reads, by id of the parameter.
         self._reading: list[dict[int, int]] = []
         self._edited: set[int] = set()  # ids of parameters that a context may change
+        self._units.saved.refer = _refer
+        _holders.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -141,6 +199,7 @@ class GatheredParams:
             self.small.refresh()
 
     def remove(self) -> None:
+        _holders.discard(self)
         if self.small is not None:
             self.small.remove()
 
@@ -200,9 +259,8 @@ class GatheredParams:
         # A graph that is made within, outside of a forward, outlives the values.
         watched = [p.param for p in lost if isinstance(p.param, nn.Parameter)]
         is_watching = watched and not self._passes.is_running and torch.is_grad_enabled()
-        saved, backward = self._units.saved, self._passes.backward
         try:
-            with saved.watching_gathered(watched, self, backward) if is_watching else nullcontext():
+            with self._watching(watched) if is_watching else nullcontext():
                 yield
             if modifier_rank is not None:
                 self._spread(full, modifier_rank, values_before)
@@ -223,6 +281,28 @@ class GatheredParams:
                 self._edited.difference_update(id(p.param) for p in full)
             for param in full:
                 param.flat.shown.restore(param.position)
+
+    def _watching(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Save by reference what autograd saves of ``params`` within."""
+        with torch.no_grad():
+            spans = sorted(
+                (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n)
+                for n, p in enumerate(params)
+            )
+        starts = [start for start, _, _ in spans]
+
+        def pack(tensor: Tensor) -> Tensor | _Reference:
+            place = bisect_right(starts, tensor.data_ptr()) - 1
+            if place < 0 or tensor.data_ptr() >= spans[place][1]:
+                return tensor if tensor.is_leaf else tensor.detach()
+            start, _, number = spans[place]
+            version = self.version_of(params[number])
+            assert version is not None, "it is sharded"
+            view = tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() - start
+            return _Reference(params[number], self, version, view)
+
+        unpack = partial(self._units.saved.unpack, self._passes.backward)
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @torch.no_grad()
     def _spread(self, full: list[_FullParam], rank: int, before: list[Tensor]) -> None:

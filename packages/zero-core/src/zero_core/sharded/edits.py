@@ -19,10 +19,12 @@ is not seen if these do not write it too.
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import wait
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,35 @@ from zero_core.core.facts import Facts
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import Piece
 from zero_core.sharded.sharded_state import MASTER, ShardedState
+
+
+class _Watched:
+    """Base of the classes of open parameters whose ``data`` is noted when it is read or set."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Any:
+        """The memory of the parameter, which the reader may write to."""
+        access.aliased.add(id(self))
+        return access.get_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        access.aliased.add(id(self))
+        access.set_data(self, value)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        watched = type(self)
+        access.use_class([self], _unwatched(watched))
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            access.use_class([self], watched)
+
+
+def _unwatched(watched: type) -> type:
+    return watched.__mro__[watched.__mro__.index(_Watched) + 1]
 
 
 class Edits(Extension):
@@ -51,12 +82,17 @@ class Edits(Extension):
         """Mark what is written from now on, until `remove`."""
         for flat in self._kept:
             if flat.shown.has_masters_apart:
-                access.watch(flat.shown.read_params)
+                for param in flat.shown.read_params:
+                    watched = access.derive(_Watched, access.own_class(param))
+                    access.use_class([param], watched)
             flat.shown.forget_marks()
 
     def remove(self) -> None:
         for flat in self._kept:
-            access.stop_watching(flat.shown.read_params)
+            for param in flat.shown.read_params:
+                own = access.own_class(param)
+                if issubclass(own, _Watched):
+                    access.use_class([param], _unwatched(own))
 
     def is_marked(self, name: str) -> bool:
         return name in self._marked

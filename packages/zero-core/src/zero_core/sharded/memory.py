@@ -23,15 +23,14 @@ from zero_core.core.pool import (
     Arena,
     BufferPool,
     CopyStream,
-    RefilledBuffers,
     SegmentViews,
+    Wait,
     allocator,
 )
 from zero_core.core.unit import Unit
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
 from zero_core.layout.gradient_plan import GradientPlan, plan_segment_gradient
-from zero_core.layout.stored import dim_order
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
 from zero_core.sharded.changes.log import ChangeLog
 from zero_core.sharded.param_offload import (
@@ -42,6 +41,48 @@ from zero_core.sharded.param_offload import (
 )
 
 _NUM_SPARE = 2  # buffers whose copies to the host may be under way when the next one is needed
+
+
+class RefilledBuffers(BufferPool):
+    """One buffer per user, whose storage stays the same object while its bytes are freed.
+
+    For components: a quantizer's kernel may keep a view of a gathered weight from forward to
+    backward, where no hook of autograd sees it (bitsandbytes does). In other pools it would show
+    another unit's values then. Here it shows its own as soon as the unit is gathered again. FSDP2
+    refills all storages in this way. On a CPU fresh pages cost time, so the others are pooled.
+    """
+
+    def __init__(
+        self, device: torch.device, buffer_bytes: int, *, queue: CopyStream | None = None
+    ) -> None:
+        super().__init__(allocator(device), buffer_bytes, queue=queue)
+        self._of: dict[Hashable, Tensor] = {}
+        self._lent_bytes = 0
+        self._most_bytes = 0  # that were lent at a time
+
+    def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
+        buffer = self._of.get(user)
+        if buffer is None:
+            with torch.inference_mode(False):  # it serves training too
+                buffer = self._of[user] = self._allocate(numel, dtype)
+        elif not buffer.untyped_storage().nbytes():
+            buffer.untyped_storage().resize_(numel * dtype.itemsize)
+        if self._queue is not None:
+            self._queue.follow()  # the memory may have had other users
+        self._lent_bytes += buffer.nbytes
+        self._most_bytes = max(self._most_bytes, self._lent_bytes)
+        return buffer
+
+    def release(self, view: Tensor, readers: Wait | None = None) -> None:
+        self._lent_bytes -= view.nbytes
+        view.untyped_storage().resize_(0)
+
+    def reserve(self, num_buffers: int) -> None:
+        """Do nothing: memory is allocated for each use."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._most_bytes
 
 
 class Pools:
@@ -68,7 +109,7 @@ class Pools:
         self._private = allocator(device)
         self._stream = stream
         self._num_spare = _NUM_SPARE if is_accelerated else 0  # elsewhere copies have ended
-        self._pools: list[tuple[str, BufferPool | RefilledBuffers, int]] = []
+        self._pools: list[tuple[str, BufferPool, int]] = []
 
     def split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
         """Split segments into root, blocks and tail, whose buffers are in use for other times."""
@@ -100,14 +141,14 @@ class Pools:
 
     def make_for_values(
         self, gathered: Collection[int], offloaded: Collection[int]
-    ) -> dict[int, tuple[BufferPool | RefilledBuffers, BufferPool | None]]:
+    ) -> dict[int, tuple[BufferPool, BufferPool | None]]:
         """Return what lends gathered values, and fetched shards if any are, by segment."""
-        found: dict[int, tuple[BufferPool | RefilledBuffers, BufferPool | None]] = {}
+        found: dict[int, tuple[BufferPool, BufferPool | None]] = {}
         allocate, stream = self._private, self._stream
         for part in self.split(self._layout.segments):
             plain = [s for s in part if not s.is_opaque]
             kind = "gathered units"
-            filled = allocate if stream is None else stream.filled_by(allocate)
+            filled = allocate if stream is None else stream.allocate
             nbytes = [s.padded_numel * s.dtype.itemsize for s in plain]
             num_at_once = _num_at_once([s for s in plain if s.index in gathered])
             full = self._make(kind, filled, nbytes, num_at_once, queue=stream)
@@ -323,7 +364,7 @@ class Memory:
                 communicator,
                 tier,
                 self.spans[index],
-                self._views_of(segments[index], params[index].params),
+                self._views_of(segments[index]),
                 arithmetic,
             )
             for index, of_segment in buffers.items()
@@ -365,7 +406,7 @@ class Memory:
         here = set(map(id, params))
         shown = ShownParams(
             params,
-            self._views_of(segment, params),
+            self._views_of(segment),
             [self._layout.params[slot.param].name for slot in segment.slots],
             [q for q in self._found.quantized if not here.isdisjoint(map(id, q.components))],
             rank=self._rank,
@@ -384,14 +425,15 @@ class Memory:
             and self._layout.world_size > 1,
         )
 
-    def _views_of(self, segment: Segment, params: Sequence[Tensor]) -> SegmentViews:
+    def _views_of(self, segment: Segment) -> SegmentViews:
+        specs = [self._layout.params[slot.param] for slot in segment.slots]
         slots = [
-            (slot.start, slot.stop, p.shape, dim_order(p))
-            for slot, p in zip(segment.slots, params, strict=True)
+            (slot.start, slot.stop, spec.shape, spec.order)
+            for slot, spec in zip(segment.slots, specs, strict=True)
         ]
         key = segment.index if segment.is_opaque else (segment.dtype, segment.padded_numel, *slots)
         if key not in self._views:
-            self._views[key] = SegmentViews(segment, params, self.device)
+            self._views[key] = SegmentViews(segment, specs, self.device)
         return self._views[key]
 
     def allocate_gradients(

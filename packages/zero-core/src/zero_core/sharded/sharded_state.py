@@ -297,8 +297,11 @@ class ShardedState:
             if segment.is_trainable:
                 continue
             values = self.params[segment.index]
+            here = segment.shard_range(values.rank)
+            if values.is_kept:
+                here = 0, segment.padded_numel
             for slot in segment.slots:
-                low, high = slot.common(*values.stored)
+                low, high = slot.common(*here)
                 if low < high:
                     write = partial(values.edit, slot.start + low)
                     yield write, self.layout.params[slot.param], low, high

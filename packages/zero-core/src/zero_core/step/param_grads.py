@@ -291,13 +291,13 @@ def _of_param(grads: FlatGrads, position: int) -> Tensor:
     """
     slot = grads.segment.slots[position]
     with torch.inference_mode(False), torch.no_grad():
-        return grads.views.to_values(position, grads.covered()[slot.start : slot.stop])
+        return grads.views.forms[position].to_values(grads.covered()[slot.start : slot.stop])
 
 
 def _elements(grads: FlatGrads, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
     """Return ``changes`` by position as elements of the segment, each from a start on."""
-    slots, to_elements = grads.segment.slots, grads.views.to_elements
-    return [(slots[at].start, to_elements(at, grad)) for at, grad in changes.items()]
+    slots, forms = grads.segment.slots, grads.views.forms
+    return [(slots[at].start, forms[at].to_elements(grad)) for at, grad in changes.items()]
 
 
 def _checksum(values: Tensor) -> Tensor:
