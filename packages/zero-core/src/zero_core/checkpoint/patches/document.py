@@ -6,7 +6,7 @@ former. A parameter, or a buffer, that changed is a `PatchedTensor`. Its pieces 
 flattened elements: those that one rank held. A piece has two tensors, named by its number:
 ``NUMBER.positions``, uint8, which positions in the piece have changed; and ``NUMBER.values``, their
 new values in the order of the positions, or the lowest bits of these: see
-`zero_core.sharded.changes.positions`. Its crc32 is that of both as they were written, and of the
+`zero_core.sharded.changes`. Its crc32 is that of both as they were written, and of the
 new values: so a receiver whose values are others than those of its version is found out.
 """
 
@@ -31,7 +31,7 @@ from zero_core.checkpoint.safetensors_files import (
     read_open,
 )
 from zero_core.errors import CheckpointCorruptError, CheckpointError, PatchGapError
-from zero_core.sharded.changes.positions import Form, Kind, decode, from_low_bits
+from zero_core.sharded.changes import Form, Kind, decode, from_low_bits
 
 _METADATA_KEY = "zero_patch"
 _CHECKSUM_KEY = "crc32"

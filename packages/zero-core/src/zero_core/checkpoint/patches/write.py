@@ -29,7 +29,7 @@ from zero_core.checkpoint.storage import no_room
 from zero_core.core.extension import Extension
 from zero_core.errors import CheckpointError, PatchGapError
 from zero_core.layout.arithmetic import Segment
-from zero_core.sharded.changes.positions import Form, Kind, encode, form_of, to_low_bits
+from zero_core.sharded.changes import Form, Kind, encode, form_of, to_low_bits
 from zero_core.sharded.sharded_state import ShardedState
 
 _NONE = torch.empty(0, dtype=torch.uint8)
