@@ -135,4 +135,4 @@ def wrap_forwards(
     """
     keys = site.config.extension_keys
     found = [WRAPPERS[k](site, passes, modules, host_inputs) for k in keys if k in WRAPPERS]
-    return found + hook_components(passes, modules, site.state.quantized)
+    return found + hook_components(passes, modules, site.state)
