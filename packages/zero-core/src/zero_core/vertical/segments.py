@@ -58,7 +58,6 @@ class PartialGrads:
         self._leaving: list[tuple[Tensor, HostCopy]] = []
 
     def put(self, number: int, param: int, grad: Tensor) -> None:
-        """Set the sum so far of micro-batch ``number``."""
         self._grads[number][param] = grad
 
     def discard(self, number: int, param: int) -> None:
@@ -68,8 +67,7 @@ class PartialGrads:
         """Return the sum so far, None without one. It stays on its own device to the turn's end."""
         found = self._grads[number].get(param)
         if isinstance(found, HostCopy):
-            assert self._copies is not None, "they made it"
-            found = self._grads[number][param] = self._copies.take(found)
+            found = self._grads[number][param] = found.copies.take(found)
         return found
 
     def take_all(self, number: int) -> Iterator[tuple[int, Tensor]]:
@@ -82,29 +80,28 @@ class PartialGrads:
 
     def prefetch(self, number: int, params: Iterable[int]) -> None:
         """Begin to copy back what waits on the host of the gradients of ``params``."""
-        if self._copies is not None:
-            for param in params:
-                if isinstance(found := self._grads[number].get(param), HostCopy):
-                    self._copies.fetch(found)
+        for param in params if self._copies is not None else ():
+            if isinstance(found := self._grads[number].get(param), HostCopy):
+                found.copies.fetch(found)
 
     def end_turn(self, number: int) -> None:
         """Begin to copy down what can be moved."""
-        if self._copies is not None:
-            self.settle()
-            grads = self._grads[number]
-            for param, grad in grads.items():
-                if isinstance(grad, Tensor):
-                    stored = self._copies.store(grad, len(self._grads))
-                    if stored is not None:
-                        self._leaving.append((grad, stored))
-                        grads[param] = stored
+        if self._copies is None:
+            return
+        self.settle()
+        grads = self._grads[number]
+        for param, grad in grads.items():
+            if isinstance(grad, Tensor):
+                stored = self._copies.store(grad, len(self._grads))
+                if stored is not None:
+                    self._leaving.append((grad, stored))
+                    grads[param] = stored
 
     def settle(self) -> None:
         """Drop what is being copied down, once the current stream has waited for that."""
-        if self._copies is not None:
-            for _, stored in self._leaving:
-                self._copies.wait(stored)
-            self._leaving.clear()
+        for _, stored in self._leaving:
+            stored.copies.wait(stored)
+        self._leaving.clear()
 
 
 class SegmentCrossing(Exception):
