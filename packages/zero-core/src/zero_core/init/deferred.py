@@ -266,8 +266,8 @@ class Recording(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, real, tree)
 
 
-# The modules made under deferred_init(), each with what was recorded of it.
-_recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
+recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
+"""What was recorded of each module that was made under `deferred_init`."""
 
 
 @contextmanager
@@ -289,7 +289,7 @@ def deferred_init() -> Iterator[None]:
         yield
     for module in modules:
         recording.note_versions(module)
-        _recordings[module] = recording
+        recordings[module] = recording
 
 
 @contextmanager
@@ -321,11 +321,6 @@ def is_recorded_innermost() -> bool:
     """Return whether `recorded` is the innermost of torch's modes, and so can be left now."""
     is_last = isinstance(current_dispatch_mode(), Recording)
     return is_last and isinstance(_get_current_function_mode(), _OnCpu)  # type: ignore[no-untyped-call]
-
-
-def recordings_of(model: nn.Module) -> list[Recording]:
-    found = {id(r): r for m in model.modules() if (r := _recordings.get(m)) is not None}
-    return list(found.values())
 
 
 class _OnCpu(TorchFunctionMode):

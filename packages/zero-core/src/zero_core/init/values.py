@@ -32,7 +32,7 @@ from zero_core.core import access
 from zero_core.core.params import FlatParams
 from zero_core.core.pool import BufferPool, allocator
 from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
-from zero_core.init.deferred import recordings_of, zeroed
+from zero_core.init.deferred import recordings, zeroed
 from zero_core.layout.discovery import Discovered, compute_dtype
 from zero_core.layout.stored import is_partitioned, is_same_memory
 from zero_core.lifecycle import Ownership
@@ -142,7 +142,7 @@ class InitialValues:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._recordings = recordings_of(model)
+        self._recordings = {r for m in model.modules() if (r := recordings.get(m)) is not None}
         self.former: dict[int, Tensor] = {}
         """What parameters were that `take` has made ordinary, by ``id``."""
 

@@ -210,7 +210,7 @@ class ShardChanges:
     def __init__(self, numel: int) -> None:
         self.num_updates = 0  # how often a value may have changed
         self._numel = numel
-        self._ranges: list[tuple[int, int]] = []  # in both sets
+        self.ranges: set[tuple[int, int]] = set()  # in both sets: starts and stops
         self._sets: list[tuple[Kind, Tensor]] = []  # the rest of each. One set: all moved far
         self._written: list[tuple[int, int]] = []  # by the last update: starts and stops, sorted
 
@@ -221,7 +221,7 @@ class ShardChanges:
     @property
     def is_marked(self) -> bool:
         """Whether a position changed. Before `compact`."""
-        return bool(self._ranges) or any(bool(bits.any()) for _, bits in self._sets[:1])
+        return bool(self.ranges) or any(bool(bits.any()) for _, bits in self._sets[:1])
 
     def add(self, start: int, changed: Tensor, far: Tensor) -> None:
         """Add what an update changed, by masks on the CPU that begin at ``start``."""
@@ -240,11 +240,6 @@ class ShardChanges:
             packed = pack_bits(torch.nn.functional.pad(mask, (before, 0)) if before else mask)
             bits[start // 8 : start // 8 + packed.numel()] |= packed
 
-    def add_range(self, start: int, stop: int) -> None:
-        """Add ``[start, stop)``, whose values may be any."""
-        if (start, stop) not in self._ranges:
-            self._ranges.append((start, stop))
-
     def compact(self) -> None:
         """End the version: gaps replace bits where they are shorter. Nothing is added any more."""
         self._written = []
@@ -258,7 +253,7 @@ class ShardChanges:
     def mark(self, changed: Tensor, far: Tensor) -> None:
         """Set the bool masks of the shard, on the CPU, at the positions of the two sets."""
         for mask, number in ((changed, 0), (far, -1)):
-            for start, stop in self._ranges:
+            for start, stop in self.ranges:
                 mask[start:stop] = True
             if self._sets:
                 kind, encoded = self._sets[number]
@@ -353,7 +348,7 @@ class ChangeLog:
                 first, last = max(start, low), min(stop, high)
                 if first < last:
                     changes = self._open.setdefault(segment.index, ShardChanges(high - low))
-                    changes.add_range(first - low, last - low)
+                    changes.ranges.add((first - low, last - low))
         return any(changes.is_marked for changes in self._open.values())
 
     def close(self) -> None:
