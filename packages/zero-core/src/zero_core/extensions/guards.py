@@ -31,7 +31,6 @@ class ReplicaCheck(Extension):
     """
 
     def __init__(self, state: ShardedState, config: Config) -> None:
-        """Check the model of ``state`` as often as ``config`` asks for."""
         if updates_in_backward(config):
             raise ConfigError(
                 "check_replicas_every: values are compared before the update, and units are "

@@ -352,7 +352,6 @@ class ChangeLog:
         return any(changes.is_marked for changes in self._open.values())
 
     def close(self) -> None:
-        """End the version that is open."""
         with self._lock:
             closed, self._open = self._open, {}
         for changes in closed.values():
@@ -367,7 +366,6 @@ class ChangeLog:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the positions."""
         return sum(m.nbytes for of in (*self._closed, self._open) for m in of.values())
 
     def changed(self, segment: int, since: int, numel: int) -> tuple[Tensor, Tensor, int] | None:

@@ -118,7 +118,6 @@ class MicroBatch:
         )
 
     def _compute(self, batch: Any, loss_of: ScaledLoss, stream: torch.Stream | None) -> None:
-        """Run the forward on its thread."""
         try:
             if stream is not None:
                 torch.accelerator.set_stream(stream)  # and its device
