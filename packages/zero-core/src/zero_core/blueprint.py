@@ -22,7 +22,7 @@ from zero_core.layout.stored import dim_order
 from zero_core.optim.factory import check_served, elementwise_groups, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.train_state import describe_groups, is_finite_setting
-from zero_core.sharded.buffers import CommonBuffers
+from zero_core.sharded.sharded_state import CommonBuffers
 from zero_core.tiled import check_names
 
 
@@ -211,7 +211,7 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
 
 
 def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) -> list[ParamSpec]:
-    """Describe every parameter. `zero_core.runtime.param_guard` explains which are trainable."""
+    """Describe every parameter. `zero_core.runtime.device_states` explains which are trainable."""
     return [
         ParamSpec(
             name=names[0],

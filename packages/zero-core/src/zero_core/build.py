@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -14,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._libc import release_free_pages
 from zero_core.blueprint import Blueprint
-from zero_core.checkpoint.patches.write import PatchWriter
-from zero_core.checkpoint.whole_models import load_pretrained
+from zero_core.checkpoint.patches import PatchWriter
+from zero_core.checkpointing import load_pretrained
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
@@ -60,17 +62,14 @@ from zero_core.protocols import (
     StateTier,
     StateTierFactory,
 )
-from zero_core.runtime.device_states import DeviceStates
+from zero_core.runtime.device_states import DeviceStates, warn_frozen
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.param_guard import ParamGuard, warn_frozen
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
-from zero_core.sharded.buffers import CommonBuffers
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
-from zero_core.sharded.sharded_state import ShardedState
+from zero_core.sharded.sharded_state import CommonBuffers, ShardedState
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
-from zero_core.step.gradient import StepGradient
-from zero_core.step.optimizer import EngineOptimizer
+from zero_core.step.gradient import EngineOptimizer, StepGradient
 from zero_core.step.states import StateAccess
 from zero_core.vertical.schedule import make_micro_batches
 from zero_core.watch.place import OUTSIDE
@@ -247,7 +246,7 @@ def _join(
     per_node = count_per_node(control, ranks)
     arithmetic = arithmetic_of(config)
     is_ring = ranks.device.type != "cpu"
-    links = Links(ranks.size, per_node, is_ring, is_sequential=arithmetic.is_sequential)
+    links = Links(ranks.size, per_node, is_ring, is_sequential=config.world_size_invariant)
     meter = Meter(links)
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, shared, meter)
@@ -407,14 +406,18 @@ def _make_engine(
     installed += hooks.install(passes, modules)
     holders = held.tier, held.collectives, joined.transport
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    if (dtype := config.autocast_dtype) is not None:
+        # At stage 3 torch's cache would keep all weights in 16 bits up to the end of the forward.
+        is_cached = None if config.zero_optimization.stage < 3 else False  # None: as set
+        autocast = partial(torch.autocast, ranks.device.type, dtype, cache_enabled=is_cached)
     parts = EngineParts(
         config,
         config.compute_dtype,
-        config.autocast_dtype,
+        autocast,
         held.ownership,
         state,
         passes,
-        ParamGuard(state),
         StateAccess(state, gradient, passes, device_states),
         device_states,
         train,
@@ -430,10 +433,10 @@ def _make_engine(
         return model, unit_set, extensions
     installed.append(gradient.param_grads.serve())
     edits.begin()
-    micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
-    installed += micro_batches.handles
+    vertical = make_micro_batches(config, passes, modules, train, state, host_inputs)
+    installed += [] if vertical is None else vertical.handles
     optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names)
-    engine = Engine(parts, optimizer, gradient, micro_batches, patches, extensions)
+    engine = Engine(parts, optimizer, gradient, vertical, patches, extensions)
     engine.remove_at_end(installed)
     if (asked := config.step_records) is not None:
         engine.record(asked.folder, max_bytes=asked.max_bytes, detail_every=asked.detail_every)

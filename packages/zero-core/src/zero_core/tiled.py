@@ -44,7 +44,7 @@ from zero_core._torch import (
     pytree,
 )
 from zero_core.config import ModulesConfig, TiledComputeConfig
-from zero_core.core.hooks import ModuleUnits
+from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import ModuleRule
 from zero_core.object_methods import ObjectMethods
@@ -270,12 +270,10 @@ def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
 class TiledForwards(ObjectMethods):
     """Wraps the forwards of the modules that the configuration names until `remove`."""
 
-    def __init__(
-        self, model: nn.Module, config: TiledComputeConfig, units: ModuleUnits | None
-    ) -> None:
+    def __init__(self, model: nn.Module, config: TiledComputeConfig, passes: Passes | None) -> None:
         """Wrap the modules of ``model``: see `check_names`. None: they are in no engine."""
         self._tile_tokens = config.tile_tokens
-        self._units = units
+        self._passes = passes
         tiled = [(m, self._tiled(path, m)) for path, m in _selected(model, config.modules)]
         heads = [(m, self._with_loss(path, m)) for path, m in _selected(model, config.logits)]
         super().__init__("forward", [*tiled, *heads])
@@ -301,8 +299,8 @@ class TiledForwards(ObjectMethods):
                 return forward(*args, **kwargs)
 
             def of_tile(tile: Tensor) -> Tensor:
-                if self._units is not None and is_in_backward():
-                    self._units.gather(module)  # in forward the module's own hooks have done it
+                if self._passes is not None and is_in_backward():
+                    _gather(self._passes, module)  # in forward the module's own hooks have done it
                 # A module may view what it is given, as the Conv1D of GPT-2 does.
                 its_args, its_kwargs = pytree.tree_unflatten(
                     [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
@@ -333,8 +331,8 @@ class TiledForwards(ObjectMethods):
             if hidden.dim() < 2 or tokens <= self._tile_tokens:
                 return forward(hidden)
             # The head's own forward, with the weights and the autocast that it has now.
-            units, device_type = self._units, hidden.device.type
-            version = 0 if units is None else units.version(module)
+            passes, device_type = self._passes, hidden.device.type
+            version = 0 if passes is None else _version(passes, module)
             autocast: dict[str, Any] | None = None
             if torch.amp.is_autocast_available(device_type):
                 autocast = {
@@ -344,15 +342,17 @@ class TiledForwards(ObjectMethods):
                 }
 
             def head(tile: Tensor) -> Tensor:
-                if units is not None and version != units.version(module):
+                if passes is not None and version != _version(passes, module):
                     raise RuntimeError(
                         f"logits of {path!r} were read after step(), which has changed its "
                         "weights: read them before it, or leave the head out of "
                         "tiled_compute.logits"
                     )
-                if units is not None and is_in_backward():
-                    units.gather(module)
-                elif units is not None and not units.is_gathered(module):
+                if passes is not None and is_in_backward():
+                    _gather(passes, module)
+                elif passes is not None and any(
+                    unit.index not in passes.units.ready for unit in passes.units_of(module)
+                ):
                     raise RuntimeError(
                         f"logits of {path!r} were read after their backward, which has released "
                         "its weights: read them before it, or leave the head out of "
@@ -365,6 +365,17 @@ class TiledForwards(ObjectMethods):
             return TiledLogits(hidden, head, self._tile_tokens)
 
         return outside_graphs(wrapped)  # a graph would hold the whole logits
+
+
+def _gather(passes: Passes, module: nn.Module) -> None:
+    for unit in passes.units_of(module):
+        if unit.index not in passes.units.ready:
+            passes.forward.enter_part(unit)
+
+
+def _version(passes: Passes, module: nn.Module) -> int:
+    """Return a number that grows when the parameters of ``module`` get new values."""
+    return sum(flat.version for unit in passes.units_of(module) for flat in unit.params)
 
 
 def check_names(model: nn.Module, config: TiledComputeConfig) -> None:

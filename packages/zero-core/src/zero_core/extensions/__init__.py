@@ -12,7 +12,6 @@ from zero_core.comm.topology import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.facts import Facts
-from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.extensions.components import hook_components
@@ -87,7 +86,7 @@ LAST: dict[str, Callable[[Site], Extension]] = {
 """Those whose events come behind them."""
 WRAPPERS: dict[str, Callable[..., Removable]] = {
     "tiled_compute": lambda site, passes, modules, host_inputs: TiledForwards(
-        modules[0], _given(site.config.tiled_compute), ModuleUnits(passes)
+        modules[0], _given(site.config.tiled_compute), passes
     ),
     "activation_checkpointing": lambda site, passes, modules, host_inputs: recompute_blocks(
         [modules[unit.index] for unit in passes.units.blocks],
