@@ -31,7 +31,7 @@ from zero_core.testing import (
     simulate,
     train,
 )
-from zero_core.testing.scenarios import micro_step
+from zero_core.testing.equal import micro_step
 
 WIDTH = 33  # shards of a few blocks and a bit
 QWZ = {"zero_quantized_weights": True}

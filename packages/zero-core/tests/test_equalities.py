@@ -5,8 +5,7 @@ The oracle is the engine at stage 0, which test_equivalence.py compares with DDP
 
 import pytest
 
-from zero_core.testing.equal import FOLDER, Variant, check, cover
-from zero_core.testing.scenarios import SCENARIOS
+from zero_core.testing.equal import FOLDER, SCENARIOS, Variant, check, cover
 
 VARIANTS = {
     **{

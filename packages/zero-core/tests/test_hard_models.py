@@ -12,10 +12,10 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointError
+from zero_core.testing.equal import SCENARIOS, evaluate, micro_step
 from zero_core.testing.models import batch, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes, run_on_processes
-from zero_core.testing.scenarios import SCENARIOS, evaluate, micro_step
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, train
 

@@ -24,8 +24,7 @@ import zero_core
 from zero_core.comm import control
 from zero_core.testing import Case
 from zero_core.testing.models import RootAndBlocks
-from zero_core.testing.peak_memory import PeakMemory
-from zero_core.testing.ranks import alone, spawn
+from zero_core.testing.ranks import PeakMemory, alone, spawn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 

@@ -17,8 +17,7 @@ from zero_core.layout.discovery import MIN_TAIL_NUMEL
 from zero_core.plan.result import format_bytes
 from zero_core.testing.models import Tower, batch, make_model, rows, wide_blocks
 from zero_core.testing.oracle import Case
-from zero_core.testing.peak_memory import PeakMemory
-from zero_core.testing.ranks import alone, run_on_processes
+from zero_core.testing.ranks import PeakMemory, alone, run_on_processes
 from zero_core.testing.simulated import simulate
 from zero_core.testing.training import train
 

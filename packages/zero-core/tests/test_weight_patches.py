@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
-from zero_core.sharded.changes.log import ShardChanges
-from zero_core.sharded.changes.positions import (
+from zero_core.sharded.changes import (
     Form,
     Kind,
+    ShardChanges,
     compare,
     decode,
     decode_gaps,

@@ -42,8 +42,14 @@ from zero_core.extensions import (
     wrap_forwards,
 )
 from zero_core.extensions.invariance import arithmetic_of
-from zero_core.init.fill import FormerModel, adopt, adopt_buffers, fill, on_all_ranks
-from zero_core.init.values import InitialValues
+from zero_core.init.values import (
+    FormerModel,
+    InitialValues,
+    adopt,
+    adopt_buffers,
+    fill,
+    on_all_ranks,
+)
 from zero_core.lifecycle import Ownership, Removable, check_is_free
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
@@ -128,7 +134,7 @@ def build(
     its values here, one parameter at a time: no rank ever holds more than its shards and one unit.
 
     If it fails, model and optimizer are as before, and another call may follow: see [Note: a build
-    is a transaction] in `zero_core.init.fill`.
+    is a transaction] in `zero_core.init.values`.
 
     Args:
         model: any module, as it is.

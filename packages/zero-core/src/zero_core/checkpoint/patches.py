@@ -6,7 +6,7 @@ and ``crc32``, that of the former. A parameter, or a buffer, that changed is a `
 pieces are ranges of its flattened elements: those that one rank held. A piece has two tensors,
 named by its number: ``NUMBER.positions``, uint8, which positions in the piece have changed; and
 ``NUMBER.values``, their new values in the order of the positions, or the lowest bits of these: see
-`zero_core.sharded.changes.positions`. Its crc32 is that of both as they were written, and of the
+`zero_core.sharded.changes`. Its crc32 is that of both as they were written, and of the
 new values: so a receiver whose values are others than those of its version is found out.
 
 [Note: a patched folder]
@@ -66,7 +66,7 @@ from zero_core.layout.arithmetic import Segment
 from zero_core.layout.discovery import plain_name
 from zero_core.layout.stored import flatten, unflatten
 from zero_core.lifecycle import owner_of
-from zero_core.sharded.changes.positions import (
+from zero_core.sharded.changes import (
     Form,
     Kind,
     decode,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
@@ -23,6 +23,8 @@ from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs, recompute_blocks
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.tiled import TiledForwards
+
+_T = TypeVar("_T")
 
 
 def attach_extensions(
@@ -59,25 +61,9 @@ class Site(NamedTuple):
     per_node: int
 
 
-def _make_copies(site: Site) -> Extension:
-    wanted = site.config.memory_checkpoint
-    assert wanted is not None, "the configuration has the key"
-    return MemoryCheckpoints(site.state, site.train, wanted, site.ranks, site.per_node)
-
-
-def _tile(site: Site, passes: Passes, modules: Sequence[nn.Module], _: object) -> Removable:
-    wanted = site.config.tiled_compute
-    assert wanted is not None, "the configuration has the key"
-    return TiledForwards(modules[0], wanted, passes)
-
-
-def _recompute(
-    site: Site, passes: Passes, modules: Sequence[nn.Module], host_inputs: HostInputs | None
-) -> Removable:
-    wanted = site.config.activation_checkpointing
-    assert wanted is not None, "the configuration has the key"
-    blocks = [modules[unit.index] for unit in passes.units.blocks]
-    return recompute_blocks(blocks, passes, host_inputs, is_on_cpu=wanted.cpu_checkpointing)
+def _given(block: _T | None) -> _T:
+    assert block is not None, "the configuration has the key"
+    return block
 
 
 FIRST: dict[str, Callable[[Site], Extension]] = {
@@ -93,12 +79,21 @@ LAST: dict[str, Callable[[Site], Extension]] = {
         site.state.module, site.config, site.train, site.ranks
     ),
     # It copies states at a step's end, when the others have changed theirs.
-    "memory_checkpoint": _make_copies,
+    "memory_checkpoint": lambda site: MemoryCheckpoints(
+        site.state, site.train, _given(site.config.memory_checkpoint), site.ranks, site.per_node
+    ),
 }
 """Those whose events come behind them."""
 WRAPPERS: dict[str, Callable[..., Removable]] = {
-    "tiled_compute": _tile,
-    "activation_checkpointing": _recompute,
+    "tiled_compute": lambda site, passes, modules, host_inputs: TiledForwards(
+        modules[0], _given(site.config.tiled_compute), passes
+    ),
+    "activation_checkpointing": lambda site, passes, modules, host_inputs: recompute_blocks(
+        [modules[unit.index] for unit in passes.units.blocks],
+        passes,
+        host_inputs,
+        is_on_cpu=_given(site.config.activation_checkpointing).cpu_checkpointing,
+    ),
 }
 """Those that wrap forwards of modules."""
 
@@ -134,4 +129,4 @@ def wrap_forwards(
     """
     keys = site.config.extension_keys
     found = [WRAPPERS[k](site, passes, modules, host_inputs) for k in keys if k in WRAPPERS]
-    return found + hook_components(passes, modules, site.state.quantized)
+    return found + hook_components(passes, modules, site.state)

@@ -13,12 +13,13 @@ from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.layout.discovery import Quantized
 from zero_core.layout.stored import Metadata, is_same_memory
+from zero_core.sharded.sharded_state import ShardedState
 
 
 def hook_components(
-    passes: Passes, modules: Sequence[nn.Module], quantized: Sequence[Quantized]
+    passes: Passes, modules: Sequence[nn.Module], state: ShardedState
 ) -> list[RemovableHandle]:
-    """Hook the units' ``modules`` that use ``quantized`` parameters of blocks.
+    """Hook the units' ``modules`` that use quantized parameters of blocks.
 
     These are the modules that hold them, and the blocks, whose own forward may read them. After a
     forward that repacked a weight its memory and metadata are put back, at every stage. So is a
@@ -32,19 +33,12 @@ def hook_components(
         if flat.segment.is_opaque and not flat.is_kept
         for index in map(id, flat.params)
     }
-    whole = {id(q.param): q for q in quantized}
-    places = {
-        id(p): (flat, position)
-        for unit in passes.units.units
-        for flat in unit.params
-        if flat.segment.is_opaque
-        for position, p in enumerate(flat.params)
-    }
+    whole = {id(q.param): q for q in state.quantized}
     handles = []
     entries: list[tuple[nn.Module, str, nn.Parameter]] = []  # holder, name in it, parameter
 
     def hook_attached(module: nn.Module, attached: list[Quantized]) -> None:
-        before = [(places[id(q.param)], Metadata(q.param)) for q in attached]
+        before = [(state.places[id(q.param)], Metadata(q.param)) for q in attached]
 
         def put_back(module: nn.Module, args: Any, output: Any) -> None:
             for (flat, position), metadata in before:
@@ -53,9 +47,8 @@ def hook_components(
 
         handles.append(module.register_forward_hook(outside_graphs(put_back)))
         own = {id(q.param) for q in attached}
-        for name, param in module._parameters.items():
-            if param is not None and id(param) in own:
-                entries.append((module, name, param))
+        named = module._parameters.items()
+        entries.extend((module, n, p) for n, p in named if p is not None and id(p) in own)
 
     def hook_entries(block: nn.Module) -> None:
         parts = set(block.modules())

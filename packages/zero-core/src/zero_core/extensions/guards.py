@@ -31,7 +31,6 @@ class ReplicaCheck(Extension):
     """
 
     def __init__(self, state: ShardedState, config: Config) -> None:
-        """Check the model of ``state`` as often as ``config`` asks for."""
         if updates_in_backward(config):
             raise ConfigError(
                 "check_replicas_every: values are compared before the update, and units are "
@@ -127,8 +126,7 @@ class RepeatedRounds(Extension):
         self._num_rounds = 0
         self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds of micro-steps that ended
         self._is_first_known = False
-        self._micro_step = 0
-        self._num_drops = 0
+        self._place = 0, 0  # micro-step, and how often gradients were dropped
         self._reported = 0  # id of the error that was reported last
         self._is_told = False
 
@@ -136,8 +134,8 @@ class RepeatedRounds(Extension):
         if not is_new:
             return
         train = self._train
-        micro_step = train.accumulation.micro_steps
-        if micro_step > self._micro_step and self._num_rounds:
+        place = train.accumulation.micro_steps, train.num_drops
+        if place[0] > self._place[0] and self._num_rounds:
             self._before.append(self._num_rounds)
             if not self._is_first_known and len(self._before) == _NUM_COMPARED:
                 self._is_first_known = True
@@ -150,9 +148,9 @@ class RepeatedRounds(Extension):
                         "gradient",
                         first,
                     )
-        if (micro_step, train.num_drops) != (self._micro_step, self._num_drops):
+        if place != self._place:
             self._num_rounds = 0
-        self._micro_step, self._num_drops = micro_step, train.num_drops
+        self._place = place
         reported, self._reported = self._reported, id(vars(sys).get("last_value"))
         self._num_rounds += 1
         is_after_error = self._num_rounds > 1 and reported != self._reported

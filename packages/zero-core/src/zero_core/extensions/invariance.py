@@ -45,7 +45,6 @@ class Invariance(Extension):
     """Seeds each micro-batch, and refuses what would add in another order at another world size."""
 
     def __init__(self, model: nn.Module, config: Config, train: TrainState, ranks: Ranks) -> None:
-        """Hook ``model``. ``train`` knows the step and the micro-step."""
         self._train = train
         self._seed = config.seed or 0
         self._ranks = ranks
@@ -215,5 +214,4 @@ class Invariant(Arithmetic):
 
 
 def arithmetic_of(config: Config) -> Arithmetic:
-    """Return the arithmetic that a configuration asks for."""
     return Invariant() if config.world_size_invariant else Arithmetic()

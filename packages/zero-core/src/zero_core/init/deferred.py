@@ -3,7 +3,7 @@
 [Note: recording]
 deferred    a tensor on the meta device that stands for one on the CPU
 storage     the storage of deferred tensors, by number. Views share one
-ref         a tensor's storage, offset, shape, strides and dtype. Views need no recording
+alias       another meta tensor over a deferred one's storage. Views need no recording
 tape        the operations that wrote storages, in order, random ones with the generator's state
 overwrite   a write after which nothing earlier in the storage matters (``normal_``, ``zero_``)
 
@@ -24,9 +24,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -61,40 +59,27 @@ _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-@dataclass(frozen=True)
-class Ref:
-    """Position of a tensor in its storage."""
-
-    storage: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Ref:
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-            raise RuntimeError(
-                "deferred_init(): sparse, conjugated and negated views cannot be deferred: call "
-                "to_dense() or resolve_conj() first"
-            )
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        return cls(storage_of(tensor), tensor.dtype, shape, stride, int(tensor.storage_offset()))
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Operation of the tape, with refs in place of deferred tensors."""
+class Entry(NamedTuple):
+    """Operation of the tape, with aliases in place of deferred tensors."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: tuple[Ref | None, ...]  # of its results, those that lie in new storages
-    reads: frozenset[int]
-    overwrites: frozenset[int]
+    made: list[Tensor | None]  # of its results, those in new storages
+    reads: set[int]
+    overwrites: set[int]
     generator: torch.Generator
     generator_state: Tensor | None
     default_dtype: torch.dtype
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise RuntimeError(
+            "deferred_init(): sparse, conjugated and negated views cannot be deferred: call "
+            "to_dense() or resolve_conj() first"
+        )
+    return tensor.detach()
 
 
 def zeroed(nbytes: int) -> torch.UntypedStorage:
@@ -109,10 +94,11 @@ def zeroed(nbytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
-class Recording:
-    """Tape of one `deferred_init` block: see [Note: recording]."""
+class Recording(TorchDispatchMode):
+    """Mode that makes tensors on the meta device, and tape of one `deferred_init` block."""
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape: list[Entry] = []
         self._writers: dict[int, list[int]] = {}  # numbers of entries, by storage
         # By number, which is that storage's as long as it is kept.
@@ -133,15 +119,20 @@ class Recording:
             if self.knows(tensor):
                 self._versions[storage_of(tensor)] = tensor._version
 
+    # ----------------------------------------------------------------- replay
+
     @torch.no_grad()
     def value(self, tensor: Tensor) -> Tensor:
         """Return the value that an ordinary construction gives ``tensor``, on the CPU."""
         with DisableTorchFunction(), disable_current_modes():
-            ref = Ref.of(tensor)
-            view = partial(self._view, {})
-            for number in sorted(self._needed(ref.storage)):
+            target, storages = _alias(tensor), dict[int, torch.UntypedStorage]()
+
+            def view(given: Tensor) -> Tensor:
+                return self._view(storages, given) if given.is_meta else given
+
+            for number in sorted(self._needed(storage_of(target))):
                 entry = self._tape[number]
-                args, kwargs = pytree.tree_map_only(Ref, view, (entry.args, entry.kwargs))
+                args, kwargs = pytree.tree_map_only(Tensor, view, (entry.args, entry.kwargs))
                 state, before = entry.generator_state, torch.get_default_dtype()
                 now = None if state is None else entry.generator.get_state()
                 try:
@@ -156,75 +147,15 @@ class Recording:
                 for made, result in zip(entry.made, results, strict=True):
                     if made is not None:
                         view(made).copy_(result)
-            return view(ref)
+            return view(target)
 
-    def _view(self, storages: dict[int, torch.UntypedStorage], ref: Ref) -> Tensor:
-        """Return the tensor at ``ref`` in ``storages``, which are zeroed when first used."""
-        if ref.storage not in storages:
-            storages[ref.storage] = zeroed(self._storages[ref.storage].nbytes())
-        view = torch.empty(0, dtype=ref.dtype)
-        return view.set_(storages[ref.storage], ref.offset, ref.shape, ref.stride)
-
-    def add(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        written: list[Tensor],
-        results: list[Any],
-    ) -> None:
-        """Record an operation on ``tensors``, of which it wrote ``written``, on the meta device."""
-        given = {storage_of(t) for t in tensors if t.is_meta}
-        made = tuple(
-            Ref.of(r) if isinstance(r, Tensor) and storage_of(r) not in given else None
-            for r in results
-        )
-        for ref, result in zip(made, results, strict=True):
-            if ref is not None:
-                self._storages[ref.storage] = result.untyped_storage()
-        name = func._schema.name.removeprefix("aten::")
-        if name in _ALLOCATIONS or not (written or any(made)):
-            return
-        whole = [
-            t for t in written if t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes()
-        ]
-        overwritten = whole if name in _OVERWRITES else []
-        generator = kwargs.get("generator") or torch.default_generator
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        state = generator.get_state() if is_random else None
-        if is_random:  # on memory of its own: only the generator moves on
-            func(*self.real(args, overwritten), **self.real(kwargs, overwritten))
-        stored_args, stored_kwargs = pytree.tree_map_only(
-            Tensor, lambda t: Ref.of(t) if t.is_meta else t.detach().clone(), (args, kwargs)
-        )
-        overwrites = frozenset(storage_of(t) for t in overwritten)
-        new = {ref.storage for ref in made if ref is not None}
-        for number in new.union(map(storage_of, written)):
-            self._writers.setdefault(number, []).append(len(self._tape))
-        self._tape.append(
-            Entry(
-                func,
-                stored_args,
-                stored_kwargs,
-                made,
-                frozenset(given - overwrites),
-                overwrites | new,
-                generator,
-                state,
-                torch.get_default_dtype(),
-            )
-        )
-
-    def real(self, tree: Any, overwritten: Sequence[Tensor] = ()) -> Any:
-        """Replace deferred tensors by their values, and overwritten ones by zeros."""
-
-        def real(tensor: Tensor) -> Tensor:
-            if any(tensor is t for t in overwritten):
-                return self._view({}, Ref.of(tensor))
-            return self.value(tensor) if tensor.is_meta else tensor
-
-        return pytree.tree_map_only(Tensor, real, tree)
+    def _view(self, storages: dict[int, torch.UntypedStorage], alias: Tensor) -> Tensor:
+        """Return ``alias`` in ``storages``, which are zeroed when first used."""
+        number = storage_of(alias)
+        if number not in storages:
+            storages[number] = zeroed(alias.untyped_storage().nbytes())
+        view = torch.empty(0, dtype=alias.dtype)
+        return view.set_(storages[number], alias.storage_offset(), alias.shape, alias.stride())
 
     def _needed(self, storage: int) -> set[int]:
         """Return the operations that the contents of ``storage`` depend on."""
@@ -243,9 +174,100 @@ class Recording:
                     break
         return needed
 
+    # -------------------------------------------------------------- recording
 
-# The modules made under deferred_init(), each with what was recorded of it.
-_recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with DisableTorchFunction():  # here, what is on the meta device says so
+            return self._dispatch(func, args, dict(kwargs or {}))
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        arguments = func._schema.arguments
+        is_factory = not tensors and any(a.name == "device" for a in arguments)
+        if not is_factory and not any(t.is_meta for t in tensors):
+            return func(*args, **kwargs)
+        _check_device(func, kwargs.get("device"))
+        if any(t.is_meta and not self.knows(t) for t in tensors):
+            raise RuntimeError(
+                f"deferred_init(): {func} was given a tensor on the meta device that was not made "
+                "within: make the whole model under one deferred_init()"
+            )
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        changed = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+        written = [t for t in pytree.tree_leaves(changed) if isinstance(t, Tensor)]
+        has_result = any("Tensor" in str(r.type) for r in func._schema.returns)
+        if not has_result or any(not t.is_meta for t in written):
+            return self._run(func, args, kwargs, written)
+        meta_args, meta_kwargs = pytree.tree_map_only(
+            Tensor, lambda t: t if t.is_meta else t.to(_META), (args, kwargs)
+        )
+        if is_factory or kwargs.get("device") is not None:
+            kwargs["device"], meta_kwargs["device"] = torch.device("cpu"), _META
+        sizes = [t.untyped_storage().nbytes() for t in written]
+        try:
+            out = func(*meta_args, **meta_kwargs)
+        except NotImplementedError:  # its shape depends on values
+            return self._run(func, args, kwargs, written)
+        if sizes != [t.untyped_storage().nbytes() for t in written]:
+            raise RuntimeError(
+                f"deferred_init(): {func} resizes a tensor, which cannot be deferred"
+            )
+        used = {storage_of(t) for t in tensors if t.is_meta}
+        made = [
+            _alias(r) if isinstance(r, Tensor) and storage_of(r) not in used else None
+            for r in pytree.tree_leaves(out)
+        ]
+        new = {storage_of(t): t.untyped_storage() for t in made if t is not None}
+        self._storages |= new
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _ALLOCATIONS and (written or new):
+            whole = [
+                t for t in written if t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes()
+            ]
+            overwritten = whole if name in _OVERWRITES else []
+            generator = kwargs.get("generator") or torch.default_generator
+            state = None
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                state = generator.get_state()
+                # On memory of its own: only the generator moves on.
+                func(*self._real(args, overwritten), **self._real(kwargs, overwritten))
+            stored_args, stored_kwargs = pytree.tree_map_only(
+                Tensor, lambda t: _alias(t) if t.is_meta else t.detach().clone(), (args, kwargs)
+            )
+            ends = {storage_of(t) for t in overwritten}
+            for number in {*new, *map(storage_of, written)}:
+                self._writers.setdefault(number, []).append(len(self._tape))
+            sets, dtype = (used - ends, ends | new.keys()), torch.get_default_dtype()
+            entry = Entry(func, stored_args, stored_kwargs, made, *sets, generator, state, dtype)
+            self._tape.append(entry)
+        return out
+
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+    ) -> Any:
+        """Run ``func`` for real, because its result is needed now."""
+        if any(t.is_meta for t in written):
+            raise RuntimeError(
+                f"deferred_init(): {func} changes a tensor in a way that cannot be deferred: do it "
+                "on a tensor made outside, and copy_() the result"
+            )
+        return func(*self._real(args), **self._real(kwargs))
+
+    def _real(self, tree: Any, overwritten: Sequence[Tensor] = ()) -> Any:
+        """Replace deferred tensors by their values, and overwritten ones by zeros."""
+
+        def real(tensor: Tensor) -> Tensor:
+            if any(tensor is t for t in overwritten):
+                return self._view({}, tensor)
+            return self.value(tensor) if tensor.is_meta else tensor
+
+        return pytree.tree_map_only(Tensor, real, tree)
+
+
+recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
+"""What was recorded of each module that was made under `deferred_init`."""
 
 
 @contextmanager
@@ -267,7 +289,7 @@ def deferred_init() -> Iterator[None]:
         yield
     for module in modules:
         recording.note_versions(module)
-        _recordings[module] = recording
+        recordings[module] = recording
 
 
 @contextmanager
@@ -288,7 +310,7 @@ def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
         )
     ]
     try:
-        with _Recorder(recording), _OnCpu(recording):
+        with recording, _OnCpu(recording):
             yield recording, seen
     finally:
         for handle in handles:
@@ -297,74 +319,8 @@ def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
 
 def is_recorded_innermost() -> bool:
     """Return whether `recorded` is the innermost of torch's modes, and so can be left now."""
-    is_last = isinstance(current_dispatch_mode(), _Recorder)
+    is_last = isinstance(current_dispatch_mode(), Recording)
     return is_last and isinstance(_get_current_function_mode(), _OnCpu)  # type: ignore[no-untyped-call]
-
-
-def recordings_of(model: nn.Module) -> list[Recording]:
-    found = {id(r): r for m in model.modules() if (r := _recordings.get(m)) is not None}
-    return list(found.values())
-
-
-class _Recorder(TorchDispatchMode):
-    """Mode that creates tensors on the meta device and writes the tape."""
-
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recording = recording
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        with DisableTorchFunction():  # here, what is on the meta device says so
-            return self._dispatch(func, args, dict(kwargs or {}))
-
-    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        names = [argument.name for argument in func._schema.arguments]
-        is_factory = "device" in names and not tensors
-        if not is_factory and not any(t.is_meta for t in tensors):
-            return func(*args, **kwargs)
-        _check_device(func, kwargs.get("device"))
-        if any(t.is_meta and not self._recording.knows(t) for t in tensors):
-            raise RuntimeError(
-                f"deferred_init(): {func} was given a tensor on the meta device that was not made "
-                "within: make the whole model under one deferred_init()"
-            )
-        given = dict(zip(names, args, strict=False)) | kwargs
-        writes = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        changed = pytree.tree_leaves([given.get(name) for name in writes])
-        written = [t for t in changed if isinstance(t, Tensor)]
-        has_result = any("Tensor" in str(r.type) for r in func._schema.returns)
-        if not has_result or any(not t.is_meta for t in written):
-            return self._run(func, args, kwargs, written)
-        meta_args, meta_kwargs = pytree.tree_map_only(
-            Tensor, lambda t: t if t.is_meta else t.to(_META), (args, kwargs)
-        )
-        if is_factory or kwargs.get("device") is not None:
-            kwargs["device"], meta_kwargs["device"] = torch.device("cpu"), _META
-        sizes = [t.untyped_storage().nbytes() for t in written]
-        try:
-            out = func(*meta_args, **meta_kwargs)
-        except NotImplementedError:  # its shape depends on values
-            return self._run(func, args, kwargs, written)
-        if sizes != [t.untyped_storage().nbytes() for t in written]:
-            raise RuntimeError(
-                f"deferred_init(): {func} resizes a tensor, which cannot be deferred"
-            )
-        self._recording.add(func, args, kwargs, tensors, written, pytree.tree_leaves(out))
-        return out
-
-    def _run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
-    ) -> Any:
-        """Run ``func`` for real, because its result is needed now."""
-        if any(t.is_meta for t in written):
-            raise RuntimeError(
-                f"deferred_init(): {func} changes a tensor in a way that cannot be deferred: do it "
-                "on a tensor made outside, and copy_() the result"
-            )
-        return func(*self._recording.real(args), **self._recording.real(kwargs))
 
 
 class _OnCpu(TorchFunctionMode):

@@ -30,12 +30,13 @@ class BaseOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        for group in self.param_groups:
+            self._update(group)
         return loss
 
     @abstractmethod
-    def _update(self) -> None:
-        """Update every parameter that has a gradient, with autograd off."""
+    def _update(self, group: dict[str, Any]) -> None:
+        """Update the parameters of ``group`` that have a gradient, with autograd off."""
 
 
 def check_settings(betas: tuple[float, ...], **settings: float) -> None:
@@ -89,9 +90,8 @@ class Adam(BaseOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self) -> None:
-        for group in self.param_groups:
-            update_adam(group, self.state)
+    def _update(self, group: dict[str, Any]) -> None:
+        update_adam(group, self.state)
 
 
 def update_adam(group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Tensor]]) -> None:
@@ -110,8 +110,7 @@ def update_adam(group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Tenso
                 own[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
     names = ("exp_avg", "exp_avg_sq", "step")
     averages, squares, steps = ([state[p][name] for p in params] for name in names)
-    beta1, beta2 = group["betas"]
-    lr, decay = group["lr"], group["weight_decay"]
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     if group.get("bias_correction", True):
         adam(
             params,

@@ -99,14 +99,11 @@ def check_whole_update(
         "lossless_upload": (False,),
     }
     found = config.zero_optimization.offload_optimizer.model_dump(include=set(served))
-    given = {key: f"offload_optimizer.{key}" for key in served}
-    if config.bf16.bf16_optimizer_states:  # it is read as that
+    given = {key: f"offload_optimizer.{key}" for key in served if found[key] not in served[key]}
+    if config.bf16.bf16_optimizer_states and "state_dtype" in given:  # it is read as that
         given["state_dtype"] = "bf16.bf16_optimizer_states with offload_optimizer.state_dtype"
-    wrong = [
-        f"{given[key]} = {found[key]!r}"
-        for key, values in served.items()
-        if found[key] not in values
-    ] + ["a state_tier"] * has_factory
+    wrong = [f"{name} = {found[key]!r}" for key, name in given.items()]
+    wrong += ["a state_tier"] * has_factory
     if wrong:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise ConfigError(

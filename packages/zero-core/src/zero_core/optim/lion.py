@@ -44,19 +44,18 @@ class Lion(BaseOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
-    def _update(self) -> None:
-        for group in self.param_groups:
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if param.grad.is_sparse:
-                    raise ValueError("Lion does not take sparse gradients")
-                grad = -param.grad if group["maximize"] else param.grad
-                state = self.state[param]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                exp_avg = state["exp_avg"]
-                direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
-                param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
-                exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
+    def _update(self, group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise ValueError("Lion does not take sparse gradients")
+            grad = -param.grad if group["maximize"] else param.grad
+            state = self.state[param]
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            exp_avg = state["exp_avg"]
+            direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+            param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+            exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)

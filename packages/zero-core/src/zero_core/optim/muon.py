@@ -71,27 +71,26 @@ class Muon(BaseOptimizer):
         """Whether the update of ``group`` is elementwise: see `zero_core.optim.factory`."""
         return not group["use_muon"]
 
-    def _update(self) -> None:
-        for group in self.param_groups:
-            if not group["use_muon"]:
-                update_adam(group, self.state)
+    def _update(self, group: dict[str, Any]) -> None:
+        if not group["use_muon"]:
+            update_adam(group, self.state)
+            return
+        for param in group["params"]:
+            if param.grad is None:
                 continue
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                average = state["exp_avg"].lerp_(param.grad, 1 - group["momentum"])
-                if group["nesterov"]:
-                    average = param.grad.lerp(average, group["momentum"])
-                rows, columns = param.shape
-                factor = 0.2 * math.sqrt(max(rows, columns))
-                if group["adjust_lr_fn"] == "original":
-                    factor = math.sqrt(max(1, rows / columns))
-                direction = orthogonal(average)
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(direction, alpha=-group["lr"] * factor)
+            state = self.state[param]
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            average = state["exp_avg"].lerp_(param.grad, 1 - group["momentum"])
+            if group["nesterov"]:
+                average = param.grad.lerp(average, group["momentum"])
+            rows, columns = param.shape
+            factor = 0.2 * math.sqrt(max(rows, columns))
+            if group["adjust_lr_fn"] == "original":
+                factor = math.sqrt(max(1, rows / columns))
+            direction = orthogonal(average)
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.add_(direction, alpha=-group["lr"] * factor)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

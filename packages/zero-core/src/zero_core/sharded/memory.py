@@ -32,7 +32,7 @@ from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
 from zero_core.layout.gradient_plan import GradientPlan, plan_segment_gradient
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
-from zero_core.sharded.changes.log import ChangeLog
+from zero_core.sharded.changes import ChangeLog
 from zero_core.sharded.param_offload import (
     LocalStore,
     OffloadedSegments,

@@ -84,7 +84,7 @@ class Snapshot:
         self._changed = threading.Condition()
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._num_bytes = 0  # of the copies
-        self._unread = {(index, n) for index in range(len(self._blocks)) for n in self._names}
+        self._unread = [set(self._names) for _ in self._blocks]
         # Of what was enqueued when the snapshot was made: copies wait for that, and nothing later.
         self.ready: torch.Event | None = None
         if self._blocks:
@@ -117,7 +117,7 @@ class Snapshot:
                 values = self._read(name, start, stop)
             else:
                 self._num_bytes -= values.nbytes
-            self._unread.discard((index, name))
+            self._unread[index].discard(name)
             self._changed.notify_all()
         return values
 
@@ -130,29 +130,28 @@ class Snapshot:
             low, high = self._blocks[index]
             if low >= stop:
                 return
-            if not self._unread_names(index):  # it does not wait for a reader then
+            unread = self._unread[index]
+            if not unread:  # it does not wait for a reader then
                 continue
             needed = (high - low) * len(self._names) * 4
             with self._changed:
-                while self._max_bytes is not None and self._copies and self._unread_names(index):
+                while self._max_bytes is not None and self._copies and unread:
                     if self._num_bytes + needed <= self._max_bytes:
                         break
                     self._changed.wait()
-                for name in self._unread_names(index):
+                for name in [*unread]:
                     values = self._copies[index, name] = self._read(name, low, high)
                     self._num_bytes += values.nbytes
-                    self._unread.remove((index, name))
+                    unread.remove(name)
                 self.peak_bytes = max(self.peak_bytes, self._num_bytes)
-
-    def _unread_names(self, block: int) -> list[str]:
-        return [name for name in self._names if (block, name) in self._unread]
 
     def end(self) -> None:
         """Free the copies, and let everything change from now on."""
         if self._watch is not None:
             self._watch.snapshot = None
         with self._changed:
-            self._unread.clear()
+            for unread in self._unread:
+                unread.clear()
             self._copies.clear()
             self._num_bytes = 0
             self._changed.notify_all()

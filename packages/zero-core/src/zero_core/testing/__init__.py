@@ -25,8 +25,16 @@ from zero_core.testing.oracle import (
     run_engine,
     train_unread,
 )
-from zero_core.testing.peak_memory import OwnPeakMemory, PeakMemory
-from zero_core.testing.ranks import alone, on_processes, preload, run_alone, run_on_processes, spawn
+from zero_core.testing.ranks import (
+    OwnPeakMemory,
+    PeakMemory,
+    alone,
+    on_processes,
+    preload,
+    run_alone,
+    run_on_processes,
+    spawn,
+)
 from zero_core.testing.simulated import (
     GatedRanks,
     SimulatedRanks,

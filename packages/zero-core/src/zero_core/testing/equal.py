@@ -1,31 +1,287 @@
 """A table of equalities: a configuration with a variant gives the bits of one without it.
 
 `Row` is one line of the table and `check` runs it. `cover` chooses rows: each pair of values that
-some valid row has is in one of them.
+some valid row has is in one of them. A `Scenario` uses an engine between ``build()`` and a
+program's last step: it trains `Hard` on the batches of its rank and returns every loss that it saw.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import zero_core
 from zero_core.comm.topology import Ranks
-from zero_core.testing.models import make_model
+from zero_core.engine import Engine
+from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, Trace
 from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.scenarios import BY_NAME, SCENARIOS
 from zero_core.testing.simulated import simulate
 
+Scenario = Callable[[Engine, Path], list[float]]
 FOLDER = "FOLDER"
 """Stands for a folder of the run's own in a configuration."""
+_OTHER_WEIGHTS = "model.safetensors"
+
+
+def _backward(engine: Engine, step: int, micro: int = 0, factor: float | None = None) -> float:
+    """Run forward and backward of the loss, times ``factor``. Return the loss."""
+    loss = engine(**batch(step, micro, engine.rank))["loss"]
+    engine.backward(loss if factor is None else loss * factor)
+    found: float = loss.item()
+    return found
+
+
+def micro_step(engine: Engine, step: int, micro: int = 0, factor: float | None = None) -> float:
+    loss = _backward(engine, step, micro, factor)
+    engine.step()
+    return loss
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, step: int) -> float:
+    engine.eval()
+    loss: float = engine(**batch(step, 7, engine.rank))["loss"].item()
+    engine.train()
+    return loss
+
+
+def _trains(engine: Engine, folder: Path) -> list[float]:
+    # Branches differ between ranks; so do the parameters without a gradient.
+    return [micro_step(engine, step) for step in range(7)]
+
+
+def _accumulates(engine: Engine, folder: Path) -> list[float]:
+    losses = []
+    for step in range(3):
+        for micro in range(3):
+            with engine.no_sync() if step == 1 and micro < 2 else nullcontext():
+                losses.append(_backward(engine, step, micro))
+            engine.step()
+    return losses
+
+
+def _evaluates_in_between(engine: Engine, folder: Path) -> list[float]:
+    # Before the first step, between micro-steps, between forward and backward, and at the end.
+    losses = [evaluate(engine, 0), evaluate(engine, 1)]
+    for step in range(3):
+        for micro in range(2):
+            losses += [_backward(engine, step, micro), evaluate(engine, step)]
+            engine.step()
+            losses.append(evaluate(engine, step))
+    with torch.inference_mode():
+        losses.append(engine(**batch(5, 0, engine.rank))["loss"].item())
+    return [*losses, micro_step(engine, 6), micro_step(engine, 6, 1), evaluate(engine, 6)]
+
+
+def _is_edited(engine: Engine, folder: Path) -> list[float]:
+    # By the module's parameters and by the states' names, frozen ones as well.
+    losses = [micro_step(engine, 0), evaluate(engine, 0)]
+    last = engine.world_size - 1
+    with engine.gathered(modifier_rank=last) as model, torch.no_grad():
+        if engine.rank == last:
+            model.get_parameter("embed.weight")[3:20] *= 1.5
+            model.get_parameter("blocks.1.up.bias").fill_(0.25)
+            model.get_parameter("frozen.0.down.weight").add_(0.125)
+    losses += [evaluate(engine, 1), micro_step(engine, 1), evaluate(engine, 1)]
+    for name in ("blocks.0.up.weight", "frozen.0.side.weight"):
+        engine.states.set_full(name, engine.states.get_full(name) * 0.5)
+        losses.append(evaluate(engine, 2))
+    return [*losses, micro_step(engine, 2), micro_step(engine, 3)]
+
+
+def _loads(engine: Engine, folder: Path) -> list[float]:
+    # Earlier weights come back under later versions.
+    losses = [micro_step(engine, 0)]
+    engine.save_checkpoint(folder)
+    losses += [micro_step(engine, 1), micro_step(engine, 2), evaluate(engine, 2)]
+    engine.load_checkpoint(folder)
+    return [*losses, evaluate(engine, 2), micro_step(engine, 1), micro_step(engine, 2)]
+
+
+def _starts_from_a_file(engine: Engine, folder: Path) -> list[float]:
+    losses = [evaluate(engine, 0)]  # what is kept is replaced
+    own = folder / str(engine.rank)
+    own.mkdir(exist_ok=True)
+    width = engine.module.get_parameter("embed.weight").shape[1]
+    weights = {n: 0.5 * p.detach() for n, p in make_model(width).named_parameters()}
+    save_file(weights, own / _OTHER_WEIGHTS)
+    zero_core.load_pretrained(engine, own / _OTHER_WEIGHTS)
+    return [*losses, evaluate(engine, 0), micro_step(engine, 0), micro_step(engine, 1)]
+
+
+def _breaks_off(engine: Engine, folder: Path) -> list[float]:
+    # In a forward, in an evaluation, and in a backward between two blocks, of which one has been
+    # reduced or updated by then.
+    def refuse(module: nn.Module, inputs: object) -> None:
+        raise ZeroDivisionError
+
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def break_behind(module: nn.Module, inputs: object, out: Tensor) -> None:
+        out.register_hook(fail)  # type: ignore[no-untyped-call]
+
+    losses = [micro_step(engine, 0)]
+    hook = engine.module.get_submodule("blocks.2").register_forward_pre_hook(refuse)
+    for is_enabled in (True, False):
+        with suppress(ZeroDivisionError), torch.set_grad_enabled(is_enabled):
+            engine(**batch(1, 1, engine.rank))
+            raise AssertionError("forward went on")
+    hook.remove()
+    hook = engine.module.get_submodule("blocks.1").register_forward_hook(break_behind)
+    # All ranks have begun the same reductions when they break off.
+    loss = engine(**{**batch(1, 0, engine.rank), "use_side": True})["loss"]
+    hook.remove()
+    with suppress(ZeroDivisionError):
+        engine.backward(loss)
+        raise AssertionError("backward went on")
+    losses.append(loss.item())
+    return [*losses, micro_step(engine, 1), micro_step(engine, 2), evaluate(engine, 2)]
+
+
+def _freezes_and_unfreezes(engine: Engine, folder: Path) -> list[float]:
+    # A whole block, then a part of another and of the root, then nothing.
+    frozen = (("blocks.1.",), ("blocks.2.up.", "gain"), ())
+    losses = []
+    for step in range(6):
+        for name, param in engine.module.named_parameters():
+            if not name.startswith("frozen."):
+                param.requires_grad_(not name.startswith(frozen[step // 2]))
+        losses.append(micro_step(engine, step))
+    return losses
+
+
+def _idles(engine: Engine, folder: Path) -> list[float]:
+    # A rank at a time has no data, and no two ranks evaluate as often.
+    losses = [micro_step(engine, 0), evaluate(engine, 0)]
+    for step in range(1, 5):
+        if engine.world_size > 1 and step % engine.world_size == engine.rank:
+            engine.idle_step()
+        else:
+            losses.append(micro_step(engine, step))
+    for turn in range(engine.world_size):
+        if turn <= engine.rank:
+            losses.append(evaluate(engine, turn))
+        else:
+            engine.idle_forward()
+    return losses
+
+
+def _skips_a_step(engine: Engine, folder: Path) -> list[float]:
+    # One rank's gradients are not finite. Where that is not checked, no step is skipped.
+    losses = [micro_step(engine, 0)]
+    micro_step(engine, 1, factor=torch.inf if engine.rank == engine.world_size - 1 else None)
+    assert bool(engine.skipped_steps) == engine.config.check_grad_overflow
+    return [*losses, *(micro_step(engine, step) for step in (1, 2)), evaluate(engine, 2)]
+
+
+def _has_edited_gradients(engine: Engine, folder: Path) -> list[float]:
+    # Or other things happen between backward and step, which may have updated something by then.
+    losses = []
+    for step in range(8):
+        losses.append(_backward(engine, step))
+        for name in ("blocks.1.up.weight", "embed.weight", "gain") if step < 4 else ():
+            grad = engine.states.get_full(name, "grad")
+            engine.states.set_full(name, grad * (step - 0.5), "grad")
+        if step in (1, 3, 4):
+            losses.append(engine.clip_grad_norm_(0.25))
+        elif step == 5:
+            kind = engine.sharded_state.tier.state_names()[-1]
+            losses.append(engine.states.get_full("blocks.0.up.weight", kind).double().sum().item())
+        elif step == 6:
+            engine.optimizer.param_groups[0]["lr"] *= 3.0
+        elif step == 7:
+            engine.save_checkpoint(folder)
+        engine.step()
+    losses.append(evaluate(engine, 0))
+    engine.load_checkpoint(folder)
+    return [*losses, evaluate(engine, 0)]
+
+
+def _edits_param_grads(engine: Engine, folder: Path) -> list[float]:
+    losses = []
+    for step in range(3):
+        losses.append(_backward(engine, step))
+        grad = engine.module.get_parameter("blocks.1.up.weight").grad
+        assert grad is not None
+        grad.mul_(0.25)
+        engine.step()
+    return losses
+
+
+def _is_copied(engine: Engine, folder: Path) -> list[float]:
+    losses = [micro_step(engine, 0), micro_step(engine, 1)]
+    with engine.gathered() as model:
+        copied = copy.deepcopy(model)
+    for step in (2, 3):
+        losses += [copied(**batch(step, 0, engine.rank))["loss"].item(), micro_step(engine, step)]
+    return losses
+
+
+def _repeats_backward(engine: Engine, folder: Path) -> list[float]:
+    # Two backwards a step, of which one gives a NaN on the last rank.
+    losses = []
+    for step in range(4):
+        for micro in range(2):
+            is_spoilt = (step, micro, engine.rank) == (2, 0, engine.world_size - 1)
+            losses.append(_backward(engine, step, micro, torch.nan if is_spoilt else 0.5))
+        engine.step()
+    return losses
+
+
+def _goes_long(engine: Engine, folder: Path) -> list[float]:
+    # Each tenth step has an outlier, and one a NaN on the last rank.
+    losses = []
+    for step in range(200):
+        for micro in range(2):
+            is_spoilt = (step, micro, engine.rank) == (150, 1, engine.world_size - 1)
+            factor = torch.nan if is_spoilt else 1.0 if step % 10 else 256.0
+            losses.append(micro_step(engine, step, micro, factor))
+        norm = engine.get_global_grad_norm() or 0.0
+        losses.append(torch.tensor(norm).item())  # a ratio changes last digits of its double
+        if step == 50:
+            losses += _is_edited(engine, folder)
+        if step == 80:
+            engine.save_checkpoint(folder)
+        if step == 100:
+            engine.load_checkpoint(folder)
+    return losses
+
+
+SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
+    "trains": (_trains, {}),
+    "recomputes": (_trains, {"activation_checkpointing": {}}),
+    "clips": (_trains, {"gradient_clipping": 0.5}),
+    "accumulates": (_accumulates, {"gradient_accumulation_steps": 3}),
+    "evaluates": (_evaluates_in_between, {"gradient_accumulation_steps": 2}),
+    "is edited": (_is_edited, {}),
+    "loads": (_loads, {}),
+    "starts from a file": (_starts_from_a_file, {}),
+    "breaks off": (_breaks_off, {}),
+    "freezes and unfreezes": (_freezes_and_unfreezes, {}),
+    "idles": (_idles, {}),
+    "skips a step": (_skips_a_step, {}),
+    "has edited gradients": (_has_edited_gradients, {}),
+    "is copied": (_is_copied, {}),
+    "repeats backward": (_repeats_backward, {}),
+}
+BY_NAME: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
+    "edits param.grad": (_edits_param_grads, {}),
+    "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0}),
+}
+"""For rows by name: of stage 0 alone, and of 200 steps, of which a tenth is clipped."""
 
 
 @dataclass(frozen=True)

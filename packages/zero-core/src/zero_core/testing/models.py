@@ -185,18 +185,17 @@ def rows(number: int, rank: int, width: int = 7) -> Tensor:
 MIXTURE_WIDTH, NUM_EXPERTS = 6, 8
 
 
-def _expert() -> nn.Sequential:
-    up, down = nn.Linear(MIXTURE_WIDTH, 9), nn.Linear(9, MIXTURE_WIDTH, bias=False)
-    return nn.Sequential(up, nn.Tanh(), down)
-
-
 class Mixture(nn.Module):
     """Calls the experts that tokens are routed to, in the order of the first token of each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(MIXTURE_WIDTH, NUM_EXPERTS)
-        self.experts = nn.ModuleList(_expert() for _ in range(NUM_EXPERTS))
+        width = MIXTURE_WIDTH
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 9), nn.Tanh(), nn.Linear(9, width, bias=False))
+            for _ in range(NUM_EXPERTS)
+        )
 
     def forward(self, x: Tensor, allowed: list[int]) -> Tensor:
         weights = self.router(x)[:, allowed].softmax(dim=-1)

@@ -122,7 +122,8 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
     trace = Trace()
     device = find_ranks(None, None).device  # that the engine would choose
     model = make_model(case.width).to(device)
-    masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    copies = {n: nn.Parameter(p.detach().clone()) for n, p in params.items()}  # master weights
     if case.dtype != "fp32":
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype])
     is_alone = ranks is None and dist.get_world_size() == 1
@@ -131,8 +132,6 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
         ddp = SimulatedDDP(model, ranks)
     elif not is_alone:
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    copies = {n: nn.Parameter(m) for n, m in masters.items()}
     config = case.config()
     kind, options = config["optimizer"]["type"], dict(config["optimizer"]["params"])
     if kind == "Adam" and options.pop("adam_w_mode", True):

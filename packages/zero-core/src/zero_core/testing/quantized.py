@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,13 +30,8 @@ class ScaleState:
     def __init__(self, absmax: Tensor, table: Tensor, shape: torch.Size) -> None:
         self.absmax = absmax
         self.shape = shape
-        self.inner = _Table(table)
+        self.inner = SimpleNamespace(values=table)
         self.is_repacked = False
-
-
-class _Table:
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
 
 
 def _drawn(width: int) -> Tensor:
@@ -178,7 +174,7 @@ class PlainLinear(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        weight = torch.randn(width, width) / width**0.5
+        weight = _drawn(width)
         scale = weight.abs().amax(1, keepdim=True) / 448.0
         codes = (weight / scale).t().contiguous().to(torch.float8_e4m3fn).t()
         self.weight = nn.Parameter(codes, requires_grad=False)

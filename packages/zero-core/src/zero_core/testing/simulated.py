@@ -100,21 +100,15 @@ class Network:
                 arrived.notify_all()
 
 
-class _Sent:
-    def wait(self) -> None:
-        """Return at once: the network has a copy."""
-
-
 @dataclass(eq=False)
-class _Receipt:
-    """A message to arrive in ``into``."""
+class _Message:
+    """A message to arrive in ``into``. None: it was sent, or has arrived."""
 
     network: Network
     address: tuple[int, int, Any]  # sender, receiver and tag
-    into: Tensor | None
+    into: Tensor | None = None
 
     def wait(self) -> None:
-        """Wait for the message and copy it, at the first call."""
         into, self.into = self.into, None
         if into is None:
             return
@@ -135,11 +129,12 @@ class _SimulatedMessages:
     num_channels: int = 0
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        self.network.send(self.rank, self.members[target], (self.key, tag), tensor)
-        return _Sent()
+        address = self.rank, self.members[target], (self.key, tag)
+        self.network.send(*address, tensor)
+        return _Message(self.network, address)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        return _Receipt(self.network, (self.members[source], self.rank, (self.key, tag)), tensor)
+        return _Message(self.network, (self.members[source], self.rank, (self.key, tag)), tensor)
 
     def next_channel(self) -> int:
         self.num_channels += 1
@@ -203,19 +198,6 @@ def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> Dev
     return DeviceCollectives(ranks.library(), HostQueues(), meter or Meter(links))
 
 
-class _Gated(Exchange):
-    """Exchange whose first round waits for ``gate``: nothing is written before."""
-
-    def __init__(self, base: Exchange, gate: threading.Event) -> None:
-        self.rank, self.world_size, self.place = base.rank, base.world_size, base.place
-        self._base = base
-        self._gate = gate
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        assert self._gate.wait(120)
-        return self._base.gather_bytes(data)
-
-
 @dataclass(frozen=True)
 class GatedRanks(SimulatedRanks):
     """Simulated ranks whose asynchronous saves begin to write when ``gate`` is set."""
@@ -223,7 +205,15 @@ class GatedRanks(SimulatedRanks):
     gate: threading.Event = field(default_factory=threading.Event)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        return _Gated(super().exchange_beside(watch), self.gate)
+        exchange = super().exchange_beside(watch)
+        gather = exchange.gather_bytes
+
+        def gather_bytes(data: bytes) -> list[bytes]:
+            assert self.gate.wait(120)
+            return gather(data)
+
+        exchange.gather_bytes = gather_bytes  # type: ignore[method-assign]
+        return exchange
 
 
 def simulate(

@@ -45,7 +45,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs, seed_generators
@@ -137,6 +136,7 @@ class MicroBatch:
     """
 
     loss: Tensor  # without gradient, when the forward has ended
+    scaled_loss: Tensor | None = None  # until backward begins from it
 
     def __init__(
         self,
@@ -152,46 +152,36 @@ class MicroBatch:
         self.segments = Segments(partial, number)  # its graph
         self.states: tuple[Tensor, ...] | None = None  # of random generators, between turns
         self.is_done = False  # whether its forward has ended
-        self._batch = batch
-        self._loss_of = loss_of
-        self._scaled_loss: Tensor | None = None
-        self._device = device
-        self._thread: threading.Thread | None = None
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
         self._is_abandoned = False
         self._error: BaseException | None = None
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self._thread = threading.Thread(
+            target=copy_context().run,
+            args=(self._compute, batch, loss_of, stream),
+            name=f"zero_core micro-batch {number}",
+            daemon=True,
+        )
 
-    def _compute(self, stream: torch.Stream | None) -> None:
-        """Run the forward on its thread."""
+    def _compute(self, batch: Any, loss_of: ScaledLoss, stream: torch.Stream | None) -> None:
         try:
             if stream is not None:
                 torch.accelerator.set_stream(stream)  # and its device
-            loss, scaled = self._loss_of(self._batch)
-            self.segments.close([scaled])
-            self.loss, self._scaled_loss = loss.detach(), scaled
-            self._batch = None
+            loss, self.scaled_loss = loss_of(batch)
+            self.segments.close([self.scaled_loss])
+            self.loss = loss.detach()
         except BaseException as error:  # `advance` raises it
             self._error = error
         self.is_done = True
         self._paused.release()
 
-    def take_scaled_loss(self) -> Tensor | None:
-        scaled, self._scaled_loss = self._scaled_loss, None
-        return scaled
-
     def advance(self) -> None:
         """Run until the next `pause` or the end. What the forward raises is raised here."""
-        if self._thread is not None:
-            self._go.release()
-        else:
-            is_accelerated = self._device.type != "cpu"
-            stream = torch.accelerator.current_stream(self._device) if is_accelerated else None
-            name = f"zero_core micro-batch {self.number}"
-            self._thread = threading.Thread(
-                target=copy_context().run, args=(self._compute, stream), name=name, daemon=True
-            )
+        if self._thread.ident is None:
             self._thread.start()
+        else:
+            self._go.release()
         self._paused.acquire()
         if self.is_done:
             self._thread.join()
@@ -208,7 +198,7 @@ class MicroBatch:
 
     def abandon(self) -> None:
         """End the forward where it pauses, and wait for that."""
-        if self._thread is not None and self._thread.ident is not None and not self.is_done:
+        if self._thread.is_alive():
             self._is_abandoned = True
             self._go.release()
             self._thread.join()
@@ -258,16 +248,14 @@ class VerticalSchedule:
         # root.
         self._turn: tuple[MicroBatch, Unit | None] | None = None
         # Ranks exchange them between two micro-batches.
-        has_common_buffers = state.control.world_size > 1 and bool(state.common_buffers.by_dtype())
-        self.handles = [
-            handle
-            for number, module in enumerate(modules)
-            for handle in self._hook(number, module, has_common_buffers)
-        ]
+        self._has_common_buffers = state.control.world_size > 1 and bool(
+            state.common_buffers.by_dtype()
+        )
+        self.handles: list[Any] = []
+        for number, module in enumerate(modules):
+            self._hook(number, module)
 
-    def _hook(
-        self, number: int, module: nn.Module, has_common_buffers: bool
-    ) -> list[RemovableHandle]:
+    def _hook(self, number: int, module: nn.Module) -> None:
         versions: list[int] = []  # of its buffers, as its forward begins
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -284,7 +272,7 @@ class VerticalSchedule:
                     "their order",
                 )
             one.pause()
-            if has_common_buffers:
+            if self._has_common_buffers:
                 versions[:] = [b._version for b in module.buffers()]
             return one.segments.enter((args, kwargs))
 
@@ -292,7 +280,7 @@ class VerticalSchedule:
             one = self._running
             if one is None or is_in_backward():
                 return None
-            if has_common_buffers:
+            if self._has_common_buffers:
                 buffers = zip(module.named_buffers(), versions, strict=True)
                 changed = [name for (name, b), version in buffers if b._version != version]
                 if changed:
@@ -305,10 +293,11 @@ class VerticalSchedule:
             self._check_params(one, number + 1)
             return found
 
-        return [
-            module.register_forward_pre_hook(outside_graphs(enter), prepend=True, with_kwargs=True),
-            module.register_forward_hook(outside_graphs(leave)),
-        ]
+        hooks = outside_graphs(enter), outside_graphs(leave)
+        self.handles.append(
+            module.register_forward_pre_hook(hooks[0], prepend=True, with_kwargs=True)
+        )
+        self.handles.append(module.register_forward_hook(hooks[1]))
 
     def check_apart(self, call: str) -> None:
         """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them."""
@@ -355,9 +344,7 @@ class VerticalSchedule:
                 self._check_graph(one)  # a refusal comes before backward updates any unit
                 if not self._backward.is_open:
                     self._backward.open({unit.index: 0 for unit in self._units.units}, is_new=True)
-                self._go_backward(
-                    one, len(self._blocks) + 1, self._units.tail, one.take_scaled_loss()
-                )
+                self._go_backward(one, len(self._blocks) + 1, self._units.tail)
             self._forward.leave(self._root, needs_grad=True, error=None)
             self._run_backward(micro_batches)
             self._in_attributes = None
@@ -448,14 +435,13 @@ class VerticalSchedule:
         self._place.enter(OUTSIDE)
         self._backward.is_open = False
 
-    def _go_backward(
-        self, one: MicroBatch, segment: int, unit: Unit | None, loss: Tensor | None = None
-    ) -> None:
+    def _go_backward(self, one: MicroBatch, segment: int, unit: Unit | None) -> None:
         """Go backward through one segment of a micro-batch, and reduce its gradient of ``unit``."""
         self._train.accumulation.enter_micro_step(one.number)
         self._turn = one, unit
         for grads in () if unit is None else unit.grads:
             grads.begin_backward()
+        loss, one.scaled_loss = one.scaled_loss, None
         one.segments.backward(segment, loss)
         if unit is self._root:
             for param, grad in one.partial.take_all(one.number):

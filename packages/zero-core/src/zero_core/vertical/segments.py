@@ -58,7 +58,6 @@ class PartialGrads:
         self._leaving: list[tuple[Tensor, HostCopy]] = []
 
     def put(self, number: int, param: int, grad: Tensor) -> None:
-        """Set the sum so far of micro-batch ``number``."""
         self._grads[number][param] = grad
 
     def discard(self, number: int, param: int) -> None:
@@ -68,8 +67,7 @@ class PartialGrads:
         """Return the sum so far, None without one. It stays on its own device to the turn's end."""
         found = self._grads[number].get(param)
         if isinstance(found, HostCopy):
-            assert self._copies is not None, "they made it"
-            found = self._grads[number][param] = self._copies.take(found)
+            found = self._grads[number][param] = found.copies.take(found)
         return found
 
     def take_all(self, number: int) -> Iterator[tuple[int, Tensor]]:
@@ -82,29 +80,28 @@ class PartialGrads:
 
     def prefetch(self, number: int, params: Iterable[int]) -> None:
         """Begin to copy back what waits on the host of the gradients of ``params``."""
-        if self._copies is not None:
-            for param in params:
-                if isinstance(found := self._grads[number].get(param), HostCopy):
-                    self._copies.fetch(found)
+        for param in params if self._copies is not None else ():
+            if isinstance(found := self._grads[number].get(param), HostCopy):
+                found.copies.fetch(found)
 
     def end_turn(self, number: int) -> None:
         """Begin to copy down what can be moved."""
-        if self._copies is not None:
-            self.settle()
-            grads = self._grads[number]
-            for param, grad in grads.items():
-                if isinstance(grad, Tensor):
-                    stored = self._copies.store(grad, len(self._grads))
-                    if stored is not None:
-                        self._leaving.append((grad, stored))
-                        grads[param] = stored
+        if self._copies is None:
+            return
+        self.settle()
+        grads = self._grads[number]
+        for param, grad in grads.items():
+            if isinstance(grad, Tensor):
+                stored = self._copies.store(grad, len(self._grads))
+                if stored is not None:
+                    self._leaving.append((grad, stored))
+                    grads[param] = stored
 
     def settle(self) -> None:
         """Drop what is being copied down, once the current stream has waited for that."""
-        if self._copies is not None:
-            for _, stored in self._leaving:
-                self._copies.wait(stored)
-            self._leaving.clear()
+        for _, stored in self._leaving:
+            stored.copies.wait(stored)
+        self._leaving.clear()
 
 
 class SegmentCrossing(Exception):
@@ -141,36 +138,8 @@ class _Border(torch.autograd.Function):
 
 _BORDER: Any = _Border._backward_cls
 """Class of the nodes of `_Border` in a graph."""
-
-
-class _Between(TorchFunctionMode):
-    """Between blocks, replaces what operations are given that earlier segments made."""
-
-    def __init__(self, segments: Segments) -> None:
-        super().__init__()
-        self._segments = segments
-        self._is_on = False
-
-    def begin(self) -> None:
-        self._is_on = True
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        self._is_on = False
-        if function_modes()[-1:] == [self]:  # else the model entered another one
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = (tuple(args), dict(kwargs or {}))
-        if self._is_on and func not in METADATA_READS and torch.is_grad_enabled():
-            given = self._segments.replace(given)
-        return func(*given[0], **given[1])
+_Entry = tuple[weakref.ref[Tensor], Tensor]
+"""A tensor, and its border."""
 
 
 @dataclass(eq=False)
@@ -184,23 +153,25 @@ class _Segment:
     params: dict[int, Tensor] = field(default_factory=dict)  # the parameters in its graph, by id
 
 
-class Segments:
+class Segments(TorchFunctionMode):
     """The segments of one micro-batch. The prologue is number 0, block n of 0, 1, ... is n + 1.
 
     All methods but `backward`, `prefetch` and `params` are called on the thread that computes the
-    forward.
+    forward. Between blocks it is a mode there, which replaces what operations are given that
+    earlier segments made.
     """
 
     def __init__(self, partial: PartialGrads, micro_batch: int) -> None:
         """Keep in ``partial`` what other segments add to the gradient of a parameter."""
+        super().__init__()
         self._partial = partial
         self._micro_batch = micro_batch
         self._segments = [_Segment(0)]
         # Borders of blocks' inputs, and what they stand for, by node and number of the output. What
         # nobody can pass to a block again is not kept.
-        self._entries: dict[tuple[Any, int], tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._entries: dict[tuple[Any, int], _Entry] = {}
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
-        self._between = _Between(self)
+        self._is_between = False
 
     @property
     def number(self) -> int:
@@ -211,67 +182,66 @@ class Segments:
         """Number of the block that the forward is in or about to enter."""
         return max(0, self.number - 1)
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         self._segments.append(_Segment(next_sequence_number()))
         self._entries = {k: (ref, b) for k, (ref, b) in self._entries.items() if ref() is not None}
 
     def enter(self, inputs: Any) -> Any:
         """Return a block's nested ``inputs`` with borders for what earlier segments made."""
         if self.number == 0:
-            self.begin()
+            self._begin()
         else:
-            self._between.end()
-        return self.replace(inputs) if torch.is_grad_enabled() else inputs
+            self._is_between = False
+            if function_modes()[-1:] == [self]:  # else the model entered another one
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return self._replace(inputs, self._entries) if torch.is_grad_enabled() else inputs
 
     def leave(self, output: Any) -> Any:
         """Return a block's nested ``output`` as borders. The next segment begins."""
-        found = output
         if torch.is_grad_enabled():
             self.close([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)])
-        self.begin()
+        self._begin()
         if torch.is_grad_enabled():
-            made: dict[tuple[Any, int], Tensor] = {}
+            output = self._replace(output, {})
+        self._is_between = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+        return output
 
-            def replace(tensor: Tensor) -> Tensor:
-                if not self._needs_border(tensor):
-                    return tensor
-                key = (tensor.grad_fn, tensor.output_nr)
-                if key not in made:
-                    made[key] = self._put_border(tensor)
-                return made[key]
-
-            found = pytree.tree_map_only(Tensor, replace, output)
-        self._between.begin()
-        return found
-
-    def replace(self, inputs: Any) -> Any:
-        return pytree.tree_map_only(Tensor, self._enter, inputs)
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = (tuple(args), dict(kwargs or {}))
+        if self._is_between and func not in METADATA_READS and torch.is_grad_enabled():
+            given = self._replace(given, self._entries)
+        return func(*given[0], **given[1])
 
     def close(self, results: Iterable[Tensor]) -> None:
         """Search the graph of the segment under way from its ``results`` on."""
         nodes = [t.grad_fn for t in results if t.grad_fn is not None]
         self._search(self.number, [n for n in nodes if not self._is_earlier(n, self.number)])
 
-    def _enter(self, tensor: Tensor) -> Tensor:
-        if not self._needs_border(tensor):
-            return tensor
-        key = (tensor.grad_fn, tensor.output_nr)
-        if key not in self._entries:
-            self._entries[key] = weakref.ref(tensor), self._put_border(tensor)
-        return self._entries[key][1]
+    def _replace(self, inputs: Any, borders: dict[tuple[Any, int], _Entry]) -> Any:
+        """Replace what earlier segments made in nested ``inputs`` by ``borders``, or new ones."""
 
-    def _needs_border(self, tensor: Tensor) -> bool:
-        node = tensor.grad_fn
-        is_made = node is not None and not isinstance(node, _BORDER)
-        return is_made and self._is_earlier(node, self.number)
+        def replace(tensor: Tensor) -> Tensor:
+            node = tensor.grad_fn
+            if node is None or isinstance(node, _BORDER) or not self._is_earlier(node, self.number):
+                return tensor
+            key = (node, tensor.output_nr)
+            if key not in borders:
+                number = self._number_of(node)
+                self._search(number, [node])
+                gradient = _Gradient(self._anchor)
+                self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
+                border = _Border.apply(self._anchor, tensor.detach(), gradient)  # type: ignore[no-untyped-call]
+                borders[key] = weakref.ref(tensor), border
+            return borders[key][1]
 
-    def _put_border(self, tensor: Tensor) -> Tensor:
-        number = self._number_of(tensor.grad_fn)
-        self._search(number, [tensor.grad_fn])
-        gradient = _Gradient(self._anchor)
-        self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
-        border: Tensor = _Border.apply(self._anchor, tensor.detach(), gradient)  # type: ignore[no-untyped-call]
-        return border
+        return pytree.tree_map_only(Tensor, replace, inputs)
 
     def _number_of(self, node: Any) -> int:
         """Number of the segment that made ``node``."""

@@ -1,1 +1,0 @@
-"""Records of which published values have changed, and their encoding."""
