@@ -410,10 +410,10 @@ def _make_engine(
         return model, unit_set, extensions
     installed.append(gradient.param_grads.serve())
     edits.begin()
-    vertical = make_micro_batches(config, passes, modules, train, state, host_inputs)
-    installed += [] if vertical is None else vertical.handles
+    micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
+    installed += micro_batches.handles
     optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names)
-    engine = Engine(parts, optimizer, gradient, vertical, patches, extensions)
+    engine = Engine(parts, optimizer, gradient, micro_batches, patches, extensions)
     engine.remove_at_end(installed)
     if (asked := config.step_records) is not None:
         engine.record(asked.folder, max_bytes=asked.max_bytes, detail_every=asked.detail_every)

@@ -35,7 +35,7 @@ from zero_core.record.recorder import StepRecords, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import EngineOptimizer, StepGradient
-from zero_core.vertical.schedule import VerticalSchedule, run_in_turn
+from zero_core.step.micro_batches import MicroBatches
 
 
 class Engine(TrainingCheckpoints, ShardedModel):
@@ -52,16 +52,16 @@ class Engine(TrainingCheckpoints, ShardedModel):
         parts: EngineParts,
         optimizer: EngineOptimizer,
         gradient: StepGradient,
-        vertical: VerticalSchedule | None,
+        micro_batches: MicroBatches,
         patches: PatchWriter,
         extensions: Extensions,
     ) -> None:
-        """Called by `zero_core.build`. ``vertical`` runs the micro-batches of a step together."""
+        """Called by `zero_core.build`."""
         super().__init__(parts)
         self.optimizer = optimizer
         self.should_defer_sigint = True
         self._gradient = gradient
-        self._vertical = vertical
+        self._micro_batches = micro_batches
         self._patches = patches
         self._extensions = extensions
         subject = parts.config, parts.state, parts.train, parts.meter, parts.memory
@@ -99,8 +99,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         Raises:
             AccumulationScheduleError: with the vertical schedule: `train_batch` runs backward.
         """
-        if self._vertical is not None:
-            self._vertical.check_apart("backward()")
+        self._micro_batches.check_apart("backward()")
         with self.place.during("backward"):
             self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -120,8 +119,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 trainable parameter got no gradient on a rank. All ranks raise it.
             AccumulationScheduleError: with the vertical schedule: `train_batch` steps.
         """
-        if self._vertical is not None:
-            self._vertical.check_apart("step()")
+        self._micro_batches.check_apart("step()")
         self._end_micro_step(client_state)
 
     def zero_grad(self) -> None:
@@ -240,11 +238,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         devices = [] if self.device.type == "cpu" else [self.device]
         try:
             with torch.random.fork_rng(devices, device_type=self.device.type):
-                if self._vertical is not None:
-                    losses = self._vertical.run(found, scaled, seed=seed)
-                else:
-                    state = self.sharded_state
-                    losses = run_in_turn(self._train, state, found, scaled, seed=seed)
+                losses = self._micro_batches.run(found, scaled, seed=seed)
                 self._end_micro_step(client_state)
         except BaseException:
             if self.global_steps == num_steps:
@@ -315,8 +309,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         It updates this rank's part of the parameters.
         """
-        if self._vertical is not None:
-            self._vertical.check_apart("idle_step()")
+        self._micro_batches.check_apart("idle_step()")
         self.idle_backward(over=over)
         self.step()
 

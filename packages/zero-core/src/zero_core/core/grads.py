@@ -458,6 +458,7 @@ class FlatGrads:
         self._communicator = communicator
         self._arithmetic = arithmetic
         self._reduction: tuple[NamedReduction, Tensor] | None = None  # under way, and its target
+        self._target: Tensor | None = None  # of a reduction that is being launched, too
         self._norm: Tensor | None = None  # of the shard, where it is known already
         self._until_reduced: NamedWork | None = None  # wait until the reduction's sum is there
         self._nonfinite: Tensor | None = None  # bool, [world_size]
@@ -498,7 +499,7 @@ class FlatGrads:
             self._open()
         full = self.full.complete()
         if self.segment.world_size > 1:
-            target = self.shard.target()
+            self._target = target = self.shard.target()  # kept from before the launch on
             self._reduction = self._start_reduction(target, full), target
 
     def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
@@ -611,10 +612,10 @@ class FlatGrads:
         return self._arithmetic.measure(self.values(), p, self.plan.normed)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return the ranks whose gradients this rank has seen not to be finite, for others, too.
+        """Return the ranks whose gradients this rank has seen not to be finite.
 
-        None if it saw no parts: the collectives do not show them, this rank's part of the sum is
-        finite, or the sum over micro-steps overflowed.
+        Each such rank is seen by some rank. None if this one saw no parts: the collectives do not
+        show them, its part of the sum is finite, or the sum over micro-steps overflowed.
         """
         if self.segment.world_size == 1:
             return [0]
@@ -628,7 +629,7 @@ class FlatGrads:
         self.is_updated = False
         if self._reduction is not None and self._reduction[0].statistics() is not None:
             self._until_reduced = self.full.until_read = self._reduction[0]  # it reads full_grad
-        self._reduction = self._norm = self._nonfinite = None
+        self._reduction = self._target = self._norm = self._nonfinite = None
         self.full.clear()
         self.shard.clear()
 

@@ -252,7 +252,7 @@ class Prefetch:
 
     Attributes:
         windows: these units, in order, by the one in use: in forward, and in backward.
-        ahead: the unit in use when another one was gathered before it was needed, by the latter.
+        ahead: units gathered before they were needed, each behind the one in use then.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -261,7 +261,7 @@ class Prefetch:
         for unit in range(num_units):
             self.set_depth(unit, 1, backward=False)
             self.set_depth(unit, 1, backward=True)
-        self.ahead: dict[int, int] = {}
+        self.ahead: list[tuple[int, int]] = []
 
     def set_depth(self, unit: int, number: int, *, backward: bool) -> None:
         """Gather ``number`` units ahead of ``unit``, rather than one. All ranks set the same."""
@@ -278,10 +278,10 @@ class Prefetch:
         window = self.windows[backward][unit]
         strays = []
         if self.ahead:
-            before, self.ahead = self.ahead, {}
-            for other, origin in before.items():
+            before, self.ahead = self.ahead, []
+            for origin, other in before:
                 if (origin > unit > other) if backward else (origin < unit < other):
-                    self.ahead[other] = origin
+                    self.ahead.append((origin, other))
                 elif other != unit and other not in window:
                     strays.append(other)
         return window, strays

@@ -71,7 +71,10 @@ class GradientSink(Protocol):
         """
 
     def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
-        """Offer a segment's reduced gradient to the state tier. Return whether it was updated."""
+        """Offer a segment's reduced gradient to the state tier.
+
+        ``is_last``: of the step's last micro-step. Return whether it has updated the parameters.
+        """
 
     def broken(self) -> None:
         """Restart the step: a forward found that the last backward did not end."""
@@ -317,7 +320,7 @@ class BackwardPass:
     def end(self) -> None:
         """Reduce what is left, wait for everything, release every unit.
 
-        Autograd calls it when a backward ends, `start_agreement` where something is left to reduce.
+        Autograd calls it when a backward ends, and a step where something is left to reduce.
         """
         if self.is_open:
             for skipped in self.order.skipped_last():
@@ -591,11 +594,15 @@ class ForwardPass:
         return known[0] if known else self._units.blocks
 
 
+class _Leave(Protocol):
+    def __call__(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None: ...
+
+
 class Driver(NamedTuple):
     """Walks the passes: what the hooks on the model call, as `ForwardPass` and `BackwardPass`."""
 
     enter: Callable[[Unit, nn.Module], None]
-    leave: Callable[..., None]
+    leave: _Leave
     gradient_ready: Callable[[Unit, FlatGrads, int, Tensor], None]
 
 

@@ -105,7 +105,7 @@ class UnitSet:
             if not ahead.is_exchanged and not ahead.is_updated():
                 continue  # it would block here until the tier has updated the unit
             if ahead.is_block:  # else it stays
-                self.prefetch.ahead[number] = index
+                self.prefetch.ahead.append((index, number))
             ahead.gather(backward=backward)
 
     def launch_tail(self) -> None:

@@ -1,4 +1,4 @@
-"""Schedules of a step's micro-batches.
+"""The vertical schedule of a step's micro-batches.
 
 [Note: the vertical schedule]
 The horizontal schedule runs forward and backward of one micro-batch after the other, and gathers
@@ -26,12 +26,6 @@ of them.
 Blocks must be called in the order of the module tree, each once. Anything else is refused with an
 `AccumulationScheduleError`. So are tensors that a forward leaves in attributes of modules, which
 the first step looks for: micro-batches would find each other's.
-
-[Note: random numbers by micro-batch]
-Dropout draws from torch's generators. With the vertical schedule the micro-batches of a step draw
-in turns, so each has states of its own: it begins with a seed that follows from torch's seed and
-the number of the micro-step since the training's start. So it draws the same numbers whatever the
-schedule. Activation checkpointing keeps the state that a block began with, and repeats it.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ import threading
 from collections.abc import Sequence
 from contextvars import copy_context
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +50,7 @@ from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.micro_batches import MicroBatches, ScaledLoss
 from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
 from zero_core.watch.place import OUTSIDE
 
@@ -76,38 +71,6 @@ def set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
     torch.set_rng_state(states[0])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[1], device)
-
-
-class ScaledLoss(Protocol):
-    """Computes the loss of one micro-batch."""
-
-    def __call__(self, batch: Any, /) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the loss times the loss scale over the number of micro-batches."""
-
-
-def run_in_turn(
-    train: TrainState,
-    state: ShardedState,
-    batches: Sequence[Any],
-    loss_of: ScaledLoss,
-    *,
-    seed: int,
-) -> list[Tensor]:
-    """Run forward and backward of each micro-batch of a step before the next one begins.
-
-    Returns their losses, without gradient. The step's last micro-step is under way then. ``seed``:
-    torch's, from which those of the micro-batches follow.
-    """
-    losses = []
-    for number, batch in enumerate(batches):
-        if number:
-            train.end_micro_step()
-        seed_generators(state.device, seed, train.accumulation.micro_steps)
-        loss, scaled = loss_of(batch)
-        with state.control.place.during("backward"):
-            scaled.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    return losses
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -205,7 +168,7 @@ class MicroBatch:
         self._error = None
 
 
-class VerticalSchedule:
+class VerticalSchedule(MicroBatches):
     """Runs all micro-batches of a step. See the note at the top of this file."""
 
     def __init__(
@@ -222,9 +185,7 @@ class VerticalSchedule:
                 "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
                 f"or nn.Sequential), and {type(state.module).__name__} has none: use 'horizontal'"
             )
-        self._train = train
-        self._place = state.control.place
-        self._device = state.device
+        super().__init__(train, state)
         self._state = state
         self._passes = passes
         self._units = passes.units
@@ -310,9 +271,9 @@ class VerticalSchedule:
     # ---------------------------------------------------------------- forward
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        """Do as `run_in_turn`. ``loss_of`` is called on other threads."""
+        """See `MicroBatches.run`. ``loss_of`` is called on other threads."""
         if len(batches) == 1:
-            return run_in_turn(self._train, self._state, batches, loss_of, seed=seed)
+            return super().run(batches, loss_of, seed=seed)
         with self._place.during("train_batch()"):
             return self._run_together(batches, loss_of, seed)
 
@@ -525,7 +486,7 @@ class AutoSchedule(VerticalSchedule):
             except AccumulationScheduleError as error:
                 _log.warning("accumulation_schedule: auto chose horizontal: %s", error)
                 self._is_vertical = False
-        return run_in_turn(self._train, self._state, batches, loss_of, seed=seed)
+        return MicroBatches.run(self, batches, loss_of, seed=seed)
 
 
 def make_micro_batches(
@@ -535,14 +496,14 @@ def make_micro_batches(
     train: TrainState,
     state: ShardedState,
     host_inputs: HostInputs | None,
-) -> VerticalSchedule | None:
-    """Return what runs a step's micro-batches together, where the configuration asks for that."""
+) -> MicroBatches:
+    """Return what runs a step's micro-batches, by the configuration's schedule."""
     wanted = config.accumulation_schedule
     if wanted == "auto" and state.control.rank == 0:
         chosen = "vertical:" if config.is_vertical else "horizontal: no"
         _log.info("accumulation_schedule: auto chose %s gathers are saved", chosen)
     if wanted != "vertical" and not config.is_vertical:
-        return None
+        return MicroBatches(train, state)
     blocks = [modules[unit.index] for unit in passes.units.blocks]
     kind = AutoSchedule if wanted == "auto" else VerticalSchedule
     return kind(blocks, passes, train, state, host_inputs)
