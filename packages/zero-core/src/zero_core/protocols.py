@@ -537,7 +537,8 @@ class StateTierFactory(Protocol):
             pieces: ``(start, stop, group)`` of each parameter's part.
             params: ``(start, tensor)``: sorted 1-D parameter shards in the compute dtype, where new
                 values go: on ``device``; on the CPU, where they rest; or on the meta device, for
-                ``param_store``. The engine writes ``master_weight`` before the first step.
+                ``param_store``. The engine writes ``master_weight`` before the first step; what
+                shards hold until then does not count.
             device: the compute device.
             optimizer_class: the torch optimizer whose update is wanted.
             groups: its ``param_groups`` without ``params`` (every default filled in).
@@ -592,7 +593,7 @@ class DeviceTierFactory(Protocol):
         param_store: ParamStore | None = None,
         own_masters: Collection[torch.dtype] = ...,
     ) -> StateTier:
-        """Make a tier. Arguments are as for a `StateTierFactory`.
+        """Make a tier. ``pieces`` and ``params`` are in coordinates of ``[0, numel)``.
 
         Shards of the dtypes ``own_masters`` (`zero_core.config.WIDE_DTYPES`) are their own masters.
         """

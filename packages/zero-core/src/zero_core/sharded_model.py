@@ -84,9 +84,10 @@ class _UnitCalls:
     ) -> None:
         """Set whether a forward releases the parameters that it has gathered (stage 3).
 
-        False keeps them, with gradients until their backward, without until values change or True,
-        the default, is set. ``modules``: whose units are meant; None: all. As FSDP2's method of the
-        name. Every rank must call it, between two steps.
+        False keeps them, with gradients until their backward, without until values change or
+        True, the default, is set: several forwards then gather once, for the memory of what is
+        kept. ``modules``: whose units are meant; None: all. As FSDP2's method of the name. Every
+        rank must call it, between two steps.
 
         Raises:
             ValueError: one of ``modules`` is not this engine's.
@@ -102,10 +103,10 @@ class _UnitCalls:
     def generating(self) -> Iterator[nn.Module]:
         """Keep parameters gathered between forwards without gradients, within (stage 3).
 
-        The model's own ``generate`` enters it by itself. Units stay up to
-        ``stage3_max_live_parameters`` elements; others are gathered in each forward, of which all
-        ranks must run equally many (``synced_gpus`` of transformers). Every rank must enter it,
-        between two steps.
+        For text generation; the model's own ``generate`` enters it by itself. Units stay up to
+        ``stage3_max_live_parameters`` elements; where there are more, the others are gathered in
+        each forward, and all ranks must run equally many of them (``synced_gpus`` of transformers).
+        Every rank must enter it, between two steps.
         """
         self._device_states.check("generating()", NO_PARTS)
         limit = self.config.zero_optimization.stage3_max_live_parameters
@@ -383,7 +384,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         Meanwhile what needs a part that is away raises RuntimeError: a forward needs "parameters"
         and "buffers", a backward "gradients" too, all else every part. A forward whose backward is
         to come must run after `reload_states`. Every rank must call it, between two steps or
-        micro-steps. On a CPU, memory that ranks share is not freed. The model's buffers stay.
+        micro-steps. Parts that are away already stay so. On a CPU, memory that ranks share is not
+        freed. The model's buffers stay.
 
         Args:
             parts: which of `zero_core.StatePart`; None: all. In fp32, "parameters" are the master
@@ -522,8 +524,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Return what this rank sent in the last step, by collective and link.
 
         Rows, none before a step, are those of ``plan().traffic``, without the host link, and Muon's
-        gather. What is sent between two steps counts for the second, through the engine's own
-        collectives alone.
+        gather, which a plan lacks. What is sent between two steps counts for the second. Only what
+        goes through the engine's own collectives is seen.
         """
         return self._parts.meter.report()
 
