@@ -187,6 +187,8 @@ class GradShard:
         self._shard = buffers.shard
         self.until_gathered: NamedWork | None = None
         self._until_copied: Wait | None = None  # by the state tier
+        self._pool = buffers.shard_pool
+        self._term: Tensor | None = None  # borrowed, of a reduction that is added to others
         self._rounded_pool = buffers.rounded_pool
         self._rounded: Tensor | None = None  # what the tier was offered, if it was rounded
 
@@ -195,7 +197,8 @@ class GradShard:
         shard = self._shard
         assert shard is not None, "the case has one"
         if not (self.is_empty or self._plan.is_sequential):
-            return torch.empty_like(shard)
+            self._term = self._pool.acquire(shard.numel(), shard.dtype, self._segment.index)
+            return self._term
         if self._until_copied is not None:
             self.wait_until_copied()
         return shard
@@ -206,7 +209,13 @@ class GradShard:
         if reduced is self._shard:
             return True
         self.values().add_(reduced)
+        self._return_term()
         return False
+
+    def _return_term(self) -> None:
+        if self._term is not None:
+            term, self._term = self._term, None
+            self._pool.release(term)
 
     def add_own(self, full: FullGrad) -> None:
         """Add the gradient of the only rank, which is in the shard's memory."""
@@ -264,6 +273,7 @@ class GradShard:
 
     def clear(self) -> None:
         self.is_empty = True
+        self._return_term()
 
 
 class SummedShard(GradShard):
@@ -356,21 +366,22 @@ class PassedOnShard(GradShard):
         self._tier = tier
         self._span = span
         self._device = device
-        self._pool = buffers.shard_pool
         self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind the shard
 
     def target(self) -> Tensor:
-        if self._lent is not None:  # holds what an earlier backward of the step reduced
-            return torch.empty_like(self._lent[1])
         numel, user = self._segment.shard_numel, self._segment.index
         target = self._pool.acquire(numel, self._plan.accumulated, user)
-        self._lent = self._pool, target
+        if self._lent is None:
+            self._lent = self._pool, target
+        else:  # it holds what an earlier backward of the step reduced
+            self._term = target
         return target
 
     def add(self, reduced: Tensor) -> bool:
         is_first, self.is_empty = self.is_empty or self.is_part, False
         if self._shard is not None:
             self._shard.add_(reduced)
+            self._return_term()
             return False
         if is_first:
             self._shard = reduced

@@ -168,9 +168,17 @@ class Pools:
         return found
 
     def make_for_gradients(
-        self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan], *, is_whole: bool
+        self,
+        segments: Sequence[Segment],
+        plan_of: Mapping[int, GradientPlan],
+        *,
+        is_whole: bool,
+        has_micro_steps: bool,
     ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
-        """Return the pools of `GradientBuffers`. ``is_whole``: a rank updates all of a segment."""
+        """Return the pools of `GradientBuffers`.
+
+        ``is_whole``: a rank updates all of a segment. ``has_micro_steps``: a step has several.
+        """
         plans = [(s, plan_of[s.index]) for s in segments]
         full = {}
         for dtype in {dtype for _, p in plans for dtype in (p.communicated, p.accumulated)}:
@@ -194,12 +202,17 @@ class Pools:
             if p.offered != p.accumulated and (self._has_peers or p.is_shard_kept)
         ]
         passed_on = [s for s, p in plans if self._has_peers and not p.is_shard_kept]
+        added = [  # from the second micro-step on
+            s
+            for s, p in plans
+            if has_micro_steps and self._has_peers and p.is_shard_kept and not p.is_sequential
+        ]
         is_rounded = any(s in rounded for s in passed_on)  # then the tier reads other memory
         shard_pool = self._make(
             "gradient shards",
             self._exchanged,
             [s.shard_numel * p.accumulated.itemsize for s, p in plans],
-            _num_of_largest_unit(passed_on),
+            _num_of_largest_unit([*passed_on, *added]),
             num_copied=0 if is_rounded else len(passed_on),
         )
         numels = [s.padded_numel if is_whole else s.shard_numel for s in segments]
@@ -471,7 +484,12 @@ class Memory:
         shards |= allocate("gradient shards", reduced)
         found = {}
         for part in self.pools.split(s for s, _ in plans):
-            pools = self.pools.make_for_gradients(part, plan_of, is_whole=self._stage == 0)
+            pools = self.pools.make_for_gradients(
+                part,
+                plan_of,
+                is_whole=self._stage == 0,
+                has_micro_steps=self._config.gradient_accumulation_steps > 1,
+            )
             for s in part:
                 of_segment = full.get(s.index), shards.get(s.index), total.get(s.index)
                 found[s.index] = GradientBuffers(plan_of[s.index], *of_segment, *pools)
