@@ -50,6 +50,13 @@ class Blueprint:
         """Describe ``model``, which is not changed. Unless ``is_training`` it is all frozen."""
         leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
+        for param, names in zip(found.params, found.names, strict=True):
+            if param.is_complex():
+                raise ConfigError(
+                    f"parameter {names[0]} is complex ({param.dtype}), which is not served: keep "
+                    "its real and imaginary parts in one real parameter, and use "
+                    "torch.view_as_complex() in forward"
+                )
         if not is_training:
             optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
         else:
@@ -58,12 +65,6 @@ class Blueprint:
         group_of = _groups_of(found, optimizer)
         specs: list[ParamSpec] = []
         for number, (param, names) in enumerate(zip(found.params, found.names, strict=True)):
-            if param.is_complex():
-                raise ConfigError(
-                    f"parameter {names[0]} is complex ({param.dtype}), which is not served: keep "
-                    "its real and imaginary parts in one real parameter, and use "
-                    "torch.view_as_complex() in forward"
-                )
             if is_training and param.requires_grad and number not in group_of:
                 raise ConfigError(
                     f"parameter {names[0]} requires a gradient but is in no optimizer group: add "

@@ -59,6 +59,7 @@ class Ownership:
         self.owner: weakref.ref[object] | None = None  # the engine, once it has begun
         self._thread = threading.get_ident()
         self._allows_empty = False  # entries of state dicts
+        self._advice = ""  # of `allow_empty_entries`
         self.state = state
         self.is_ended = False  # the model may have other values since
         self.hooks: list[Removable] = []  # on the model, removed at the end, the last ones first
@@ -82,9 +83,10 @@ class Ownership:
 
     def allow_empty_entries(self, advice: str) -> None:
         """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
+        self._advice = advice
         if self._allows_empty:
             return
-        self._allows_empty, modules = True, list(self.state.module.modules())
+        modules = list(self.state.module.modules())
         has_warned = self.state.control.rank != 0  # rank 0 writes files
 
         def save(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +100,7 @@ class Ownership:
                     continue
                 if not has_warned:
                     text = "state_dict() has names without values, the first for %s: %s"
-                    _log.warning(text, key, advice)
+                    _log.warning(text, key, self._advice)
                 has_warned, whole = True, entries[key]
                 entries[key] = torch.empty(0, dtype=whole.dtype, device=whole.device)
 
@@ -106,6 +108,7 @@ class Ownership:
             self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
         name = nn.Module._save_to_state_dict.__name__
         self.hooks.append(ObjectMethods(name, [(m, partial(save, m)) for m in modules]))
+        self._allows_empty = True
 
     def _absent(self, module: nn.Module) -> list[str]:
         """Return the names of ``module``'s own parameters whose current value is not here."""

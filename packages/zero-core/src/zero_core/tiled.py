@@ -165,8 +165,12 @@ class TiledLogits(Tensor):
             sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
             are_plain = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
             if are_plain and sizes[-1] in (self.shape[-1], -1):
+                leading: Tensor | None = None
                 with suppress(RuntimeError):  # the leading dimensions have other sizes
-                    hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+                    empty = torch.empty(self._hidden.shape[:-1], device="meta")
+                    leading = empty.reshape(sizes[:-1])
+                if leading is not None:
+                    hidden = self._hidden.reshape(*leading.shape, self._hidden.shape[-1])
         elif func is Tensor.flatten and not kwargs and tuple(rest) == (0, self.dim() - 2):
             hidden = self._hidden.flatten(0, self.dim() - 2)
         elif func is Tensor.__getitem__ and (index := _leading_index(rest[0], self.dim())):

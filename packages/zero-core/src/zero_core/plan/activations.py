@@ -325,7 +325,8 @@ class _WithoutData(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._values: dict[int, tuple[Tensor, int]] = {}  # alive, so that no id is reused
+        # A truth value or a number of elements. Tensors stay alive, so that no id is reused.
+        self._values: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_function__(
         self,
@@ -336,16 +337,16 @@ class _WithoutData(TorchFunctionMode):
     ) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **(kwargs or {}))
-        known = self._values.get(id(args[0])) if args else None
-        if func is Tensor.__bool__ and known is not None:
-            return bool(known[1])
+        known = self._values[id(args[0])][1] if args and id(args[0]) in self._values else None
+        if func is Tensor.__bool__ and type(known) is bool:
+            return known
         result = func(*args, **(kwargs or {}))
         if func in _ALL or func in _ANY:
             self._values[id(result)] = (result, func in _ALL)
         elif func in _SUM and args and args[0].dtype is torch.bool and not result.ndim:
             self._values[id(result)] = (result, args[0].numel())
-        elif func in _EQUAL and len(args) == 2 and type(args[1]) is int and known is not None:
-            self._values[id(result)] = (result, args[1] == known[1])
+        elif func in _EQUAL and len(args) == 2 and type(args[1]) is int and type(known) is int:
+            self._values[id(result)] = (result, args[1] == known)
         return result
 
 
