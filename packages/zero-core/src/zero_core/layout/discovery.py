@@ -10,11 +10,10 @@ that a module reads a parameter of another one.
 
 The *tail* is one more unit after the blocks: the parameters of modules that the module tree holds
 behind the last block (a final norm, a head), under all of their names, unless they are quantized.
-Its values are waited for
-when forward leaves the last block, and its gradients come before those of the blocks. That the
-tree's order is the order of use is a guess, which only time depends on:
-[Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is the head, too)
-and parameters of the modules that contain blocks stay in the root.
+Its values are waited for when forward leaves the last block, and its gradients come before those of
+the blocks. That the tree's order is the order of use is a guess, which only time depends on: [Note:
+the tail] in `zero_core.core.units`. Tied weights (an embedding that is the head, too) and
+parameters of the modules that contain blocks stay in the root.
 
 A *leaf* is a module that is one unit with everything in it, at any depth of the module tree. It
 has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. One without a forward,
@@ -26,7 +25,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,30 +63,23 @@ class Quantized:
 class Discovered:
     """Parameters and units of a model.
 
-    Each parameter is there once, in the order of the module tree, and ``names`` has all of its
-    names (see `plain_name`). A unit is ``(name, module, parameter numbers)``, unit 0 is the root.
-    With ``has_tail`` the last one is the tail; like the root's, its module is the model.
-
     Of a quantized parameter its components are among ``params`` in its stead, named as its
-    attributes are. ``opaque`` are the numbers of all components, and ``twins`` has, for those that
-    are another object over the memory of an earlier one, the number of that one.
+    attributes are.
     """
 
-    params: tuple[Tensor, ...]
-    names: tuple[tuple[str, ...], ...]
+    params: tuple[Tensor, ...]  # each once, in the order of the module tree
+    names: tuple[tuple[str, ...], ...]  # all names of each: see `plain_name`
+    # Name, module and parameters' numbers of each unit. The root is the first one, and with
+    # ``has_tail`` the tail is the last one. The module of both is the model.
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
     has_tail: bool
-    quantized: tuple[Quantized, ...] = ()
-    opaque: frozenset[int] = frozenset()
-    twins: Mapping[int, int] = field(default_factory=dict)
+    quantized: tuple[Quantized, ...]
+    opaque: frozenset[int]  # numbers of all components
+    twins: Mapping[int, int]  # of components over the memory of an earlier one: the earlier one
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` as the model has it without the wrappers of checkpointing and compilation.
-
-    Those of `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` and of `torch.compile`,
-    as in `torch.distributed.checkpoint.state_dict`.
-    """
+    """Return ``name`` without the wrappers of activation checkpointing and `torch.compile`."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -131,7 +123,6 @@ def _names_of(kind: type[nn.Module]) -> set[str]:
 
 
 def _is_expert_list(name: str, module: nn.Module) -> bool:
-    """Return whether ``module``, the child ``name`` of another one, is a list of experts."""
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return is_list and "experts" in name.lower() and len(module._modules) > 1
 
@@ -166,28 +157,10 @@ def _owner(name: str, paths: dict[str, str]) -> str:
     return next((paths[path] for path in above if path in paths), "")
 
 
-def _behind_blocks(model: nn.Module, blocks: set[int]) -> set[str]:
-    """Return the names of parameters behind the last of ``blocks``, ids, in the module tree."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    last = max((n for n, (_, module) in enumerate(modules) if id(module) in blocks), default=None)
-    if last is None:
-        return set()
-    within = f"{modules[last][0]}."
-    return {
-        f"{path}.{name}"
-        for path, module in modules[last + 1 :]
-        if not path.startswith(within)
-        for name in module._parameters
-    }
-
-
-def discover(
-    model: nn.Module, rule: ModuleRule | None = None, *, min_tail_numel: int = MIN_TAIL_NUMEL
-) -> Discovered:
+def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
-    ``rule`` selects leaves besides the modules that are marked as such. From ``min_tail_numel``
-    elements on the tail is a unit of its own.
+    ``rule`` selects leaves besides those marked as such.
     """
     rule = rule or ModuleRule()
     if missing := rule.missing(model):
@@ -201,14 +174,11 @@ def discover(
         for path, module in _blocks("", model, rule):
             blocks.setdefault(id(module), (path, module))  # the same block twice: one unit
     # Every path to a block, for a block or a part of it may stand in several places.
-    paths = {
-        path: blocks[id(module)][0]
-        for path, module in model.named_modules(remove_duplicate=False)
-        if id(module) in blocks
-    }
+    tree = list(model.named_modules(remove_duplicate=False))
+    paths = {path: blocks[id(module)][0] for path, module in tree if id(module) in blocks}
     owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
     read: set[str] = set()  # names of parameters that modules read which do not hold them
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in tree:
         for key in _read.get(module, ()):
             for number in numbers_of.get(key, [numbers[key]] if key in numbers else ()):
                 owners[number].add(_owner(f"{path}.read", paths))
@@ -217,7 +187,13 @@ def discover(
     members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
     for number, owned in owners.items():
         members[next(iter(owned)) if len(owned) == 1 else ""].append(number)
-    behind = _behind_blocks(model, set(blocks)) - read
+    last = max((n for n, (_, m) in enumerate(tree) if id(m) in blocks), default=len(tree) - 1)
+    behind = {
+        f"{path}.{name}"
+        for path, module in tree[last + 1 :]
+        if not path.startswith(f"{tree[last][0]}.")
+        for name in module._parameters
+    } - read
     opaque = frozenset(n for q in quantized for n in q.numbers)
     # Only a parameter's own class can show a read that comes early.
     tail = [n for n in members[""] if behind.issuperset(names[n]) and n not in opaque]
@@ -228,7 +204,7 @@ def discover(
         if numbers_ or path == ""
     ]
     numel = sum(params[n].numel() for n in tail)
-    has_tail = len(units) > 1 and numel >= max(min_tail_numel, 1)
+    has_tail = len(units) > 1 and numel >= MIN_TAIL_NUMEL
     if has_tail:
         units[0] = ("", model, tuple(n for n in members[""] if n not in tail))
         units.append((TAIL_NAME, model, tuple(tail)))

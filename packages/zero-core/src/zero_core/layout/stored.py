@@ -53,32 +53,31 @@ def is_storage_dtype(dtype: torch.dtype) -> bool:
 
 
 def is_partitioned(tensor: object) -> TypeIs[PartitionedParam]:
-    """Return whether ``tensor`` has its value elsewhere.
-
-    Plain classes are answered first: Python looks for each member of a protocol, for microseconds.
-    """
-    plain = type(tensor) in (nn.Parameter, Tensor)
-    return not plain and isinstance(tensor, PartitionedParam)
+    """Whether ``tensor`` has its value elsewhere."""
+    # Plain classes first: Python looks for each member of a protocol, for microseconds.
+    is_plain = type(tensor) in (nn.Parameter, Tensor)
+    return not is_plain and isinstance(tensor, PartitionedParam)
 
 
 def components(name: str, param: Tensor) -> tuple[Component, ...]:
     """Return the tensors that hold the bytes of ``param``, itself if it is not quantized."""
     if is_partitioned(param):
         return (Component("", param),)
-    is_wrapper = inner_tensors(param) is not None
-    kind = f"{type(param).__module__}.{type(param).__qualname__}"
-    dtensor = sys.modules.get("torch.distributed.tensor")
-    if is_wrapper and dtensor is not None and isinstance(param, dtensor.DTensor):
-        raise ConfigError(
-            f"parameter {name} is a DTensor, which other code has sharded: build the engine from "
-            "the model before fully_shard() or parallelize_module()"
-        )
-    if is_wrapper and param.requires_grad:
-        raise ConfigError(
-            f"parameter {name} is a {kind}, a tensor subclass, and requires a gradient: quantized "
-            "parameters are not trained. Freeze it by requires_grad_(False) and train adapters, or "
-            "leave its class out (for torchao.float8: enable_fsdp_float8_all_gather=False)"
-        )
+    if inner_tensors(param) is not None:
+        dtensor = sys.modules.get("torch.distributed.tensor")
+        if dtensor is not None and isinstance(param, dtensor.DTensor):
+            raise ConfigError(
+                f"parameter {name} is a DTensor, which other code has sharded: build the engine "
+                "from the model before fully_shard() or parallelize_module()"
+            )
+        if param.requires_grad:
+            kind = f"{type(param).__module__}.{type(param).__qualname__}"
+            raise ConfigError(
+                f"parameter {name} is a {kind}, a tensor subclass, and requires a gradient: "
+                "quantized parameters are not trained. Freeze it by requires_grad_(False) and "
+                "train adapters, or leave its class out (for torchao.float8: "
+                "enable_fsdp_float8_all_gather=False)"
+            )
     found = stored_tensors(param)
     for path, tensor in found:
         if tensor.layout is not torch.strided:
@@ -160,8 +159,7 @@ def is_same_memory(first: Tensor, second: Tensor) -> bool:
 def dim_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest one in memory.
 
-    In their own order where there are no elements, or they overlap or leave gaps: a copy without
-    is made of such.
+    In their own order where there are no elements, or they overlap or leave gaps.
     """
     dims, strides = tuple(range(tensor.ndim)), tensor.stride()
     # Of equal strides all but one are of single elements, and that one comes first: so `unflatten`
@@ -177,7 +175,6 @@ def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def unflatten(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """Return `flatten`'s argument as a view of its result."""
     if not order:
         return flat.view(shape)
     dense = flat.view([shape[d] for d in order])
@@ -192,5 +189,4 @@ def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 def from_bytes(
     flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]
 ) -> Tensor:
-    """Return `to_bytes`'s tensor as a view of ``flat``."""
     return unflatten(flat.view(dtype), shape, order)
