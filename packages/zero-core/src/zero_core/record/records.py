@@ -121,7 +121,6 @@ _FORMS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def to_line(record: Record) -> str:
-    """Return the record as a line of JSON, with its end."""
     values = {"kind": record.kind, "version": VERSION, **_plain(vars(record))}
     return json.dumps(values, default=str, allow_nan=False) + "\n"
 
@@ -190,7 +189,6 @@ class RecordFile:
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
-        """Open the file in ``folder``, after the records of earlier starts."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE.format(rank=rank)
         self._max_bytes = self._limit = max_bytes
