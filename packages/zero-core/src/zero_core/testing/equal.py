@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import zero_core
-from zero_core.comm.topology import Ranks
+from zero_core.comm.groups import Ranks
 from zero_core.testing.models import make_model
 from zero_core.testing.oracle import Case, Trace
 from zero_core.testing.ranks import run_on_processes

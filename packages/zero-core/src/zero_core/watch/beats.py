@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zero_core.watch.place import OUTSIDE
 
@@ -52,9 +53,6 @@ class Beat(NamedTuple):
     has_given_up: bool  # whether it failed as it waited for another rank
     pid: int
     namespace: str  # of ``pid``
-
-    def to_json(self) -> str:
-        return json.dumps(self)
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
@@ -91,16 +89,19 @@ class _Seen:
         return self.beat.still_s + self.silent_s
 
 
-class Beats:
-    """The beats of all ranks, as one rank has seen them since it began to wait."""
+class Wait:
+    """A wait of this rank, and the beats of all ranks as it has seen them since its begin."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, identity: object, since: float) -> None:
+        """``identity`` differs from that of other waits. None: this rank does not wait."""
+        self.identity = identity
+        self.since = since
+        self.last_read = -math.inf
+        self.window = 0  # number of the one that is read
+        self.logged: Verdict | None = None
         self._rank = rank
         self._world_size = world_size
         self._seen: dict[int, _Seen] = {}
-
-    def forget(self) -> None:
-        self._seen.clear()
 
     def add(self, rank: int, beat: Beat, now: float) -> None:
         seen = self._seen.setdefault(rank, _Seen(beat, now, now, now))
@@ -174,29 +175,23 @@ def _failure(rank: int, seen: _Seen, silence_s: float) -> str:
 
 
 def _state_of(beat: Beat) -> str:
-    """Return the state of a process of this host, else an empty string."""
     return process_state(beat.pid) if process_namespace() == beat.namespace != "" else ""
 
 
-class BeatStore(Protocol):
-    """Place where ranks put their beats. Calls may block. Connection errors are RuntimeErrors."""
-
-    host: str  # what hosts it, such as "rank 0 of the job (it hosts the store at node1:29500)"
-
-    def publish(self, beat: str) -> None:
-        """Replace this rank's beat."""
-
-    def read(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the beats of those of ``ranks`` that have published one."""
-
-
 class ThreadedBoard:
-    """A `BeatStore` whose calls do not block. Its thread keeps it alive until `close`."""
+    """Beats in a store of torch's, by calls that do not block.
 
-    def __init__(self, store: BeatStore) -> None:
-        self.host = store.host
+    Its thread keeps it alive until `close`.
+    """
+
+    def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
+        """``keys`` of all ranks' beats. ``host`` of the store, as "rank 0 of the job"."""
+        self.host = host
         self.is_lost = False  # the connection has failed: nothing is published or read any more
         self._store = store
+        self._keys = keys
+        self._rank = rank
+        self._known: set[int] = set()  # ranks that have published a beat
         self._changed = threading.Condition()  # guards what follows
         self._beat: str | None = None  # the newest that is not yet published, or None
         self._ranks: Sequence[int] | None = None  # whose beats are to be read, or None
@@ -217,7 +212,6 @@ class ThreadedBoard:
             self._changed.notify_all()
 
     def take(self) -> dict[int, str]:
-        """Return the beats that were read since the last call."""
         with self._changed:
             found, self._found = self._found, {}
         return found
@@ -227,7 +221,6 @@ class ThreadedBoard:
         return 0.0 if since is None else time.monotonic() - since
 
     def flush(self, limit_s: float) -> None:
-        """Return when the last beat is published, or after ``limit_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_lost or self._is_idle(), limit_s)
 
@@ -253,9 +246,9 @@ class ThreadedBoard:
                     self._beat = self._ranks = None
                     self._busy_since = time.monotonic()
                 if beat is not None:
-                    self._store.publish(beat)
+                    self._store.set(self._keys[self._rank], beat)
                 if ranks is not None:
-                    found = self._store.read(ranks)
+                    found = self._read(ranks)
                     with self._changed:
                         self._found |= found
         except RuntimeError:  # the store's host has ended
@@ -263,6 +256,17 @@ class ThreadedBoard:
                 self.is_lost = True
                 self._busy_since = None
                 self._changed.notify_all()
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+        # `multi_get` would wait for a key that was never set.
+        unknown = [rank for rank in ranks if rank not in self._known]
+        if unknown and self._store.check([self._keys[rank] for rank in unknown]):
+            self._known.update(unknown)
+        else:
+            self._known.update(r for r in unknown if self._store.check([self._keys[r]]))
+        there = [rank for rank in ranks if rank in self._known]
+        found = self._store.multi_get([self._keys[rank] for rank in there])
+        return {rank: beat.decode() for rank, beat in zip(there, found, strict=True)}
 
 
 def _join(texts: list[str]) -> str:

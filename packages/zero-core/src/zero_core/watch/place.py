@@ -75,7 +75,6 @@ class Place:
 
     @contextmanager
     def during(self, doing: str) -> Iterator[None]:
-        """Be at ``doing`` in this context, and afterwards where it was before."""
         before = self.doing
         self.enter(doing)
         try:
@@ -128,7 +127,6 @@ class StepClock:
     trail: list[tuple[float, int, str]] | None = None
 
     def __init__(self, device: torch.device, doing: str, memory: MemoryMeter) -> None:
-        """Begin the first step at the place ``doing``."""
         self._device = device
         self._is_host = device.type == "cpu"
         # A copy stream may be the current one at a mark: the times are those of the computation.
@@ -144,7 +142,6 @@ class StepClock:
         self._carried: list[tuple[str, Mark, Mark]] = []
 
     def begin_trail(self, begun: float, doing: str) -> None:
-        """Note memory, too, from the time ``begun`` on."""
         self._begun, self._noted = begun, ""
         self.trail = [(0.0, self._memory.held(), doing)]
 

@@ -18,6 +18,7 @@ collective the device waits for, and the thread asks it.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
@@ -27,12 +28,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from zero_core.watch.beats import Beat, Beats, ThreadedBoard, Verdict, process_namespace
-from zero_core.watch.error_file import write_error_file
+from zero_core.watch.beats import Beat, ThreadedBoard, Verdict, Wait, process_namespace
+from zero_core.watch.notices import write_error_file
 from zero_core.watch.place import OUTSIDE, Place
 
 _log = logging.getLogger(__name__)
@@ -107,17 +107,6 @@ class DeviceWaits:
             self._waited.clear()
 
 
-@dataclass(slots=True)
-class _Wait:
-    """A wait of this rank: the identity is None if there is none."""
-
-    identity: object
-    since: float
-    last_read: float = -math.inf
-    window: int = 0  # number of the one that is read
-    logged: Verdict | None = None
-
-
 class Watch:
     """Watches the waits of one engine. See the top of this file."""
 
@@ -143,7 +132,6 @@ class Watch:
         self._within_s = within_s
         self._silence_s = max(_SILENCE * within_s, _MIN_SILENCE_S)
         self._namespace = process_namespace()
-        self._beats = Beats(rank, world_size)
         self._number = 0
         self._cause = ""
         self._has_given_up = False
@@ -151,7 +139,7 @@ class Watch:
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
-        self._wait = _Wait(None, self._last_tick)
+        self._wait = Wait(rank, world_size, None, self._last_tick)
         self._publish(self._last_tick)
 
     # ------------------------------------------------------------------ thread
@@ -162,8 +150,7 @@ class Watch:
             self._publish(now)
             identity, what = self._find_wait()
             if identity != self._wait.identity:
-                self._wait = _Wait(identity, self._last_tick)
-                self._beats.forget()
+                self._wait = Wait(self._rank, self._world_size, identity, self._last_tick)
             waited_s = now - self._wait.since
             is_due = waited_s >= _LOG * self._within_s
             self._add_answers(now)
@@ -179,7 +166,6 @@ class Watch:
             self._last_tick = now
 
     def _request(self, now: float) -> None:
-        """Request the beats of a window. See [Note: reads of many ranks]."""
         self._wait.last_read = now
         others = self._world_size - 1
         num = min(_WINDOW, others)
@@ -190,7 +176,7 @@ class Watch:
     def _add_answers(self, now: float) -> None:
         for rank, text in self._board.take().items():
             try:
-                self._beats.add(rank, Beat.from_json(text), now)
+                self._wait.add(rank, Beat.from_json(text), now)
             except ValueError as error:
                 if not self._has_misread:
                     _log.warning("the beat of rank %d cannot be read: %s", rank, error)
@@ -218,7 +204,7 @@ class Watch:
 
     def _judge(self) -> Verdict | None:
         silence_s = _SILENCE * self._within_s or math.inf
-        verdict = self._beats.judge(silence_s=silence_s, patience_s=_LOG * self._within_s)
+        verdict = self._wait.judge(silence_s=silence_s, patience_s=_LOG * self._within_s)
         if verdict is not None and verdict.is_final:
             return verdict
         board = self._board  # its store may be the cause, too
@@ -251,7 +237,7 @@ class Watch:
             os.getpid(),
             self._namespace,
         )
-        self._board.publish(beat.to_json())
+        self._board.publish(json.dumps(beat))
 
     # -------------------------------------------------------------- main thread
 
@@ -292,7 +278,7 @@ class Watch:
         with self._lock:
             self._add_answers(time.monotonic())
             self._board.request(ranks)
-            return self._beats.dead(ranks, silence_s)
+            return self._wait.dead(ranks, silence_s)
 
     def close(self, how: str) -> None:
         """End: this rank publishes no beats any more. ``how`` it ended is what others read."""

@@ -30,8 +30,8 @@ from zero_core.checkpoint.in_memory import keeper
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
 from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
 from zero_core.checkpoint.storage import Location, create, no_room, write_all
+from zero_core.comm.groups import Ranks
 from zero_core.comm.p2p import wait_all
-from zero_core.comm.topology import Ranks
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.protocols import StateTier
 
@@ -235,7 +235,6 @@ class Slot:
         return found
 
     def invalidate(self, rank: int) -> None:
-        """Remove the marker of a rank, before its files are overwritten."""
         self._marker(rank).unlink(missing_ok=True)
 
     def commit(self, rank: int, marker: bytes) -> None:
@@ -292,7 +291,6 @@ class Ring:
     """Connections of a rank with ``target``, which keeps its copy, and ``source``, the reverse."""
 
     def __init__(self, ranks: Ranks, per_node: int) -> None:
-        """Every rank makes its own, in one order."""
         self.target = (ranks.rank + per_node) % ranks.size
         self.source = (ranks.rank - per_node) % ranks.size
         self._messages = ranks.messages()

@@ -38,9 +38,8 @@ from zero_core.checkpoint.manifest import (
 )
 from zero_core.checkpoint.storage import Location, open_regular, size_of
 from zero_core.comm.control import PIECE_BYTES
-from zero_core.comm.groups import backend_on
+from zero_core.comm.groups import Ranks, backend_on
 from zero_core.comm.queues import HostQueues
-from zero_core.comm.topology import Ranks
 from zero_core.config import MemoryCheckpointConfig
 from zero_core.core.extension import EndedStep, Extension
 from zero_core.errors import ConfigError
@@ -143,7 +142,6 @@ class MemoryCheckpoints(Extension):
         self._is_read = is_read
 
     def before_write(self) -> None:
-        """Wait for the snapshot under way."""
         work, self._under_way = self._under_way, None
         if work is not None:
             work.wait()
