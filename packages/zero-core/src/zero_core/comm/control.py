@@ -32,14 +32,12 @@ from zero_core.errors import (
     ConfigError,
 )
 from zero_core.protocols import Work
-from zero_core.watch.beats import OTHER_BLOCKS, count_ranks
 from zero_core.watch.notices import write_error_file
 from zero_core.watch.place import Place
-from zero_core.watch.watch import Watch
+from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 
 PIECE_BYTES = 64 << 20
 """Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
-_MAX_NAMED = 4
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
 """Errors of `Exchange.together`: of those of several ranks the first here is raised."""
 _T = TypeVar("_T")
@@ -243,8 +241,7 @@ class ControlGroup(Exchange):
             if len(ranks) > 1:
                 values = (f"{value} on {count_ranks(of)}" for value, of in ranks.items())
                 said.append(f"{name}: {', '.join(values)}")
-        more = [f"and {len(said) - _MAX_NAMED} more"] if len(said) > _MAX_NAMED else []
-        return "; ".join(said[:_MAX_NAMED] + more)
+        return join_few(said)
 
     def equalize(self, tensor: Tensor) -> None:
         """Broadcast ``tensor`` from rank 0, unless every rank has the same values already.

@@ -67,9 +67,8 @@ from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.comm.queues import Pending
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import Work
-from zero_core.watch.beats import ThreadedBoard
 from zero_core.watch.place import Place
-from zero_core.watch.watch import DeviceWaits, Watch, start
+from zero_core.watch.watch import DeviceWaits, ThreadedBoard, Watch, start
 
 _LEAVE_S = 30.0
 """Longest wait for ranks that are to read the last round of a `StoreExchange`."""

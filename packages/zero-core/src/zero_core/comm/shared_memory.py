@@ -55,7 +55,7 @@ from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError
-from zero_core.watch.beats import process_namespace
+from zero_core.watch.watch import process_namespace
 
 if sys.platform == "linux":
     import fcntl
