@@ -28,8 +28,7 @@ from zero_core.init.values import (
     put_in_slices,
     slice_range,
 )
-from zero_core.layout.discovery import discover, plain_name
-from zero_core.layout.stored import components
+from zero_core.layout.discovery import components, discover, plain_name
 
 
 @torch.no_grad()

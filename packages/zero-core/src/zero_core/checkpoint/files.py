@@ -28,8 +28,7 @@ from zero_core.checkpoint.manifest import (
 from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
 from zero_core.checkpoint.storage import LATEST, Location, location_of, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
-from zero_core.layout.arithmetic import ParamSpec
-from zero_core.layout.stored import unflatten
+from zero_core.layout.arithmetic import ParamSpec, unflatten
 from zero_core.sharded.sharded_state import MASTER
 
 _MAX_LATEST_BYTES = 1024

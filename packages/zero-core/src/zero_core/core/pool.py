@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import storage_of
-from zero_core.layout.arithmetic import Segment
-from zero_core.layout.stored import dim_order, flatten, from_bytes, to_bytes, unflatten
+from zero_core.layout.arithmetic import Segment, dim_order, flatten, unflatten
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """Allocates a 1-D tensor of a number of elements, uninitialised."""
@@ -323,14 +322,14 @@ class SegmentViews:
     def to_values(self, position: int, elements: Tensor) -> Tensor:
         """Return the ``elements`` of a slot, 1-D, as a view like its parameter."""
         dtype, shape, order = self._forms[position]
-        if self.is_opaque:
-            return from_bytes(elements, dtype, shape, order)
-        return unflatten(elements, shape, order)
+        return unflatten(elements.view(dtype) if self.is_opaque else elements, shape, order)
 
     def to_elements(self, position: int, values: Tensor) -> Tensor:
         """Return ``values`` like a parameter, 1-D as its slot has them: a view where it can be."""
         order = self._forms[position][-1]
-        return to_bytes(values, order) if self.is_opaque else flatten(values, order)
+        if self.is_opaque:
+            return flatten(values.detach(), order).view(torch.uint8)
+        return flatten(values, order)
 
 
 def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:

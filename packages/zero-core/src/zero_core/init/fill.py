@@ -29,8 +29,7 @@ from zero_core.core.params import FlatParams
 from zero_core.core.pool import BufferPool, allocator
 from zero_core.errors import CollectiveError, RankMismatchError
 from zero_core.init.values import InitialValues, slice_range, slices
-from zero_core.layout.discovery import Discovered, compute_dtype
-from zero_core.layout.stored import is_partitioned
+from zero_core.layout.discovery import Discovered, compute_dtype, is_partitioned
 from zero_core.lifecycle import Ownership
 from zero_core.sharded.sharded_state import ShardedState
 

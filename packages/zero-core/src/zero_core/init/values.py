@@ -18,7 +18,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.core import access
 from zero_core.errors import ConfigError
 from zero_core.init.deferred import recordings_of, zeroed
-from zero_core.layout.stored import is_partitioned, is_same_memory
+from zero_core.layout.discovery import is_partitioned, is_same_memory
 
 
 class Slice(NamedTuple):

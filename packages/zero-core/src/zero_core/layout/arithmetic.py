@@ -8,8 +8,8 @@ unit        a block of the module tree that is gathered, computed and reduced to
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
             buffer. Each start is aligned; the end is padded to ``world_size * shard_numel``
 component   a plain tensor of a quantized parameter, which counts as a parameter here:
-            [Note: quantized parameters] in `zero_core.layout.stored`. A unit's components are one
-            segment of bytes, whatever their dtypes
+            [Note: quantized parameters] in `zero_core.layout.discovery`. A unit's components are
+            one segment of bytes, whatever their dtypes
 slot        one parameter's ``[start, stop)`` within its segment
 shard       the r-th of ``world_size`` equal slices of a segment, owned by rank r
 local flat  the trainable slices that a rank's optimizer state covers, concatenated
@@ -32,11 +32,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zero_core.layout.stored import BYTES_ALIGNMENT, flatten, from_bytes, to_bytes, unflatten
+from zero_core._torch import DisableTorchFunction
 
 ALIGNMENT = 32
 """Elements to which slots and shards are aligned: 64 bytes at 16 bits, a cache line and a vector
 register. An unaligned weight would slow down the matrix kernels."""
+
+BYTES_ALIGNMENT = 64
+"""Bytes to which components are aligned, for every dtype and for vector registers."""
 
 CHUNK_NUMEL = 1024
 """Elements of a chunk of a segment, over which ``world_size_invariant`` takes norms."""
@@ -71,13 +74,14 @@ class ParamSpec:
 
     def to_elements(self, values: Tensor) -> Tensor:
         """Return the whole ``values`` as the segment has them, 1-D. A view where it can be."""
-        return (to_bytes if self.is_opaque else flatten)(values, self.order)
+        if self.is_opaque:
+            return flatten(values.detach(), self.order).view(torch.uint8)
+        return flatten(values, self.order)
 
     def to_values(self, elements: Tensor) -> Tensor:
         """Return ``elements`` of a segment, 1-D, as a view in the parameter's shape and dtype."""
-        if self.is_opaque:
-            return from_bytes(elements, self.dtype, self.shape, self.order)
-        return unflatten(elements, self.shape, self.order)
+        flat = elements.view(self.dtype) if self.is_opaque else elements
+        return unflatten(flat, self.shape, self.order)
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,31 @@ class Piece:
     param: int
     offset: int
     segment: int
+
+
+def dim_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the slowest to the fastest one in memory.
+
+    In their own order where there are no elements, or they overlap or leave gaps.
+    """
+    dims, strides = tuple(range(tensor.ndim)), tensor.stride()
+    # Of equal strides all but one are of single elements, and that one comes first: so `unflatten`
+    # gives these the strides that they have in channels-last formats.
+    order = tuple(sorted(dims, key=lambda d: (-strides[d], -tensor.shape[d], d)))
+    with DisableTorchFunction():  # it is no read
+        return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
+
+
+def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return the elements, 1-D, in ``order``, () for the shape's: a view if it is dense so."""
+    return (tensor.permute(order) if order else tensor).reshape(-1)
+
+
+def unflatten(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    if not order:
+        return flat.view(shape)
+    dense = flat.view([shape[d] for d in order])
+    return dense.permute([order.index(d) for d in range(len(order))])
 
 
 def round_up(value: int, multiple: int) -> int:

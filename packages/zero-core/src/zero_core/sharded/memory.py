@@ -28,10 +28,9 @@ from zero_core.core.pool import (
     allocator,
 )
 from zero_core.core.unit import Unit
-from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.arithmetic import Layout, Segment, dim_order
 from zero_core.layout.discovery import Discovered
 from zero_core.layout.gradient_plan import GradientPlan, plan_gradient
-from zero_core.layout.stored import dim_order
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
 from zero_core.sharded.changes.log import ChangeLog
 from zero_core.sharded.param_offload import (

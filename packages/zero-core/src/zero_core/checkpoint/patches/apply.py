@@ -42,8 +42,8 @@ from zero_core.checkpoint.storage import (
     write_synced,
 )
 from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.layout.arithmetic import flatten, unflatten
 from zero_core.layout.discovery import plain_name
-from zero_core.layout.stored import flatten, unflatten
 from zero_core.lifecycle import owner_of
 
 _VERSION = "_zero_patch_version"
