@@ -241,8 +241,7 @@ class Slot:
         if found is None or found.numel() != size:
             try:
                 self.folder.mkdir(mode=0o700, exist_ok=True)
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                descriptor = os.open(self.folder / name, flags, 0o600)
+                descriptor = _open(self.folder / name)
                 try:
                     os.posix_fallocate(descriptor, 0, size)
                     os.ftruncate(descriptor, size)
@@ -271,31 +270,18 @@ class Slot:
     def _marker(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.json"
 
-
-def slot_folders(folder: Path) -> list[Path]:
-    return [folder / "0", folder / "1"]
-
-
-def read_markers(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the markers of a slot, by rank, whose files are there in the size that they had."""
-    found = {}
-    for path in sorted(folder.glob("rank-?????.json")):
-        with suppress(OSError):  # another rank writes it
-            data = path.read_bytes()
-            if is_sealed(data):
-                marker = json.loads(data)
-                sizes = {name: (folder / name).stat().st_size for name in marker["files"]}
-                if sizes == marker["files"]:
-                    found[int(marker["rank"])] = marker
-    return found
-
-
-def drop_others(folder: Path, attempt: str) -> None:
-    """Remove the markers that the launch's start ``attempt`` did not write."""
-    for slot in slot_folders(folder):
-        for rank, marker in read_markers(slot).items():
-            if marker["attempt"] != attempt:
-                Slot(slot).invalidate(rank)
+    def read_markers(self) -> dict[int, dict[str, Any]]:
+        """Return the markers, by rank, whose files are there in the size that they had."""
+        found = {}
+        for path in sorted(self.folder.glob("rank-?????.json")):
+            with suppress(OSError):  # another rank writes it
+                data = path.read_bytes()
+                if is_sealed(data):
+                    marker = json.loads(data)
+                    sizes = {n: (self.folder / n).stat().st_size for n in marker["files"]}
+                    if sizes == marker["files"]:
+                        found[int(marker["rank"])] = marker
+        return found
 
 
 def drop_strangers(folder: Path, ranks: set[int]) -> None:

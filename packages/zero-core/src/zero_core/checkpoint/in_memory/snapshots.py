@@ -86,9 +86,16 @@ class MemoryCheckpoints(Extension):
 
     def _restart(self) -> None:
         self._num_made = 0
-        self._attempt = ""  # set at the first snapshot
+        self._attempt = ""  # of the launcher to start this rank, set at the first snapshot
         self._is_continued = False  # the snapshot that was restored is still needed
         self._frozen_versions = [-1, -1]  # in each slot
+
+    def _drop_others(self) -> None:
+        """Remove the markers that this attempt did not write."""
+        for slot in self._slots:
+            for rank, marker in slot.read_markers().items():
+                if marker["attempt"] != self._attempt:
+                    slot.invalidate(rank)
 
     # ------------------------------------------------------------------ making
 
@@ -105,13 +112,12 @@ class MemoryCheckpoints(Extension):
         """Start to make a snapshot, if it is due."""
         if ended.number % self._settings.every:
             return
-        state, place = self._state, self._place
-        assert place is not None, "checked before the step"
+        state = self._state
         if not self._attempt:
             token = uuid.uuid4().hex
             self._attempt = state.control.gather_bytes(token.encode())[0].decode()
             if not self._is_continued:
-                memory.drop_others(place.folder, self._attempt)
+                self._drop_others()
         self._serial += 1
         self._num_made += 1
         content = {
@@ -219,12 +225,12 @@ class MemoryCheckpoints(Extension):
         place = control.together(
             "memory_checkpoint: open", lambda: Place(path, directory, control.rank)
         )
-        self._place, self._slots = place, [Slot(slot) for slot in memory.slot_folders(place.folder)]
+        self._place, self._slots = place, [Slot(place.folder / number) for number in ("0", "1")]
         self._restart()
         own = [
             [m["serial"], m["attempt"], m["step"], m["world_size"], rank]
-            for slot in memory.slot_folders(place.folder)
-            for rank, m in memory.read_markers(slot).items()
+            for slot in self._slots
+            for rank, m in slot.read_markers().items()
         ]
         cards = control.gather_bytes(json.dumps([last_step, own]).encode())
         lasts, rows = zip(*map(json.loads, cards), strict=True)
@@ -249,10 +255,11 @@ class MemoryCheckpoints(Extension):
         ``holders``: of each writing rank's files, the lowest rank here whose host has it.
         """
         state, control = self._state, self._state.control
-        place = self._slots[serial % 2].folder
+        slot = self._slots[serial % 2]
+        place = slot.folder
         here = {
             rank: marker
-            for rank, marker in memory.read_markers(place).items()
+            for rank, marker in slot.read_markers().items()
             if (marker["serial"], marker["attempt"]) == (serial, attempt)
         }
         own = {r: here[r] for r, holder in sorted(holders.items()) if holder == control.rank}
@@ -282,7 +289,7 @@ class MemoryCheckpoints(Extension):
         """Let the next snapshot replace all others: the states were loaded from elsewhere."""
         if self._place is not None:
             self._restart()
-            memory.drop_others(self._place.folder, "")
+            self._drop_others()
 
     def remove(self) -> None:
         """Stop, on this rank alone. Snapshots stay for whoever is started anew.
