@@ -113,7 +113,6 @@ class Communicator:
         self.world_size = control.world_size
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
         self._names = names
-        self._names_of: dict[tuple[str, int], str] = {}  # by verb and segment
         # Of works, by class: the check takes long.
         self._protocols: dict[type, frozenset[type]] = {}
         optional = {"forget_values", "forget_errors", "private_nbytes"}
@@ -169,10 +168,7 @@ class Communicator:
 
     def name_of(self, verb: str, segment: int) -> str:
         """Return the name that a collective has on all ranks: "all_gather of unit 3 (blocks.2)"."""
-        name = self._names_of.get((verb, segment))
-        if name is None:
-            name = self._names_of[verb, segment] = f"{verb} of {self._names[segment]}"
-        return name
+        return f"{verb} of {self._names[segment]}"
 
     def sum_statistics(self, values: Tensor) -> None:
         name = "sum of the step's statistics"

@@ -278,16 +278,13 @@ class ControlGroup(Exchange):
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
         """Have others know of this wait, of the host or the device, and name what fails in it."""
-        place = self.place
-        what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {place.doing}"
-        place.begin_wait(what)
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self.error(what, error) from error
-        finally:
-            place.end_wait()
+        what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {self.place.doing}"
+        with self.place.waiting(what):
+            try:
+                yield
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise self.error(what, error) from error
         if self.watch is not None and self.watch.device_waits is not None:
             self.watch.device_waits.note(what)
