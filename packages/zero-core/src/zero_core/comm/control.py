@@ -192,10 +192,9 @@ class ControlGroup(Exchange):
         return out
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the start and the values of each piece of all ranks' 1-D ``tensor``, equally long.
+        """Yield start and values, [world_size, n] on the device, of pieces of a 1-D ``tensor``.
 
-        The values are [world_size, n] on the device, of at most `PIECE_BYTES`. The caller copies a
-        piece that it keeps. Every rank must iterate to the end.
+        A piece has at most `PIECE_BYTES`. Every rank must iterate to the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:
@@ -205,10 +204,7 @@ class ControlGroup(Exchange):
             yield start, piece.view(self.world_size, -1)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU.
-
-        It passes through the device in pieces of at most `PIECE_BYTES`.
-        """
+        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU."""
         whole = torch.empty(self.world_size, tensor.numel(), dtype=tensor.dtype, device="cpu")
         for start, piece in self.gather_in_pieces(tensor):
             whole[:, start : start + piece.shape[1]] = piece
@@ -244,11 +240,8 @@ class ControlGroup(Exchange):
         return join_few(said)
 
     def equalize(self, tensor: Tensor) -> None:
-        """Broadcast ``tensor`` from rank 0, unless every rank has the same values already.
-
-        The check is a checksum, on hosts only: there it costs less than sending.
-        """
-        if self.world_size > 1 and tensor.is_cpu:
+        """Broadcast ``tensor`` from rank 0, unless every rank has the same values already."""
+        if self.world_size > 1 and tensor.is_cpu:  # a checksum costs less than sending
             content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
             sums = self.gather(torch.tensor([zlib.crc32(content)]))
             if bool((sums == sums[0]).all()):

@@ -92,10 +92,7 @@ class ProcessMessages:
     """`Messages` between processes, by torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        """``group`` None is the default group, or none at all for a single rank.
-
-        Waits fail after ``timeout_s`` seconds. None: the timeout that the group began with.
-        """
+        """Wait at most ``timeout_s``, or the timeout of ``group`` (None: the default group)."""
         if not dist.is_available() or not dist.is_initialized():
             group = None
         elif group is None:

@@ -4,11 +4,9 @@
 ``build(mesh=...)`` of two dimensions does: the last one is within the node. Otherwise each rank
 names its node, by the first of these that its launcher has set: torchrun's ``LOCAL_WORLD_SIZE``
 (with ``GROUP_RANK``, the node's number), SLURM's ``SLURM_NODEID``; else its host's name, as under
-Open MPI, which numbers no nodes and may deal ranks out in turn. The host's name also decides if the
-ranks have different launchers. Two nodes of a launcher count as two on one machine, too.
-
-Nodes have equally many, consecutive ranks here. Of different sizes the greatest common divisor is
-taken; where a node's ranks are not consecutive, every rank counts as a node.
+Open MPI, which numbers no nodes. The host's name also decides if the ranks have different
+launchers. Two nodes of a launcher count as two on one machine, too. Nodes have equally many,
+consecutive ranks here: see `fold`.
 
 [Note: a rank's device]
 A rank computes on the device bound to its process group (``init_process_group(device_id=...)``); if
@@ -143,7 +141,10 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
 
 
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
-    """Count the consecutive ranks that share a node. ``is_told``: log what had to be given up."""
+    """Count the ranks of a node: of different sizes the greatest common divisor.
+
+    Where a node's ranks are not consecutive, every rank counts as a node. ``is_told``: log it.
+    """
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):
         if is_told:

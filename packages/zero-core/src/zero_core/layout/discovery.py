@@ -77,7 +77,6 @@ class Quantized:
     param: nn.Parameter
     name: str
     components: tuple[Tensor, ...]
-    numbers: tuple[int, ...]  # theirs
 
     @property
     def is_plain(self) -> bool:
@@ -193,7 +192,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
         _log.warning("zero_optimization.leaf_module names what the model lacks: %s", missing)
     params, names, quantized = _list_params(model)
     numbers = {id(param): number for number, param in enumerate(params)}
-    numbers_of = {id(q.param): q.numbers for q in quantized}
+    numbers_of = {id(q.param): [numbers[id(c)] for c in q.components] for q in quantized}
 
     blocks: dict[int, tuple[str, nn.Module]] = {}
     if not rule.is_leaf("", model):
@@ -206,7 +205,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
     read: set[str] = set()  # names of parameters that modules read which do not hold them
     for path, module in tree:
         for key in _read.get(module, ()):
-            for number in numbers_of.get(key, [numbers[key]] if key in numbers else ()):
+            for number in numbers_of.get(key, [numbers[key]] if key in numbers else []):
                 owners[number].add(_owner(f"{path}.read", paths))
                 read.update(names[number])
 
@@ -220,7 +219,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
         if not path.startswith(f"{tree[last][0]}.")
         for name in module._parameters
     } - read
-    opaque = frozenset(n for q in quantized for n in q.numbers)
+    opaque = frozenset(itertools.chain.from_iterable(numbers_of.values()))
     # Only a parameter's own class can show a read that comes early.
     tail = [n for n in members[""] if behind.issuperset(names[n]) and n not in opaque]
     modules = {"": model, **dict(blocks.values())}
@@ -236,8 +235,8 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
         units.append((TAIL_NAME, model, tuple(tail)))
     plain = tuple(tuple(plain_name(name) for name in found) for found in names)
     twins: dict[int, int] = {}  # components over the memory of an earlier one of their parameter
-    for whole in quantized:
-        for earlier, number in itertools.combinations(whole.numbers, 2):
+    for own in numbers_of.values():
+        for earlier, number in itertools.combinations(own, 2):
             is_first = earlier not in twins and number not in twins
             if is_first and is_same_memory(params[earlier], params[number]):
                 twins[number] = earlier
@@ -269,20 +268,15 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
         is_stored = is_storage_dtype(param.dtype) and not param.requires_grad
         if is_new and (is_stored or len(found[id(param)]) > 1 or found[id(param)][0].path):
             tensors = tuple(c.tensor for c in found[id(param)])
-            own_numbers = tuple(numbers[id(tensor)] for tensor in tensors)
-            quantized.append(Quantized(param, plain_name(name), tensors, own_numbers))
-    quantized += _beside_quantized(model, numbers, quantized)
+            quantized.append(Quantized(param, plain_name(name), tensors))
+    quantized += _beside_quantized(model, quantized)
     return params, names, quantized
 
 
-def _beside_quantized(
-    model: nn.Module, numbers: Mapping[int, int], quantized: Sequence[Quantized]
-) -> Iterator[Quantized]:
-    """Yield the frozen parameters beside a plain matrix of packed values: its scales.
-
-    A vector of integers or a matrix of 64-bit ones (a counter, positions) has no scales.
-    """
+def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Iterator[Quantized]:
+    """Yield the frozen parameters beside a plain matrix of packed values: its scales."""
     known = {id(q.param) for q in quantized}
+    # A vector of integers or a matrix of 64-bit ones (a counter, positions) has no scales.
     stored = {
         id(q.param)
         for q in quantized
@@ -299,7 +293,7 @@ def _beside_quantized(
             if id(param) not in known and not param.requires_grad:
                 known.add(id(param))
                 whole = plain_name(f"{path}.{name}" if path else name)
-                yield Quantized(param, whole, (param,), (numbers[id(param)],))
+                yield Quantized(param, whole, (param,))
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:

@@ -380,8 +380,7 @@ class Recorder(Extension):
 def _abandon(pid: int, file: RecordFile, memory: MemoryMeter) -> None:
     """Note the end of a program that has not closed its engine, and close.
 
-    A step that a program on an accelerator took last is not in the file then: a device that hangs
-    must not keep the program from ending.
+    A device's last step is not written: if it hangs, it must not keep the program from ending.
     """
     if os.getpid() == pid:  # not that of a process that was forked
         with suppress(OSError, ValueError):

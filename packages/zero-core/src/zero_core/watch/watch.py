@@ -212,10 +212,7 @@ def _state_of(beat: Beat) -> str:
 
 
 class ThreadedBoard:
-    """Beats in a store of torch's, by calls that do not block.
-
-    Its thread keeps it alive until `close`.
-    """
+    """Beats in a store, by calls that do not block. Its thread keeps it alive until `close`."""
 
     def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
         """``keys`` of all ranks' beats. ``host`` of the store, as "rank 0 of the job"."""

@@ -150,12 +150,9 @@ def check_launcher() -> None:
 
 
 def find_launcher() -> int:
-    """Return the process that starts this rank anew.
-
-    It is the nearest one above without the variables that the launcher gave to this rank: between
-    them may be a shell, which ends with the rank.
-    """
-    # A launcher below another launcher has variables of the other one.
+    """Return the process that starts this rank anew."""
+    # It is the nearest one above without the variables that the launcher gave to this rank: between
+    # them may be a shell. A launcher below another launcher has variables of the other one.
     own = {os.fsencode(f"{n}={os.environ[n]}") for n in (_MARK, _ERRORS) if n in os.environ}
     process = os.getppid()
     while own and process > 1:

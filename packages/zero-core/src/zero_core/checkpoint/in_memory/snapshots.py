@@ -164,8 +164,8 @@ class MemoryCheckpoints(Extension):
     ) -> None:
         """Write a snapshot, and send it to the next node.
 
-        ``tensors`` are copies of what the next forward changes, by file. On an accelerator ``done``
-        fires at the end of the update. ``is_read``: this rank has read its states, or failed to.
+        ``tensors`` are copies of what the next forward changes, by file. ``done``: the update has
+        ended on the device. ``is_read``: this rank has read its states, or failed to.
         """
         number, rank = facts["serial"] % 2, facts["rank"]
         state, tier, slot = self._state, self._state.tier, self._slots[number]
