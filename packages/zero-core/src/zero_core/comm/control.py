@@ -54,7 +54,8 @@ class ControlLibrary(Protocol):
     """Collectives of the control group. Each is started by every rank, in the same order.
 
     Tensors are 1-D (for `all_reduce` and `broadcast`: of any shape), contiguous and on the rank's
-    device. As for NCCL's, current streams wait, and buffers may be reused after ``wait``.
+    device. Collectives run after what is on the caller's current stream, and ``wait`` makes the
+    current stream of its caller wait for them. Only then may the buffers be reused.
     """
 
     rank: int  # within the communicator
@@ -194,7 +195,8 @@ class ControlGroup(Exchange):
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield start and values, [world_size, n] on the device, of pieces of a 1-D ``tensor``.
 
-        A piece has at most `PIECE_BYTES`. Every rank must iterate to the end.
+        A piece has at most `PIECE_BYTES`, and is copied if it is kept. Every rank must iterate to
+        the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:

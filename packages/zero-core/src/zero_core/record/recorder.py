@@ -137,8 +137,6 @@ class Recorder(Extension):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(error)
 
-    # -------------------------------------------------------------- of a step
-
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         found = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if found is not None:
@@ -292,8 +290,6 @@ class Recorder(Extension):
             text = "%s cannot be written: %s. Steps are not recorded any more; training goes on"
             _log.warning(text, self._file.path, error)
             self._stop()
-
-    # --------------------------------------------------------------- besides
 
     def saved(self, call: str, seconds: float) -> None:
         self._note("saved", call, seconds)

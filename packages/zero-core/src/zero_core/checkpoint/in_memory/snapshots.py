@@ -97,8 +97,6 @@ class MemoryCheckpoints(Extension):
                 if marker["attempt"] != self._attempt:
                     slot.invalidate(rank)
 
-    # ------------------------------------------------------------------ making
-
     def before_update(self, number: int) -> None:
         """Wait for the snapshot under way: states are about to be written."""
         if self._place is None:
@@ -211,8 +209,6 @@ class MemoryCheckpoints(Extension):
         if self._ring is not None:
             self._ring.swap(slot, sent, marker)
         self._frozen_versions[number] = frozen_version
-
-    # --------------------------------------------------------------- restoring
 
     def newer_state(
         self, directory: Location, last_step: int | None
