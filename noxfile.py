@@ -178,16 +178,16 @@ def run_kernels(session: nox.Session) -> None:
 
 
 def test_sanitized(session: nox.Session) -> None:
-    """Run cpu-adam's tests on a module built with AddressSanitizer and UBSan (Linux, GCC)."""
-    sanitized = "--config-settings=cmake.define.CPU_ADAM_SANITIZE=ON"
-    requirements = (*own(session, "cpu-adam[torch]"), *group("test", "cpu-adam"), sanitized)
-    session.install(*CONSTRAINTS, *requirements, env={"CXX": "g++"})
-    runtimes = [
-        str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
-        for name in ("libasan.so", "libstdc++.so")
-    ]
+    """Run cpu-adam's kernels and tests with AddressSanitizer and UBSan (Linux, GCC)."""
+    build = Path(session.create_tmp()).resolve()
+    defined = (f"-Ccmake.define.CPU_ADAM_{name}=ON" for name in ("SANITIZE", "CHECK"))
+    given = (*group("test", "cpu-adam"), f"-Cbuild-dir={build}", *defined)
+    session.install(*CONSTRAINTS, *own(session, "cpu-adam[torch]"), *given, env={"CXX": "g++"})
+    session.run(str(build / "kernel_check"), external=True)
+    find = (("g++", f"-print-file-name={name}.so") for name in ("libasan", "libstdc++"))
+    found = [str(session.run(*each, external=True, silent=True)).strip() for each in find]
     environment = {
-        "LD_PRELOAD": ":".join(runtimes),
+        "LD_PRELOAD": ":".join(found),
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter leaves memory to its end
         "PYTHONMALLOC": "malloc",
     }

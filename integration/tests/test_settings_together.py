@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,38 +129,45 @@ def is_accepted(choice: Choice) -> bool:
     return True
 
 
-def covering() -> list[Choice]:
-    """Draw accepted choices until each pair that is accepted with some others is in one of them."""
+def covering(refused: Collection[Choice]) -> Iterator[Choice]:
+    """Draw accepted choices until each pair that is accepted with some others is in one of them.
+
+    Pairs of the choices that the caller adds to ``refused`` are drawn again, with others.
+    """
     draw = random.Random(0)
-    covered: set[tuple[tuple[int, str], ...]] = set()
-    chosen = []
-    for first, second in itertools.combinations(range(len(AXES)), 2):
-        values = list(AXES.values())
-        for one, other in itertools.product(values[first], values[second]):
-            tries = 0
-            while ((first, one), (second, other)) not in covered and tries < 60:
-                tries += 1
+    values = list(AXES.values())
+    missing = {
+        ((first, one), (second, other))
+        for first, second in itertools.combinations(range(len(AXES)), 2)
+        for one, other in itertools.product(values[first], values[second])
+    }
+    for pair in sorted(missing):
+        fixed, attempts = dict(pair), 3
+        while pair in missing and attempts:
+            attempts -= 1
+            found = []
+            for number in range(60):
                 drawn = [draw.choice(of) for of in values]
-                drawn[first], drawn[second] = one, other
-                # Most pairs are refused together with few of the others.
-                if tries % 2:
-                    drawn = [
-                        value if n in (first, second) else of[0]
-                        for n, (value, of) in enumerate(zip(drawn, values, strict=True))
-                    ]
-                    drawn[0] = one if first == 0 else draw.choice(values[0])
-                if is_accepted(tuple(drawn)):
-                    chosen.append(tuple(drawn))
-                    covered.update(itertools.combinations(enumerate(drawn), 2))
-    return chosen
+                if number % 2:  # most pairs are refused together with few of the others
+                    drawn[1:] = [of[0] for of in values[1:]]
+                choice = tuple(fixed.get(n, value) for n, value in enumerate(drawn))
+                if choice not in refused and is_accepted(choice):
+                    pairs = set(itertools.combinations(enumerate(choice), 2))
+                    found.append((len(missing & pairs), choice, pairs))
+            if found:
+                _, choice, pairs = max(found)
+                yield choice
+                if choice not in refused:
+                    missing -= pairs
 
 
-def _train_all(rank: int, world_size: int, folder: str, chosen: list[Choice]) -> None:
+def _train_all(rank: int, world_size: int, folder: str) -> None:
     """Train each choice, and compare its losses with DDP's or those of stage 0."""
     mesh = init_device_mesh("cpu", (2, 2))
     references: dict[str, list[float]] = {}
-    wrong, num_built = [], 0
-    for number, choice in enumerate(chosen):
+    refused: set[Choice] = set()
+    wrong, trained = [], []
+    for number, choice in enumerate(covering(refused)):
         own = Path(folder, str(number))
         own.mkdir(exist_ok=True)
         case = case_of(choice, str(own))
@@ -168,8 +175,9 @@ def _train_all(rank: int, world_size: int, folder: str, chosen: list[Choice]) ->
         try:
             losses = run_engine(case, rank, STEPS, resume_from=resume_from, mesh=mesh).losses
         except ConfigError:
-            continue  # by build(), with the model at hand
-        num_built += 1
+            refused.add(choice)  # by build(), with the model at hand
+            continue
+        trained.append(choice)
         gap = _gap(case, losses, references, rank)
         settings = dict(zip(AXES, choice, strict=True))
         bound = BOUNDS[case.dtype]
@@ -180,7 +188,9 @@ def _train_all(rank: int, world_size: int, folder: str, chosen: list[Choice]) ->
         if not gap <= bound:
             wrong.append((gap, settings))
     assert not wrong, f"rank {rank}: {wrong}"
-    assert num_built > len(chosen) // 2
+    assert {value for choice in trained for value in enumerate(choice)} == {
+        (n, value) for n, of in enumerate(AXES.values()) for value in of
+    }
 
 
 def _gap(case: Case, losses: list[float], references: dict[str, list[float]], rank: int) -> float:
@@ -197,8 +207,4 @@ def _gap(case: Case, losses: list[float], references: dict[str, list[float]], ra
 
 @pytest.mark.slow
 def test_settings_that_are_accepted_together_train_together(tmp_path: Path) -> None:
-    chosen = covering()
-    assert {value for choice in chosen for value in enumerate(choice)} == {
-        (n, value) for n, of in enumerate(AXES.values()) for value in of
-    }
-    spawn(_train_all, RANKS, str(tmp_path), chosen)
+    spawn(_train_all, RANKS, str(tmp_path))

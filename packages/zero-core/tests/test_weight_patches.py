@@ -286,7 +286,7 @@ def test_a_folder_in_which_nothing_could_be_written_keeps_its_values(tmp_path, m
     _train(engine)
     patch = engine.weight_patch(since=0)
     with monkeypatch.context() as patched:
-        patched.setattr("zero_core.checkpoint.patches.apply.os.fsync", fail)
+        patched.setattr("os.fsync", fail)
         with pytest.raises(zero_core.CheckpointFailedError, match="no space left"):
             zero_core.apply_patch(tmp_path, patch, version=0)
     assert_same(load_file(tmp_path / "model.safetensors"), before)

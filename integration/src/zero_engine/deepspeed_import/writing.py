@@ -23,8 +23,9 @@ from zero_core.checkpoint.manifest import (
     VALUE,
     VERSION,
     file_name,
+    write_manifest,
 )
-from zero_core.checkpoint.save import write_file, write_manifest
+from zero_core.checkpoint.save import write_file
 from zero_core.checkpoint.storage import Aside
 from zero_engine.deepspeed_import.isolation import printable
 from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source

@@ -1,15 +1,15 @@
 """ZeRO stages 0 to 3 for PyTorch on one code path."""
 
 from zero_core.build import build
-from zero_core.checkpoint.offline import (
+from zero_core.checkpoint.files import (
     export_checkpoint,
     inspect_checkpoint,
     prune_checkpoints,
     verify_checkpoint,
 )
-from zero_core.checkpoint.patches.apply import apply_patch
-from zero_core.checkpoint.patches.document import WeightPatch
-from zero_core.checkpoint.whole_models import Loaded, load_pretrained
+from zero_core.checkpoint.patches import WeightPatch, apply_patch
+from zero_core.checkpoint.whole_models import Loaded
+from zero_core.checkpointing import load_pretrained
 from zero_core.config import Config, load_config
 from zero_core.core.extension import EndedStep, Extension
 from zero_core.engine import Engine

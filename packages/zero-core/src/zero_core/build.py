@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._libc import release_free_pages
 from zero_core.blueprint import Blueprint
-from zero_core.checkpoint.patches.write import PatchWriter
-from zero_core.checkpoint.whole_models import load_pretrained
+from zero_core.checkpoint.patches import PatchWriter
+from zero_core.checkpointing import load_pretrained
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.device import DeviceCollectives, make_transport, share_memory

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,21 +16,20 @@ from torch import Tensor
 from zero_core.checkpoint import whole_models
 from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.load import load_checkpoint
-from zero_core.checkpoint.patches.document import WeightPatch
-from zero_core.checkpoint.patches.write import PatchWriter
+from zero_core.checkpoint.patches import PatchWriter, WeightPatch
+from zero_core.checkpoint.safetensors_files import StoredTensor, find_tensors
 from zero_core.checkpoint.save import OnPending, PendingSave, Saver, SaveRequest
 from zero_core.checkpoint.storage import Location, local_path, location_of
+from zero_core.checkpoint.whole_models import Loaded
 from zero_core.comm.communicator import Communicator
 from zero_core.core.extension import Extensions
 from zero_core.core.passes import Passes
+from zero_core.errors import CheckpointError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.device_states import NO_PARTS
 from zero_core.runtime.gathered import GatheredCalls
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.gradient import StepGradient
-
-_TRAINING_PARTS = ("optimizer", "lr_scheduler", "progress")
-"""Parts of a checkpoint that an evaluation does not load."""
 
 
 class ModelCheckpoints(GatheredCalls):
@@ -84,8 +85,7 @@ class ModelCheckpoints(GatheredCalls):
         ``without=("optimizer", "lr_scheduler", "progress")``.
 
         Args:
-            directory: the folder of all checkpoints: a path, or a URL for fsspec such as
-                ``s3://bucket/run``.
+            directory: folder of all checkpoints: a path, or fsspec's URL such as ``s3://bucket/run``.
             tag: name of this one; None is ``step-N``.
             client_state: JSON and small tensors.
             has_frozen: whether the values of frozen parameters are written.
@@ -117,7 +117,7 @@ class ModelCheckpoints(GatheredCalls):
 
         See `zero_core.Engine.load_checkpoint`.
         """
-        return self._load(directory, tag, {*without, *_TRAINING_PARTS})
+        return self._load(directory, tag, {*without, "optimizer", "lr_scheduler", "progress"})
 
     def _load(
         self, directory: str | Location, tag: str | None, without: Collection[str]
@@ -177,17 +177,15 @@ class TrainingCheckpoints(ModelCheckpoints):
 
         Loads, `close`, the end of the interpreter, and whatever writes values outside of a step
         wait for the save. If it fails, what it wrote is removed and the training is as before. The
-        error is logged, and raised on all ranks by ``result()`` of what is returned, or else by the
-        next save or by `close`. A process that is killed before has no checkpoint of this tag.
+        error is logged, and raised on all ranks by ``result()`` of the future that is returned, or
+        else by the next save or by `close`. A process that is killed before has no checkpoint of
+        this tag.
 
         Args:
             directory: as those not listed here, an argument of `save_checkpoint`.
             on_pending: where an earlier save is under way, "wait" for it or "refuse".
             max_copy_bytes: limit for the copies of steps. One that needs more waits for the writer.
                 It is for states on NVMe, for which host memory has no room.
-
-        Returns:
-            A `concurrent.futures.Future` of the checkpoint's folder.
 
         Raises:
             CheckpointError: something cannot be stored, an earlier save is under way and
@@ -236,14 +234,9 @@ class TrainingCheckpoints(ModelCheckpoints):
 
         For programs that are started again with the same command line, with any number of ranks.
         Every rank must call it. With ``memory_checkpoint`` the copies in memory are taken where
-        they are as new as what the disk has, of which only the manifest is read then.
-
-        Args:
-            directory: the folder of all checkpoints.
-            last_step: take no copy in memory of a later step. Those of the last two are kept.
-
-        Returns:
-            The client state that was saved, or given to `step`. None for a fresh start.
+        they are as new as what the disk has, of which only the manifest is read then. No copy of a
+        step after ``last_step`` is taken; those of the last two are kept. Returns the client state
+        that was saved, or given to `step`. None for a fresh start.
 
         Raises:
             CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
@@ -254,9 +247,7 @@ class TrainingCheckpoints(ModelCheckpoints):
             if (restore := find(place, last_step)) is not None:
                 with self.rewriting():
                     return restore()
-        is_here = control.together(
-            "checkpoint: find", lambda: holds_checkpoint(location_of(directory))
-        )
+        is_here = control.together("checkpoint: find", partial(holds_checkpoint, place))
         if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
             return None
         return self.load_checkpoint(place)[1]
@@ -296,3 +287,63 @@ class TrainingCheckpoints(ModelCheckpoints):
             raise RuntimeError("weight_patch() within gathered(): call it after that has ended")
         with self.place.during("weight_patch()"):
             return self._patches.write(since, None if path is None else local_path(path, "a patch"))
+
+
+def load_pretrained(
+    engine: ModelCheckpoints, source: str | Path | Sequence[str | Path], *, strict: bool = True
+) -> Loaded:
+    """Load the weights of safetensors files into the engine, and return the unmatched names.
+
+    Every rank must call it, and must see the files; each reads the ranges that it keeps. Master
+    weights take the file's precision, unless ``data_types.master_weights_from`` is "rounded";
+    parameters and buffers are cast to their dtype. A tied weight may be in the file by any of its
+    names. Names with and without Hugging Face's ``base_model_prefix`` are matched, and what the
+    model declares in ``_keys_to_ignore_on_load_missing`` and ``..._unexpected`` is ignored. All
+    names, shapes and files are checked before anything is changed. Gradients of a backward without
+    a step are dropped.
+
+    Args:
+        engine: fresh from `zero_core.build`: moments of other weights would be wrong for these.
+        source: a safetensors file, several, or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json``.
+        strict: whether every parameter and persistent buffer must be there, and nothing else.
+
+    Raises:
+        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed; if
+            it failed to read after the checks, the values are undefined: build the engine anew.
+        CheckpointCorruptError: a file is not whole.
+    """
+    if num_steps := engine._train.accumulation.micro_steps:
+        raise CheckpointError(
+            f"load_pretrained() after {num_steps} micro-steps: the optimizer's state "
+            "belongs to other weights; load into a fresh engine, or set weights by engine.states"
+        )
+    state = engine.sharded_state
+
+    def check() -> tuple[dict[str, StoredTensor], Loaded, bytes]:
+        stored = find_tensors(source)
+        matched, names = whole_models.match_files(state, stored)
+        if strict and (names.missing or names.unexpected):
+            raise CheckpointError(
+                f"{source} does not fit the model: missing {_some(names.missing)}, unexpected "
+                f"{_some(names.unexpected)}; strict=False leaves both as they are"
+            )
+        described = repr([(n, t.shape, t.dtype, t.start) for n, t in stored.items()])
+        return matched, names, hashlib.sha256(described.encode()).digest()
+
+    matched, names, digest = state.control.together("load_pretrained: check", check)
+    if len(set(state.control.gather_bytes(digest))) > 1:
+        raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
+    with engine.rewriting():
+        state.quiesce()
+        state.control.place.unfinished = "load_pretrained()"
+        rounds = engine.config.data_types.master_weights_from == "rounded"
+        restore = partial(whole_models.restore_files, state, matched, rounds_masters=rounds)
+        state.control.together("load_pretrained: read", restore)
+    return names
+
+
+def _some(names: tuple[str, ...]) -> str:
+    if len(names) <= 10:
+        return f"[{', '.join(names)}]"
+    return f"[{', '.join(names[:10])}, ... ({len(names)} in all)]"

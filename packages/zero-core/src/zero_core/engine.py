@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import cast_floats, has_step_pre_hooks
-from zero_core.checkpoint.patches.write import PatchWriter
+from zero_core.checkpoint.patches import PatchWriter
 from zero_core.checkpointing import TrainingCheckpoints
 from zero_core.core.extension import EndedStep, Extensions
 from zero_core.errors import RankMismatchError, UnusedParameterError

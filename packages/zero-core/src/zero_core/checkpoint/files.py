@@ -1,22 +1,25 @@
-"""Readers of checkpoints that need no engine.
-
-`read_weights` reads the model in a program without ranks. What it reads has been checked.
-"""
+"""Checkpoints without an engine and without ranks: found, read, verified, exported, pruned."""
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zero_core.checkpoint.json_values import decode, find_classes
 from zero_core.checkpoint.manifest import (
     BUFFERS,
     MANIFEST,
+    RNG,
     VALUE,
     Manifest,
     Param,
@@ -25,15 +28,26 @@ from zero_core.checkpoint.manifest import (
     read_manifest,
     slice_key,
 )
-from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
-from zero_core.checkpoint.storage import LATEST, Location, location_of, open_regular, size_of
+from zero_core.checkpoint.safetensors_files import ModelFiles, StoredTensor, read_open
+from zero_core.checkpoint.storage import (
+    LATEST,
+    Location,
+    discard,
+    local_path,
+    location_of,
+    modified_ns,
+    open_regular,
+    size_of,
+)
+from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 from zero_core.layout.arithmetic import ParamSpec, unflatten
+from zero_core.optim.train_state import check_progress
 from zero_core.sharded.sharded_state import MASTER
 
+_log = logging.getLogger(__name__)
 _MAX_LATEST_BYTES = 1024
-_BLOCK_BYTES = 1 << 20
-"""Bytes of a file read at once: they stay in the processor's cache for their checksum."""
+_BLOCK_BYTES = 1 << 20  # read at once: they stay in the processor's cache for their checksum
 _ADVICE = "load an older checkpoint by its tag"
 
 
@@ -90,6 +104,94 @@ def newest_step(directory: Location) -> int:
         return -1
 
 
+def check_kept(keep_last: int | None, keep_every: int | None) -> None:
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name} = {value}: expected 1 or more, or None")
+
+
+def list_checkpoints(directory: Location) -> list[str]:
+    """Return the tags of complete checkpoints, oldest first, without a read of their manifests."""
+    found = []
+    try:
+        places = [p for p in directory.iterdir() if is_plain(p.name) and p.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+    for place in places:
+        with suppress(OSError):
+            saved_at_ns = modified_ns(place / MANIFEST)
+            found.append((saved_at_ns, split_tag(place.name)[1] or 0, place.name))
+    return [tag for _, _, tag in sorted(found)]
+
+
+def split_tag(tag: str) -> tuple[str, int | None]:
+    """Return ``tag`` without the digits at its end, and these digits, None if there are none."""
+    prefix = tag.rstrip("0123456789")
+    return prefix, None if prefix == tag else int(tag.removeprefix(prefix))
+
+
+def prune(
+    directory: Location,
+    keep_last: int,
+    keep_every: int | None,
+    prefixes: Collection[str],
+    *,
+    newest: str | None = None,
+    is_trial: bool = False,
+) -> list[str]:
+    """Do as `prune_checkpoints` does. ``newest`` is the tag that was just saved, if one was."""
+    parts = [(tag, *split_tag(tag)) for tag in list_checkpoints(directory)]
+    saved = [(tag, n) for tag, prefix, n in parts if n is not None and prefix in prefixes]
+    latest = read_latest(directory)
+    prefix, reached = split_tag(newest or latest or "")
+    if reached is None or prefix not in prefixes:
+        reached = max((step for _, step in saved), default=0)
+    # By step: a folder that was copied has new times. What is beyond the newest was given up.
+    saved.sort(key=lambda one: (one[1] <= reached, one[1]))
+    removed = []
+    for tag, step in saved[: max(len(saved) - keep_last, 0)]:
+        if tag in (newest, latest) or (keep_every and step % keep_every == 0):
+            continue
+        with suppress(CheckpointError):  # what cannot be read stays
+            if read_manifest(directory / tag).progress_step() == step:
+                removed.append(tag)
+    for tag in () if is_trial else removed:
+        try:
+            discard(directory / tag)
+        except OSError as error:
+            _log.warning("%s stays, though it is not to be kept: %s", directory / tag, error)
+    return removed
+
+
+def prune_checkpoints(
+    directory: str | Path,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    prefixes: Collection[str] = ("step-", "global_step"),
+    is_trial: bool = False,
+) -> list[str]:
+    """Remove checkpoints that are not to be kept, and return their tags.
+
+    Only those whose tag is one of ``prefixes`` and their step (``step-300``) are removed. What has
+    a name of its own ("best", "best-300"), what cannot be read, the newest one and the one that
+    ``latest`` names always stay.
+
+    Args:
+        directory: the folder of all checkpoints.
+        keep_last: how many of those of the highest steps stay, up to the newest one's: what is
+            beyond it was saved before the training went back.
+        keep_every: those of steps that are multiples of it stay too.
+        prefixes: what the step follows in their tags: by default those that this project gives.
+        is_trial: return the tags only.
+
+    Raises:
+        CheckpointError: a number is below 1, or there is no such folder.
+    """
+    check_kept(keep_last, keep_every)
+    return prune(location_of(directory), keep_last, keep_every, prefixes, is_trial=is_trial)
+
+
 def crc_of(file: IO[bytes], count: int, path: Location) -> int:
     """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for messages."""
     crc, left = 0, count
@@ -140,11 +242,7 @@ class Reader:
 
     def check(self, chunks: Iterable[tuple[str, int]]) -> None:
         """Compare chunks with their checksums, those that have not been compared before."""
-        by_name: dict[str, list[int]] = {}
-        for name, index in chunks:
-            if (name, index) not in self._checked:
-                by_name.setdefault(name, []).append(index)
-        for name, indices in by_name.items():
+        for name, of_file in groupby(sorted({*chunks} - self._checked), key=itemgetter(0)):
             path, facts = self._files / name, self.manifest.files[name]
             try:
                 with open_regular(path, follows_links=False) as file:
@@ -153,7 +251,7 @@ class Reader:
                             f"{path} is damaged: it has {size_of(file)} bytes, {facts.bytes} were "
                             f"written; {_ADVICE}"
                         )
-                    for index in indices:
+                    for _, index in of_file:
                         start = index * self.manifest.chunk_bytes
                         stop = min(start + self.manifest.chunk_bytes, facts.bytes)
                         file.seek(start)
@@ -187,17 +285,21 @@ class Reader:
                     f"{self.folder / MANIFEST} has no file {name}: the checkpoint is not whole"
                 )
             self.check([(name, 0)])
-            found = read_header(self._files / name, follows_links=False)
+            path = self._files / name
+            with open_regular(path, follows_links=False) as file:
+                found, _ = read_open(file, path)
             self._check_bytes(name, 0, min((t.start for t in found.values()), default=1))
             self._headers[name] = found
         return self._headers[name]
 
     def read_parts(self, parts: Sequence[StoredTensor]) -> Tensor:
         """Return the elements of consecutive parts. They are checked first."""
+        found = []
         for part in parts:
             size = part.numel * part.dtype.itemsize
             self._check_bytes(part.path.name, part.start, part.start + size)
-        found = [part.value() for part in parts]
+            with open_regular(part.path, follows_links=False) as file:
+                found.append(part.read_from(file))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_tensor(self, file: str, name: str) -> Tensor:
@@ -206,6 +308,25 @@ class Reader:
         if stored is None:
             raise CheckpointCorruptError(f"{self._files / file} has no tensor {name!r}")
         return self.read_parts([stored])
+
+    def read_random_state(self, rank: int, kind: str = "torch") -> Tensor:
+        """Return the state of a rank's generator, "torch" on the CPU or "cuda"."""
+        saved = self.read_tensor(file_name(RNG, rank), kind)
+        try:
+            torch.Generator("cpu" if kind == "torch" else kind).set_state(saved)
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointCorruptError(
+                f"{self.folder}: no state of a random generator: {error}"
+            ) from error
+        return saved
+
+    def read_progress(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the training's progress and the client state."""
+        found = decode(self.manifest.progress), decode(self.manifest.client_state)
+        if not all(isinstance(value, dict) for value in found):
+            raise CheckpointCorruptError(f"{self.folder}: progress or client state is no mapping")
+        check_progress(found[0])
+        return found
 
     def read_buffers(self) -> dict[str, Tensor]:
         return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
@@ -311,3 +432,157 @@ def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weig
 def read_buffers(directory: Path | str, tag: str | None = None) -> dict[str, Tensor]:
     """Return the persistent buffers of checkpoint ``tag``, or of the newest."""
     return Reader(find(location_of(directory), tag)).read_buffers()
+
+
+class Progress(Protocol):
+    """Callback of a call that takes long, which has ``done`` a part of ``total``."""
+
+    def __call__(self, done: int, total: int, /) -> None: ...
+
+
+def verify_checkpoint(
+    directory: str | Path, tag: str | None = None, *, progress: Progress | None = None
+) -> int:
+    """Check every byte of checkpoint ``tag``, or of the newest, and that nothing is missing.
+
+    Whatever a load checks that needs no engine: weights, optimizer states and their numbers, states
+    of random generators, counters and hyperparameters. ``progress`` is called with the bytes
+    checked so far, and with the bytes in all. Returns the latter.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it was removed or replaced meanwhile.
+        CheckpointCorruptError: it is not what was written.
+    """
+    reader = Reader(find(location_of(directory), tag))
+    manifest = reader.manifest
+    total, done = sum(facts.bytes for facts in manifest.files.values()), 0
+    with _staying(reader):
+        for name, index in reader.chunks():
+            reader.check([(name, index)])
+            chunk = manifest.chunk_bytes
+            done += min(chunk, manifest.files[name].bytes - index * chunk)
+            if progress is not None:
+                progress(done, total)
+        for name in manifest.files:
+            reader.tensors(name)
+        for param in manifest.params:
+            name, whole = param.name, manifest.whole_states.get(param.name)
+            if whole is not None:
+                find_classes(whole.state, reader.tensors(whole.file))
+            has_state = param.numel > 0 and reader.scalars(name)["num_steps"] > 0
+            states = manifest.states if has_state and whole is None else (MASTER,)
+            states = (*states, *(n for n in manifest.states if n.startswith(PREFIX)))
+            if not param.is_trainable:
+                states = (VALUE,) if manifest.has_frozen else ()
+            for state in states:
+                reader.parts(state, name, 0, reader.slot_numel(name))
+        buffers = list(reader.tensors(BUFFERS))
+        if len(set(buffers)) < len(buffers) or manifest.by_name.keys() & buffers:
+            raise CheckpointCorruptError(
+                f"{reader.folder / BUFFERS} has a name twice, or that of a parameter: {buffers[:4]}"
+            )
+        for rank in range(manifest.world_size):
+            reader.read_random_state(rank)
+        reader.read_progress()
+    return done
+
+
+@contextmanager
+def _staying(reader: Reader) -> Iterator[None]:
+    """Say of an error in this context that the checkpoint was removed, if it was."""
+    try:
+        yield
+    except CheckpointError as error:
+        place, now = reader.folder, None
+        with suppress(CheckpointError):
+            now = read_manifest(place)
+        if now is None or now.sha256 != reader.manifest.sha256:
+            raise CheckpointError(
+                f"{place} was removed or replaced while it was read (by keep_last of a run, or a "
+                "save of the same tag): take another checkpoint"
+            ) from error
+        raise
+
+
+def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[str, Any]:
+    """Describe checkpoint ``tag``, or the newest, from its manifest, as JSON. Reads no tensor.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CheckpointCorruptError: its manifest is not what was written.
+    """
+    folder = location_of(directory)
+    latest = read_latest(folder)
+    place = find(folder, latest if tag is None else tag)
+    manifest = read_manifest(place)
+    trained = [param for param in manifest.params if param.is_trainable]
+    return {
+        "folder": str(place),
+        "tag": latest if tag is None else tag,
+        "version": manifest.version,
+        "step": manifest.progress_step(),
+        "world_size": manifest.world_size,
+        "optimizer": manifest.optimizer,
+        "states": list(manifest.states),
+        "parameters": len(manifest.params),
+        "elements": sum(param.numel for param in manifest.params),
+        "trained_elements": sum(param.numel for param in trained),
+        "has_frozen": manifest.has_frozen,
+        "bytes": sum(facts.bytes for facts in manifest.files.values()),
+        "files": len(manifest.files),
+        "client_state": sorted(manifest.client_state),
+        "latest": latest,
+        "tags": list_checkpoints(folder),
+    }
+
+
+def export_checkpoint(
+    directory: str | Path,
+    output: str | Path,
+    tag: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Write the model of a checkpoint as ``model.safetensors``, in Hugging Face's layout.
+
+    Parameters are written one at a time. Tied weights are stored once. Nothing stands under the
+    final names before the end. Returns the names of the parameters that were written.
+
+    Args:
+        directory: the folder of all checkpoints.
+        output: a folder; it is made.
+        tag: of the checkpoint; None is the newest.
+        dtype: of floating values; None is each parameter's own.
+        progress: called with the parameters written so far, and with the parameters in all.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it lacks frozen values, or there is no room.
+        CheckpointCorruptError: it is not what was written.
+    """
+    reader = Reader(find(location_of(directory), tag))
+    manifest = reader.manifest
+    if not manifest.has_frozen and any(not p.is_trainable for p in manifest.params):
+        raise CheckpointError(
+            f"{reader.folder} was saved without the values of frozen parameters: load it into an "
+            "engine of the model, and export that"
+        )
+    files = ModelFiles(local_path(output, "an export"))
+    written = []
+    try:
+        with _staying(reader):
+            for weight in reader.weights():
+                value = weight.value
+                if value.is_floating_point() and weight.dtype.is_floating_point:
+                    value = value.to(dtype or weight.dtype)
+                files.add(weight.names[0], value)
+                written.append(weight.names[0])
+                if progress is not None:
+                    progress(len(written), len(manifest.params))
+            for name, buffer in reader.read_buffers().items():
+                files.add(name, buffer)
+        files.finish()
+    except BaseException:
+        files.discard()
+        raise
+    return written

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,13 +21,10 @@ from torch import Tensor
 from torch.serialization import get_safe_globals
 
 from zero_core._torch import inner_tensors
-from zero_core.checkpoint.files import Reader
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
-MAX_NUMEL = 65536
-"""Elements of the largest tensor."""
-_TENSOR, _WRAPPED, _DTYPE = "__tensor__", "__wrapped__", "__dtype__"
-_TUPLE, _ITEMS = "__tuple__", "__items__"
+MAX_NUMEL = 65536  # of the largest tensor of `encode`
+_TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
@@ -96,7 +94,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype):
-        return {_DTYPE: str(value).removeprefix("torch.")}
+        return {"__dtype__": str(value).removeprefix("torch.")}
     if isinstance(value, Tensor) and type(value) in (Tensor, torch.nn.Parameter):
         tensors[where] = value.detach().cpu().clone().contiguous()
         return {_TENSOR: where}
@@ -104,7 +102,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if found is not None:
         inner, context = found
         return {
-            _WRAPPED: _path_of(type(value)),
+            "__wrapped__": _path_of(type(value)),
             "inner": {k: flatten(inner[k], f"{where}/{k}", tensors) for k in inner},
             "context": flatten(context, f"{where}/context", tensors),
             "size": list(value.size()),
@@ -115,7 +113,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return rows if isinstance(value, list) else {_TUPLE: rows}
     if isinstance(value, Mapping):
         return {
-            _ITEMS: [
+            "__items__": [
                 [flatten(key, where, tensors), flatten(item, f"{where}/{key}", tensors)]
                 for key, item in value.items()
             ]
@@ -127,42 +125,6 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def check_flattened(value: Any, tensors: Collection[str]) -> set[str]:
-    """Refuse what `restore` could not restore from a file with these ``tensors``.
-
-    Returns the paths of the tensor subclasses, which must be known where they are restored: see
-    `safe_class`.
-    """
-    if not isinstance(value, list | dict):
-        return set()
-    inner, classes, is_known = value, set[str](), True
-    if isinstance(value, dict):
-        match value:
-            case {"__dtype__": str(name)} if len(value) == 1:
-                inner, is_known = [], isinstance(getattr(torch, name, None), torch.dtype)
-            case {"__tensor__": str(name)} if len(value) == 1:
-                inner, is_known = [], name in tensors
-            case {"__tuple__": list(inner)} if len(value) == 1:
-                pass
-            case {"__items__": list(rows)} if len(value) == 1:
-                is_known = all(isinstance(r, list) and len(r) == 2 and _is_key(r[0]) for r in rows)
-                inner = [row[1] for row in rows] if is_known else []
-            case {
-                "__wrapped__": str(path),
-                "inner": dict(wrapped),
-                "context": context,
-                "size": list(size),
-                "stride": list(stride),
-            } if len(value) == 5:
-                is_known = all(type(n) is int and n >= 0 for n in (*size, *stride))
-                inner, classes = [*wrapped.values(), context], {path}
-            case _:
-                is_known = False
-    if not is_known:
-        raise CheckpointCorruptError(f"{value!r:.200} is no state of an optimizer that was saved")
-    return classes.union(*(check_flattened(item, tensors) for item in inner))
-
-
 def _is_key(value: Any) -> bool:
     """Whether ``value`` restores to a key of a dict."""
     if isinstance(value, dict):
@@ -171,27 +133,49 @@ def _is_key(value: Any) -> bool:
     return not isinstance(value, list)
 
 
-def restore(value: Any, reader: Reader, file: str) -> Any:
-    """Restore the argument of `flatten`, whose tensors are in ``file``, after `check_flattened`."""
-    if isinstance(value, list):
-        return [restore(item, reader, file) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _DTYPE in value:
-        return getattr(torch, value[_DTYPE])
-    if _TENSOR in value:
-        return reader.read_tensor(file, value[_TENSOR])
-    if _TUPLE in value:
-        return tuple(restore(value[_TUPLE], reader, file))
-    if _WRAPPED in value:
-        inner = {name: restore(item, reader, file) for name, item in value["inner"].items()}
-        return safe_class(value[_WRAPPED]).__tensor_unflatten__(
-            inner,
-            restore(value["context"], reader, file),
-            torch.Size(value["size"]),
-            tuple(value["stride"]),
-        )
-    return {restore(k, reader, file): restore(item, reader, file) for k, item in value[_ITEMS]}
+def restore(value: Any, read: Callable[[str], object], classes: set[str] | None = None) -> Any:
+    """Restore the argument of `flatten`, and refuse what that does not return.
+
+    ``read`` returns a tensor by its name. If ``classes`` is given, no tensor of a subclass is made:
+    it gets the paths of their classes.
+    """
+    match value:
+        case list():
+            return [restore(item, read, classes) for item in value]
+        case None | bool() | int() | float() | str():
+            return value
+        case {"__dtype__": str(name), **rest} if not rest:
+            if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return dtype
+        case {"__tensor__": str(name), **rest} if not rest:
+            with suppress(KeyError):
+                return read(name)
+        case {"__tuple__": list(rows), **rest} if not rest:
+            return tuple(restore(rows, read, classes))
+        case {"__items__": list(rows), **rest} if not rest:
+            if all(isinstance(row, list) and len(row) == 2 and _is_key(row[0]) for row in rows):
+                return dict(restore(rows, read, classes))
+        case {
+            "__wrapped__": str(path),
+            "inner": dict(wrapped),
+            "context": context,
+            "size": list(size),
+            "stride": list(stride),
+            **rest,
+        } if not rest and all(type(n) is int and n >= 0 for n in (*size, *stride)):
+            inner = {name: restore(item, read, classes) for name, item in wrapped.items()}
+            parts = inner, restore(context, read, classes), torch.Size(size), tuple(stride)
+            if classes is None:
+                return safe_class(path).__tensor_unflatten__(*parts)
+            return classes.add(path)
+    raise CheckpointCorruptError(f"{value!r:.200} is no state of an optimizer that was saved")
+
+
+def find_classes(value: Any, tensors: Mapping[str, object]) -> set[str]:
+    """Check a state whose tensors these are as `restore` does. Return its tensor subclasses."""
+    found = set[str]()
+    restore(value, tensors.__getitem__, found)
+    return found
 
 
 def safe_class(path: str) -> Any:

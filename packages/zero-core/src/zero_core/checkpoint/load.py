@@ -14,24 +14,22 @@ import torch
 from torch import Tensor
 
 from zero_core.checkpoint.files import Reader, find
-from zero_core.checkpoint.json_values import check_flattened, decode, restore, safe_class
-from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, RNG, VALUE, file_name, read_manifest
-from zero_core.checkpoint.storage import Location, identity, location_of
+from zero_core.checkpoint.json_values import find_classes, restore, safe_class
+from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, RNG, VALUE, file_name
+from zero_core.checkpoint.storage import Location, location_of
 from zero_core.core.extension import PREFIX
-from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec, unflatten
-from zero_core.optim.train_state import TrainState, check_progress
+from zero_core.optim.train_state import TrainState
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import StateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
 _log = logging.getLogger(__name__)
-
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
 were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer.
 "progress" are the counters, the loss scale and the states of random generators."""
-
 _Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 
@@ -60,7 +58,11 @@ def load_checkpoint(
         return reader
 
     reader = control.together("checkpoint: find", look)
-    own = [*identity(reader.folder / MANIFEST), reader.manifest.sha256]
+    # Equal on two ranks only if they see one file.
+    own: list[Any] = [str(reader.folder), reader.manifest.sha256]
+    if isinstance(reader.folder, Path):
+        found = (reader.folder / MANIFEST).stat()
+        own = [found.st_ino, found.st_mtime_ns, found.st_ctime_ns, reader.manifest.sha256]
     rows = [json.loads(row) for row in control.gather_bytes(json.dumps(own).encode())]
     digests = [row[-1] for row in rows]
     if len(set(digests)) > 1:
@@ -125,17 +127,7 @@ def check_fits(
             f"{place} was saved without the values of frozen parameters: give the model its own "
             "first, and load without 'frozen'"
         )
-    progress.check(read_progress(reader), without)
-
-
-def read_progress(reader: Reader) -> dict[str, Any]:
-    """Return the progress that was saved. The client state is checked with it."""
-    manifest = reader.manifest
-    progress = decode(manifest.progress)
-    if not isinstance(progress, dict) or not isinstance(decode(manifest.client_state), dict):
-        raise CheckpointCorruptError(f"{reader.folder}: progress or client state is no mapping")
-    check_progress(progress)
-    return progress
+    progress.check(reader.read_progress()[0], without)
 
 
 def restore_from(
@@ -160,8 +152,9 @@ def restore_from(
         told += [f"frozen now, they keep their values: {frozen}"] * bool(frozen)
         if told:
             _log.warning("%s has other parameters frozen; %s", reader.folder, "; ".join(told))
-    progress.load_state_dict(decode(reader.manifest.progress), without)
-    return dict(decode(reader.manifest.client_state))
+    saved_progress, client_state = reader.read_progress()
+    progress.load_state_dict(saved_progress, without)
+    return client_state
 
 
 def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str, Any]:
@@ -171,17 +164,7 @@ def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str
         CheckpointError: there is no such checkpoint.
         CheckpointCorruptError: it is not what was written.
     """
-    return dict(decode(read_manifest(find(location_of(directory), tag)).client_state))
-
-
-def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
-    """Refuse what is no state of a random generator of ``device``."""
-    try:
-        torch.Generator(device).set_state(saved)
-    except (RuntimeError, TypeError) as error:
-        raise CheckpointCorruptError(
-            f"{reader.folder}: no state of a random generator: {error}"
-        ) from error
+    return Reader(find(location_of(directory), tag)).read_progress()[1]
 
 
 def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> Callable[[], None]:
@@ -192,46 +175,41 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
     reader.trust()  # every chunk was compared, by one of the ranks
     manifest, tier = reader.manifest, state.tier
     sources = {p.name: MASTER if p.is_trainable else VALUE for p in manifest.params}
-    parts: list[tuple[Callable[[Tensor], None], _Read]] = []
+    parts = [
+        (write, _find(reader, sources[spec.name], spec, low, high))
+        for write, spec, low, high in state.value_parts()
+        if sources[spec.name] == MASTER or "frozen" not in without
+    ]
     extension_parts: list[tuple[Callable[[Tensor], None], _Read]] = []
     in_slices = set()  # names of the tier's states that are read
-    names = {MASTER} if "optimizer" in without else {*manifest.states} - {*without}
+    names = set() if "optimizer" in without else {*manifest.states} - {MASTER, *without}
     for name in sorted(names):
         is_extensions = name.startswith(PREFIX)
         for piece in state.pieces:
             spec = state.layout.params[piece.param]
-            source = sources[spec.name]
-            if name == MASTER:
-                is_read = source == MASTER or "frozen" not in without
-            elif is_extensions:  # of one that was frozen it stays as `Extension.reset` sets it
-                is_read = source == MASTER
+            if is_extensions:  # of one that was frozen it stays as `Extension.reset` sets it
+                is_read = sources[spec.name] == MASTER
             else:  # a parameter that was never updated has no such states
-                is_read = _is_sliced(tier, piece.param) and (
-                    reader.scalars(spec.name)["num_steps"] > 0
-                )
+                is_sliced = _is_sliced(tier, piece.param)
+                is_read = is_sliced and reader.scalars(spec.name)["num_steps"] > 0
             if is_read:
                 stop = piece.offset + piece.stop - piece.start
-                kept = source if name == MASTER else name
-                read = _find(reader, kept, spec, piece.offset, stop)
+                read = _find(reader, name, spec, piece.offset, stop)
                 write = partial(state.write_state, name, piece.start)
                 (extension_parts if is_extensions else parts).append((write, read))
                 if not is_extensions:
                     in_slices.add(name)
-    for store, spec, low, high in state.frozen_parts():
-        if sources[spec.name] == MASTER or "frozen" not in without:
-            parts.append((store, _find(reader, sources[spec.name], spec, low, high)))
     numbers: list[Mapping[str, float]] = []  # of each piece
     if "optimizer" not in without:
         numbers = [reader.scalars(state.layout.params[piece.param].name) for piece in state.pieces]
         _check_optimizer(state, reader, in_slices, numbers)
     _check_buffers(state, reader)
     generators: dict[str, Tensor] = {}  # torch's states that are restored here
+    rank = state.control.rank
     if "progress" not in without and manifest.world_size == state.control.world_size:
-        file = file_name(RNG, state.control.rank)
-        has_cuda = "cuda" in reader.tensors(file) and torch.cuda.is_available()
+        has_cuda = "cuda" in reader.tensors(file_name(RNG, rank)) and torch.cuda.is_available()
         for kind in ("torch", "cuda") if has_cuda else ("torch",):
-            generators[kind] = reader.read_tensor(file, kind)
-            check_rng(reader, generators[kind], "cpu" if kind == "torch" else kind)
+            generators[kind] = reader.read_random_state(rank, kind)
 
     def write_all() -> None:
         for store, read in parts:
@@ -247,14 +225,16 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
                 name = state.layout.params[param].name
                 if sources[name] == MASTER:
                     saved = manifest.whole_states.get(name)  # None: never updated
-                    whole = {} if saved is None else restore(saved.state, reader, saved.file)
+                    whole = {}
+                    if saved is not None:
+                        whole = restore(saved.state, partial(reader.read_tensor, saved.file))
                     tier.write_whole_state(param, whole)
         load_buffers(state.module, reader.read_buffers())
         if generators:
             torch.set_rng_state(generators["torch"])
             if "cuda" in generators:
                 torch.cuda.set_rng_state(generators["cuda"])
-            random.setstate(manifest.python_rng[state.control.rank])
+            random.setstate(manifest.python_rng[rank])
 
     return write_all
 
@@ -294,7 +274,7 @@ def _check_optimizer(
         name, is_sliced = state.layout.params[param].name, _is_sliced(tier, param)
         whole = reader.manifest.whole_states.get(name)
         if whole is not None:
-            for path in sorted(check_flattened(whole.state, reader.tensors(whole.file))):
+            for path in sorted(find_classes(whole.state, reader.tensors(whole.file))):
                 safe_class(path)
         if is_sliced == (whole is not None) and reader.scalars(name)["num_steps"]:
             raise CheckpointError(

@@ -15,7 +15,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Annotated, Any, Literal, Self
@@ -25,9 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from zero_core.checkpoint import storage
 from zero_core.checkpoint.safetensors_files import DTYPES, first_error
-from zero_core.checkpoint.storage import Location, open_regular, size_of
+from zero_core.checkpoint.storage import Location, Staging, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.sharded.sharded_state import MASTER
+from zero_core.sharded.sharded_state import MASTER, ShardedState
 
 FORMAT = "zero-checkpoint"
 VERSION = 2
@@ -311,3 +311,56 @@ def _check_size(size: int, where: object) -> None:
         raise CheckpointCorruptError(
             f"{where} has {size} bytes, more than the {_MAX_BYTES} of any manifest"
         )
+
+
+def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return `frame_of` with the names of all states, and with each rank's row."""
+    files, scalars, rng, wholes = zip(*rows, strict=True)
+    return {
+        **frame,
+        "states": list(names),
+        "scalars": {k: v for row in scalars for k, v in row.items()},
+        "whole_states": {k: v for row in wholes for k, v in row.items()},
+        "python_rng": list(rng),
+        "files": {k: v for row in files for k, v in row.items()},
+    }
+
+
+def frame_of(state: ShardedState) -> dict[str, Any]:
+    """Return the part of a manifest that follows from the layout."""
+    layout = state.layout
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "chunk_bytes": CHUNK_BYTES,
+        "world_size": layout.world_size,
+        "optimizer": state.optimizer,
+        "params": [
+            {
+                "name": spec.name,
+                "aliases": list(spec.aliases),
+                "shape": list(spec.shape),
+                "dtype": str(spec.dtype).removeprefix("torch."),
+                "is_trainable": spec.is_trainable,
+                **({"memory_order": list(spec.order)} if spec.order else {}),
+            }
+            for spec in layout.params
+        ],
+        "segments": [
+            {
+                "is_trainable": s.is_trainable,
+                "shard_numel": s.shard_numel,
+                "slots": [[layout.params[x.param].name, x.start, x.stop] for x in s.slots],
+            }
+            for s in layout.segments
+        ],
+    }
+
+
+def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:
+    """Check a manifest, and give it to the checkpoint under way."""
+    if staging.subfolder is not None:
+        content = {**content, "subfolder": staging.subfolder}
+    data = seal(content)
+    parse(data, MANIFEST)  # nothing is saved that could not be loaded
+    staging.describe(data)

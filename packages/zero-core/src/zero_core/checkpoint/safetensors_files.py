@@ -1,11 +1,8 @@
 """safetensors files: index of their tensors, reads of ranges, and writers.
 
-Ranges are read from the file, not mapped. Pages of a mapping stay with the process, and a rank's
-memory would hold its part twice. A header is checked against the file's size before anything is
-allocated, as the safetensors library does, but of an open file: a path may be a pipe.
-
-A header stands before its tensors, so `TensorBuffer` appends these to a file without a header, and
-copies them behind the header in the end. Memory holds one tensor, however large the files are.
+Ranges are read, not mapped: pages of a mapping stay with the process, and a rank's memory would
+hold its part twice. The safetensors library reads paths, which may be pipes: here a header is read
+from an open file, and checked against its size before anything is allocated.
 """
 
 from __future__ import annotations
@@ -16,15 +13,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Protocol
+from tempfile import TemporaryFile
+from typing import IO, Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from zero_core._torch import inner_tensors
-from zero_core.checkpoint.storage import Location, no_room, open_regular, size_of, write_all
+from zero_core.checkpoint.storage import Location, open_regular, size_of, storing, write_all
 from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.sharded.snapshot import StateBlocks
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -79,13 +78,12 @@ class _Header(BaseModel):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a file, contiguous from byte ``start``. `open_regular` has ``follows_links``."""
+    """Tensor in a file, contiguous from byte ``start``."""
 
     path: Location
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    follows_links: bool = True
 
     @property
     def numel(self) -> int:
@@ -93,10 +91,6 @@ class StoredTensor:
 
     def part(self, first: int, last: int) -> StoredTensor:
         """Return elements ``[first, last)`` of the flattened tensor, 1-D."""
-        if not 0 <= first <= last <= self.numel:
-            raise CheckpointCorruptError(
-                f"{self.path} has {self.numel} elements where {first} to {last} are read"
-            )
         start = self.start + first * self.dtype.itemsize
         return replace(self, shape=(last - first,), start=start)
 
@@ -105,7 +99,7 @@ class StoredTensor:
 
     def value(self) -> Tensor:
         """Return the values as stored, on the CPU."""
-        with open_regular(self.path, follows_links=self.follows_links) as file:
+        with open_regular(self.path) as file:
             return self.read_from(file)
 
     def read_from(self, file: IO[bytes]) -> Tensor:
@@ -164,14 +158,12 @@ def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def read_header(path: Location, *, follows_links: bool = True) -> dict[str, StoredTensor]:
-    with open_regular(path, follows_links=follows_links) as file:
-        return read_open(file, path, follows_links=follows_links)[0]
+def read_header(path: Location) -> dict[str, StoredTensor]:
+    with open_regular(path) as file:
+        return read_open(file, path)[0]
 
 
-def read_open(
-    file: IO[bytes], path: Location, *, follows_links: bool = True
-) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors of an open file, and the strings of its writer. ``path``: for messages."""
     found, size = {}, size_of(file)
     try:
@@ -192,7 +184,7 @@ def read_open(
                 raise ValueError(
                     f"{name}, {entry.dtype} {entry.shape}, has the bytes {low} to {high}"
                 )
-            found[name] = StoredTensor(path, dtype, entry.shape, stop, follows_links)
+            found[name] = StoredTensor(path, dtype, entry.shape, stop)
             stop = length + high
         if stop != size:
             raise ValueError(f"it has {size} bytes, and its tensors end at {stop}")
@@ -242,31 +234,18 @@ def make_header(
     return len(text).to_bytes(8, "little") + text
 
 
-class Blocks(Protocol):
-    """A 1-D tensor whose parts are made when they are reached, once."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __iter__(self) -> Iterator[Tensor]: ...
-
-
 def arrange(
-    tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]],
+    tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
 ) -> tuple[bytes, int, Iterator[Tensor]]:
-    """Return header, further bytes, and tensors in order. A sequence is written as one tensor."""
+    """Return header, further bytes, and tensors in order. A sequence is written as one, 1-D."""
     found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
     for key, values in tensors.items():
-        parts = [values] if isinstance(values, Tensor) else values
-        if not isinstance(parts, Sequence):
-            found.append((key, parts.dtype, parts.shape, parts))
-        elif len(parts) == 1:
-            found.append((key, parts[0].dtype, parts[0].shape, parts))
+        if isinstance(values, StateBlocks):
+            found.append((key, values.dtype, values.shape, values.blocks))
+        elif isinstance(values, Tensor):
+            found.append((key, values.dtype, values.shape, [values]))
         else:
-            found.append((key, parts[0].dtype, [sum(t.numel() for t in parts)], parts))
+            found.append((key, values[0].dtype, [sum(t.numel() for t in values)], values))
     # The order of the safetensors library: every tensor is aligned to its elements.
     found.sort(key=lambda one: (-one[1].itemsize, one[0]))
     header = make_header((one[:3] for one in found), {})
@@ -275,7 +254,10 @@ def arrange(
 
 
 class TensorBuffer:
-    """Tensors of a file to be, whose bytes wait in an open file without a header."""
+    """Tensors of a file to be, whose bytes wait in an open file without a header.
+
+    A header stands before its tensors, and is known after the last one. Memory holds one of them.
+    """
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.raw = raw  # the open file
@@ -315,7 +297,7 @@ class ModelFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._pending: TensorBuffer | None = None  # in part-data.tmp
+        self._pending: TensorBuffer | None = None  # of the next file
         self._parts: list[dict[str, int]] = []  # bytes by tensor name
 
     def add(self, name: str, value: Tensor) -> None:
@@ -329,10 +311,8 @@ class ModelFiles:
         dtype_name(value.dtype, name)  # refuses what the format lacks
         if self._pending is not None and self._pending.nbytes + value.nbytes > MAX_FILE_BYTES:
             self._close_part()
-        try:
+        with storing(self._part(len(self._parts))):
             self._open_part().add(name, value)
-        except OSError as error:
-            raise no_room(self._part(len(self._parts)), error) from error
 
     def finish(self) -> None:
         """Write what is left, give the files their names, and write the index."""
@@ -365,19 +345,16 @@ class ModelFiles:
     def _open_part(self) -> TensorBuffer:
         if self._pending is None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            raw = (self._directory / "part-data.tmp").open("w+b", buffering=0)
+            raw = TemporaryFile(buffering=0, dir=self._directory)  # noqa: SIM115
             self._pending = TensorBuffer(raw)
         return self._pending
 
     def _close_part(self) -> None:
         """Write the header of the current file and copy its tensors behind it."""
         path = self._part(len(self._parts))
-        try:
+        with storing(path):
             pending = self._open_part()
             with path.open("wb") as file:
                 self._parts.append(pending.write_to(file, {"format": "pt"}))
-        except OSError as error:
-            raise no_room(path, error) from error
         pending.raw.close()
-        (self._directory / "part-data.tmp").unlink()
         self._pending = None

@@ -6,19 +6,17 @@ parameter and everything that is not a tensor. A reader takes the ranges it need
 so that stage, world size, Twin-Flow's ratio and tier may all differ from the writer's. States of
 whole parameters are in their owner's file ``whole``. Nothing is pickled.
 
-The folder is written under a hidden name beside its place, synced, then renamed: a killed save
-leaves the previous checkpoint whole. A file that would be written again is linked to that of the
-last save: states where no step was taken since, frozen values and buffers whose checksums are the
-same. Ranks may have folders of their own, disks of their machines. Every folder then holds the
-files of its ranks and the manifest of all; their union is the checkpoint.
+A file that would be written again is linked to that of the last save: states where no step was
+taken since, frozen values and buffers whose checksums are the same. Ranks may have folders of their
+own, disks of their machines. Every folder then holds the files of its ranks and the manifest of
+all; their union is the checkpoint.
 
 [Note: a save beside training]
 The call takes what is small, and a snapshot of the states, which copies nothing
-(`zero_core.sharded.snapshot`). A thread writes the files and, when all ranks have theirs, completes
-the checkpoint, as a synchronous save does. The threads of the ranks agree through the store
-(`zero_core.comm.groups.StoreExchange`), never by the collectives of the training. Frozen values and
-parameters in host memory are read in place: `ShardedState.quiesce` waits for the thread before
-anything but a step writes to them.
+(`zero_core.sharded.snapshot`). A thread writes the files. The threads of the ranks agree through
+the store (`zero_core.comm.groups.StoreExchange`), never by the collectives of the training. Frozen
+values and parameters in host memory are read in place: `ShardedState.quiesce` waits for the thread
+before anything but a step writes to them.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import random
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -41,24 +39,21 @@ import torch
 from torch import Tensor
 
 from zero_core._libc import use_one_core
-from zero_core.checkpoint.files import check_tag
+from zero_core.checkpoint.files import check_kept, check_tag, prune, split_tag
 from zero_core.checkpoint.json_values import encode, flatten
 from zero_core.checkpoint.manifest import (
     BUFFERS,
     CHUNK_BYTES,
-    FORMAT,
-    MANIFEST,
     RNG,
     VALUE,
-    VERSION,
     WHOLE,
     file_name,
-    parse,
-    seal,
+    fill,
+    frame_of,
     slice_key,
+    write_manifest,
 )
-from zero_core.checkpoint.offline import check_kept, prune, split_tag
-from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
+from zero_core.checkpoint.safetensors_files import arrange, bytes_of
 from zero_core.checkpoint.storage import (
     ADVICE,
     Aside,
@@ -67,7 +62,7 @@ from zero_core.checkpoint.storage import (
     Upload,
     inode_of,
     link,
-    no_room,
+    storing,
     write_all,
     writing,
 )
@@ -77,14 +72,11 @@ from zero_core.optim.train_state import TrainState
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import SnapshotTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
-from zero_core.sharded.snapshot import Snapshot, StateWatch, stream_after
+from zero_core.sharded.snapshot import Snapshot, StateBlocks, StateWatch, stream_after
 
 _log = logging.getLogger(__name__)
-_BLOCK_BYTES = 1 << 20
-"""Bytes written at once: they stay in the processor's cache for their checksum."""
-_Tensors = Mapping[str, Tensor | Blocks | Sequence[Tensor]]
-_Facts = dict[str, dict[str, Any]]
-"""Size and checksums of files, by name."""
+_BLOCK_BYTES = 1 << 20  # written at once: they stay in the processor's cache for their checksum
+_Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 OnPending = Literal["wait", "refuse"]
 
 
@@ -150,17 +142,16 @@ class _Taken:
     request: SaveRequest
     state_names: list[str]
     words: dict[str, Any]  # members of the manifest
-    row: list[Any]  # this rank's own in the manifest: see `fill`
-    reads: dict[str, Callable[[], _Tensors]]  # what reads each file, in the manifest's order
-    versioned: frozenset[str]  # the files that equal ``version`` make equal
-    version: int | None  # of the states, None if it is not known
+    row: list[Any]  # this rank's scalars, state of Python's generator, and whole states
+    # What reads each file, in the manifest's order, and the version of the states in it.
+    reads: dict[str, tuple[Callable[[], _Tensors], int | None]]
 
 
 class Saver:
     """Saves one engine's checkpoints. See [Note: a save beside training]."""
 
     def __init__(self, state: ShardedState, progress: TrainState, exchange: Exchange) -> None:
-        """Made in one order on all ranks, whose threads alone agree over ``exchange``."""
+        """Prepare, in one order on all ranks, whose threads alone agree over ``exchange``."""
         self._state = state
         self._progress = progress
         self._exchange = exchange
@@ -250,11 +241,10 @@ class Saver:
         # The states of any rank's tier: one without updates may have fewer.
         own = json.dumps(list(tier.state_names())).encode()
         rows = [json.loads(row) for row in state.control.gather_bytes(own)]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        kept, wholes = self._progress.state_dict(), dict[str, Any]()
-        small: dict[str, _Tensors] = {}
+        names = list(dict.fromkeys(chain(*rows)))
+        kept = self._progress.state_dict()
 
-        def prepare() -> tuple[dict[str, Any], list[Any]]:
+        def prepare() -> tuple[dict[str, Any], list[Any], dict[str, _Tensors]]:
             check_tag(request.tag)
             check_kept(request.keep_last, request.keep_every)
             words = {
@@ -262,40 +252,41 @@ class Saver:
                 "client_state": encode(request.client_state, "client_state"),
                 "has_frozen": request.has_frozen,
             }
-            small[file_name(RNG, rank)] = random_states()
+            small: dict[str, _Tensors] = {file_name(RNG, rank): random_states()}
             if rank == 0:
                 small[BUFFERS] = state.buffers()
+            wholes: dict[str, Any] = {}
             if isinstance(tier, WholeTier):
                 tensors: dict[str, Tensor] = {}
-                wholes.update(whole_states(state, tier, tensors))
+                wholes = whole_states(state, tier, tensors)
                 small[file_name(WHOLE, rank)] = tensors
             request.directory.mkdir(parents=True, exist_ok=True)
-            return words, [own_scalars(state), random.getstate(), wholes]
+            return words, [own_scalars(state), random.getstate(), wholes], small
 
-        words, row = state.control.together("checkpoint: prepare", prepare)
-
-        def later(read: Callable[[], _Tensors]) -> Callable[[], _Tensors]:
-            """Return ``read``, or what it has read now if a step may change that."""
-            return partial(dict, read()) if is_beside else read
+        words, row, small = state.control.together("checkpoint: prepare", prepare)
 
         def read_blocks(name: str) -> _Tensors:
             trainable = [s.index for s in state.layout.segments if s.is_trainable]
             return {str(s): snapshot.tensor(s, name) for s in trainable}
 
-        reads: dict[str, Callable[[], _Tensors]] = {}
+        reads: dict[str, tuple[Callable[[], _Tensors], int | None]] = {}
         for name in names:
             if name == MASTER or not isinstance(tier, WholeTier):
-                reads[file_name(name, rank)] = partial(read_blocks, name)
+                reads[file_name(name, rank)] = partial(read_blocks, name), version
             else:
-                reads[file_name(name, rank)] = later(partial(slices, state, tier, name))
-        versioned = frozenset(reads)
-        reads |= {file: partial(dict, tensors) for file, tensors in small.items()}
+                reads[file_name(name, rank)] = partial(slices, state, tier, name), version
+        in_snapshot = {file_name(MASTER, rank)} if isinstance(tier, WholeTier) else set(reads)
+        reads |= {file: (partial(dict, tensors), None) for file, tensors in small.items()}
         if request.has_frozen:
-            reads[file_name(VALUE, rank)] = later(partial(frozen_slices, state))
+            reads[file_name(VALUE, rank)] = partial(frozen_slices, state), None
         for name in state.extension_states():
-            reads[file_name(name, rank)] = later(partial(state.extension_slices, name))
-        names += state.extension_states()
-        return _Taken(request, names, words, row, reads, versioned, version)
+            reads[file_name(name, rank)] = partial(state.extension_slices, name), None
+            names.append(name)
+        if is_beside:  # a step may change what the snapshot does not have: it is read now
+            for file in [file for file in reads if file not in in_snapshot]:
+                read, version = reads[file]
+                reads[file] = partial(dict, read()), version
+        return _Taken(request, names, words, row, reads)
 
     def _write(self, taken: _Taken, exchange: Exchange) -> None:
         """Write what was taken. Every rank must call it, and ``exchange`` is theirs."""
@@ -320,13 +311,7 @@ class Saver:
             if request.keep_last is None or number != taken.words["progress"]["global_steps"]:
                 return
             try:
-                prune(
-                    directory,
-                    keep_last=request.keep_last,
-                    keep_every=request.keep_every,
-                    newest=tag,
-                    prefixes=(prefix,),
-                )
+                prune(directory, request.keep_last, request.keep_every, (prefix,), newest=tag)
             except (OSError, CheckpointError) as error:  # this one is committed
                 _log.warning("checkpoints beside %s stay: %s", request.place, error)
 
@@ -348,9 +333,9 @@ class Saver:
         written: dict[str, _KnownFile] = {}
         summed = (BUFFERS, file_name(VALUE, self._state.control.rank))
         for file in list(taken.reads):
-            tensors = taken.reads.pop(file)()  # the copies of one file at a time
+            read, version = taken.reads.pop(file)
+            tensors = read()  # the copies of one file at a time
             known, path = self._known.get(file), folder / file
-            version = taken.version if file in taken.versioned else None
             facts = None
             if known is not None and isinstance(path, Path):
                 is_same = known.version == version is not None or (
@@ -367,9 +352,8 @@ class Saver:
 def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
     """Whether no lower rank has the same ``directory``. Every rank must call it.
 
-    A path does not say: machines have folders of the same path. So each rank leaves a mark in its
-    own and looks for the others', whose names are new, by ``token``: a network's file system knows
-    nothing about them from before.
+    Machines have folders of the same path, so each rank leaves a mark in its own and searches for
+    the others'. Their names are new, by ``token``: no network's file system has cached them.
     """
     marks = [directory / f".{token}-{rank}" for rank in range(exchange.rank + 1)]
     try:
@@ -426,15 +410,11 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
     }
 
 
-def write_file(folder: Location, name: str, tensors: _Tensors) -> _Facts:
+def write_file(folder: Location, name: str, tensors: _Tensors) -> dict[str, dict[str, Any]]:
     """Write a safetensors file through to the disk. Return size and checksums. See `arrange`."""
     path = folder / name
-    try:
-        with writing(path) as file:
-            facts = _write_summed(tensors, file)
-    except OSError as error:
-        raise no_room(path, error, ADVICE) from error
-    return {name: facts}
+    with storing(path, ADVICE), writing(path) as file:
+        return {name: _write_summed(tensors, file)}
 
 
 def _write_summed(tensors: _Tensors, file: IO[bytes] | None = None) -> dict[str, Any]:
@@ -454,59 +434,3 @@ def _write_summed(tensors: _Tensors, file: IO[bytes] | None = None) -> dict[str,
             size += block.nbytes
             data = data[block.nbytes :]
     return {"bytes": size, "crc32": crcs}
-
-
-def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return `frame_of` with the names of all states, and with each rank's row.
-
-    A row has files, scalars, state of Python's generator, and whole states.
-    """
-    files, scalars, rng, wholes = zip(*rows, strict=True)
-    return {
-        **frame,
-        "states": list(names),
-        "scalars": {k: v for row in scalars for k, v in row.items()},
-        "whole_states": {k: v for row in wholes for k, v in row.items()},
-        "python_rng": list(rng),
-        "files": {k: v for row in files for k, v in row.items()},
-    }
-
-
-def frame_of(state: ShardedState) -> dict[str, Any]:
-    """Return the part of a manifest that follows from the layout."""
-    layout = state.layout
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "chunk_bytes": CHUNK_BYTES,
-        "world_size": layout.world_size,
-        "optimizer": state.optimizer,
-        "params": [
-            {
-                "name": spec.name,
-                "aliases": list(spec.aliases),
-                "shape": list(spec.shape),
-                "dtype": str(spec.dtype).removeprefix("torch."),
-                "is_trainable": spec.is_trainable,
-                **({"memory_order": list(spec.order)} if spec.order else {}),
-            }
-            for spec in layout.params
-        ],
-        "segments": [
-            {
-                "is_trainable": s.is_trainable,
-                "shard_numel": s.shard_numel,
-                "slots": [[layout.params[x.param].name, x.start, x.stop] for x in s.slots],
-            }
-            for s in layout.segments
-        ],
-    }
-
-
-def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:
-    """Check a manifest, and give it to the checkpoint under way."""
-    if staging.subfolder is not None:
-        content = {**content, "subfolder": staging.subfolder}
-    data = seal(content)
-    parse(data, MANIFEST)  # nothing is saved that could not be loaded
-    staging.describe(data)

@@ -3,10 +3,9 @@
 A checkpoint is committed by one write: the rename of its folder (`Aside`), or of the object
 `MANIFEST` where there are no renames (`Upload`). Nothing that was written before counts.
 
-Files are opened only if they are regular, and written through. Hidden names in a folder of
-checkpoints: ``.TAG.saving`` is one under way, ``.TAG.old`` one that is being replaced,
-``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks find out which
-of them share a folder.
+Hidden names in a folder of checkpoints: ``.TAG.saving`` is one under way, ``.TAG.old`` one that is
+being replaced, ``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks
+find out which of them share a folder.
 
 [Note: a commit without renames]
 Object stores have neither renames nor links nor locks, but replace one object as a whole. So the
@@ -45,7 +44,7 @@ _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
 _MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
 _TRIES = 200
 _PAUSE_S = 0.01
-_NAMED = re.compile(f'"subfolder": "(?P<name>{SUBFOLDER.pattern})"'.encode())
+_NAMED = re.compile(f'"subfolder": "({SUBFOLDER.pattern})"'.encode())
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+(::[a-z].*)?):(?P<slashes>/+)", re.IGNORECASE)
 _IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs", "dbfs"))
 """Protocols that write into the object that is there: a write that is cut short destroys it."""
@@ -144,9 +143,9 @@ class RemotePath:
     def is_past(self) -> bool:
         """Whether this folder has files, all of them too old to belong to a save under way."""
         with self._store() as files:
-            paths = files.find(self._path)
-        times = (RemotePath(self._files, path, path).modified_ns() for path in paths)
-        return time.time() - max(times, default=time.time_ns()) / 1e9 > _NO_SAVE_S
+            found = [RemotePath(files, path, path) for path in files.find(self._path)]
+        newest = max((path.modified_ns() for path in found), default=time.time_ns())
+        return time.time() - newest / 1e9 > _NO_SAVE_S
 
     def remove_tree(self) -> None:
         """Remove a folder that no checkpoint needs, if there is one and it can be removed."""
@@ -172,8 +171,7 @@ class Aside:
     def make(self) -> None:
         """Remove what killed saves left beside it, make and lock the folder. One rank calls it."""
         remove_stale(self.folder.parent)
-        is_lost = False
-        for _ in range(_TRIES):
+        for attempt in range(_TRIES):
             try:
                 self.folder.mkdir()
                 descriptor, is_locked = _open_locked(self.folder)
@@ -182,12 +180,11 @@ class Aside:
                     return
                 os.close(descriptor)
             except FileExistsError:
-                if not is_lost:
+                if attempt == 0:
                     break
             except FileNotFoundError:
                 pass
             # Another program took it for one that a killed save left, and is removing it.
-            is_lost = True
             time.sleep(_PAUSE_S)
         raise CheckpointError(
             f"{self.folder} is there: another program saves this checkpoint. Wait for it, or "
@@ -196,42 +193,39 @@ class Aside:
 
     def describe(self, manifest: bytes) -> None:
         """Write the manifest and the names in the folder through to the disk."""
-        try:
+        with storing(self.folder / MANIFEST, ADVICE):
             write_synced(self.folder / MANIFEST, manifest)
             sync_folder(self.folder)
-        except OSError as error:
-            raise no_room(self.folder / MANIFEST, error, ADVICE) from error
 
     def commit(self, *, is_latest: bool) -> None:
         """Rename the folder to the checkpoint's, whose old content stays readable until then."""
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
         mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
-        try:
-            if is_latest:
-                write_synced(mark, place.name.encode())
-            if place.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                place.rename(old)
-            self.folder.rename(place)
-            self._close()
-            if old.exists():
-                discard(old)
-            if is_latest:
-                mark.replace(directory / LATEST)
-            sync_folder(directory)
-        except OSError as error:
-            raise no_room(place, error, ADVICE) from error
-        finally:
-            mark.unlink(missing_ok=True)
+        with storing(place, ADVICE):
+            try:
+                if is_latest:
+                    write_synced(mark, place.name.encode())
+                if place.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    place.rename(old)
+                self.folder.rename(place)
+                self._unlock()
+                if old.exists():
+                    discard(old)
+                if is_latest:
+                    mark.replace(directory / LATEST)
+                sync_folder(directory)
+            finally:
+                mark.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the folder if this object made it and it was not renamed."""
         if self._descriptor is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self._close()
+            self._unlock()
 
-    def _close(self) -> None:
+    def _unlock(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -256,7 +250,7 @@ class Upload:
 
     def commit(self, *, is_latest: bool) -> None:
         replaced = None  # the folder of the checkpoint of this tag that is there
-        try:
+        with storing(self._place, ADVICE):
             manifest = self._place / MANIFEST
             with suppress(CheckpointError), open_regular(manifest) as file:
                 replaced = _NAMED.search(file.read())
@@ -264,11 +258,9 @@ class Upload:
             self._is_own = False
             if is_latest:
                 (self._place.parent / LATEST).write_bytes(self._place.name.encode())
-        except OSError as error:
-            raise no_room(self._place, error, ADVICE) from error
         try:  # it is committed: nothing of this may fail the save
             for old in [p for p in self._place.iterdir() if SUBFOLDER.fullmatch(p.name)]:
-                is_replaced = replaced is not None and old.name == replaced["name"].decode()
+                is_replaced = replaced is not None and old.name == replaced[1].decode()
                 if old.name != self.folder.name and (is_replaced or old.is_past()):
                     old.remove_tree()
         except OSError as error:
@@ -368,18 +360,13 @@ def size_of(file: IO[bytes]) -> int:
 @contextmanager
 def writing(place: Location) -> Iterator[IO[bytes]]:
     """Create a file, which lasts from the end of the context on."""
-    with place.writing() if isinstance(place, RemotePath) else create(place) as file:
-        yield file
-        if isinstance(place, Path):
-            os.fsync(file.fileno())
-
-
-def identity(place: Location) -> list[Any]:
-    """Return JSON that is equal on two ranks only if they see one file."""
     if isinstance(place, RemotePath):
-        return [str(place)]
-    found = place.stat()
-    return [found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+        with place.writing() as file:
+            yield file
+        return
+    with place.open("xb", buffering=0) as file:  # what is there is not opened, nor is a link
+        yield file
+        os.fsync(file.fileno())
 
 
 def modified_ns(place: Location) -> int:
@@ -450,10 +437,9 @@ def remove_stale(directory: Path) -> None:
 
 def _is_past(path: Path) -> bool:
     """Whether ``path`` is too old to belong to a save under way."""
-    try:
+    with suppress(FileNotFoundError):
         return time.time() - path.lstat().st_mtime > _NO_SAVE_S
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def inode_of(path: Path) -> tuple[int, ...]:
@@ -464,20 +450,12 @@ def inode_of(path: Path) -> tuple[int, ...]:
 
 def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
     """Link ``path`` to ``known`` if that still has ``inode``. Return whether it is linked."""
-    try:
+    with suppress(OSError):  # removed since, in another file system, or in one without links
         os.link(known, path, follow_symlinks=False)
         if inode_of(path) == inode:
             return True
         path.unlink()
-    except OSError:  # removed since, in another file system, or in one without links
-        pass
     return False
-
-
-def create(path: Path) -> IO[bytes]:
-    """Create a file for writing, with the modes of any new file. What is there is never opened."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
 
 
 def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
@@ -501,10 +479,12 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def no_room(
-    path: object, error: OSError, advice: str = "give another folder"
-) -> CheckpointFailedError:
-    """Return the error of a file that could not be written."""
-    return CheckpointFailedError(
-        f"{path} could not be written ({error}): make room there, or {advice}"
-    )
+@contextmanager
+def storing(path: object, advice: str = "give another folder") -> Iterator[None]:
+    """Raise an OSError of this context, which writes to ``path``, as `CheckpointFailedError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointFailedError(
+            f"{path} could not be written ({error}): make room there, or {advice}"
+        ) from error

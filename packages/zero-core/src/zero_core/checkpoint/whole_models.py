@@ -1,119 +1,35 @@
-"""Whole models: read from safetensors files into an engine, and exported.
-
-In a load every rank reads its own ranges of the files. Exports are a full state dict, and
-safetensors in Hugging Face's layout.
-"""
+"""Whole models: read from safetensors files into an engine, and exported."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zero_core._torch import save_own_state
-from zero_core.checkpoint.safetensors_files import ModelFiles, StoredTensor, find_tensors
-from zero_core.config import Config
+from zero_core.checkpoint.safetensors_files import ModelFiles, StoredTensor
 from zero_core.core import access
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import Quantized, plain_name
-from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
+from zero_core.sharded.sharded_state import ShardedState, load_buffers, named_buffers
 
 _CHUNK_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Names that did not match.
-
-    Attributes:
-        missing: names of the model that the files lack.
-        unexpected: names of the files that the model lacks.
-    """
+    """Names of the model that the files lack, and of the files that the model lacks."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
-class Loadable(Protocol):
-    """Engine as `load_pretrained` uses it."""
-
-    config: Config
-
-    @property
-    def micro_steps(self) -> int: ...
-
-    @property
-    def sharded_state(self) -> ShardedState: ...
-
-    def rewriting(self) -> AbstractContextManager[None]: ...
-
-
-def load_pretrained(
-    engine: Loadable, source: str | Path | Sequence[str | Path], *, strict: bool = True
-) -> Loaded:
-    """Load the weights of safetensors files into the engine, and return the unmatched names.
-
-    Every rank must call it, and must see the files; each reads the ranges that it keeps. Master
-    weights take the file's precision, unless ``data_types.master_weights_from`` is "rounded";
-    parameters and buffers are cast to their dtype. A tied weight may be in the file by any of its
-    names. Names with and without Hugging Face's ``base_model_prefix`` are matched, and what the
-    model declares in ``_keys_to_ignore_on_load_missing`` and ``..._unexpected`` is ignored. All
-    names, shapes and files are checked before anything is changed. Gradients of a backward without
-    a step are dropped.
-
-    Args:
-        engine: fresh from `zero_core.build`: moments of other weights would be wrong for these.
-        source: a safetensors file, several, or a folder with ``model.safetensors`` or
-            ``model.safetensors.index.json``.
-        strict: whether every parameter and persistent buffer must be there, and nothing else.
-
-    Raises:
-        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed; if
-            it failed to read after the checks, the values are undefined: build the engine anew.
-        CheckpointCorruptError: a file is not whole.
-    """
-    if engine.micro_steps:
-        raise CheckpointError(
-            f"load_pretrained() after {engine.micro_steps} micro-steps: the optimizer's state "
-            "belongs to other weights; load into a fresh engine, or set weights by engine.states"
-        )
-    state = engine.sharded_state
-
-    def check() -> tuple[dict[str, StoredTensor], Loaded, bytes]:
-        stored = find_tensors(source)
-        matched, names = _match(state, stored)
-        if strict and (names.missing or names.unexpected):
-            raise CheckpointError(
-                f"{source} does not fit the model: missing {_some(names.missing)}, unexpected "
-                f"{_some(names.unexpected)}; strict=False leaves both as they are"
-            )
-        described = repr([(n, t.shape, t.dtype, t.start) for n, t in stored.items()])
-        return matched, names, hashlib.sha256(described.encode()).digest()
-
-    matched, names, digest = state.control.together("load_pretrained: check", check)
-    if len(set(state.control.gather_bytes(digest))) > 1:
-        raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
-    with engine.rewriting():
-        state.quiesce()
-        state.control.place.unfinished = "load_pretrained()"
-        rounds = engine.config.data_types.master_weights_from == "rounded"
-        restore = partial(_restore, state, matched, rounds_masters=rounds)
-        state.control.together("load_pretrained: read", restore)
-    return names
-
-
-def _match(
+def match_files(
     state: ShardedState, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], Loaded]:
     """Return the stored tensors of parameters, by their first name, and of buffers."""
@@ -122,51 +38,44 @@ def _match(
         if name in kept:
             shape = tuple(buffer.shape)
             specs[name] = ParamSpec(name, shape, buffer.dtype, is_trainable=False)
-    first_of = {n: s.name for s in specs.values() for n in (s.name, *s.aliases)}
-    by_target: dict[str, dict[str, StoredTensor]] = {}
+    spec_of = {n: spec for spec in specs.values() for n in (spec.name, *spec.aliases)}
+    by_first: dict[str, dict[str, StoredTensor]] = {}
     unexpected = []
     # foreign: transformers' models name their inner model
     prefix = str(getattr(state.module, "base_model_prefix", ""))
     prefix = f"{prefix}." if prefix else ""
-    for name, tensor in stored.items():
-        plain = plain_name(name)
+    for stored_name, tensor in stored.items():
+        plain = plain_name(stored_name)
         spellings = (plain, prefix + plain, plain.removeprefix(prefix))
-        target = next((n for n in spellings if n in first_of), None)
-        if target is None:
-            unexpected.append(name)
-        elif target in by_target.setdefault(first_of[target], {}):
-            raise CheckpointError(f"the files hold {target} twice, with {prefix!r} and without")
-        else:
-            by_target[first_of[target]][target] = tensor
-    found = [name for name in specs if name in by_target]
-    for spec in (specs[first] for first in found):
-        for name, tensor in by_target[spec.name].items():
-            if tensor.shape != spec.shape:
-                raise CheckpointError(
-                    f"{name} has shape {tensor.shape} in {tensor.path} and {spec.shape} in the "
-                    "model"
-                )
-            is_float, is_one_byte = tensor.dtype.is_floating_point, tensor.dtype.itemsize == 1
-            is_exact = spec.is_opaque or (is_float and is_one_byte)  # fp8 has scales beside it
-            if is_float != spec.dtype.is_floating_point or (
-                is_exact and tensor.dtype != spec.dtype
-            ):
-                raise CheckpointError(
-                    f"{name} is {tensor.dtype} in {tensor.path} and {spec.dtype} in the model: "
-                    "quantized weights must be dequantized first"
-                )
-    missing = [name for name in specs if name not in by_target]
-    names = Loaded(
-        _not_ignored(state.module, "_keys_to_ignore_on_load_missing", missing),
-        _not_ignored(state.module, "_keys_to_ignore_on_load_unexpected", unexpected),
-    )
-    return {first: _the_one(state, first, by_target[first]) for first in found}, names
+        name = next((n for n in spellings if n in spec_of), "")
+        if not name:
+            unexpected.append(stored_name)
+            continue
+        spec = spec_of[name]
+        found = by_first.setdefault(spec.name, {})
+        if name in found:
+            raise CheckpointError(f"the files hold {name} twice, with {prefix!r} and without")
+        if tensor.shape != spec.shape:
+            raise CheckpointError(
+                f"{name} has shape {tensor.shape} in {tensor.path} and {spec.shape} in the model"
+            )
+        is_float = tensor.dtype.is_floating_point
+        is_exact = spec.is_opaque or (is_float and tensor.dtype.itemsize == 1)  # fp8 has scales
+        is_other = is_exact and tensor.dtype != spec.dtype
+        if is_other or is_float != spec.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{name} is {tensor.dtype} in {tensor.path} and {spec.dtype} in the model: "
+                "quantized weights must be dequantized first"
+            )
+        found[name] = tensor
 
+    def not_ignored(what: str, names: list[str]) -> tuple[str, ...]:
+        patterns = getattr(state.module, f"_keys_to_ignore_on_load_{what}", None) or ()
+        return tuple(n for n in names if not any(re.search(pattern, n) for pattern in patterns))
 
-def _not_ignored(module: nn.Module, attribute: str, names: list[str]) -> tuple[str, ...]:
-    """Return the names that no pattern of a Hugging Face model's ``attribute`` matches."""
-    patterns = getattr(module, attribute, None) or ()
-    return tuple(n for n in names if not any(re.search(pattern, n) for pattern in patterns))
+    missing = not_ignored("missing", [name for name in specs if name not in by_first])
+    names = Loaded(missing, not_ignored("unexpected", unexpected))
+    return {n: _the_one(state, n, by_first[n]) for n in specs if n in by_first}, names
 
 
 def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) -> StoredTensor:
@@ -187,39 +96,24 @@ def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) ->
     return tensor
 
 
-def _some(names: tuple[str, ...]) -> str:
-    if len(names) <= 10:
-        return f"[{', '.join(names)}]"
-    return f"[{', '.join(names[:10])}, ... ({len(names)} in all)]"
-
-
-def _restore(
+def restore_files(
     state: ShardedState, matched: dict[str, StoredTensor], *, rounds_masters: bool
 ) -> None:
-    for piece in state.pieces:
-        spec = state.layout.params[piece.param]
-        if spec.name in matched:
-            stop = piece.offset + piece.stop - piece.start
-            values = _elements(matched[spec.name], spec, piece.offset, stop)
-            if rounds_masters:
-                values = values.to(state.layout.segments[piece.segment].dtype)
-            state.tier.write_state(MASTER, piece.start, values)
-    for store, spec, low, high in state.frozen_parts():
-        if spec.name in matched:
-            store(_elements(matched[spec.name], spec, low, high))
+    for write, spec, low, high in state.value_parts():
+        if spec.name not in matched:
+            continue
+        tensor = matched[spec.name]
+        if spec.order and spec.order != tuple(range(len(spec.shape))):  # the file's is of indices
+            values = spec.to_elements(tensor.value())[low:high]
+        elif spec.is_opaque:  # a component, whose slot has bytes
+            size = spec.dtype.itemsize
+            values = tensor.read(low // size, high // size).view(torch.uint8)
+        else:
+            values = tensor.read(low, high)
+        write(values.to(spec.dtype) if rounds_masters and spec.is_trainable else values)
     params = {spec.name for spec in state.layout.params}
     buffers = {name: tensor.value() for name, tensor in matched.items() if name not in params}
     load_buffers(state.module, buffers)
-
-
-def _elements(tensor: StoredTensor, spec: ParamSpec, low: int, high: int) -> Tensor:
-    """Read elements ``[low, high)`` of the parameter's slot: bytes of a component."""
-    if spec.order and spec.order != tuple(range(len(spec.shape))):  # the file's is of indices
-        return spec.to_elements(tensor.value())[low:high]
-    if not spec.is_opaque:
-        return tensor.read(low, high)
-    size = spec.dtype.itemsize
-    return tensor.read(low // size, high // size).view(torch.uint8)
 
 
 def full_state_dict(
@@ -235,21 +129,21 @@ def full_state_dict(
         return {}
     by_name |= state.buffers()
     # In torch's order: a module's names, and behind them what it saves besides.
-    names, extra = state.names(), defaultdict[str, list[str]](list)
-    known, paths = set(names), {name.rpartition(".")[0] for name in names}
-    for key in [key for key in by_name if key not in known]:
+    by_module: dict[str, list[str]] = {}
+    known = state.names()
+    for name in known:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    extra = by_name.keys() - known
+    for key in [key for key in by_name if key in extra]:
         path = key.rpartition(".")[0]
-        while path not in paths:
+        while path not in by_module:
             path = path.rpartition(".")[0]
-        extra[path].append(key)
-    ordered: list[str] = []
-    for path, own in groupby(names, key=lambda name: name.rpartition(".")[0]):
-        ordered += [*own, *extra[path]]
-    return {key: by_name[key] for key in ordered}
+        by_module[path].append(key)
+    return {key: by_name[key] for keys in by_module.values() for key in keys}
 
 
 def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return all values by the layout's names, those of components included."""
+    """Return all values by the layout's names, which has components of quantized parameters."""
     return {spec.name: _cast(t, spec, dtype) for spec, t in state.full_params(dtype=dtype)}
 
 
@@ -312,7 +206,7 @@ def _saved_by(
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    failure: list[Exception] = []
+    failure: Exception | None = None
     has_gathered = True
 
     def gather() -> Iterator[tuple[ParamSpec, Tensor]]:
@@ -337,13 +231,13 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
             files.discard()
             if not has_gathered:  # the other ranks are within a collective, or failed as well
                 raise
-            failure.append(error)
+            failure = error
     for _ in params:  # a collective: every rank goes on to the end, after an error of a file too
         pass
 
     def report() -> None:
-        if failure:
-            raise failure[0]
+        if failure is not None:
+            raise failure
 
     state.control.together("export", report)
     return directory

@@ -178,19 +178,22 @@ class ShardedState:
             flat.synchronize()
         self.control.barrier()
 
-    def frozen_parts(self) -> Iterator[tuple[Callable[[Tensor], None], ParamSpec, int, int]]:
-        """Yield a writer of frozen values, the parameter and ``[low, high)`` of its slot."""
+    def value_parts(self) -> Iterator[tuple[Callable[[Tensor], None], ParamSpec, int, int]]:
+        """Yield a writer of values here, the parameter and ``[low, high)`` of its slot.
+
+        It writes master weights, of a frozen parameter the values themselves.
+        """
+        for piece in self.pieces:
+            write, stop = partial(self.tier.write_state, MASTER, piece.start), piece.stop
+            spec = self.layout.params[piece.param]
+            yield write, spec, piece.offset, piece.offset + stop - piece.start
         for segment in self.layout.segments:
-            if segment.is_trainable:
-                continue
             values = self.params[segment.index]
-            low, high = values.stored
-            for slot in segment.slots:
-                first, last = max(low, slot.start), min(high, slot.stop)
-                if first < last:
-                    store = partial(values.edit, first)
-                    spec = self.layout.params[slot.param]
-                    yield store, spec, first - slot.start, last - slot.start
+            for slot in () if segment.is_trainable else segment.slots:
+                low, high = slot.common(*values.stored)
+                if low < high:
+                    write = partial(values.edit, slot.start + low)
+                    yield write, self.layout.params[slot.param], low, high
 
     def full_params(
         self, rank: int | None = None, *, dtype: torch.dtype | None = None

@@ -44,17 +44,11 @@ class StateWatch:
 
 @dataclass(frozen=True)
 class StateBlocks:
-    """A state of one segment's slice on this rank, 1-D. Each block can be read once."""
+    """A state of one segment's slice on this rank, 1-D, in blocks that are read one by one."""
 
-    snapshot: Snapshot
-    blocks: range
-    name: str
     dtype: torch.dtype
     shape: tuple[int]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for index in self.blocks:
-            yield self.snapshot.take(index, self.name, self.dtype)
+    blocks: Iterator[Tensor]
 
 
 class Snapshot:
@@ -110,7 +104,7 @@ class Snapshot:
                 copy = self._copies.get((blocks[0], name))
                 low, _ = self._blocks[blocks[0]]
                 dtype = (self._read(name, low, low + 1) if copy is None else copy).dtype
-        return StateBlocks(self, blocks, name, dtype, (numel,))
+        return StateBlocks(dtype, (numel,), (self.take(i, name, dtype) for i in blocks))
 
     def take(self, index: int, name: str, dtype: torch.dtype) -> Tensor:
         """Return a block of a state, once, and free it if it was copied."""

@@ -246,7 +246,8 @@ def _goes_long(engine: Engine, folder: Path) -> list[float]:
             is_spoilt = (step, micro, engine.rank) == (150, 1, engine.world_size - 1)
             engine.backward(loss * (torch.nan if is_spoilt else 1.0 if step % 10 else 256.0))
             engine.step()
-        losses.append(engine.get_global_grad_norm() or 0.0)
+        norm = engine.get_global_grad_norm() or 0.0
+        losses.append(torch.tensor(norm).item())  # a ratio changes last digits of its double
         if step == 50:
             losses += _is_edited(engine, folder)
         if step == 80:

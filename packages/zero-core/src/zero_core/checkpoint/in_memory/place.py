@@ -48,12 +48,13 @@ from torch import Tensor
 
 from zero_core.checkpoint.in_memory import keeper
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
-from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
-from zero_core.checkpoint.storage import Location, create, no_room, write_all
+from zero_core.checkpoint.safetensors_files import arrange, bytes_of
+from zero_core.checkpoint.storage import Location, storing, write_all
 from zero_core.comm.groups import Ranks
 from zero_core.comm.p2p import wait_all
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.protocols import StateTier
+from zero_core.sharded.snapshot import StateBlocks
 
 _BASE = Path("/dev/shm")
 # Variables that torchrun gives to what it starts, the latter with a path of each rank's own.
@@ -196,19 +197,14 @@ def _has_lock(descriptor: int) -> bool:
     return True
 
 
-class Slice:
-    """Elements ``[start, stop)`` of a state of ``tier``, read in blocks of ``block_numel``."""
-
-    def __init__(self, tier: StateTier, name: str, start: int, stop: int, block_numel: int) -> None:
-        self.dtype = tier.read_state(name, start, min(start + 1, stop)).dtype
-        self.shape = (stop - start,)
-        self._blocks = (
-            tier.read_state(name, low, min(low + block_numel, stop))
-            for low in range(start, stop, block_numel)
-        )
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return self._blocks
+def state_blocks(
+    tier: StateTier, name: str, start: int, stop: int, block_numel: int
+) -> StateBlocks:
+    """Return elements ``[start, stop)`` of a state of ``tier``."""
+    dtype = tier.read_state(name, start, min(start + 1, stop)).dtype
+    starts = range(start, stop, block_numel)
+    blocks = (tier.read_state(name, low, min(low + block_numel, stop)) for low in starts)
+    return StateBlocks(dtype, (stop - start,), blocks)
 
 
 class Slot:
@@ -222,7 +218,7 @@ class Slot:
         self.folder = folder
         self.files: dict[str, Tensor] = {}  # bytes of those that were opened here, by name
 
-    def write(self, name: str, tensors: Mapping[str, Tensor | Blocks]) -> int:
+    def write(self, name: str, tensors: Mapping[str, Tensor | StateBlocks]) -> int:
         """Write a safetensors file in place, and return its bytes."""
         header, size, blocks = arrange(tensors)
         into, stop = self.file(name, len(header) + size), len(header)
@@ -236,7 +232,7 @@ class Slot:
         """Return the bytes of a file, as they are in memory. It gets ``size`` of them."""
         found = self.files.get(name)
         if found is None or found.numel() != size:
-            try:
+            with storing(self.folder / name, _ADVICE):
                 self.folder.mkdir(mode=0o700, exist_ok=True)
                 descriptor = _open(self.folder / name)
                 try:
@@ -245,8 +241,6 @@ class Slot:
                     mapped = mmap.mmap(descriptor, size)
                 finally:
                     os.close(descriptor)
-            except OSError as error:
-                raise no_room(self.folder / name, error, _ADVICE) from error
             found = self.files[name] = torch.frombuffer(mapped, dtype=torch.uint8)
         return found
 
@@ -257,11 +251,8 @@ class Slot:
         """Put the marker of a rank into place, once all its files are written."""
         aside = self.folder / f".{self._marker(rank).name}"
         aside.unlink(missing_ok=True)
-        try:
-            with create(aside) as file:
-                write_all(file, marker)
-        except OSError as error:
-            raise no_room(aside, error, _ADVICE) from error
+        with storing(aside, _ADVICE), aside.open("xb", buffering=0) as file:
+            write_all(file, marker)
         aside.rename(self._marker(rank))
 
     def _marker(self, rank: int) -> Path:

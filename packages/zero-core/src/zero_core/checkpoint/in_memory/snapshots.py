@@ -23,7 +23,7 @@ from zero_core._libc import use_one_core
 from zero_core.checkpoint import save
 from zero_core.checkpoint.files import Reader, crc_of, newest_step
 from zero_core.checkpoint.in_memory import place as memory
-from zero_core.checkpoint.in_memory.place import Place, Ring, Slice, Slot
+from zero_core.checkpoint.in_memory.place import Place, Ring, Slot, state_blocks
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.load import check_fits, restore_from
 from zero_core.checkpoint.manifest import (
@@ -33,6 +33,8 @@ from zero_core.checkpoint.manifest import (
     VALUE,
     WHOLE,
     file_name,
+    fill,
+    frame_of,
     parse,
     seal,
 )
@@ -47,7 +49,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import Work
 from zero_core.sharded.sharded_state import MASTER, ShardedState
-from zero_core.sharded.snapshot import stream_after
+from zero_core.sharded.snapshot import StateBlocks, stream_after
 
 
 class MemoryCheckpoints(Extension):
@@ -134,7 +136,7 @@ class MemoryCheckpoints(Extension):
             "rank": rank,
             "world_size": state.control.world_size,
             "step": ended.number,
-            "frame": save.frame_of(state) | content if rank == 0 else None,
+            "frame": frame_of(state) | content if rank == 0 else None,
         }
         is_here = device.type == "cpu"
         done = None if is_here else torch.accelerator.current_stream(device).record_event()
@@ -179,14 +181,16 @@ class MemoryCheckpoints(Extension):
                 slot.invalidate(rank)
                 names, written = list(tier.state_names()), {}
                 for name in names:  # as a save writes them, one at a time
-                    parts: Mapping[str, Tensor | Slice]
+                    parts: Mapping[str, Tensor | StateBlocks]
                     if name != MASTER and isinstance(tier, WholeTier):
                         parts = save.slices(state, tier, name)
                     else:
                         # On a CPU few elements, which stay in its cache until they are written.
                         block_numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
                         parts = {
-                            str(s.index): Slice(tier, name, *state.own_span(s.index), block_numel)
+                            str(s.index): state_blocks(
+                                tier, name, *state.own_span(s.index), block_numel
+                            )
                             for s in state.layout.segments
                             if s.is_trainable
                         }
@@ -270,7 +274,7 @@ class MemoryCheckpoints(Extension):
         )
         facts = _merged(control.gather_bytes(json.dumps(measured).encode()))
         rows = [[facts[rank], *markers[rank]["row"]] for rank in sorted(markers)]
-        content = {**save.fill(frame, rows, names), "has_frozen": True}
+        content = {**fill(frame, rows, names), "has_frozen": True}
         reader = Reader(place, parse(seal(content), f"the copies in memory ({place})"))
         owners = {name: rank for rank in facts for name in facts[rank]}
         lacking = [n for n in sorted(_needed(state, reader)) if owners[n] not in here]
@@ -336,14 +340,10 @@ def _needed(state: ShardedState, reader: Reader) -> set[str]:
     """Return the files that this rank restores from."""
     manifest = reader.manifest
     is_trained = {param.name: param.is_trainable for param in manifest.params}
-    ranges = [
-        (state.layout.params[p.param], p.offset, p.offset + p.stop - p.start) for p in state.pieces
-    ]
-    ranges += [(spec, low, high) for _, spec, low, high in state.frozen_parts()]
     found = {BUFFERS}
     if manifest.world_size == state.control.world_size:
         found.add(file_name(RNG, state.control.rank))
-    for spec, low, high in ranges:
+    for _, spec, low, high in state.value_parts():
         span = (low, high) if reader.has_order_of(spec) else (0, spec.numel)
         for kind in manifest.states if is_trained[spec.name] else (VALUE,):
             found |= {file_name(kind, rank) for rank in reader.ranks_of(spec.name, *span)}

@@ -1,1 +1,0 @@
-"""Patches of the weights: written by a training, applied by receivers elsewhere."""
