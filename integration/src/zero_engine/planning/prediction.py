@@ -298,7 +298,8 @@ class Prediction:
         per_pass = self._rates.seconds(["pass"], 1)
         # An update reads and writes each element's states in a file.
         file_bytes = 0.0
-        if in_file := self._forecast.bytes_in_file(ratio):
+        tier = self._forecast.tier
+        if tier is not None and (in_file := tier.file_bytes(ratio)):
             file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self._forecast.spans)
         units = []
         for unit in self._layout.units:

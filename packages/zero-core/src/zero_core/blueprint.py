@@ -21,7 +21,7 @@ from zero_core.layout.discovery import Discovered, ModuleRule, compute_dtype, di
 from zero_core.optim.factory import check_served, elementwise_groups, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.train_state import describe_groups, is_finite_setting
-from zero_core.sharded.buffers import CommonBuffers
+from zero_core.sharded.sharded_state import CommonBuffers
 from zero_core.tiled import check_names
 
 
@@ -49,26 +49,39 @@ class Blueprint:
         """Describe ``model``, which is not changed. Unless ``is_training`` it is all frozen."""
         leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
-        for param, names in zip(found.params, found.names, strict=True):
-            if param.is_complex():
-                raise ConfigError(
-                    f"parameter {names[0]} is complex ({param.dtype}), which is not served: keep "
-                    "its real and imaginary parts in one real parameter, and use "
-                    "torch.view_as_complex() in forward"
-                )
         if not is_training:
             optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
         else:
             _check_max_norm(model, config, world_size)
             optimizer = _optimizer_of(config, found) if optimizer is None else optimizer
         group_of = _groups_of(found, optimizer)
+        specs: list[ParamSpec] = []
         for number, (param, names) in enumerate(zip(found.params, found.names, strict=True)):
+            if param.is_complex():
+                raise ConfigError(
+                    f"parameter {names[0]} is complex ({param.dtype}), which is not served: keep "
+                    "its real and imaginary parts in one real parameter, and use "
+                    "torch.view_as_complex() in forward"
+                )
             if is_training and param.requires_grad and number not in group_of:
                 raise ConfigError(
                     f"parameter {names[0]} requires a gradient but is in no optimizer group: add "
                     "it, or freeze it with requires_grad_(False)"
                 )
-        specs = _describe(found, group_of, config)
+            order, is_opaque = dim_order(param), number in found.opaque
+            has_usual_order = order == tuple(range(len(order))) and not is_opaque
+            spec = ParamSpec(
+                name=names[0],
+                shape=tuple(param.shape),
+                dtype=param.dtype if is_opaque else compute_dtype(param, config.compute_dtype),
+                # See `zero_core.runtime.device_states`. Integers cannot have a gradient.
+                is_trainable=number in group_of and param.is_floating_point(),
+                aliases=names[1:],
+                is_opaque=is_opaque,
+                order=() if has_usual_order else order,
+                twin=found.twins.get(number),
+            )
+            specs.append(spec)
         group_of = {n: g for n, g in group_of.items() if specs[n].is_trainable}
         units = [(name, members) for name, _, members in found.units]
         if config.tiled_compute is not None:
@@ -125,12 +138,13 @@ class Blueprint:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer without their parameters."""
-        made_with = {}
+        groups = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
         if isinstance(self.optimizer, torch.optim.Adagrad):  # it takes its constructor's
             initial = "initial_accumulator_value"
-            made_with[initial] = self.optimizer.defaults[initial]
-        groups = self.optimizer.param_groups
-        return [{k: v for k, v in g.items() if k != "params"} | made_with for g in groups]
+            groups = [{**g, initial: self.optimizer.defaults[initial]} for g in groups]
+        return groups
 
 
 def _digest(text: str) -> str:
@@ -207,24 +221,3 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
                 )
             group_of[number_of[id(param)]] = index
     return group_of
-
-
-def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) -> list[ParamSpec]:
-    """Describe every parameter. `zero_core.runtime.param_guard` explains which are trainable."""
-    return [
-        ParamSpec(
-            name=names[0],
-            shape=tuple(param.shape),
-            dtype=param.dtype
-            if number in found.opaque
-            else compute_dtype(param, config.compute_dtype),
-            # Integers cannot have a gradient.
-            is_trainable=number in group_of and param.is_floating_point(),
-            aliases=names[1:],
-            is_opaque=number in found.opaque,
-            order=() if order == tuple(range(len(order))) and number not in found.opaque else order,
-            twin=found.twins.get(number),
-        )
-        for number, (param, names) in enumerate(zip(found.params, found.names, strict=True))
-        for order in (dim_order(param),)
-    ]

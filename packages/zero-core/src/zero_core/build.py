@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -52,20 +53,16 @@ from zero_core.protocols import (
     CollectivesFactory,
     ParamTierFactory,
     ReservingTier,
-    StateTier,
     StateTierFactory,
 )
-from zero_core.runtime.device_states import DeviceStates
+from zero_core.runtime.device_states import DeviceStates, warn_frozen
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.param_guard import ParamGuard, warn_frozen
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
-from zero_core.sharded.buffers import CommonBuffers
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
-from zero_core.sharded.sharded_state import ShardedState
+from zero_core.sharded.sharded_state import CommonBuffers, ShardedState
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
-from zero_core.step.gradient import StepGradient
-from zero_core.step.optimizer import EngineOptimizer
+from zero_core.step.gradient import EngineOptimizer, StepGradient
 from zero_core.step.states import StateAccess
 from zero_core.vertical.schedule import make_micro_batches
 from zero_core.watch.notices import under_way
@@ -180,10 +177,9 @@ def build(
         with under_way("zero_core.build", rank=ranks.rank):
             held = _lay_out(joined, drawn, collectives, state_tier, param_tier)
             former.ownership = held.ownership
-            _take_values(joined, drawn, held.state, initial)
-            schedule = _make_schedule(lr_scheduler, joined.config, drawn.optimizer)
+            _take_values(joined, drawn, held, initial)
             engine, units, followers = _make_engine(
-                joined, drawn, held, schedule, extensions, is_training=is_training
+                joined, drawn, held, lr_scheduler, extensions, is_training=is_training
             )
             if attach is not None:
                 attach(engine)
@@ -208,14 +204,12 @@ def build(
         raise
 
 
-@dataclass(frozen=True)
-class _Joined:
+class _Joined(NamedTuple):
     """Connections to the other ranks, which have the same model and configuration."""
 
     config: Config
     ranks: Ranks
     control: ControlGroup
-    per_node: int
     meter: Meter
     shared: SharedMemory | None
     transport: HostCollectives | DeviceCollectives
@@ -242,22 +236,19 @@ def _join(
     per_node = count_per_node(control, ranks)
     arithmetic = arithmetic_of(config)
     is_ring = ranks.device.type != "cpu"
-    links = Links(ranks.size, per_node, is_ring, is_sequential=arithmetic.is_sequential)
+    links = Links(ranks.size, per_node, is_ring, is_sequential=config.world_size_invariant)
     meter = Meter(links)
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, shared, meter)
     config = config.on_nodes(per_node, ranks.size)
-    return _Joined(config, ranks, control, per_node, meter, shared, transport, arithmetic)
+    return _Joined(config, ranks, control, meter, shared, transport, arithmetic)
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """Memory of this rank, and what is laid out in it."""
 
     communicator: Communicator
-    collectives: Collectives
     memory: Memory
-    tier: StateTier
     units: Sequence[Unit]
     state: ShardedState
     ownership: Ownership
@@ -271,13 +262,14 @@ def _lay_out(
     param_tier: ParamTierFactory | None,
 ) -> _Held:
     """Allocate this rank's memory, and make the state tier and the units over it."""
-    config, ranks, layout, found = joined.config, joined.ranks, drawn.layout, drawn.found
+    config, ranks, layout, optimizer = joined.config, joined.ranks, drawn.layout, drawn.optimizer
     transport, shared = joined.transport, joined.shared
-    used = make_collectives(collectives, transport, config, layout, joined.per_node)
+    per_node = joined.meter.links.ranks_per_node
+    used = make_collectives(collectives, transport, config, layout, per_node)
     communicator = Communicator(used, joined.control, layout.describe_segments())
     joined.arithmetic.check(config, communicator, ranks)
     memory = Memory(
-        found,
+        drawn.found,
         layout,
         config,
         rank=ranks.rank,
@@ -287,11 +279,9 @@ def _lay_out(
         offloaded=make_param_tier(param_tier, layout, config, ranks.device),
     )
     tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
-    units = memory.make_units(
-        tier, communicator, joined.arithmetic, has_own_tier=state_tier is not None
-    )
+    is_own = state_tier is not None
+    units = memory.make_units(tier, communicator, joined.arithmetic, has_own_tier=is_own)
     flats = (flat for unit in units for flat in unit.params)
-    optimizer = drawn.optimizer
     state = ShardedState(
         module=drawn.module,
         layout=layout,
@@ -302,25 +292,23 @@ def _lay_out(
         common_buffers=CommonBuffers(drawn.module if config.broadcast_buffers else nn.Identity()),
         pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
         optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
-        quantized=found.quantized,
+        quantized=drawn.found.quantized,
         changes=memory.changes,
     )
     if used is transport and ranks.size > 1:
         grads = [(g.segment.padded_numel, g.plan) for unit in units for g in unit.grads]
         reduced = [(numel, plan.communicated, plan.accumulated) for numel, plan in grads]
         transport.prepare_reductions(reduced, ranks.device)
-    return _Held(communicator, used, memory, tier, units, state, Ownership(state))
+    return _Held(communicator, memory, units, state, Ownership(state))
 
 
-def _take_values(
-    joined: _Joined, drawn: Blueprint, state: ShardedState, initial: InitialValues
-) -> None:
+def _take_values(joined: _Joined, drawn: Blueprint, held: _Held, initial: InitialValues) -> None:
     """Take hold of the initial values, and move the buffers."""
     initial.take(drawn.found.params)
-    device = joined.ranks.device
-    adopt_buffers(drawn.module, joined.config.buffer_dtype, device, joined.control, initial)
-    state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
-    state.common_buffers.confirm()
+    dtype, buffers = joined.config.buffer_dtype, held.state.common_buffers
+    adopt_buffers(drawn.module, dtype, joined.ranks.device, joined.control, initial)
+    buffers.describe()  # the ranks' were compared; these are moved and cast
+    buffers.confirm()
     initial.give_attributes()
 
 
@@ -328,7 +316,7 @@ def _begin(
     joined: _Joined, held: _Held, engine: ShardedModel, units: UnitSet, followers: Extensions
 ) -> None:
     """Allocate what backwards borrow, and publish the first values."""
-    tier, memory = held.tier, held.memory
+    tier, memory = held.state.tier, held.memory
     if joined.ranks.device.type != "cpu":
         memory.pools.reserve()
         if isinstance(tier, ReservingTier):
@@ -345,32 +333,11 @@ def _begin(
     joined.control.place.enter(OUTSIDE)
 
 
-def _make_schedule(
-    given: Schedule | ScheduleFactory | None, config: Config, optimizer: torch.optim.Optimizer
-) -> Schedule | None:
-    """Return the schedule that was ``given``, or the configuration's.
-
-    Raises:
-        ConfigError: what was given is no schedule.
-    """
-    if given is None:
-        wanted = config.scheduler
-        return None if wanted is None else make_scheduler(optimizer, wanted.type, wanted.params)
-    schedule = given(optimizer) if callable(given) else given
-    if not isinstance(schedule, Schedule):
-        raise ConfigError(
-            f"lr_scheduler is or makes {schedule!r:.100}, which lacks step, state_dict or "
-            "load_state_dict: pass a scheduler as of torch.optim.lr_scheduler, or a function of "
-            "the optimizer that returns one"
-        )
-    return schedule
-
-
 def _make_engine(
     joined: _Joined,
     drawn: Blueprint,
     held: _Held,
-    schedule: Schedule | None,
+    lr_scheduler: Schedule | ScheduleFactory | None,
     given: Sequence[Extension],
     *,
     is_training: bool,
@@ -379,12 +346,21 @@ def _make_engine(
     config, ranks, layout, meter = joined.config, joined.ranks, drawn.layout, joined.meter
     communicator, memory, state = held.communicator, held.memory, held.state
     arithmetic = joined.arithmetic
+    schedule = lr_scheduler(drawn.optimizer) if callable(lr_scheduler) else lr_scheduler
+    if lr_scheduler is not None and not isinstance(schedule, Schedule):
+        raise ConfigError(
+            f"lr_scheduler is or makes {schedule!r:.100}, which lacks step, state_dict or "
+            "load_state_dict: pass a scheduler as of torch.optim.lr_scheduler, or a function of "
+            "the optimizer that returns one"
+        )
+    if schedule is None and (wanted := config.scheduler) is not None:
+        schedule = make_scheduler(drawn.optimizer, wanted.type, wanted.params)
     train = TrainState(config, drawn.optimizer.param_groups, schedule, rank=ranks.rank)
     sizes = len(layout.params), len(layout.units)
     facts = Facts(communicator, ranks.device, *sizes, meter, arithmetic)
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
-    site = Site(config, state, train, facts, ranks, joined.per_node)
+    site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
     if is_training:  # their hooks run behind those of the passes
         attach_extensions(given, state, held.ownership)
         followers += make_extensions(site, given)
@@ -400,16 +376,20 @@ def _make_engine(
     installed += [handle for follower in followers for handle in follower.handles]
     installed += wrap_forwards(site, passes, modules, host_inputs)
     installed += hooks.install(passes, modules)
-    holders = held.tier, held.collectives, joined.transport
+    holders = state.tier, communicator.transport, joined.transport
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    if (dtype := config.autocast_dtype) is not None:
+        # At stage 3 torch's cache would keep all weights in 16 bits up to the end of the forward.
+        is_cached = None if config.zero_optimization.stage < 3 else False  # None: as set
+        autocast = partial(torch.autocast, ranks.device.type, dtype, cache_enabled=is_cached)
     parts = EngineParts(
         config,
         config.compute_dtype,
-        config.autocast_dtype,
+        autocast,
         held.ownership,
         state,
         passes,
-        ParamGuard(state),
         StateAccess(state, gradient, passes, device_states),
         device_states,
         train,
@@ -425,10 +405,10 @@ def _make_engine(
         return model, unit_set, extensions
     installed.append(gradient.param_grads.serve())
     edits.begin()
-    micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
-    installed += micro_batches.handles
+    vertical = make_micro_batches(config, passes, modules, train, state, host_inputs)
+    installed += [] if vertical is None else vertical.handles
     optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names)
-    engine = Engine(parts, optimizer, gradient, micro_batches, patches, extensions)
+    engine = Engine(parts, optimizer, gradient, vertical, patches, extensions)
     engine.remove_at_end(installed)
     if (asked := config.step_records) is not None:
         engine.record(asked.folder, max_bytes=asked.max_bytes, detail_every=asked.detail_every)

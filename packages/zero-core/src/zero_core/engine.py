@@ -13,8 +13,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -32,59 +32,13 @@ from zero_core.errors import RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import StepRecords, Subject
-from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS, DeviceStates
+from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
-from zero_core.step.gradient import StepGradient
-from zero_core.step.micro_batches import MicroBatches
-from zero_core.step.optimizer import EngineOptimizer
+from zero_core.step.gradient import EngineOptimizer, StepGradient
+from zero_core.vertical.schedule import VerticalSchedule, run_in_turn
 
 
-class _Recording:
-    """Calls that write down what steps do."""
-
-    _device_states: DeviceStates
-    _parts: EngineParts
-    _records: StepRecords
-
-    def record(
-        self, folder: str | Path, *, max_bytes: int = 32 * 2**20, detail_every: int = 50
-    ) -> AbstractContextManager[object]:
-        """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
-
-        The key ``step_records`` of the configuration does the same. Each rank that is to be in a
-        report calls it. `zero_core.record.records` has the fields.
-
-        Args:
-            folder: all ranks can read it later on. It is made if it is missing. Records of a start
-                before stay in the file.
-            max_bytes: bound on the file's size. Beyond it every other step is dropped.
-            detail_every: steps between two whose course is recorded span by span.
-
-        Returns:
-            A context, which need not be entered: its end, the engine's or the program's, and the
-            error that ends it, are recorded.
-
-        Raises:
-            ConfigError: the folder cannot be written to, or is a URL.
-        """
-        self._device_states.check("record()", NO_PARTS)
-        recorder = self._records.start(folder, max_bytes=max_bytes, detail_every=detail_every)
-        self._parts.ownership.hooks.append(recorder)
-        return recorder
-
-    def report(self, path: str | Path) -> Path:
-        """Write an HTML page about the steps that all ranks have recorded so far. Returns it.
-
-        No rank waits for another; one of them calls it.
-
-        Raises:
-            ConfigError: nothing is recorded: `record` comes first.
-            MissingPartError: the package zero-engine, which draws it, is not installed.
-        """
-        return self._records.report(Path(path))
-
-
-class Engine(_Recording, TrainingCheckpoints, ShardedModel):
+class Engine(TrainingCheckpoints, ShardedModel):
     """A model under training. Made by `zero_core.build`.
 
     Attributes:
@@ -98,29 +52,20 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         parts: EngineParts,
         optimizer: EngineOptimizer,
         gradient: StepGradient,
-        micro_batches: MicroBatches,
+        vertical: VerticalSchedule | None,
         patches: PatchWriter,
         extensions: Extensions,
     ) -> None:
-        """Called by `zero_core.build`."""
+        """Called by `zero_core.build`. ``vertical`` runs the micro-batches of a step together."""
         super().__init__(parts)
         self.optimizer = optimizer
         self.should_defer_sigint = True
         self._gradient = gradient
-        self._micro_batches = micro_batches
+        self._vertical = vertical
         self._patches = patches
         self._extensions = extensions
-        self._records = StepRecords(
-            Subject(
-                parts.config,
-                parts.state,
-                parts.train,
-                parts.meter,
-                parts.memory,
-                parts.communicator,
-            ),
-            extensions,
-        )
+        subject = parts.config, parts.state, parts.train, parts.meter, parts.memory
+        self._records = StepRecords(Subject(*subject, parts.communicator), extensions)
         self.remove_at_end([optimizer.guard])
         if parts.config.zero_optimization.stage:  # at stage 0 the module's own drops it
             drop = partial(_drop_gradient, optimizer, self.module)
@@ -132,13 +77,13 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         for follow in self._extensions.called:
             follow(args, kwargs)
         args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
-        with self.autocast():
+        with self._parts.autocast():
             return self.module(*args, **kwargs)
 
     def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:
         """Return ``loss`` times the loss scale, divided by the micro-steps, for a plain backward.
 
-        ``over`` is the number of micro-steps in this step; None stands for the configuration's.
+        ``over`` is the number of micro-steps in this step, by default the configuration's.
         """
         self._device_states.check("backward()", BACKWARD_PARTS)
         for follow in self._extensions.scaled:
@@ -154,7 +99,8 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         Raises:
             AccumulationScheduleError: with the vertical schedule: `train_batch` runs backward.
         """
-        self._micro_batches.check_apart("backward()")
+        if self._vertical is not None:
+            self._vertical.check_apart("backward()")
         with self.place.during("backward"):
             self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -162,21 +108,20 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         """End a micro-step. At an accumulation boundary, update the parameters.
 
         Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, a step whose
-        gradient is not finite on any rank is skipped on all ranks.
-
-        ``client_state``: JSON and small tensors that `resume` returns from the copy in memory
-        (``memory_checkpoint``) of the state after this step.
+        gradient is not finite on any rank is skipped on all ranks. ``client_state``: JSON and small
+        tensors that `resume` returns from the copy in memory (``memory_checkpoint``) after it.
 
         Raises:
-            RuntimeError: called within ``no_sync``, after a backward that did not end, while
-                states are offloaded, or with ``memory_checkpoint`` before `resume`; or an exception
-                has left an earlier call in the middle: load a checkpoint.
+            RuntimeError: within ``no_sync``, after a backward that did not end, while states are
+                offloaded, or with ``memory_checkpoint`` before `resume`; or an exception has left
+                an earlier call in the middle: load a checkpoint.
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
             AccumulationScheduleError: with the vertical schedule: `train_batch` steps.
         """
-        self._micro_batches.check_apart("step()")
+        if self._vertical is not None:
+            self._vertical.check_apart("step()")
         self._end_micro_step(client_state)
 
     def zero_grad(self) -> None:
@@ -204,9 +149,9 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
         micro_steps = train.accumulation.count + 1
-        with _DeferredInterrupt(is_on=self.should_defer_sigint):
+        with _deferred_interrupt(is_on=self.should_defer_sigint):
             with place.during("step()"):
-                self._parts.guard.check()
+                self._device_states.check_model()
                 self.optimizer.check_groups()
                 for begin in self._extensions.before_update:
                     begin(train.global_steps + 1)
@@ -254,7 +199,7 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         As DeepSpeed's method of the name. The key ``accumulation_schedule`` sets the order of the
         work, which changes no bit: see `zero_core.vertical.schedule`. Every rank must call it.
         Torch's generators are seeded for each micro-batch, from torch's seed and the number of the
-        micro-step, and restored at the end.
+        micro-step, and restored at the end. ``over`` as in `backward`, ``client_state`` in `step`.
 
         Args:
             batches: ``gradient_accumulation_steps`` micro-batches are taken from it.
@@ -263,8 +208,6 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
                 itself. None: a micro-batch is the model's keyword arguments (a mapping) or its
                 positional ones (a tuple or list, or a tensor alone), and the loss is what the model
                 returns, or its entry "loss".
-            over: as in `backward`.
-            client_state: as in `step`.
 
         Returns:
             The mean of the losses, 0-dim, fp32 or wider, without gradient.
@@ -294,14 +237,19 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
             loss = compute(batch)
             return loss, self.scale(loss, over=over)
 
+        devices = [] if self.device.type == "cpu" else [self.device]
         try:
-            with self._micro_batches.kept_random_states():
-                losses = self._micro_batches.run(found, scaled, seed=seed)
+            with torch.random.fork_rng(devices, device_type=self.device.type):
+                if self._vertical is not None:
+                    losses = self._vertical.run(found, scaled, seed=seed)
+                else:
+                    state = self.sharded_state
+                    losses = run_in_turn(self._train, state, found, scaled, seed=seed)
                 self._end_micro_step(client_state)
         except BaseException:
             if self.global_steps == num_steps:
                 accumulation.forget()
-                self._passes.backward.abandon()
+                self._passes.backward.is_open = True  # the next forward drops the gradient
             raise
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
@@ -311,15 +259,48 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
         undo = self._gradient.policy.undo_bytes
         return super().memory_report() | ({"undo log": undo} if undo else {})
 
+    def record(
+        self, folder: str | Path, *, max_bytes: int = 32 * 2**20, detail_every: int = 50
+    ) -> AbstractContextManager[object]:
+        """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
+
+        The key ``step_records`` of the configuration does the same. Each rank that is to be in a
+        report calls it. `zero_core.record.records` has the fields. Returns a context, which need
+        not be entered: its end, the engine's or the program's, and its error, are recorded.
+
+        Args:
+            folder: readable by all ranks, made if it is missing. Earlier records stay in the file.
+            max_bytes: bound on the file's size. Beyond it every other step is dropped.
+            detail_every: steps between two whose course is recorded span by span.
+
+        Raises:
+            ConfigError: the folder cannot be written to, or is a URL.
+        """
+        self._device_states.check("record()", NO_PARTS)
+        recorder = self._records.start(folder, max_bytes=max_bytes, detail_every=detail_every)
+        self._parts.ownership.hooks.append(recorder)
+        return recorder
+
+    def report(self, path: str | Path) -> Path:
+        """Write an HTML page about the steps that all ranks have recorded so far. Returns it.
+
+        One rank calls it, and waits for no other.
+
+        Raises:
+            ConfigError: nothing is recorded: `record` comes first.
+            MissingPartError: the package zero-engine, which draws it, is not installed.
+        """
+        return self._records.report(Path(path))
+
     def idle_backward(self, *, over: int | None = None) -> None:
         """Take part in one forward and backward of the other ranks, without data.
 
         For a rank whose data has ended. It gathers and reduces what others do, in the order of
-        blocks of this rank's last forward (before the first one: the module tree's), and adds zero
-        to each gradient. Averages still count all ranks, as by `torch.distributed.algorithms.Join`
-        with its default ``divide_by_initial_world_size=True``: for a mean over the samples there
-        are, scale the others' loss by world size / ranks with data. Buffers that are broadcast
-        remain those of rank 0. ``over`` as in `backward`. ``step`` follows: see `idle_step`.
+        blocks of this rank's last forward (before the first: the module tree's), and adds zero to
+        each gradient. Averages still count all ranks, as `torch.distributed.algorithms.Join` does
+        by default: for a mean over the samples there are, scale the others' loss by world size /
+        ranks with data. Broadcast buffers are rank 0's. ``over`` as in `backward`. ``step``
+        follows: see `idle_step`.
         """
         for follow in self._extensions.idled:
             follow()
@@ -334,7 +315,8 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
 
         It updates this rank's part of the parameters.
         """
-        self._micro_batches.check_apart("idle_step()")
+        if self._vertical is not None:
+            self._vertical.check_apart("idle_step()")
         self.idle_backward(over=over)
         self.step()
 
@@ -370,8 +352,7 @@ class Engine(_Recording, TrainingCheckpoints, ShardedModel):
 
         As `torch.nn.utils.clip_grad_norm_` over the whole model, between the last backward of a
         step and ``step``, which applies the factor. ``gradient_clipping`` acts after it. Every rank
-        must call it. Torch's own works at stage 0. At stages 1 to 3 parameters have no ``grad``, so
-        it clips nothing, and a warning says so.
+        must call it. Torch's own works at stage 0, and clips nothing at others, with a warning.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``.
@@ -429,41 +410,35 @@ def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: b
     type(module).zero_grad(module, set_to_none)
 
 
-class _DeferredInterrupt:
-    """Context in which SIGINT (Ctrl-C) waits for the end. Its handler is called then.
+@contextmanager
+def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
+    """Have SIGINT (Ctrl-C) wait for the end of the context, and call its handler then.
 
     A second SIGINT passes at once, with the first. Outside of the main thread, or where no Python
     function handles SIGINT, nothing is deferred.
     """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_on and is_main and callable(handler)):
+        yield
+        return
+    num_waiting = 0
 
-    def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-        self._is_waiting = False
+    def defer(signum: int, frame: FrameType | None) -> None:
+        nonlocal num_waiting
+        num_waiting += 1
+        if num_waiting == 2:
+            signal.signal(signal.SIGINT, handler)
+            handler(signum, frame)
+            handler(signum, frame)
 
-    def __enter__(self) -> None:
-        if self._is_on and threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._defer)
-
-    def _defer(self, signum: int, frame: FrameType | None) -> None:
-        if not self._is_waiting:
-            self._is_waiting = True
-            return
-        handler, self._handler = self._handler, None
-        assert handler is not None, "it is called within the context alone"
-        signal.signal(signal.SIGINT, handler)
-        handler(signum, frame)
-        handler(signum, frame)
-
-    def __exit__(self, *error: object) -> None:
-        handler = self._handler
-        if handler is None:
-            return
-        found = signal.signal(signal.SIGINT, handler)
-        if found != self._defer:  # code within the step has set another one
-            signal.signal(signal.SIGINT, found)
-        if self._is_waiting:
-            handler(signal.SIGINT, sys._getframe(1))
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        if num_waiting < 2:  # else the handler is there again
+            found = signal.signal(signal.SIGINT, handler)
+            if found != defer:  # code within the step has set another one
+                signal.signal(signal.SIGINT, found)
+            if num_waiting:
+                handler(signal.SIGINT, sys._getframe(1))

@@ -27,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_core.comm.control import ControlGroup
 from zero_core.core import access
-from zero_core.core.params import FlatParams
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.object_methods import ObjectMethods, SuspendableHooks
@@ -54,59 +53,59 @@ class Removable(Protocol):
 
 
 class Ownership:
-    """The parameters of one model and the hooks on it, as long as an engine owns them.
-
-    Attributes:
-        owner: the engine, once it has begun.
-        is_ended: whether the engine has ended; the model may have other values since.
-        hooks: on the model, removed at the end, the last ones first.
-    """
+    """The parameters of one model and the hooks on it, as long as an engine owns them."""
 
     def __init__(self, state: ShardedState) -> None:
-        self.owner: weakref.ref[object] | None = None
+        self.owner: weakref.ref[object] | None = None  # the engine, once it has begun
         self._thread = threading.get_ident()
-        self._advice: str | None = None  # of `allow_empty_entries`
-        self._has_warned = False
+        self._allows_empty = False  # entries of state dicts
         self.state = state
-        self.is_ended = False
-        self.hooks: list[Removable] = []
+        self.is_ended = False  # the model may have other values since
+        self.hooks: list[Removable] = []  # on the model, removed at the end, the last ones first
         _alive[:] = [ref for ref in _alive if ref() is not None]
         _alive.append(weakref.ref(self))
 
     def begin(self, owner: object) -> None:
-        """Own the parameters for ``owner``, held weakly, until the end."""
+        """Own the parameters for ``owner``, held weakly."""
         self.owner = weakref.ref(owner)
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if self._advice is None and (absent := self._absent(module)):
+            if not self._allows_empty and (absent := self._absent(module)):
                 raise RuntimeError(
                     f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
                     "here: use engine.full_state_dict(), or state_dict() within "
                     f"{self.state.cures.read}"
                 )
 
-        def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
-            absent = [] if self._advice is None else self._absent(module)
-            for key in (f"{prefix}{name}" for name in absent):
-                if key not in entries:
-                    continue
-                if not self._has_warned and self.state.control.rank == 0:  # which writes files
-                    text = "state_dict() has names without values, the first for %s: %s"
-                    _log.warning(text, key, self._advice)
-                self._has_warned = True
-                whole = entries[key]
-                entries[key] = torch.empty(0, dtype=whole.dtype, device=whole.device)
-
         for module in self.state.module.modules():
             self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-            self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
 
     def allow_empty_entries(self, advice: str) -> None:
         """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
-        self._advice = advice
-        modules = list(self.state.module.modules())
+        if self._allows_empty:
+            return
+        self._allows_empty, modules = True, list(self.state.module.modules())
+        has_warned = self.state.control.rank != 0  # rank 0 writes files
+
+        def save(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            with access.opened(module._parameters.values()):  # what is not here is emptied below
+                type(module)._save_to_state_dict(module, *args, **kwargs)
+
+        def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
+            nonlocal has_warned
+            for key in (f"{prefix}{name}" for name in self._absent(module)):
+                if key not in entries:
+                    continue
+                if not has_warned:
+                    text = "state_dict() has names without values, the first for %s: %s"
+                    _log.warning(text, key, advice)
+                has_warned, whole = True, entries[key]
+                entries[key] = torch.empty(0, dtype=whole.dtype, device=whole.device)
+
+        for module in modules:
+            self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
         name = nn.Module._save_to_state_dict.__name__
-        self.hooks.append(ObjectMethods(name, [(m, partial(_save_opened, m)) for m in modules]))
+        self.hooks.append(ObjectMethods(name, [(m, partial(save, m)) for m in modules]))
 
     def _absent(self, module: nn.Module) -> list[str]:
         """Return the names of ``module``'s own parameters whose current value is not here."""
@@ -146,7 +145,8 @@ class Ownership:
             return
         if self.state.control.world_size == 1:
             try:
-                self._leave_whole()
+                for left in self._local_shards():
+                    left.param.data = left.spec.to_values(left.values)
                 return
             except Exception:  # such as a file that is gone
                 _log.warning("an engine ended, and its values cannot be read", exc_info=True)
@@ -157,25 +157,26 @@ class Ownership:
                 module.register_state_dict_pre_hook(_refuse_left_over)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _leave_whole(self) -> None:
-        """Make parameters views of the only rank's shards."""
-        for values in self.state.params:
-            values.source.wait_update()
-            shard = values.source.read().detach()
+    def _local_shards(self) -> Iterator[LeftShard]:
+        """Yield this rank's part of each parameter, which may be given other values then."""
+        control, params = self.state.control, self.state.layout.params
+        for flat in self.state.params:
+            flat.source.wait_update()
+            shard = flat.source.read().detach()
             if shard.untyped_storage().nbytes() < shard.nbytes:
                 raise RuntimeError("they are offloaded: call reload_states() before close()")
-            access.open_all(values.shown.read_params)
-            for position, param in enumerate(values.params):
-                spec = self.state.layout.params[values.segment.slots[position].param]
-                param.data = spec.to_values(values.part_of(position, shard))
+            access.open_all(flat.shown.read_params)
+            ranges = [flat.segment.shard_range(rank) for rank in range(control.world_size)]
+            for position, param in enumerate(flat.params):
+                slot, values = flat.segment.slots[position], flat.part_of(position, shard)
+                spans = [slot.common(*each) for each in ranges]
+                yield LeftShard(param, params[slot.param], control, spans, values)
 
     def leave_shards(self) -> Iterator[LeftShard]:
         """End, on this rank alone. See `zero_core.Engine.leave_shards`."""
         self._end()
-        values = self.state.params
-        if not self._has_stale_values() and all(v.is_kept for v in values):
-            return iter(())
-        return (shard for v in values for shard in _local_shards(v, self.state))
+        is_whole = not self._has_stale_values() and all(p.is_kept for p in self.state.params)
+        return iter(()) if is_whole else self._local_shards()
 
     def _has_stale_values(self) -> bool:
         """Whether values are missing here, or their exchange has failed."""
@@ -206,11 +207,6 @@ class Ownership:
             self.undo()
 
 
-def _save_opened(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    with access.opened(module._parameters.values()):  # what is not here is emptied afterwards
-        type(module)._save_to_state_dict(module, *args, **kwargs)
-
-
 _alive: list[weakref.ref[Ownership]] = []  # the newest last
 
 
@@ -238,19 +234,6 @@ def check_is_free(model: nn.Module) -> None:
             )
 
 
-@torch.no_grad()
-def _local_shards(values: FlatParams, state: ShardedState) -> Iterator[LeftShard]:
-    segment, control = values.segment, state.control
-    access.open_all(values.shown.read_params)  # for the caller, who gives them values
-    shard = values.source.read().detach()
-    ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
-    for position, param in enumerate(values.params):
-        slot = segment.slots[position]
-        spans = [slot.common(*each) for each in ranges]
-        spec = state.layout.params[slot.param]
-        yield LeftShard(param, spec, control, spans, values.part_of(position, shard))
-
-
 def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for name, param in module._parameters.items():
         if param is not None and access.is_refused(param) and owner_of(param) is None:
@@ -272,15 +255,12 @@ class EngineParameter(nn.Parameter):
 
 
 class ModelCopies:
-    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing.
-
-    See [Note: copies of a model].
-    """
+    """Has `copy.deepcopy` of a module make a plain copy: see [Note: copies of a model]."""
 
     engine: object = None  # lives as long as the model, and not as its copies
 
     def __init__(self, state: ShardedState, *handles: Sequence[Any]) -> None:
-        """Replace copying by the model's modules. ``handles``: lists of the engine's on them."""
+        """``handles``: lists of the engine's hooks and methods on the model."""
         self._state = state
         self._handles = handles
         self._modules = list(state.module.modules())
@@ -295,39 +275,34 @@ class ModelCopies:
             vars(module)[_KEY] = partial(self._copy, module)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        self._state.refresh()
         for param in module.parameters():
-            places = self._state.places_of.get(id(param), ())
-            if not all(flat.has_values_of(position) for flat, position in places):
-                name = self._state.param_names[id(param)]
+            name = self._state.param_names.get(id(param))
+            if name is not None and not self._state.holds_value(param):
                 raise RuntimeError(
-                    f"parameter {name} does not hold its current values here, so "
-                    f"that a copy of the module would not either: copy within "
-                    f"{self._state.cures.read}, on every rank"
+                    f"parameter {name} does not hold its current values here, so that a copy of "
+                    f"the module would not either: copy within {self._state.cures.read}, on every "
+                    "rank"
                 )
         handles: list[Any] = []
         for found in (found for some in self._handles for found in some):
             handles += found.handles if isinstance(found, SuspendableHooks) else [found]
         methods = [handle for handle in handles if isinstance(handle, ObjectMethods)]
-        dicts = {id(d): d for d in map(_dict_of, handles) if d is not None}
-        before = [(d, list(d.items())) for d in dicts.values()]
+        hooks = [handle for handle in handles if isinstance(handle, RemovableHandle)]
+        numbers, tables = {hook.id for hook in hooks}, [hook.hooks_dict_ref() for hook in hooks]
+        found_in = {id(table): table for table in tables if table is not None}
+        before = [(table, list(table.items())) for table in found_in.values()]
         self.remove()
         try:
-            for handle in handles:
-                if (own := _dict_of(handle)) is not None:
-                    own.pop(handle.id, None)
+            for table, items in before:
+                table.clear()
+                table.update(item for item in items if item[0] not in numbers)
             for method in reversed(methods):  # the last that was replaced first
                 method.remove()
             return copy.deepcopy(module, memo)
         finally:
             for method in methods:
                 method.attach()
-            for own, items in before:  # in the order that they had
-                own.clear()
-                own.update(items)
+            for table, items in before:  # in the order that they had
+                table.clear()
+                table.update(items)
             self._attach()
-
-
-def _dict_of(handle: Any) -> dict[int, Any] | None:
-    """The dictionary that a hook stands in, while that is there."""
-    return handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None

@@ -13,14 +13,12 @@ class ObjectMethods:
     """A method that is replaced on some modules, as objects, until `remove`."""
 
     def __init__(self, name: str, replaced: Sequence[tuple[nn.Module, Any]]) -> None:
-        """Replace the method ``name`` of each module by the other one of its pair."""
         self._name = name
-        self._replaced = list(replaced)
+        self._replaced = list(replaced)  # each module, and its method meanwhile
         self._before = [vars(module).get(name) for module, _ in replaced]
         self.attach()
 
     def attach(self) -> None:
-        """Replace the methods, again after `remove`."""
         for module, method in self._replaced:
             vars(module)[self._name] = method
 
@@ -37,14 +35,11 @@ class SuspendableHooks:
     """Forward pre-hooks, the first of their modules, that can be taken away for a while.
 
     A module without hooks is called in less time.
-
-    Attributes:
-        handles: of the hooks that are there now.
     """
 
     def __init__(self) -> None:
         self._hooks: list[tuple[nn.Module, Any]] = []
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []  # of the hooks that are there now
 
     def add(self, module: nn.Module, hook: Any) -> None:
         self._hooks.append((module, hook))

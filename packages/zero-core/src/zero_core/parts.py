@@ -14,7 +14,6 @@ FOUND: dict[tuple[str, str], EntryPoint] = {}
 
 
 def missing_part(asked_by: str, distribution: str) -> MissingPartError:
-    """Return the error for a ``distribution`` that is not installed."""
     return MissingPartError(
         f"{asked_by} needs the package {distribution}, which is not installed: "
         f"{install_command(distribution)}"
@@ -33,11 +32,7 @@ def has_part(group: str, name: str) -> bool:
 
 
 def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any:
-    """Load entry point ``name`` of ``group``, which ``distribution`` has and a key ``asked_by``.
-
-    Raises:
-        MissingPartError: it is not installed, or does not import.
-    """
+    """Load entry point ``name`` of ``group``, which ``distribution`` has and a key ``asked_by``."""
     if (group, name) not in FOUND:
         found = list(entry_points(group=group, name=name))
         if not found:

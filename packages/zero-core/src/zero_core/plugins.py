@@ -79,14 +79,19 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
         optimizer = make_optimizer(config.optimizer, tried)
         if config.scheduler is not None:
             make_scheduler(optimizer, config.scheduler.type, config.scheduler.params)
+
+    def need(group: str, name: str, asked_by: str, distribution: str) -> None:
+        if not has_part(group, name):
+            raise missing_part(asked_by, distribution)
+
     if zero.quantized_key is not None:
-        _check_installed(COLLECTIVES, "quantized", zero.quantized_key, "zero-comm")
+        need(COLLECTIVES, "quantized", zero.quantized_key, "zero-comm")
     for block, group in (("offload_optimizer", TIERS), ("offload_param", PARAM_TIERS)):
         offload, where = getattr(zero, block), f"zero_optimization.{block}"
         if offload.device == "none":
             continue
         asked = f"{where}.device = {offload.device!r}"
-        _check_installed(group, "host", asked, "zero-offload")
+        need(group, "host", asked, "zero-offload")
         if offload.device == "nvme":
             said = f"{where}.nvme_path = {offload.nvme_path!r}"
             if not os.path.isdir(offload.nvme_path):
@@ -94,15 +99,10 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
             if not os.access(offload.nvme_path, os.W_OK | os.X_OK):
                 raise ConfigError(f"{said} is not writable for this user: change its mode")
         if group is TIERS and has_kernel_rule(config, None):
-            _check_installed(KERNELS, "cpu", asked, "cpu-adam")
+            need(KERNELS, "cpu", asked, "cpu-adam")
         if group is TIERS and zero.offload_optimizer.lossless_upload:
-            _check_installed(UPLOAD_CODECS, "lossless", f"{where}.lossless_upload", "zero-comm")
+            need(UPLOAD_CODECS, "lossless", f"{where}.lossless_upload", "zero-comm")
     return config
-
-
-def _check_installed(group: str, name: str, asked_by: str, distribution: str) -> None:
-    if not has_part(group, name):
-        raise missing_part(asked_by, distribution)
 
 
 def call_factory(make: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +125,7 @@ def make_collectives(
         return given
     zero = config.zero_optimization
     if given is None:
-        asked = zero.quantized_key
-        if asked is None:
+        if (asked := zero.quantized_key) is None:
             return transport
         if transport.world_size == 1:
             _log.warning("%s has no effect with one rank: nothing is sent", asked)
@@ -151,13 +150,26 @@ def make_state_tier(
     control: ControlGroup,
     meter: Meter,
 ) -> StateTier:
-    """Make the state tier that is given or that the configuration asks for.
-
-    It writes to the parameter shards of ``memory``. Where whole parameters are updated, ``control``
-    exchanges the divided ones, and ``meter`` counts that.
-    """
-    zero = config.zero_optimization
+    """Make the state tier that is given or that the configuration asks for, over ``memory``."""
+    zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
     layout, is_sharded = drawn.layout, memory.has_sharded_state
+    if not drawn.updates_slices:
+        check_whole_update(config, drawn.optimizer, has_factory=factory is not None)
+        if is_sharded and control.world_size > 1 and control.rank == 0:
+            warn_of_unknown(drawn.optimizer, zero.stage)
+        return WholeTier(
+            layout=layout,
+            control=control,
+            meter=meter,
+            is_sharded=is_sharded,
+            params=memory.update_targets,
+            device=torch.device("cpu") if offload.device == "cpu" else memory.device,
+            param_store=memory.store,
+            optimizer=drawn.optimizer,
+            model_params=drawn.found.params,
+            sliced=drawn.sliced_params,
+            own_masters=config.own_masters,
+        )
     placed = layout.pieces(control.rank, is_sharded=is_sharded)
     own: dict[str, Any] = {
         "numel": layout.local_numel(is_sharded=is_sharded),
@@ -168,29 +180,11 @@ def make_state_tier(
         "groups": drawn.groups,
         "param_store": memory.store,
     }
-    if not drawn.updates_slices:
-        check_whole_update(config, drawn.optimizer, has_factory=factory is not None)
-        if is_sharded and control.world_size > 1 and control.rank == 0:
-            warn_of_unknown(drawn.optimizer, zero.stage)
-        is_on_host = zero.offload_optimizer.device == "cpu"
-        return WholeTier(
-            layout=layout,
-            control=control,
-            meter=meter,
-            is_sharded=is_sharded,
-            params=memory.update_targets,
-            device=torch.device("cpu") if is_on_host else memory.device,
-            param_store=memory.store,
-            optimizer=drawn.optimizer,
-            model_params=drawn.found.params,
-            sliced=drawn.sliced_params,
-            own_masters=config.own_masters,
-        )
-    if factory is None and zero.offload_optimizer.device == "none":
+    if factory is None and offload.device == "none":
         make: Any = DeviceTier
         own["own_masters"] = config.own_masters
     else:
-        key = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
+        key = f"zero_optimization.offload_optimizer.device = {offload.device!r}"
         make = factory or load_part(TIERS, "host", asked_by=key, distribution="zero-offload")
         own |= {
             "config": zero.model_dump(mode="json"),
@@ -199,11 +193,11 @@ def make_state_tier(
             "names": [layout.params[p.param].name for p in placed],
         }
         asked = "zero_optimization.offload_optimizer.lossless_upload"
-        if zero.offload_optimizer.lossless_upload and memory.device.type == "cpu":
+        if offload.lossless_upload and memory.device.type == "cpu":
             text = "%s has no effect: the model is computed on the CPU, nothing is sent"
             _log.warning(text, asked)
             own["upload_codec"] = None
-        elif zero.offload_optimizer.lossless_upload:
+        elif offload.lossless_upload:
             codec = load_part(UPLOAD_CODECS, "lossless", asked_by=asked, distribution="zero-comm")
             own["upload_codec"] = codec()
     tier: StateTier = call_factory(make, **own)
@@ -221,17 +215,13 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
     """Return the host kernel for the optimizer, or None if torch's own update does it."""
     if not has_kernel_rule(config, given):
         return None
-    if given is not None and not has_part(KERNELS, "cpu"):
-        _log.info(
-            "%s with an object of %s: torch's own update runs on the host; for a faster one: "
-            "pip install cpu-adam",
-            key,
-            type(given).__name__,
-        )
-        return None
     named = f"an object of {type(given).__name__}"
     if given is None and config.optimizer is not None:
         named = f"optimizer.type = {config.optimizer.type!r}"
+    if given is not None and not has_part(KERNELS, "cpu"):
+        text = "torch's own update runs on the host; for a faster one: pip install cpu-adam"
+        _log.info("%s with %s: %s", key, named, text)
+        return None
     return load_part(KERNELS, "cpu", asked_by=f"{key} with {named}", distribution="cpu-adam")
 
 
@@ -239,13 +229,12 @@ def make_param_tier(
     factory: ParamTierFactory | None, layout: Layout, config: Config, device: torch.device
 ) -> OffloadedSegments | None:
     """Make what holds parameter shards off the device, if the configuration or the caller asks."""
-    zero = config.zero_optimization
-    kind = zero.offload_param.device
-    is_apart = factory is not None or kind == "nvme" or device.type != "cpu"
+    zero, kind = config.zero_optimization, config.zero_optimization.offload_param.device
     if factory is None and kind == "none":
         return None
     if zero.stage < 3:
         raise ConfigError(f"param_tier needs zero_optimization.stage 3, found {zero.stage}")
+    is_apart = factory is not None or kind == "nvme" or device.type != "cpu"
     if not is_apart:
         _log.info(
             "zero_optimization.offload_param.device = 'cpu': the model is computed on the CPU, so "

@@ -1,8 +1,7 @@
 """Protocols of the parts that the engine is composed from.
 
-Every protocol here is shaped by its one caller, the engine, and uses only builtins and torch
-types in its signatures, so that a part satisfies it by shape alone and never has to import this
-package. Parts announce themselves by entry points:
+Signatures use only builtins and torch types, so that a part satisfies a protocol by shape alone and
+never has to import this package. Parts announce themselves by entry points:
 
 =========================  =====================  =========================================
 entry-point group          object                 asked for by the config key
@@ -57,10 +56,9 @@ class Reduction(Work, Protocol):
 
 @runtime_checkable
 class StatisticsReduction(Work, Protocol):
-    """A reduction that computes the statistics of its sum on the way, without a further pass.
+    """A reduction that computes the statistics of its sum on the way.
 
-    Both are on the device of the sum and readable after ``wait``. With them the engine reads
-    neither the sum nor its parts.
+    Both are on the sum's device, readable after ``wait``. The engine reads neither sum nor parts.
     """
 
     @property
@@ -82,9 +80,8 @@ class InPlaceReduction(Reduction, Protocol):
     def acknowledge(self) -> Work:
         """Report to the other ranks that this rank has read their parts.
 
-        The engine calls it once, after ``wait``, when it no longer reads ``contributions``. It
-        waits for the result before it writes to the reduction's input again: until then other
-        ranks may be reading that.
+        The engine calls it once, after ``wait`` and its last read of ``contributions``. Until the
+        result has been waited for, other ranks may be reading the reduction's input.
         """
 
 
@@ -92,12 +89,11 @@ class InPlaceReduction(Reduction, Protocol):
 class Collectives(Protocol):
     """Gathers of shards into units, and reductions of unit gradients into shards.
 
-    Every rank of the group calls the same methods in the same order. Buffers belong to the caller
-    and may be read or reused only after ``wait``. More than that, a ``shard`` is changed only after
-    an exchange with all ranks that each of them entered after its ``wait``, so that a rank may read
-    another's shard in place.
-
-    `StatefulCollectives` and `InPlaceCollectives` declare what collectives may offer besides.
+    Every rank of the group calls the same methods in the same order. Buffers are 1-D, contiguous,
+    the caller's, and read or reused only after ``wait``. A ``shard`` is changed only after an
+    exchange that each rank entered after its ``wait``, so a rank may read another's in place.
+    ``unit`` is the index of a segment (a unit has one per dtype and trainability): a stable key for
+    private buffers. `StatefulCollectives` and `InPlaceCollectives` declare further abilities.
     """
 
     def all_gather(
@@ -106,11 +102,8 @@ class Collectives(Protocol):
         """Start to fill ``out`` with every rank's ``shard``, in rank order.
 
         Args:
-            out: 1-D, contiguous, ``world_size * shard.numel()`` elements, dtype of ``shard``.
-            shard: 1-D, contiguous, any dtype (bytes too). It may be a view of this rank's slice
-                of ``out``; it is never changed otherwise.
-            unit: index of the segment it belongs to (a unit has one per dtype and
-                trainability): a stable key for private buffers.
+            out: ``world_size * shard.numel()`` elements, dtype of ``shard``.
+            shard: any dtype (bytes too), maybe a view of this rank's slice of ``out``; not changed.
             version: grows whenever the values of ``shard`` may have changed. Negative: they must
                 arrive exact; `EXACT_GRADIENTS` (reduced ones, at stage 0) or `EXACT_PARAMETERS`
                 (to be read, not to be trained with).
@@ -120,16 +113,13 @@ class Collectives(Protocol):
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
-        The sum is taken in fp32 (float64 for float64 input) in an order that is fixed: rank order,
-        or within each node first and then in the order of nodes. Gradients are already
-        divided by the world size. The result may be a `Reduction`, an `InPlaceReduction` or a
-        `StatisticsReduction`.
+        The sum is taken in fp32 (float64 for float64 input) in a fixed order: that of ranks, or
+        within each node first and then that of nodes. Gradients are already divided by the world
+        size. The result may be a `Reduction`, an `InPlaceReduction` or a `StatisticsReduction`.
 
         Args:
-            out: 1-D, contiguous, floating point (what gradients accumulate in); overwritten.
-            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point; its
-                contents are undefined afterwards.
-            unit: index of the segment it belongs to.
+            out: floating point, of the dtype that gradients accumulate in; overwritten.
+            full: ``world_size * out.numel()`` elements, floating point; undefined afterwards.
         """
 
 
@@ -138,11 +128,10 @@ class AddingCollectives(Collectives, Protocol):
     """Collectives that add to a sum. The configuration key ``world_size_invariant`` needs them."""
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """Start to add this rank's slice of every rank's ``full`` to ``out``, one after another.
+        """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order.
 
-        As `reduce_scatter`, but ``out`` is not overwritten, and its terms are added in rank order
-        whatever the nodes are: ``((out + slice 0) + slice 1) + ...``, each rounded to the dtype of
-        ``out``. The statistics of a `StatisticsReduction` are those of ``out``.
+        As `reduce_scatter`, whatever the nodes are: ``((out + slice 0) + slice 1) + ...``, each
+        term rounded to the dtype of ``out``, of which a `StatisticsReduction` has the statistics.
         """
 
 
@@ -155,11 +144,10 @@ class StatefulCollectives(Collectives, Protocol):
         """Bytes held on this rank, by kind, as `Engine.memory_report` shows them."""
 
     def forget_values(self) -> None:
-        """Drop everything that is kept of the weights and gradients.
+        """Drop all that is kept of weights and gradients: the next gathers start from exact values.
 
-        All ranks call it when weights were replaced from outside of a step (a checkpoint or files
-        loaded, values edited, states written) and when a checkpoint is saved. The next gather of
-        each unit starts from the exact values, so that a resumed run equals one that continued.
+        All ranks call it when weights were replaced outside of a step (loaded, edited, states
+        written), and when a checkpoint is saved, so that a resumed run equals one that continued.
         """
 
     def forget_errors(self) -> None:
@@ -174,8 +162,7 @@ class InPlaceCollectives(Collectives, Protocol):
     def reduces_in_place(self) -> bool:
         """Whether ``reduce_scatter`` returns `InPlaceReduction` for shared memory.
 
-        If so, the engine shares its gradient buffers with the ranks of the node. If not, or where
-        this is not declared, its buffers are private.
+        If so, the engine shares its gradient buffers with the ranks of the node.
         """
 
 
@@ -189,13 +176,10 @@ class SliceCodec(Protocol):
         """Return the most bytes that a message of ``numel`` elements may have."""
 
     def pack(self, values: Tensor, message: Tensor) -> int:
-        """Write the message of ``values``.
+        """Write the message of ``values``, and return its bytes, a multiple of 16.
 
-        Args:
-            message: uint8, `max_nbytes` long, at a multiple of 16 bytes.
-
-        Returns:
-            The message's bytes, a multiple of 16. On an accelerator the host waits for them.
+        ``message`` is uint8, `max_nbytes` long, at a multiple of 16 bytes. On an accelerator the
+        host waits for the result.
         """
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
@@ -209,14 +193,13 @@ class SliceCodec(Protocol):
 class TransportCollectives(InPlaceCollectives, Protocol):
     """The engine's own collectives, over which a plug-in sends its bytes.
 
-    A rank is numbered within the group of the instance. Methods may be called from any thread, but
-    the ranks call those of one instance in the same order, seen by each thread alone, and two
-    threads never use the same method and ``unit`` of an instance.
+    A rank is numbered within the instance's group. Any thread may call methods, in the same order
+    on all ranks, each thread by itself. No two use the same method and ``unit`` of an instance.
     """
 
     @property
     def rank(self) -> int:
-        """This rank within the group."""
+        """This rank's number."""
 
     @property
     def world_size(self) -> int:
@@ -229,12 +212,8 @@ class TransportCollectives(InPlaceCollectives, Protocol):
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
 
-        When ``wait`` returns, ``out`` holds the bytes and ``parts`` may be overwritten: ranks that
-        read it in place have done so. (A gather promises less; see `Collectives`.)
-
-        Args:
-            out: 1-D, contiguous, any dtype; ``world_size`` equal slices.
-            parts: of the length and dtype of ``out``; must not overlap it.
+        Both have ``world_size`` equal slices and one dtype, any, and do not overlap. When ``wait``
+        returns, ``parts`` may be overwritten (a gather promises less: see `Collectives`).
 
         Raises:
             ValueError: they differ, or do not divide by the number of ranks.
@@ -243,40 +222,36 @@ class TransportCollectives(InPlaceCollectives, Protocol):
     def coded(self, codec: SliceCodec) -> TransportCollectives:
         """Return these collectives with reductions that send ``codec``'s messages to other nodes.
 
-        Sums, their order and their statistics are as before. Every rank calls it with a codec of
-        the same kind.
+        Sums, order and statistics are as before. Every rank calls it with a codec of one kind.
         """
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         """Return collectives among ``ranks`` of this group, renumbered in that order.
 
-        Every rank calls it equally often, in the same order, each with the subgroup that it is
-        in. What different subgroups exchange does not disturb each other, and `launch` is the same
-        for all.
+        Every rank calls it equally often, in one order, each with the subgroup that it is in.
+        Subgroups do not disturb each other, and share `launch`.
 
         Raises:
             ValueError: this rank is not among ``ranks``, or one is given twice or does not exist.
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate 1-D memory that is sent best: on hosts, shared with the ranks of the node.
+        """Allocate 1-D memory, held as long as the collectives: on hosts, shared within the node.
 
-        It is held as long as the collectives. Other ranks read what is gathered from it in place:
-        see `Collectives` for when it may be overwritten.
+        Other ranks read what is gathered from it in place: see `Collectives`.
         """
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job`` beside the caller, after the earlier jobs of the same queue.
 
-        There are two queues, for gathers and for reductions. Within a job works are waited for: a
-        second hop starts when the first has arrived, whatever the caller does meanwhile. On hosts
-        a queue is a thread, in which the caller's grad and inference modes hold. On an accelerator
-        it is a stream: the job runs at once, on the host, and what it enqueues is ordered after
-        what the caller's current stream holds. ``wait`` of the result returns (on an accelerator:
-        lets the current stream go on) when the job is done, and raises what it raised. A job
-        launched by a job of the same queue runs at once. What a job allocates on an accelerator is
-        reused in the order of the queue's stream: a reader on another stream keeps it until that
-        is done.
+        There are two queues, for gathers and for reductions. A job waits for its works: a second
+        hop starts when the first has arrived, whatever the caller does meanwhile. On hosts a queue
+        is a thread, in which the caller's grad and inference modes hold. On an accelerator it is a
+        stream: the job runs at once, on the host, and what it enqueues is ordered after what the
+        caller's current stream holds. Memory that it allocates there is reused in the order of the
+        queue's stream: a reader on another stream keeps it. ``wait`` of the result returns (on an
+        accelerator: lets the current stream go on) when the job is done, and raises what it raised.
+        A job launched by a job of the same queue runs at once.
         """
 
 
@@ -293,13 +268,11 @@ class CollectivesFactory(Protocol):
         ranks_per_node: int,
         frozen: Collection[int],
     ) -> Collectives:
-        """Make collectives that carry their bytes over ``native``.
+        """Make collectives that carry their bytes, of any dtype, over ``native``.
 
         Args:
-            native: works on any dtype, ``torch.uint8`` included.
             config: the resolved ``zero_optimization`` block as plain builtins.
-            ranks_per_node: ranks ``[n * ranks_per_node, (n + 1) * ranks_per_node)`` share node
-                ``n``; divides ``world_size``.
+            ranks_per_node: divides ``world_size``; ranks of a node are consecutive.
             frozen: indices of the segments that are never trained.
 
         Raises:
@@ -319,24 +292,22 @@ class StateTier(Protocol):
     def owns_grads(self) -> bool:
         """Whether `offer_grad` copies the gradient into memory of the tier.
 
-        The engine then offers gradients in the communication dtype, and keeps none of its own from
-        one unit to the next.
+        The engine then offers it in the communication dtype, and keeps none of its own.
         """
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Take the final gradient of ``[start, start + grad.numel())`` for the next step.
 
-        Called in backward as each segment is reduced. ``grad`` is 1-D, contiguous, floating
-        point, on the engine's device, and belongs to the engine. Its values may be read from
-        ``step`` on, and stay until a ``step`` that uses it or ``discard_grads`` has returned. If
-        the tier ``owns_grads``, they may be read at once, and stay until what is returned has been
-        called, or not at all if that is None. A range may be offered again (a
-        second backward in the same micro-step): the last offer holds. ``step`` may overwrite what
-        was offered.
+        Called in backward as each segment is reduced. ``grad`` is the engine's: 1-D, contiguous,
+        floating point, on its device. It may be read from ``step`` on, which may overwrite it, and
+        stays until a ``step`` that uses it or ``discard_grads`` has returned. If the tier
+        ``owns_grads``, it may be read at once, and stays until what is returned has been called, or
+        not at all if that is None. A range may be offered again (by a second backward): the last
+        offer holds.
         """
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """A copy of what is offered for ``[start, stop)``: 1-D, on the CPU, as it was offered."""
+        """A copy of what was offered for ``[start, stop)``: 1-D, on the CPU, in its dtype."""
 
     def discard_grads(self) -> None:
         """Forget what was offered and no ``step`` has used."""
@@ -344,26 +315,20 @@ class StateTier(Protocol):
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Update the pieces listed in ``active`` (sorted indices). Leave all others alone.
+        """Update the pieces ``active``, sorted indices. Others keep values, states and step counts.
 
-        A piece left alone gets no weight decay, no moment update and no step count.
-        ``groups`` are the optimizer's ``param_groups`` without ``params``. Gradients are
-        multiplied by ``grad_scale`` (unscale and clip in one factor). New values are written to
-        the parameter shards given at construction; the call may return before that is done.
-
-        It may be called several times for one step of the training, each time for pieces that were
-        offered and not updated yet: units are updated while backward goes on. What other pieces
-        were offered stays. The engine ends a step with `discard_grads`.
+        ``groups`` are the optimizer's ``param_groups`` without ``params``. Gradients are multiplied
+        by ``grad_scale`` (unscale and clip in one factor). New values are written to the parameter
+        shards given at construction; the call may return before that is done. One step of the
+        training may call it several times, each for pieces that were offered and not updated yet,
+        while backward goes on; other offers stay. The engine ends a step with `discard_grads`.
         """
 
     def wait_params(self, start: int, stop: int) -> None:
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Whether `wait_params` would return at once, and make no stream wait.
-
-        False after an update that failed: `wait_params` raises.
-        """
+        """Whether `wait_params` returns at once, and makes no stream wait. False if it raises."""
 
     def state_names(self) -> Sequence[str]:
         """Names of the elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
@@ -375,8 +340,9 @@ class StateTier(Protocol):
         """Overwrite one state over ``[start, start + values.numel())``.
 
         Writing ``master_weight`` publishes the rounded values to the parameter shards as well.
-        A name not in ``state_names`` yet becomes known, if the optimizer can have it (KeyError
-        otherwise).
+
+        Raises:
+            KeyError: the optimizer cannot have it. Else a new name becomes known.
         """
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
@@ -388,9 +354,7 @@ class StateTier(Protocol):
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
         """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
 
-        Args:
-            names: of the elementwise states that are going to be written.
-            scalars: those of each piece.
+        ``scalars`` are those of each piece.
 
         Raises:
             KeyError: the optimizer cannot have such a state.
@@ -402,9 +366,9 @@ class ChangeWatcher(Protocol):
     """Reads states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
-        """Called before states of ``[start, stop)`` change, by the thread that changes them.
+        """Called before states of ``[start, stop)`` may change, by the thread that changes them.
 
-        Ranges that do not change, or have changed before, may be among them. It may wait.
+        It may wait, and may be called for what does not change, or has changed before.
         """
 
 
@@ -423,39 +387,37 @@ class SnapshotTier(StateTier, Protocol):
 class AccumulatingTier(StateTier, Protocol):
     """A state tier that owns gradients, and adds up those of a step's micro-steps itself.
 
-    The sum is taken in fp32 (float64 for float64), in the order of the calls, and does not depend
-    on where the tier keeps it. ``offer_grad`` replaces it, ``read_grad`` returns it, and a ``step``
-    or ``discard_grads`` ends it.
+    The sum is taken in fp32 (float64 for float64), in the order of the calls, wherever it is kept.
+    ``offer_grad`` replaces it, ``read_grad`` returns it, a ``step`` or ``discard_grads`` ends it.
     """
 
     def expect_micro_steps(self, count: int) -> None:
-        """Prepare for ``count`` calls of `add_grad` per range and step, more than one.
+        """Prepare memory for about ``count`` > 1 calls of `add_grad` per range and step.
 
-        Called once, before the first of them and before state is written. It decides on memory
-        and on where state is kept alone: there may be more.
+        Called once, before the first of them and before state is written.
         """
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
         """Add to the gradient of ``[start, start + grad.numel())`` for the next step.
 
-        Called in each micro-step's backward as each segment is reduced. ``grad`` and the result are
-        as for ``offer_grad``; it is added as it is, in its dtype. ``is_last``: the gradient is
-        complete with it, unless another backward of the last micro-step follows.
+        Called in each micro-step's backward. ``grad`` and the result are as for ``offer_grad``; it
+        is added in its dtype. ``is_last``: the gradient is complete with it, unless another
+        backward of the last micro-step follows.
         """
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
         """Start to compute the sum of the squares of the gradient of ``[start, stop)``.
 
-        The call that is returned waits for it: 0-dim, float64, on the CPU or the device, computed
-        in double precision. It is not finite if an element is not.
+        The call that is returned waits for it: 0-dim, float64, on the CPU or the device, summed in
+        double precision. It is not finite if an element is not.
         """
 
 
 @runtime_checkable
 class TimedTier(StateTier, Protocol):
-    """A state tier that works beside the caller, and counts the time and the bytes of it.
+    """A state tier that works beside the caller, and counts time and bytes.
 
-    Counts only grow. They are read between two steps, without waiting for what is under way.
+    Counts only grow, and are read between two steps, without a wait.
     """
 
     @property
@@ -471,16 +433,15 @@ class TimedTier(StateTier, Protocol):
         """Bytes copied so far from the device to the host, and back."""
 
     def recent_updates(self) -> Sequence[tuple[float, float]]:
-        """Start and end of the last updates by the host, of `time.perf_counter`, in order."""
+        """Start and end of the host's last updates, of `time.perf_counter`, in order."""
 
     def time_copies(self, *, is_on: bool) -> None:
         """Time later copies between the device and the host, or no longer. A CPU has none."""
 
     def take_copies(self) -> Sequence[tuple[str, torch.Event, torch.Event]]:
-        """Return the copies that were timed since the last call.
+        """Return the copies timed since the last call.
 
-        Each is what it carries and events before and after it, which can be timed and may not have
-        fired yet.
+        Each is what it carries and the timed events around it, which may not have fired yet.
         """
 
     def host_memory_bytes(self) -> Mapping[str, int]:
@@ -494,8 +455,8 @@ class ReservingTier(StateTier, Protocol):
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Allocate what gradients are copied to, or widened in, and what copies pass through.
 
-        Called once on an accelerator, before the first gradient. It decides on memory alone.
-        ``grads``: ``(start, stop, dtype)`` of what is going to be offered or added.
+        Called once on an accelerator, before the first gradient. ``grads``: ``(start, stop,
+        dtype)`` of what is going to be offered or added.
         """
 
 
@@ -517,12 +478,11 @@ class SpeculativeTier(StateTier, Protocol):
     def speculate(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Begin to ``step`` over pieces whose gradient has been offered, as far as memory allows.
+        """Begin to ``step`` over offered pieces, as far as memory allows. Arguments as there.
 
-        It may be called several times before ``step``, for other pieces each time. A ``step`` with
-        the same settings and factor over these pieces and others goes on with it. Before anything
-        else is done with these pieces it is undone: a step with another factor, an offer, reads and
-        writes of states, ``discard_grads``. Arguments are those of ``step``.
+        Each call before ``step`` is for other pieces. A ``step`` with the same settings and factor
+        over these and others goes on with it. Anything else done with them undoes it first: a step
+        with another factor, an offer, reads and writes of states, ``discard_grads``.
         """
 
 
@@ -533,8 +493,8 @@ class ParamStore(Protocol):
     def write(self, start: int, values: Tensor) -> None:
         """Store ``[start, start + values.numel())`` of the local flat space.
 
-        May be called from any thread, by one at a time. ``values`` is 1-D, on any device, in the
-        compute dtype, within one shard; it is the caller's again when the call returns.
+        Any thread may call it, one at a time. ``values`` is 1-D, on any device, in the compute
+        dtype, within one shard, and the caller's again when the call returns.
         """
 
 
@@ -545,10 +505,9 @@ class DeviceMemory(Protocol):
     def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """Return all long-lived tensors on the device, by the name of a `StatePart`.
 
-        Called between two steps, while no exchange or update is under way. The engine copies the
-        bytes of their storages to the host, except for "buffers" (scratch), and resizes the
-        storages to zero and later back. Tensors and their views stay the same objects, and
-        addresses change. Until then the part is not called.
+        Called between two steps, while no exchange or update is under way. The engine copies their
+        bytes to the host, except for "buffers" (scratch), and resizes the storages to zero and
+        later back: tensors stay the same objects, at new addresses. Until then it calls nothing.
         """
 
 
@@ -576,23 +535,20 @@ class StateTierFactory(Protocol):
         Args:
             numel: length of the local flat space, padding included.
             pieces: ``(start, stop, group)`` of each parameter's part.
-            params: ``(start, tensor)``: 1-D parameter shards in the compute dtype, sorted, each
-                covering ``[start, start + tensor.numel())``: where new values go. A shard is on
-                ``device``; or on the CPU, where it rests; or on the meta device: then its new
-                values go to ``param_store``. The engine writes ``master_weight`` before the first
-                step; what the shards hold until then does not count.
+            params: ``(start, tensor)``: sorted 1-D parameter shards in the compute dtype, where new
+                values go: on ``device``; on the CPU, where they rest; or on the meta device, for
+                ``param_store``. The engine writes ``master_weight`` before the first step.
             device: the compute device.
             optimizer_class: the torch optimizer whose update is wanted.
             groups: its ``param_groups`` without ``params`` (every default filled in).
             config: the resolved ``zero_optimization`` block as plain builtins.
-            adam_kernel: the host kernel; given for Adam, AdamW, Adagrad, SGD and Lion, and for
-                classes that say they have one (`zero_core.optim.factory.has_kernel_rule`); else
-                None.
+            adam_kernel: the host kernel, for Adam, AdamW, Adagrad, SGD, Lion and classes that say
+                they have one (`zero_core.optim.factory.has_kernel_rule`).
             device_tier: makes a tier on the compute device out of torch's own optimizer.
             names: of the parameters, one per piece; the engine always gives them.
-            param_store: takes the new values of shards on the meta device; None if there are none.
-            upload_codec: of the differences that ``offload_optimizer.lossless_upload`` sends; the
-                engine passes it where the key is on.
+            param_store: takes the new values of shards on the meta device, if there are any.
+            upload_codec: of the differences that ``offload_optimizer.lossless_upload`` sends, where
+                the key is on.
 
         Raises:
             ValueError: a setting or an optimizer that it cannot serve, by name.
@@ -636,10 +592,9 @@ class DeviceTierFactory(Protocol):
         param_store: ParamStore | None = None,
         own_masters: Collection[torch.dtype] = ...,
     ) -> StateTier:
-        """Make a tier. ``pieces`` and ``params`` are in coordinates of ``[0, numel)``.
+        """Make a tier. Arguments are as for a `StateTierFactory`.
 
-        Shards of the dtypes ``own_masters`` are their own master weights: by default `WIDE_DTYPES`
-        of `zero_core.config`.
+        Shards of the dtypes ``own_masters`` (`zero_core.config.WIDE_DTYPES`) are their own masters.
         """
 
 
@@ -648,29 +603,24 @@ class ParamTier(Protocol):
     """Keeper of this rank's parameter shards while no unit needs them, in memory of its own.
 
     ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1. A shard is named by the index
-    of its segment. Nothing here is a collective.
+    of its segment. Nothing is a collective.
     """
 
     def expect(self, segments: Sequence[int]) -> None:
         """These are fetched next, in this order, as far as known: a tier may read them ahead."""
 
     def fetch(self, segment: int, out: Tensor) -> Work:
-        """Start to copy the current values of a shard to ``out``.
+        """Start to copy the current values of a shard to ``out``, on the device or on the CPU.
 
-        On an accelerator the copy is ordered after what the caller's current stream holds, and
-        ``wait`` of the result makes the stream wait that is current then. The engine calls it on a
-        stream of its own. On the CPU the values are there when ``wait`` returns.
-
-        Args:
-            segment: one of those at construction.
-            out: 1-D, contiguous, the shard's length and dtype, on the device or on the CPU.
+        ``out`` is 1-D, contiguous, of the shard's length and dtype. On an accelerator the copy
+        follows what the caller's current stream holds, and ``wait`` of the result makes the stream
+        wait that is current then. On the CPU the values are there when ``wait`` returns.
         """
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Overwrite elements ``[start, start + values.numel())`` of a shard.
+        """Overwrite elements ``[start, start + values.numel())`` of a shard not being fetched.
 
-        Called by one thread at a time, which may be another than the one that fetches, but never
-        for a shard that is being fetched. ``values`` is 1-D, on any device, cast to the shard's
+        Any thread may call it, one at a time. ``values`` is 1-D, on any device, cast to the shard's
         dtype, and the caller's again when the call returns.
         """
 
@@ -713,10 +663,10 @@ class MicroBatchLoss(Protocol):
 class AdamKernel(Protocol):
     """One pass over flat host memory: gradient in, master and moments updated, copy out.
 
-    Entry point of ``zero_core.adam_kernels``. A module that has this function satisfies it.
-    Optional further functions: ``adagrad_step``, ``sgd_step`` and ``lion_step`` for those
-    optimizers, ``adam_step_8bit`` and ``adam_step_bf16`` for ``offload_optimizer.state_dtype``. A
-    tier that finds one missing updates by torch's own optimizer, or refuses the ``state_dtype``.
+    Entry point of ``zero_core.adam_kernels``: a module that has this function, and maybe
+    ``adagrad_step``, ``sgd_step``, ``lion_step``, and ``adam_step_8bit`` and ``adam_step_bf16`` for
+    ``offload_optimizer.state_dtype``. A tier that finds one missing updates by torch's own
+    optimizer, or refuses the ``state_dtype``.
     """
 
     def adam_step(
@@ -741,25 +691,23 @@ class AdamKernel(Protocol):
         """Apply one Adam update (Kingma and Ba 2015, AdamW: Loshchilov and Hutter 2019) in place.
 
         Args:
-            master: fp32, 1-D, contiguous, host memory; updated.
+            master, exp_avg, exp_avg_sq: fp32, 1-D, contiguous, host memory; updated.
             grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first.
-            exp_avg, exp_avg_sq: fp32; updated.
             step: number of this update, from 1.
             lr, beta1, beta2, eps, weight_decay: as torch.optim.AdamW has them.
             adamw_mode: decoupled weight decay instead of L2.
             bias_correction: divide the moments by ``1 - beta ** step``.
-            grad_scale: factor on the gradient: unscale and clip.
-            out: fp32, bf16 or fp16, same length: receives the rounded master in the same pass.
+            out: fp32, bf16 or fp16, same length: receives the rounded master.
             num_threads: None for the default.
         """
 
 
 @runtime_checkable
 class PartitionedParam(Protocol):
-    """A parameter without memory of its own, whose value ``build`` asks for when it needs it.
+    """A parameter without memory of its own. ``build`` asks for one value at a time.
 
     It is an ``nn.Parameter`` of the value's shape and dtype whose class has these members, as
-    made by DeepSpeed's ``zero.Init``. ``build`` asks for one value at a time.
+    made by DeepSpeed's ``zero.Init``.
     """
 
     @property

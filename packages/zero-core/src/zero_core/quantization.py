@@ -76,7 +76,7 @@ def quantize_blocks(
             if source is not None:
                 value = _find(source, prefix, found.names[number], param).value().to(param.dtype)
             elif param.is_meta:
-                value = _same(initial.of(param), control)
+                value = _of_rank_0(initial.of(param), control)
             else:
                 continue
             make_ordinary(param)
@@ -84,7 +84,7 @@ def quantize_blocks(
         for part in block.modules():
             for key, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    part._buffers[key] = _same(initial.of(buffer), control)
+                    part._buffers[key] = _of_rank_0(initial.of(buffer), control)
         quantize(block)
         kept = {id(param) for param in block.parameters()}
         for number in numbers:
@@ -105,8 +105,7 @@ def quantize_blocks(
             keep_slice(outer, values, control)
 
 
-def _same(value: Tensor, control: ControlGroup) -> Tensor:
-    """Return rank 0's ``value``."""
+def _of_rank_0(value: Tensor, control: ControlGroup) -> Tensor:
     value = value.contiguous()
     control.broadcast(value)
     return value
@@ -118,10 +117,9 @@ def _find(
     """Return the stored tensor of one of ``names``, with ``prefix`` and without."""
     for name in map(plain_name, names):
         for spelling in (name, prefix + name, name.removeprefix(prefix)):
-            stored = source.get(spelling)
-            if stored is not None and stored.shape == tuple(param.shape):
-                return stored
-            if stored is not None:
+            if (stored := source.get(spelling)) is not None:
+                if stored.shape == tuple(param.shape):
+                    return stored
                 raise CheckpointError(
                     f"{name} has shape {stored.shape} in {stored.path} and "
                     f"{tuple(param.shape)} in the model"

@@ -8,8 +8,8 @@ in the engine's shards: `ShardedModel.unwrap` leaves them in the model, for anot
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 from weakref import WeakMethod
@@ -29,16 +29,20 @@ from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.core import access
 from zero_core.core.extension import Extension
-from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.core.saved import Holding
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.extensions.generation import keep_while_generating
 from zero_core.lifecycle import LeftShard, ModelCopies, Ownership, Removable, owner_of
 from zero_core.optim.train_state import LossScaler, TrainState
-from zero_core.runtime.device_states import FORWARD_PARTS, NO_PARTS, DeviceStates, StatePart
+from zero_core.runtime.device_states import (
+    FORWARD_PARTS,
+    NO_PARTS,
+    DeviceStates,
+    StatePart,
+    fix_memory,
+)
 from zero_core.runtime.gathered import GatheredParams
-from zero_core.runtime.param_guard import ParamGuard, fix_memory
 from zero_core.schedules import Schedule, ScheduleFactory
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
@@ -53,11 +57,10 @@ class EngineParts:
 
     config: Config
     compute_dtype: torch.dtype | None
-    autocast_dtype: torch.dtype | None
+    autocast: Callable[[], AbstractContextManager[None]]
     ownership: Ownership
     state: ShardedState
     passes: Passes
-    guard: ParamGuard
     states: StateAccess
     device_states: DeviceStates
     train: TrainState
@@ -75,7 +78,6 @@ class _UnitCalls:
     module: nn.Module
     _device_states: DeviceStates
     _passes: Passes
-    _units_of: ModuleUnits
     _parts: EngineParts
 
     def set_reshard_after_forward(
@@ -83,17 +85,17 @@ class _UnitCalls:
     ) -> None:
         """Set whether a forward releases the parameters that it has gathered (stage 3).
 
-        False keeps them, with gradients until their backward, without until values change or
-        True, the default, is set: several forwards then gather once, for the memory of what is
-        kept. ``modules``: whose units are meant; None: all. As FSDP2's method of the name. Every
-        rank must call it, between two steps.
+        False keeps them, with gradients until their backward, without until values change or True,
+        the default, is set. ``modules``: whose units are meant; None: all. As FSDP2's method of the
+        name. Every rank must call it, between two steps.
 
         Raises:
             ValueError: one of ``modules`` is not this engine's.
         """
         self._device_states.check("set_reshard_after_forward()", NO_PARTS)
         meant = [self.module] if modules is None else modules
-        units, indices = self._passes.units, {u.index for m in meant for u in self._units_of.of(m)}
+        units = self._passes.units
+        indices = {unit.index for module in meant for unit in self._passes.units_of(module)}
         stay = units.stay_gathered
         units.set_stay_gathered(stay - indices if reshard_after_forward else stay | indices)
 
@@ -101,10 +103,10 @@ class _UnitCalls:
     def generating(self) -> Iterator[nn.Module]:
         """Keep parameters gathered between forwards without gradients, within (stage 3).
 
-        For text generation; the model's own ``generate`` enters it by itself. Units stay up to
-        ``stage3_max_live_parameters`` elements; where there are more, the others are gathered in
-        each forward, and all ranks must run equally many of them (``synced_gpus`` of transformers).
-        Every rank must enter it, between two steps.
+        The model's own ``generate`` enters it by itself. Units stay up to
+        ``stage3_max_live_parameters`` elements; others are gathered in each forward, of which all
+        ranks must run equally many (``synced_gpus`` of transformers). Every rank must enter it,
+        between two steps.
         """
         self._device_states.check("generating()", NO_PARTS)
         limit = self.config.zero_optimization.stage3_max_live_parameters
@@ -135,8 +137,7 @@ class _UnitCalls:
         Raises:
             ValueError: ``modules`` are others, or not this engine's.
         """
-        self._device_states.check("set_modules_to_forward_prefetch()", NO_PARTS)
-        self._set_prefetched(module, modules, backward=False)
+        self._set_prefetched(module, modules, "forward", 1)
 
     def set_modules_to_backward_prefetch(
         self, module: nn.Module, modules: Iterable[nn.Module]
@@ -145,29 +146,27 @@ class _UnitCalls:
 
         As `set_modules_to_forward_prefetch`; backward's order is the reverse.
         """
-        self._device_states.check("set_modules_to_backward_prefetch()", NO_PARTS)
-        self._set_prefetched(module, modules, backward=True)
+        self._set_prefetched(module, modules, "backward", -1)
 
     def _set_prefetched(
-        self, module: nn.Module, modules: Iterable[nn.Module], *, backward: bool
+        self, module: nn.Module, modules: Iterable[nn.Module], order: str, step: int
     ) -> None:
-        units = self._units_of.of(module)
+        self._device_states.check(f"set_modules_to_{order}_prefetch()", NO_PARTS)
+        passes, units = self._passes, self._passes.units_of(module)
         if len(units) != 1:
             raise ValueError(
                 f"{type(module).__name__} is in units {units}: name a module of a single one"
             )
         (unit,) = units
-        found = [index for m in modules for index in sorted(u.index for u in self._units_of.of(m))]
+        found = [index for m in modules for index in sorted(u.index for u in passes.units_of(m))]
         found = list(dict.fromkeys(found))
-        step = -1 if backward else 1
         if found != [unit.index + step * (n + 1) for n in range(len(found))]:
-            order = "backward" if backward else "forward"
             raise ValueError(
                 f"units {found} cannot be gathered ahead of {unit!r}: units are gathered in one "
                 f"order on all ranks, so name those that follow it in {order}, which begin with "
                 f"unit {unit.index + step}"
             )
-        self._passes.units.prefetch.set_depth(unit.index, len(found) or 1, backward=backward)
+        passes.units.prefetch.set_depth(unit.index, len(found) or 1, backward=step < 0)
 
 
 class _Progress:
@@ -272,13 +271,13 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self._device_states = parts.device_states
         self._passes = passes
         self._train = parts.train
-        self._units_of = ModuleUnits(passes)
         self._gathering = GatheredParams(passes, state, parts.device_states.edits)
         buffers = state.common_buffers
         if parts.config.broadcast_buffers:
             buffers.attach(state.control, passes.backward)
         ownership.begin(self)
-        self.remove_at_end([buffers, parts.guard.watch(), fix_memory(state.module)])
+        watch = parts.device_states.watch_model()
+        self.remove_at_end([buffers, watch, fix_memory(state.module)])
         self.remove_at_end([self._gathering, Holding(self._gathering)])
         if parts.config.zero_optimization.stage == 3:
             kept = keep_while_generating(state.module, WeakMethod(self.generating))
@@ -309,7 +308,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Call the module without gradients. Floating inputs are cast to the compute dtype."""
         self._device_states.check("a forward", FORWARD_PARTS)
         args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self._parts.autocast():
             return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -317,11 +316,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
         A call of the engine runs in it; a program that calls ``module`` may enter it.
         """
-        if (dtype := self._parts.autocast_dtype) is None:
-            return nullcontext()
-        # torch's cache would keep all weights in 16 bits up to the end of the forward.
-        is_cached = None if self.config.zero_optimization.stage < 3 else False  # None: as set
-        return torch.autocast(self.device.type, dtype, cache_enabled=is_cached)
+        return self._parts.autocast()
 
     def idle_forward(self) -> None:
         """Take part in one forward without gradients of the other ranks, without data.
@@ -359,8 +354,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def own_part(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements of ``param``, 1-D, in its dtype: a view, not to be changed.
 
-        At stage 0 each rank's part is a slice, too. It may be empty. Elements are in the order of
-        the parameter's strides.
+        A slice at stage 0, too, maybe empty, in the order of the parameter's strides.
         """
         self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)
@@ -368,9 +362,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def allow_empty_entries(self, advice: str) -> None:
         """Have ``module.state_dict()`` on this rank give empty tensors for values not held here.
 
-        By default it raises. For callers that need only the names, or discard the result, such as
-        ranks that write nothing. Rank 0 logs a warning, once, which ends with ``advice``: how a
-        caller gets the values.
+        By default it raises. For callers that need only the names, or discard the result. Rank 0
+        logs a warning, once, which ends with ``advice``: how a caller gets the values.
         """
         self._device_states.check("allow_empty_entries()", NO_PARTS)
         self._parts.ownership.allow_empty_entries(advice)
@@ -392,8 +385,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         Meanwhile what needs a part that is away raises RuntimeError: a forward needs "parameters"
         and "buffers", a backward "gradients" too, all else every part. A forward whose backward is
         to come must run after `reload_states`. Every rank must call it, between two steps or
-        micro-steps. Parts that are away already stay so. On a CPU, memory that ranks share is not
-        freed. Buffers of the model stay.
+        micro-steps. On a CPU, memory that ranks share is not freed. The model's buffers stay.
 
         Args:
             parts: which of `zero_core.StatePart`; None: all. In fp32, "parameters" are the master
@@ -453,12 +445,12 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             self._end("close()")
 
     def unwrap(self, *, dtype: torch.dtype | None = None, drops_partial: bool = False) -> nn.Module:
-        """End the engine and return its model with every value whole.
+        """End the engine and return its model with every value whole, for another engine perhaps.
 
-        Another engine may follow. Parameters stay the same objects; each rank then holds all of
-        them in its CPU memory, and the buffers too. An optimizer that was given to ``build`` may be
-        stepped again; its states are those that it came with, or, where it updates whole
-        parameters, those of this rank's. Every rank must call it, between two steps.
+        Parameters stay the same objects; each rank then holds all of them, and the buffers, in its
+        CPU memory. An optimizer that was given to ``build`` may be stepped again, with the states
+        that it came with, or, where it updates whole parameters, those of this rank's. Every rank
+        must call it, between two steps.
 
         Args:
             dtype: of floating values, as in `full_state_dict`.
@@ -532,8 +524,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Return what this rank sent in the last step, by collective and link.
 
         Rows, none before a step, are those of ``plan().traffic``, without the host link, and Muon's
-        gather, which a plan lacks. What is sent between two steps counts for the second. Only what
-        goes through the engine's own collectives is seen.
+        gather. What is sent between two steps counts for the second, through the engine's own
+        collectives alone.
         """
         return self._parts.meter.report()
 

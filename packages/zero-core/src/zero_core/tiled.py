@@ -25,9 +25,8 @@ Both methods are those of Arctic Long Sequence Training (arXiv 2506.13996).
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -44,7 +43,7 @@ from zero_core._torch import (
     pytree,
 )
 from zero_core.config import ModulesConfig, TiledComputeConfig
-from zero_core.core.hooks import ModuleUnits
+from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import ModuleRule
 from zero_core.object_methods import ObjectMethods
@@ -122,21 +121,20 @@ class TiledLogits(Tensor):
         changed = kwargs.get("out"), first if is_in_place else None
         if any(isinstance(value, TiledLogits) for value in changed):
             raise RuntimeError(
-                f"{func.__name__} would change tiled logits, of which one tile exists at a time: "
+                f"{name} would change tiled logits, of which one tile exists at a time: "
                 "use a function that returns new ones, or leave the head out of "
                 "tiled_compute.logits"
             )
         if func in _FACTS:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
+        found: Tensor | None = None
         if isinstance(first, TiledLogits):
             found = first._follow(func, args[1:], kwargs)
-            if found is not None:
-                return found
-        if func is functional.cross_entropy:
-            loss = _cross_entropy(*args, **kwargs)
-            if loss is not None:
-                return loss
+        if found is None and func is functional.cross_entropy:
+            found = _cross_entropy(*args, **kwargs)
+        if found is not None:
+            return found
         given = (tuple(args), dict(kwargs))
         args, kwargs = pytree.tree_map_only(TiledLogits, TiledLogits.whole, given)
         return func(*args, **kwargs)
@@ -165,15 +163,14 @@ class TiledLogits(Tensor):
         hidden: Tensor | None = None
         if func in (Tensor.view, Tensor.reshape) and not kwargs:
             sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
-            leading = math.prod(self._hidden.shape[:-1])
-            is_same = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
-            if is_same and sizes[-1] in (self.shape[-1], -1) and _has_numel(sizes[:-1], leading):
-                hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+            are_plain = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
+            if are_plain and sizes[-1] in (self.shape[-1], -1):
+                with suppress(RuntimeError):  # the leading dimensions have other sizes
+                    hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
         elif func is Tensor.flatten and not kwargs and tuple(rest) == (0, self.dim() - 2):
             hidden = self._hidden.flatten(0, self.dim() - 2)
-        elif func is Tensor.__getitem__:
-            index = _leading_index(rest[0], self.dim())
-            hidden = None if index is None else self._hidden[index]
+        elif func is Tensor.__getitem__ and (index := _leading_index(rest[0], self.dim())):
+            hidden = self._hidden[index]
         if hidden is None or hidden.dim() < 2:
             return None
         return type(self)(hidden, self._head, self._tile_tokens, self._steps)
@@ -185,20 +182,11 @@ def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:
     return logits
 
 
-def _has_numel(sizes: Sequence[int], numel: int) -> bool:
-    """Return whether ``sizes`` have ``numel`` elements, if a single -1 among them can be chosen."""
-    known = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes:
-        return sizes.count(-1) == 1 and known > 0 and numel % known == 0
-    return known == numel
-
-
 def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
     """Return ``index`` for all dimensions, if it takes whole rows in the last one, or None."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(not (isinstance(item, int | slice) or item is Ellipsis) for item in items):
-        return None
-    if items.count(Ellipsis) > 1 or any(isinstance(item, bool) for item in items):
+    are_plain = all(type(item) in (int, slice) or item is Ellipsis for item in items)
+    if not are_plain or items.count(Ellipsis) > 1:
         return None
     if Ellipsis not in items:
         items.append(Ellipsis)
@@ -224,15 +212,14 @@ def _cross_entropy(
     is_fitting = input.dim() == 2 and target.shape[:1] == input.shape[:1]
     if is_legacy or not is_fitting or reduction not in ("mean", "sum", "none"):
         return None  # also where torch has to say what is wrong
-    logits = input
     is_summed = reduction != "none"
     # A sum of thousands of losses may be more than fp16 holds.
-    dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
-    own_dtype = logits.dtype  # of a loss: wider than the logits under autocast
+    dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
+    own_dtype = input.dtype  # of a loss: wider than the logits under autocast
 
     def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
         nonlocal own_dtype
-        tile = _apply(logits._head(hidden), logits._steps)
+        tile = _apply(input._head(hidden), input._steps)
         losses = functional.cross_entropy(
             tile,
             target,
@@ -244,8 +231,8 @@ def _cross_entropy(
         own_dtype = losses.dtype
         return losses.sum(dtype=dtype) if is_summed else losses
 
-    size = logits._tile_tokens
-    tiles = zip(torch.split(logits._hidden, size), torch.split(target, size), strict=True)
+    size = input._tile_tokens
+    tiles = zip(torch.split(input._hidden, size), torch.split(target, size), strict=True)
     losses = [run_tile(partial(loss_of, target=wanted), hidden) for hidden, wanted in tiles]
     if not is_summed:
         return torch.cat(losses)
@@ -270,12 +257,10 @@ def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
 class TiledForwards(ObjectMethods):
     """Wraps the forwards of the modules that the configuration names until `remove`."""
 
-    def __init__(
-        self, model: nn.Module, config: TiledComputeConfig, units: ModuleUnits | None
-    ) -> None:
+    def __init__(self, model: nn.Module, config: TiledComputeConfig, passes: Passes | None) -> None:
         """Wrap the modules of ``model``: see `check_names`. None: they are in no engine."""
         self._tile_tokens = config.tile_tokens
-        self._units = units
+        self._passes = passes
         tiled = [(m, self._tiled(path, m)) for path, m in _selected(model, config.modules)]
         heads = [(m, self._with_loss(path, m)) for path, m in _selected(model, config.logits)]
         super().__init__("forward", [*tiled, *heads])
@@ -301,8 +286,8 @@ class TiledForwards(ObjectMethods):
                 return forward(*args, **kwargs)
 
             def of_tile(tile: Tensor) -> Tensor:
-                if self._units is not None and is_in_backward():
-                    self._units.gather(module)  # in forward the module's own hooks have done it
+                if self._passes is not None and is_in_backward():
+                    _gather(self._passes, module)  # in forward the module's own hooks have done it
                 # A module may view what it is given, as the Conv1D of GPT-2 does.
                 its_args, its_kwargs = pytree.tree_unflatten(
                     [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
@@ -333,8 +318,8 @@ class TiledForwards(ObjectMethods):
             if hidden.dim() < 2 or tokens <= self._tile_tokens:
                 return forward(hidden)
             # The head's own forward, with the weights and the autocast that it has now.
-            units, device_type = self._units, hidden.device.type
-            version = 0 if units is None else units.version(module)
+            passes, device_type = self._passes, hidden.device.type
+            version = 0 if passes is None else _version(passes, module)
             autocast: dict[str, Any] | None = None
             if torch.amp.is_autocast_available(device_type):
                 autocast = {
@@ -344,15 +329,17 @@ class TiledForwards(ObjectMethods):
                 }
 
             def head(tile: Tensor) -> Tensor:
-                if units is not None and version != units.version(module):
+                if passes is not None and version != _version(passes, module):
                     raise RuntimeError(
                         f"logits of {path!r} were read after step(), which has changed its "
                         "weights: read them before it, or leave the head out of "
                         "tiled_compute.logits"
                     )
-                if units is not None and is_in_backward():
-                    units.gather(module)
-                elif units is not None and not units.is_gathered(module):
+                if passes is not None and is_in_backward():
+                    _gather(passes, module)
+                elif passes is not None and any(
+                    unit.index not in passes.units.ready for unit in passes.units_of(module)
+                ):
                     raise RuntimeError(
                         f"logits of {path!r} were read after their backward, which has released "
                         "its weights: read them before it, or leave the head out of "
@@ -365,6 +352,17 @@ class TiledForwards(ObjectMethods):
             return TiledLogits(hidden, head, self._tile_tokens)
 
         return outside_graphs(wrapped)  # a graph would hold the whole logits
+
+
+def _gather(passes: Passes, module: nn.Module) -> None:
+    for unit in passes.units_of(module):
+        if unit.index not in passes.units.ready:
+            passes.forward.enter_part(unit)
+
+
+def _version(passes: Passes, module: nn.Module) -> int:
+    """Return a number that grows when the parameters of ``module`` get new values."""
+    return sum(flat.version for unit in passes.units_of(module) for flat in unit.params)
 
 
 def check_names(model: nn.Module, config: TiledComputeConfig) -> None:

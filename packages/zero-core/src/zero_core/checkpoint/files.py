@@ -325,8 +325,9 @@ class Reader:
         found = decode(self.manifest.progress), decode(self.manifest.client_state)
         if not all(isinstance(value, dict) for value in found):
             raise CheckpointCorruptError(f"{self.folder}: progress or client state is no mapping")
-        check_progress(found[0])
-        return found
+        progress, client_state = found
+        check_progress(progress)
+        return progress, dict(client_state)  # of a mapping of any class
 
     def read_buffers(self) -> dict[str, Tensor]:
         return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}

@@ -109,7 +109,7 @@ class PatchedTensor(_Part):
     names: Annotated[tuple[str, ...], Field(min_length=1)]  # several, if it is tied
     shape: tuple[_Count, ...]  # of the whole
     dtype: str  # as in safetensors
-    pieces: tuple[Piece, ...] = ()  # in the order of their starts
+    pieces: tuple[Piece, ...]  # in the order of their starts
     order: tuple[_Count, ...] = ()  # of dimensions, the slowest first; () for the shape's
 
 
@@ -314,6 +314,7 @@ class PatchWriter(Extension):
                     shape=spec.shape,
                     dtype=dtype_name(spec.dtype, spec.name),
                     order=spec.order,
+                    pieces=(),
                 )
                 positions, values = next(split).clone(), next(split).clone()
                 if form == Form.VALUES:
@@ -323,7 +324,8 @@ class PatchWriter(Extension):
         for name, value in self._state.buffers().items() if control.rank == 0 else ():
             if since is None or self._buffers[name][1] > since:
                 dtype = dtype_name(value.dtype, name)
-                tensor = PatchedTensor(names=(name,), shape=tuple(value.shape), dtype=dtype)
+                shape = tuple(value.shape)
+                tensor = PatchedTensor(names=(name,), shape=shape, dtype=dtype, pieces=())
                 flat = value.contiguous().view(-1)
                 crc = _crc_of(flat)
                 whole = Piece(next(numbers), 0, value.numel(), Kind.ALL, Form.VALUES, crc, crc)

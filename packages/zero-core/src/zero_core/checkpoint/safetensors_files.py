@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, Annotated
 
 import torch
@@ -345,7 +344,7 @@ class ModelFiles:
     def _open_part(self) -> TensorBuffer:
         if self._pending is None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            raw = TemporaryFile(buffering=0, dir=self._directory)  # noqa: SIM115
+            raw = (self._directory / "part-data.tmp").open("w+b", buffering=0)
             self._pending = TensorBuffer(raw)
         return self._pending
 
@@ -357,4 +356,5 @@ class ModelFiles:
             with path.open("wb") as file:
                 self._parts.append(pending.write_to(file, {"format": "pt"}))
         pending.raw.close()
+        (self._directory / "part-data.tmp").unlink()
         self._pending = None

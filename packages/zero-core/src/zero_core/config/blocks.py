@@ -9,6 +9,7 @@ Types and ranges of ``optimizer.params`` and ``scheduler.params`` are in two tab
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, get_args
 
 import pydantic
@@ -31,10 +32,8 @@ def as_kind(value: Any, *kinds: Any) -> Any:
         return value
     for kind in kinds:
         if kind is bool or (kind in (int, float) and isinstance(value, str)):
-            try:
+            with suppress(pydantic.ValidationError):
                 return pydantic.TypeAdapter(kind).validate_python(value)
-            except pydantic.ValidationError:
-                continue
     return value
 
 
@@ -99,7 +98,12 @@ def unneeded(default: Any, why: str) -> Any:
 
 class _Block(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
@@ -150,10 +154,10 @@ class OffloadOptimizerConfig(_Block):
     @classmethod
     def _say_it_once(cls, block: Any) -> Any:
         """Drop the default ``ratio`` where ``parameters`` or ``device_budget`` replaces it."""
-        is_replaced = isinstance(block, Mapping) and any(
-            block.get(key) is not None for key in ("parameters", "device_budget")
-        )
-        return {"ratio": None, **block} if is_replaced else block
+        keys = ("parameters", "device_budget")
+        if isinstance(block, Mapping) and any(block.get(key) is not None for key in keys):
+            return {"ratio": None, **block}
+        return block
 
     @pydantic.field_validator("ratio", mode="before")
     @classmethod
@@ -643,18 +647,15 @@ class Config(_Block):
         With the vertical schedule gradients of tied weights wait there, too.
         """
         block = self.activation_checkpointing
-        return self.is_recomputed and block is not None and block.cpu_checkpointing
-
-    @property
-    def has_bf16_masters(self) -> bool:
-        """Whether bf16 parameters are their own master weights, with states of their dtype."""
-        is_here = self.zero_optimization.offload_optimizer.device == "none"
-        return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads and is_here
+        return block is not None and block.enabled and block.cpu_checkpointing
 
     @property
     def own_masters(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of parameters that are their own master weights."""
-        return (*WIDE_DTYPES, torch.bfloat16) if self.has_bf16_masters else WIDE_DTYPES
+        """Dtypes of parameters that are their own master weights, with states of their dtype."""
+        is_here = self.zero_optimization.offload_optimizer.device == "none"
+        if self.bf16.enabled and self.bf16.bf16_master_weights_and_grads and is_here:
+            return (*WIDE_DTYPES, torch.bfloat16)
+        return WIDE_DTYPES
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the master weights of parameters of a compute ``dtype``."""

@@ -8,17 +8,13 @@ program and Trainers fill it in. Rules between keys are checked by `load_config`
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from zero_core.config import blocks
-from zero_core.config.blocks import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zero_core.config.blocks import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Config
 from zero_core.config.rules import FURTHER_KEYS
 
 SCHEMA_FILE = Path(__file__).with_name("zero.schema.json")
@@ -29,7 +25,7 @@ _Schema = dict[str, Any]
 
 def make_schema() -> _Schema:
     """Return the JSON Schema (draft 2020-12) of the configuration."""
-    schema = blocks.Config.model_json_schema()
+    schema = Config.model_json_schema()
     kinds = schema["$defs"]
     # Validators and `load_config` convert more to these types.
     for name in ("ModulesConfig", "LeafModuleConfig"):
@@ -40,13 +36,12 @@ def make_schema() -> _Schema:
     kinds["Bf16Config"]["properties"]["check_grad_overflow"] = {"type": "boolean"}
     for name in ("Optimizer", "Scheduler"):
         kinds[f"{name}Config"]["properties"]["params"] = {"$ref": f"#/$defs/{name}Params"}
-    described = _descriptions()
-    for name, block in (("Config", schema), *kinds.items()):
-        block["properties"] = {
-            key: _taken(value, described.get((name, key)))
-            for key, value in block["properties"].items()
-        }
-    further = {key: {"type": [kind, "null"]} for key, kind in FURTHER_KEYS.items()}
+    for block in (schema, *kinds.values()):
+        block["properties"] = {key: _taken(value) for key, value in block["properties"].items()}
+    further = {
+        key: {"type": ["boolean" if isinstance(value, bool) else "object", "null"]}
+        for key, value in FURTHER_KEYS.items()
+    }
     kinds["OptimizerParams"] = _of_params(OPTIMIZER_PARAMS)
     kinds["SchedulerParams"] = _of_params(SCHEDULER_PARAMS)
     del schema["required"]
@@ -74,13 +69,13 @@ def _as_text(value: Any, name: str = "", indent: str = "") -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def _taken(value: _Schema, description: str | None = None) -> _Schema:
+def _taken(value: _Schema) -> _Schema:
     """Return the schema of a key: ``value``, or null, which stands for the default."""
-    kind = {k: v for k, v in value.items() if k not in ("title", "no effect")}
+    kind = {k: v for k, v in value.items() if k not in ("title", "description", "no effect")}
     if "no effect" in value:
-        description = f"Without effect: {value['no effect']}."
-    if description is not None:
-        kind["description"] = description
+        kind["description"] = f"Without effect: {value['no effect']}."
+    elif "description" in value:
+        kind["description"] = value["description"].replace("\n", " ")
     if "anyOf" in kind or "$ref" in kind:
         choices = kind.pop("anyOf", None) or [{"$ref": kind.pop("$ref")}]
         if isinstance(kind.get("default"), dict):
@@ -105,22 +100,6 @@ def _of_params(model: type[BaseModel]) -> _Schema:
             choices.append(value["items"])
         params["properties"][key] = {"anyOf": [*choices, {"enum": ["auto", None]}]}
     return {**params, "title": "params"}
-
-
-def _descriptions() -> dict[tuple[str, str], str]:
-    """Return the docstrings below the keys, by block and key."""
-    found: dict[tuple[str, str], str] = {}
-    for block in ast.parse(inspect.getsource(blocks)).body:
-        if not isinstance(block, ast.ClassDef):
-            continue
-        for pair in pairwise(block.body):
-            match pair:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(words))),
-                ):
-                    found[block.name, name] = inspect.cleandoc(words).replace("\n", " ")
-    return found
 
 
 if __name__ == "__main__":

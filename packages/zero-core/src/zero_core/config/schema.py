@@ -50,17 +50,14 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     """
     if world_size < 1:
         raise ConfigError(f"world_size = {world_size}: must be at least 1")
-    if isinstance(source, Mapping):
-        raw = source
-    else:
-        raw = parse_json(read_config_text(Path(source)), str(source))
-    check_plain(raw)
-    given = raw = as_typed(_without_nulls(raw), Config)
+    if not isinstance(source, Mapping):
+        source = parse_json(read_config_text(Path(source)), str(source))
+    check_plain(source)
+    given = raw = as_typed(_without_nulls(source), Config)
     # bf16.check_grad_overflow is DeepSpeed's place for it; here it holds at every precision.
     bf16, zero = raw.get("bf16"), raw.get("zero_optimization")
     if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
-        raw = {**raw}
-        raw["bf16"] = {k: v for k, v in bf16.items() if k != "check_grad_overflow"}
+        raw = {**raw, "bf16": {k: v for k, v in bf16.items() if k != "check_grad_overflow"}}
         if bf16.get("enabled"):
             raw.setdefault("check_grad_overflow", as_kind(bf16["check_grad_overflow"], bool))
     has_states = isinstance(bf16, dict) and bf16.get("bf16_optimizer_states")
@@ -69,16 +66,19 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
         if isinstance(offload, dict) and offload.get("device", "none") != "none":
             offload = {"state_dtype": "bfloat16", **offload}
             raw = {**raw, "zero_optimization": {**zero, "offload_optimizer": offload}}
-    _refuse_auto(raw)
+    for path, value in _walk(raw):
+        where, is_key = _name_path(path), all(isinstance(key, str) for key in path)
+        if isinstance(value, str) and value == "auto" and is_key and where not in _OWN_AUTO:
+            raise ConfigError(
+                f'{where}: "auto" is filled in by the Hugging Face integration; '
+                "give a value here or leave the key out"
+            )
     raw = drop_further_keys(raw)
     raw.update(_resolve_batch(raw, world_size))
-    try:
-        config = Config.model_validate(raw)
-    except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, Config, raw)) from None
+    config = load_effective(raw)
     check_rules(config, world_size)
-    for path, value, reason in find_unneeded(given, config):
-        _log.info("%s = %r has no effect: %s", path, value, reason)
+    for key, value, reason in find_unneeded(given, config):
+        _log.info("%s = %r has no effect: %s", key, value, reason)
     return config
 
 
@@ -94,7 +94,7 @@ def load_effective(written: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(written)
     except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, Config, dict(written))) from None
+        raise ConfigError(explain(error, Config, written)) from None
 
 
 def read_config_text(path: Path, name: str = "the configuration") -> str:
@@ -105,8 +105,7 @@ def read_config_text(path: Path, name: str = "the configuration") -> str:
     problem = f"cannot read {name} {place!r}"
     try:
         # Before it is opened: opening a pipe without a writer would never end.
-        is_regular = stat.S_ISREG(path.stat().st_mode)
-        content = b""
+        is_regular, content = stat.S_ISREG(path.stat().st_mode), b""
         if is_regular:
             with path.open("rb") as file:
                 content = file.read(_MAX_TEXT_BYTES + 1)
@@ -143,9 +142,8 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object, found {type(value).__name__}")
     if doubled:
-        paths = [p for p, inner in _walk(value) for b, key in doubled if inner is b]
-        key = doubled[0][1]
-        where = _name_path((*paths[0], key)) if paths else key
+        block, key = doubled[0]  # in no path if it was itself given twice
+        where = next((_name_path((*p, key)) for p, inner in _walk(value) if inner is block), key)
         raise ConfigError(f"{name}: {where}: duplicate key {shown(key)}: keep one of them")
     return value
 
@@ -174,20 +172,20 @@ def _walk(config: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
     while left:
         path, value = left.pop()
         yield path, value
+        inner: list[tuple[Any, Any]] = []
         if isinstance(value, Mapping):
             inner = list(value.items())
-        else:
-            inner = list(enumerate(value)) if isinstance(value, list | tuple) else []
+        elif isinstance(value, list | tuple):
+            inner = list(enumerate(value))
         if inner and len(path) >= MAX_DEPTH:
             raise ConfigError(f"{_name_path(path[:3])}: nested more than {MAX_DEPTH} deep")
-        left += [((*path, key), value) for key, value in inner]
+        left += [((*path, key), value) for key, value in reversed(inner)]
 
 
 def _name_path(path: Sequence[Any]) -> str:
     """Return the name of a key in messages: one line, whatever the keys are."""
     names = (str(key) for key in path)
-    plain = (n if n.isprintable() and len(n) <= _MAX_SHOWN else shown(n) for n in names)
-    return ".".join(plain)
+    return ".".join(n if n.isprintable() and len(n) <= _MAX_SHOWN else shown(n) for n in names)
 
 
 def shown(value: Any) -> str:
@@ -235,29 +233,16 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _refuse_auto(block: Mapping[str, Any], *path: str) -> None:
-    for key, value in block.items():
-        place = _name_path((*path, key))
-        if isinstance(value, str) and value == "auto" and place not in _OWN_AUTO:
-            raise ConfigError(
-                f'{place}: "auto" is filled in by the Hugging Face integration; '
-                "give a value here or leave the key out"
-            )
-        if isinstance(value, Mapping):
-            _refuse_auto(value, *path, key)
-
-
 def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
     """Resolve the batch size = micro-batch size * accumulation steps * ranks from two of them."""
     given: dict[str, int] = {}
-    for key in _BATCH:
-        value = as_whole(raw.get(key, 1))
+    for key in (key for key in _BATCH if key in raw):
+        value = as_whole(raw[key])
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{key}: expected a whole number >= 1, found {shown(value)}")
         if value > LARGEST:
             raise ConfigError(f"{key}: expected at most 2**63, found {shown(value)}")
-        if key in raw:
-            given[key] = value
+        given[key] = value
     total, micro, steps = (given.get(key) for key in _BATCH)
     if total is None and micro is None:
         raise ConfigError(

@@ -172,21 +172,12 @@ class Extensions:
     stepped: Sequence[Callable[[EndedStep], None]]
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
-        self._all = list(extensions)
-        self._bind()
+        self.bind(extensions)
 
-    def add_first(self, extension: Extension) -> None:
-        """Add an extension in front: its events precede those of the others."""
-        self._all.insert(0, extension)
-        self._bind()
-
-    def discard(self, extension: Extension) -> None:
-        """Remove ``extension``."""
-        self._all = [one for one in self._all if one is not extension]
-        self._bind()
-
-    def _bind(self) -> None:
+    def bind(self, extensions: Sequence[Extension]) -> None:
+        """Have ``extensions`` alone follow events, in their order."""
+        self.all = tuple(extensions)
         for event in Extensions.__annotations__:
             ignored = getattr(Extension, event)
-            followers = [one for one in self._all if getattr(type(one), event) is not ignored]
+            followers = [one for one in self.all if getattr(type(one), event) is not ignored]
             setattr(self, event, [getattr(one, event) for one in followers])

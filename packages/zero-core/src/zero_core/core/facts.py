@@ -1,21 +1,16 @@
 """Facts of a step that all ranks agree on, with one all-reduce and one read by the host.
 
 [Note: one synchronisation]
-The facts are one vector on the device: named slots of numbers, and the sums of the gradient's
-squares. What the host knows of them is uploaded from page-locked memory, all ranks' vectors are
-summed by one all-reduce, and the sum is copied back to page-locked memory, followed by an event.
-None of it blocks the host: it waits for the event when it reads. Meanwhile kernels may read the sum
-on the device.
-
-[Note: slots]
-Whoever has something to agree on is a `Filler`. It fills its slots before the sum, and reads the
-sums of all ranks after it. Only the slots of `slots_of` exist.
+The facts are one vector on the device: named slots of numbers, the last of which has the sums of
+the gradient's squares. What the host knows of them is uploaded from page-locked memory, all ranks'
+vectors are summed by one all-reduce, and the sum is copied back to page-locked memory, followed by
+an event. None of it blocks the host: it waits for the event when it reads. Meanwhile kernels may
+read the sum on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -26,35 +21,24 @@ from zero_core.core.grads import Arithmetic
 
 NUM_WORDS = 3
 """Numbers of 16 bits that a hash consists of."""
-_SCALARS = ("unreduced", "with gradient", "written")
-_HASH, _SQUARED_HASH = "hash", "squares of the hash"
+_HASH, _SQUARED_HASH, _SUMS = "hash", "squares of the hash", "sums"
 
 
-def slots_of(num_params: int, num_units: int) -> dict[str, int]:
+def _sizes(num_params: int, num_units: int, arithmetic: Arithmetic) -> dict[str, int]:
     """Return the numbers in each slot."""
+    numbers = dict.fromkeys(("unreduced", "with gradient", "written"), 1)
     hashed = {_HASH: NUM_WORDS, _SQUARED_HASH: NUM_WORDS}
-    return {**dict.fromkeys(_SCALARS, 1), **hashed, "used": num_params, "left out": num_units}
+    marks = {"used": num_params, "left out": num_units}
+    return {**numbers, **hashed, **marks, _SUMS: arithmetic.num_sums}
 
 
 def facts_nbytes(num_params: int, num_units: int, arithmetic: Arithmetic) -> int:
     """Return the bytes that are summed over the ranks in a step of such a model."""
-    numel = sum(slots_of(num_params, num_units).values()) + arithmetic.num_sums
-    return numel * torch.float64.itemsize
-
-
-class Filler(Protocol):
-    """Fills slots with what this rank knows."""
-
-    def fill(self, facts: Facts) -> None:
-        """Put this rank's numbers into ``facts``. All others are 0."""
+    return sum(_sizes(num_params, num_units, arithmetic).values()) * torch.float64.itemsize
 
 
 class Facts:
-    """One float64 vector per step. See the notes above.
-
-    Attributes:
-        is_known: whether the host has read the sum.
-    """
+    """One float64 vector per step. See the note above."""
 
     def __init__(
         self,
@@ -65,17 +49,14 @@ class Facts:
         meter: Meter,
         arithmetic: Arithmetic,
     ) -> None:
-        """``arithmetic`` is that of the gradient, whose sums the vector has behind the slots."""
         self._communicator = communicator
         self._device = device
         self._meter = meter
         self._arithmetic = arithmetic
         self._slots: dict[str, slice] = {}
-        stop = 0
-        for name, size in slots_of(num_params, num_units).items():
-            self._slots[name] = slice(stop, stop := stop + size)
-        self._first_sum = stop
-        numel = stop + arithmetic.num_sums
+        numel = 0
+        for name, size in _sizes(num_params, num_units, arithmetic).items():
+            self._slots[name] = slice(numel, numel := numel + size)
         self._has_stream = device.type != "cpu"
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
@@ -83,9 +64,14 @@ class Facts:
         if self._has_stream:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
         self._event: torch.Event | None = None  # of a copy to the host that it has not read
-        self.is_known = False
+        self.is_known = False  # whether the host has read the sum
 
     # ------------------------------------------------------- before the sum
+
+    def begin(self) -> None:
+        """Begin a step's facts. What is not put in is 0."""
+        self._wait()  # the upload of sums that nobody has read
+        self._sent.zero_()
 
     def put(self, name: str, number: float) -> None:
         """Fill a slot of one number."""
@@ -97,37 +83,28 @@ class Facts:
             self._sent[self._slots[name]][torch.tensor(sorted(positions))] = 1.0
 
     def put_hash(self, words: Sequence[float]) -> None:
-        """Fill in a hash of what must be equal on all ranks: see `zero_core.step.gradient`."""
+        """Put in a hash of what must be equal on all ranks: see `zero_core.step.gradient`."""
         hashed = torch.tensor(words, dtype=torch.float64)
         self._sent[self._slots[_HASH]] = hashed
         self._sent[self._slots[_SQUARED_HASH]] = hashed.square()
 
-    def start_sum(self, fillers: Iterable[Filler], square_sums: Tensor) -> None:
-        """Ask the fillers, and start to sum over all ranks. Every rank must call it.
-
-        ``square_sums`` are those of this rank's shards, on the device, as
-        `Arithmetic.add_squares` returns them.
-        """
-        if self._event is not None:
-            self._wait()  # the upload of sums that nobody has read
-        sent, total = self._sent, self._total
-        sent.zero_()
-        for filler in fillers:
-            filler.fill(self)
-        total.copy_(sent, non_blocking=True)
-        total[self._first_sum :] = square_sums
+    def start_sum(self, square_sums: Tensor) -> None:
+        """Start to sum over all ranks: all must call it. Sums are of `Arithmetic.add_squares`."""
+        total = self._total
+        total.copy_(self._sent, non_blocking=True)
+        total[self._slots[_SUMS]] = square_sums
         self._meter.add_all_reduce(FACTS, total.nbytes)
         self._communicator.sum_statistics(total)
-        self._arithmetic.finish(total[self._first_sum :])
+        self._arithmetic.finish(total[self._slots[_SUMS]])
         if self._has_stream:
             self._read.copy_(total, non_blocking=True)
             self._event = torch.accelerator.current_stream(self._device).record_event()
         self.is_known = False
 
     def _wait(self) -> None:
-        assert self._event is not None, "a copy is under way"
-        self._event.synchronize()
-        self._event = None  # not before: Ctrl-C may come meanwhile
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None  # not before: Ctrl-C may come meanwhile
 
     # ----------------------------------- after the sum, the same on all ranks
 
@@ -153,14 +130,10 @@ class Facts:
     @property
     def square_sum(self) -> float:
         """Square of the gradient's 2-norm, loss scale included."""
-        if self._event is not None:
-            self._wait()
-        self.is_known = True
-        return float(self._read[self._first_sum])
+        return float(self._known(_SUMS)[0])
 
     def _known(self, name: str) -> Tensor:
-        if self._event is not None:
-            self._wait()
+        self._wait()
         self.is_known = True
         return self._read[self._slots[name]]
 
@@ -169,7 +142,7 @@ class Facts:
     @property
     def device_square_sum(self) -> Tensor:
         """`square_sum` as it is on the device: 0-dim, float64."""
-        return self._total[self._first_sum]
+        return self._total[self._slots[_SUMS].start]
 
     @property
     def device_is_void(self) -> Tensor:

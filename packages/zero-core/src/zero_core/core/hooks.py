@@ -1,4 +1,4 @@
-"""Hooks on the model's modules and parameters that call the passes' driver, and units by module.
+"""Hooks on the model's modules and parameters that call the passes' driver.
 
 [Note: the engine's hooks and others]
 Hooks that others put on a unit's module (weight normalisation is one) may read its parameters. So a
@@ -42,18 +42,27 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
         for number, grads in enumerate(unit.grads):
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(passes, unit.index, number, position, param))
-    _hook_parts(passes, modules, handles)
-    return [*handles, passes.units.part_hooks, _Interrupted(passes)]
-
-
-class _Interrupted:
-    """A forward that nobody ended: it ends with the hooks."""
-
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-
-    def remove(self) -> None:
-        self._passes.forward.abandon()
+    # The modules that hold a unit's parameters, for when they are called by themselves: activation
+    # checkpointing of a part of a block does that in backward, a model that calls
+    # ``block.attention`` in its own forward. The units have the hooks of blocks' parts.
+    for module in modules[0].modules():
+        if isinstance(module, ParametrizationList):
+            continue  # a read of the parametrized weight calls it, and a read gathers nothing
+        own = passes.units_of(module, recurse=False)
+        is_one_graph = False
+        if is_own_graph(module):  # one graph with all its parts
+            within = passes.units_of(module)
+            if len(within) == 1:
+                own, is_one_graph = within, True
+        for unit in own:
+            if module is not modules[unit.index]:
+                hook = _part_hook(passes, unit)
+                hook = outside_graphs(hook) if is_one_graph else unless_compiling(hook)
+                if unit.is_block:
+                    passes.units.part_hooks.add(module, hook)
+                else:
+                    handles.append(module.register_forward_pre_hook(hook, prepend=True))
+    return [*handles, passes.units.part_hooks, passes]
 
 
 def _hook_unit(passes: Passes, unit: Unit, module: nn.Module) -> list[RemovableHandle]:
@@ -99,33 +108,6 @@ def _hook_gradient(
     return handle
 
 
-def _hook_parts(passes: Passes, modules: Sequence[nn.Module], handles: list[Any]) -> None:
-    """Hook the modules that hold a unit's parameters, for when they are called by themselves.
-
-    Activation checkpointing of a part of a block does that in backward, a model that calls
-    ``block.attention`` in its own forward. The units have the hooks of blocks' parts, and
-    ``handles`` get the others.
-    """
-    units = ModuleUnits(passes)
-    for module in modules[0].modules():
-        if isinstance(module, ParametrizationList):
-            continue  # a read of the parametrized weight calls it, and a read gathers nothing
-        own = units.of(module, recurse=False)
-        is_one_graph = False
-        if is_own_graph(module):  # one graph with all its parts
-            within = units.of(module, recurse=True)
-            if len(within) == 1:
-                own, is_one_graph = within, True
-        for unit in own:
-            if module is not modules[unit.index]:
-                hook = _part_hook(passes, unit)
-                hook = outside_graphs(hook) if is_one_graph else unless_compiling(hook)
-                if unit.is_block:
-                    passes.units.part_hooks.add(module, hook)
-                else:
-                    handles.append(module.register_forward_pre_hook(hook, prepend=True))
-
-
 def _part_hook(passes: Passes, unit: Unit) -> Any:
     index, ready = unit.index, passes.units.ready
 
@@ -134,42 +116,3 @@ def _part_hook(passes: Passes, unit: Unit) -> Any:
             passes.forward.enter_part(unit)
 
     return gather
-
-
-class ModuleUnits:
-    """Finds and gathers the units of modules."""
-
-    def __init__(self, passes: Passes) -> None:
-        self._units = passes.units
-        self._forward = passes.forward
-        self._units_of: dict[int, set[int]] = {}
-        for unit in passes.units.units:
-            for flat in unit.params:
-                for param in (*flat.params, *flat.shown.read_params):
-                    self._units_of.setdefault(id(param), set()).add(unit.index)
-
-    def of(self, module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-        """Return the units of the parameters of ``module``, with or without those of its parts.
-
-        Raises:
-            ValueError: the engine does not have one of them.
-        """
-        try:
-            indices = set().union(*(self._units_of[id(p)] for p in module.parameters(recurse)))
-        except KeyError:
-            raise ValueError(f"{type(module).__name__} is not a module of this engine") from None
-        return [self._units.units[index] for index in sorted(indices)]
-
-    def gather(self, module: nn.Module) -> None:
-        """Gather the units of ``module``, of which a part may be called by itself."""
-        for unit in self.of(module):
-            if unit.index not in self._units.ready:
-                self._forward.enter_part(unit)
-
-    def is_gathered(self, module: nn.Module) -> bool:
-        """Whether the parameters of ``module`` hold the current values."""
-        return all(unit.index in self._units.ready for unit in self.of(module))
-
-    def version(self, module: nn.Module) -> int:
-        """Return a number that grows when the parameters of ``module`` get new values."""
-        return sum(flat.version for unit in self.of(module) for flat in unit.params)

@@ -1,34 +1,28 @@
 """Order in which units are gathered, and in which they are reduced in a backward.
 
-Units are numbers here: 0 is the root, then blocks in the order of the module tree, then the tail,
-if there is one.
+Units are numbers here: 0 is the root, then blocks in the order of the module tree, then the tail.
 
 [Note: order of reductions]
 Units are reduced in the reverse order of the module tree, the root last, whatever order gradients
 become ready in, so that every rank launches the same reductions in the same order. A unit is
-*complete* when each gradient that is required is ready, or when backward has *left* it for good.
-Where the branch of a rank left a parameter out, its gradient never becomes ready. Waiting to the
-end of backward would do for the numbers, but at stage 3 a peer that waits for the reduction gathers
-nothing, and this rank needs its shards to reach that end.
-A gradient that is ready after its unit was complete is *late*, and reduced in a second round.
+*complete* when each gradient that is required is ready, or when backward has *left* it for good:
+where the branch of a rank left a parameter out, its gradient never becomes ready. (To wait for the
+end of backward would do for the numbers. But at stage 3 a peer that waits for the reduction gathers
+nothing, and this rank needs its shards to reach that end.) A gradient that is ready after its unit
+was complete is *late*, and reduced in a second round.
 
 [Note: one order for gathers and reductions]
-A rank that knows only when it leaves a unit that a gradient does not come launches its reduction
-then, before it gathers anything more. On the other ranks it was launched when the last gradient was
-ready, which is between the same two gathers. So the order of all launches, over both communicators,
-is one on all ranks, branches or not. NCCL asks for that where communicators may share a hardware
-queue.
-
-[Note: place of the tail]
-The tail's gradients mostly come before those of all blocks, but it is reduced behind them. Where it
-has a parameter that is not used, or that the blocks use too, it would keep all others waiting.
+A rank that leaves a unit without all of its gradients launches its reduction then, before it
+gathers anything more. On the other ranks it was launched when the last gradient was ready, which is
+between the same two gathers. So the order of all launches, over both communicators, is one on all
+ranks, branches or not. NCCL asks for that where communicators may share a hardware queue.
 
 [Note: trails]
 A forward leaves a *trail*, the units in the order in which it used them; backward follows it from
 its end to its start. Units behind are left, unless an older forward that is still alive used them
 too (two losses, one backward). Activation checkpointing computes several units again, in the order
-of forward, before backward goes through the last of them: what is recomputed is followed only once
-a gradient of it is ready.
+of forward, before backward goes through the last of them: they are followed only once a gradient of
+them is ready.
 A unit that backward passes over (it returned its input, say) is *skipped*: other ranks may need it,
 and this rank gathers it in the same order. So is one that the forward gathered ahead and *passed
 by*: it stands in the trail, too. Not so within a checkpoint of several blocks, and where blocks are
@@ -36,9 +30,8 @@ computed again for several forwards of one backward: there ranks must run the sa
 
 [Note: blocks that need no gradient]
 Backward does not go into a block whose output needs no gradient, as below the first trainable one.
-At stage 3 it is not gathered either, if that was so on all ranks in the step before: they agree on
-that with the step's statistics. Until then, and where it is so on some ranks alone, it counts as a
-unit that backward skips, and all ranks gather it.
+At stage 3 it is not gathered either, if all ranks agreed on that in the step before. Else it counts
+as a unit that backward skips, and all ranks gather it.
 """
 
 from __future__ import annotations
@@ -57,20 +50,13 @@ class Forward:
 
 
 class _Trail:
-    """Units that a forward used. See [Note: trails].
-
-    Attributes:
-        forward: a weak reference to it.
-        units: those that backward has not reached yet, in forward order.
-        passed: those among them that the forward passed by.
-        is_pending: whether no backward has begun since the forward did.
-    """
+    """Units that a forward used. See [Note: trails]."""
 
     def __init__(self, forward: Forward) -> None:
         self.forward = weakref.ref(forward)
-        self.units: list[int] = []
-        self.passed: set[int] = set()
-        self.is_pending = True
+        self.units: list[int] = []  # that backward has not reached yet, in forward order
+        self.passed: set[int] = set()  # those among them that the forward passed by
+        self.is_pending = True  # no backward has begun since the forward did
 
     def last_position(self, unit: int) -> int | None:
         """Return the position at which backward reaches ``unit`` next."""
@@ -83,28 +69,22 @@ class _Trail:
 class BackwardOrder:
     """Order of reductions and gathers. See the notes above."""
 
-    def __init__(
-        self, trainable: Sequence[int], tail: int | None = None, *, is_alone: bool = True
-    ) -> None:
-        """``trainable``: the units that have gradients, ascending. ``tail`` may be among them.
-
-        ``is_alone``: no other rank gathers with this one, so it agrees with none on what to leave
-        out.
-        """
-        # The blocks in reverse, the tail, the root: see [Note: place of the tail].
+    def __init__(self, trainable: Sequence[int], tail: int | None, *, is_alone: bool) -> None:
+        """``trainable``: the units that have gradients. ``is_alone``: no other rank gathers."""
+        # The blocks in reverse, the tail, the root. The tail's gradients mostly come first. But one
+        # that is not used, or that the blocks use too, would keep all other units waiting.
         self._order = sorted(trainable, key=lambda unit: (unit == 0, unit == tail, -unit))
         self._is_alone = is_alone
         # See [Note: blocks that need no gradient].
         self._without_grad: set[int] = set()
         self._with_grad: set[int] = set()
-        self._left_out: frozenset[int] = frozenset()
+        self.left_out: frozenset[int] = frozenset()  # by all ranks, in this step
         self._next = 0  # into _order
         self._num_missing: dict[int, int] = {}  # gradients that are not ready, by unit
         self._trails: list[_Trail] = []
         self._followed: _Trail | None = None  # in this backward, last
         self._entered: set[int] = set()  # in this backward
-        # What is being computed again: which positions of which trail; whether a gradient of it is
-        # ready.
+        # Positions of a trail that are being computed again; whether a gradient of them is ready.
         self._recomputed: tuple[_Trail, list[int]] | None = None
         self._is_recomputed_ready = False
 
@@ -131,37 +111,25 @@ class BackwardOrder:
     def pass_by(self, block: int) -> None:
         """Note that the forward that began last left out ``block``, which other ranks may use."""
         trail = self._trails[-1]
-        if not (self._is_alone or block in self._left_out or block in trail.units):
+        if not (self._is_alone or block in self.left_out or block in trail.units):
             trail.units.append(block)
             trail.passed.add(block)
 
     def leave(self, block: int, *, needs_grad: bool) -> None:
-        """Note whether the output of ``block``, in the forward that began last, needs a gradient.
-
-        If not, backward may leave it out: see [Note: blocks that need no gradient].
-        """
+        """Note whether the output of ``block`` needs a gradient, in the newest forward."""
         if needs_grad:
             self._with_grad.add(block)
             return
         self._without_grad.add(block)
-        if (self._is_alone or block in self._left_out) and self._trails:
+        if (self._is_alone or block in self.left_out) and self._trails:
             units = self._trails[-1].units
             if units and units[-1] == block:
                 units.pop()
 
     @property
-    def left_out(self) -> frozenset[int]:
-        """Blocks that all ranks leave out in this step."""
-        return self._left_out
-
-    @property
     def unneeded(self) -> frozenset[int]:
         """Blocks that needed no gradient on this rank, in any forward of this step."""
         return frozenset(self._without_grad - self._with_grad)
-
-    def leave_out(self, *, is_agreed: bool) -> None:
-        """Leave out the `unneeded` blocks in the next step, if they are the same on all ranks."""
-        self._left_out = self.unneeded if is_agreed else frozenset()
 
     # --------------------------------------------------------------- backward
 
@@ -181,14 +149,24 @@ class BackwardOrder:
         Yields each unit that backward has skipped, before it is complete.
         """
         self._entered.add(unit)
-        trail = self._trail_of(unit, forward)
+        trails = reversed(self._trails)
+        if forward is None:
+            found = (t for t in trails if unit in t.units and unit not in t.passed)
+        else:
+            found = (t for t in trails if t.forward() is forward)
+        trail = next(found, None)
         position = None if trail is None else trail.last_position(unit)
         if trail is None or position is None:
             return
         self._followed = trail
         if forward is None:
             self._with_grad.add(unit)  # reentrant checkpointing hid that in the forward
-            self._note_next_checkpoint(trail, unit)
+            if self._recomputed is not None and self._recomputed[0] is trail:
+                # A checkpoint computes its units in the order of forward. So one that stands before
+                # all of them begins another. Frozen ones show no gradient.
+                again = {trail.units[p] for p in self._recomputed[1]}
+                first = min(i for i, used in enumerate(trail.units) if used in again)
+                self._is_recomputed_ready |= position < first
         if self._recomputed is not None:
             self._leave_recomputed()
             position = trail.last_position(unit)
@@ -206,11 +184,7 @@ class BackwardOrder:
             self._recomputed[1].append(position)
 
     def gradient_ready(self, unit: int) -> int:
-        """Note that a gradient of ``unit`` is ready.
-
-        Returns:
-            How many are missing; below 0 if it is late.
-        """
+        """Note that a gradient of ``unit`` is ready. Return how many are missing: < 0 if late."""
         if self._recomputed is not None and not self._is_recomputed_ready:
             trail, positions = self._recomputed
             self._is_recomputed_ready = unit in [trail.units[p] for p in positions]
@@ -250,27 +224,6 @@ class BackwardOrder:
         """Whether a forward waits for its backward, as far as this rank can see."""
         return any(trail.is_pending for trail in self._trails)
 
-    def _trail_of(self, unit: int, forward: Forward | None) -> _Trail | None:
-        for trail in reversed(self._trails):
-            if forward is None:
-                is_it = unit in trail.units and unit not in trail.passed
-            else:
-                is_it = trail.forward() is forward
-            if is_it:
-                return trail
-        return None
-
-    def _note_next_checkpoint(self, trail: _Trail, unit: int) -> None:
-        """Leave what was computed again if ``unit``, which is to be, stands before all of it.
-
-        A checkpoint computes its units in the order of forward. Frozen ones show no gradient.
-        """
-        if self._recomputed is not None and self._recomputed[0] is trail:
-            again = {trail.units[position] for position in self._recomputed[1]}
-            first = min(i for i, used in enumerate(trail.units) if used in again)
-            position = trail.last_position(unit)
-            self._is_recomputed_ready |= position is not None and position < first
-
     def _leave_recomputed(self) -> None:
         """Follow the trail to its start, if backward has gone through what was computed again."""
         if self._recomputed is not None and self._is_recomputed_ready:
@@ -280,11 +233,7 @@ class BackwardOrder:
             self._recomputed = None
 
     def _follow(self, trail: _Trail, stop: int) -> Iterator[int]:
-        """Mark the units at positions >= ``stop`` of the trail as finished, one by one.
-
-        Yields each that backward never entered, before it is marked.
-        """
-        older: list[_Trail] | None = None
+        """Leave the units at positions >= ``stop``, and yield those that were never entered."""
         while len(trail.units) > stop:
             unit = trail.units.pop()
             was_passed = unit in trail.passed  # of an older forward, perhaps, it was entered
@@ -293,59 +242,46 @@ class BackwardOrder:
                 self._entered.add(unit)
                 yield unit
             if self._num_missing.get(unit, 0) > 0 and unit not in trail.units:
-                if older is None:
-                    older = self._trails[: self._trails.index(trail)]
+                older = self._trails[: self._trails.index(trail)]
                 if not any(unit in t.units for t in older if t.forward() is not None):
                     self._num_missing[unit] = 0
 
 
 class Prefetch:
-    """Units that are gathered ahead of one in use: its successors in the order of all ranks."""
+    """Units that are gathered ahead of one in use: its successors in the order of all ranks.
+
+    Attributes:
+        windows: these units, in order, by the one in use: in forward, and in backward.
+        ahead: the unit in use when another one was gathered before it was needed, by the latter.
+    """
 
     def __init__(self, num_units: int) -> None:
         self._num_units = num_units
-        self._windows: tuple[dict[int, range], dict[int, range]] = ({}, {})  # forward, backward
+        self.windows: tuple[dict[int, range], dict[int, range]] = ({}, {})
         for unit in range(num_units):
             self.set_depth(unit, 1, backward=False)
             self.set_depth(unit, 1, backward=True)
-        self._entered = 0
-        # Units gathered before they are needed, each with the one in use then.
-        self._ahead: list[tuple[int, int]] = []
+        self.ahead: dict[int, int] = {}
 
     def set_depth(self, unit: int, number: int, *, backward: bool) -> None:
         """Gather ``number`` units ahead of ``unit``, rather than one. All ranks set the same."""
         found = range(unit + 1, min(self._num_units, unit + 1 + number))
         if backward:
             found = range(unit - 1, max(0, unit - 1 - number), -1)
-        self._windows[backward][unit] = found
-
-    def window(self, unit: int, *, backward: bool) -> range:
-        """Return the units that are gathered ahead of ``unit``, in order."""
-        return self._windows[backward][unit]
+        self.windows[backward][unit] = found
 
     def enter(self, unit: int, *, backward: bool) -> tuple[range, list[int]]:
-        """Enter ``unit``.
+        """Enter ``unit``. Return its window, and units that were gathered ahead in vain.
 
-        Returns:
-            The units to gather ahead, in order, and those that were gathered ahead and are not in
-            front of it: the order of use is not that of the module tree.
+        These are not in front of ``unit``: the order of use is not that of the module tree.
         """
-        window = self._windows[backward][unit]
+        window = self.windows[backward][unit]
         strays = []
-        if self._ahead:
-            ahead, self._ahead = self._ahead, []
-            for origin, other in ahead:
+        if self.ahead:
+            before, self.ahead = self.ahead, {}
+            for other, origin in before.items():
                 if (origin > unit > other) if backward else (origin < unit < other):
-                    self._ahead.append((origin, other))
+                    self.ahead[other] = origin
                 elif other != unit and other not in window:
                     strays.append(other)
-        self._entered = unit
         return window, strays
-
-    def add(self, unit: int) -> None:
-        """Note that ``unit`` has been gathered ahead of the one that was entered."""
-        self._ahead.append((self._entered, unit))
-
-    def clear(self) -> None:
-        """Note that what was gathered ahead has been released."""
-        self._ahead.clear()

@@ -7,29 +7,27 @@
 2. `FlatGrads.add` writes it to the segment's ``full_grad``.
 3. When its unit is complete and all units before it are: `FlatGrads.reduce`; one unit later:
    `FlatGrads.finish`.
-4. At an accumulation boundary the sink (`StepGradient.add`) offers it to the state tier; in every
-   micro-step, if the tier adds them up. Steps 3 and 4 are called by `Reductions`.
+4. At an accumulation boundary, or in every micro-step if the tier adds them up, the sink
+   (`StepGradient.add`) offers it to the state tier. `Reductions` calls steps 3 and 4. At stage 0
+   ``param.grad`` shows it from now on: `zero_core.step.param_grads`.
 5. ``engine.step()``: `BackwardPass.complete_gradient`, then `StepGradient.decide` and ``apply``,
    which has the tier update the shards. `UnitSet.values_changed` makes gathered values stale. On a
    device the update is enqueued before the host reads what was agreed: see [Note: update ahead] in
    `zero_core.step.update`.
 
-At stage 0 ``param.grad`` shows the reduced gradient from step 4 on: `zero_core.step.param_grads`.
-
 [Note: order]
-Units are gathered forward in the order of the module tree and backward in reverse; reductions run
-in that reverse order, the root last (`zero_core.core.order`). So every rank launches the same
-collectives in the same order even where ranks take different branches within a block. The first
-block's gather is launched before the root's is waited for.
+Units are gathered forward in the order of the module tree and backward in reverse, as they are
+reduced (`zero_core.core.order`). So every rank launches the same collectives in the same order even
+where ranks take different branches within a block. The first block's gather is launched before the
+root's is waited for.
 
 [Note: idle ranks]
 A rank that has no data while the others have takes part in their collectives: an idle forward uses
 the blocks and the tail as this rank's last forward did, with gradients or without as this one
-(before the first one: the blocks of the module tree), and an idle backward opens one that skips all
-of them. Both take the ways of a forward and a backward with data, so that all launches are in one
-order. Gradients count as zero, and averages are divided by all ranks, as
-`torch.distributed.algorithms.Join` does for DDP with ``divide_by_initial_world_size=True``, its
-default.
+(before the first one: the blocks of the module tree), and an idle backward skips all of them. Both
+take the ways of passes with data, so that all launches are in one order. Gradients count as zero,
+and averages are divided by all ranks, as `torch.distributed.algorithms.Join` does for DDP with
+``divide_by_initial_world_size=True``, its default.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from torch import Tensor, nn
 
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
-from zero_core.core.facts import Facts, Filler
+from zero_core.core.facts import Facts
 from zero_core.core.grads import FlatGrads
 from zero_core.core.order import BackwardOrder, Forward
 from zero_core.core.unit import Unit
@@ -54,16 +52,9 @@ from zero_core.watch.place import OUTSIDE
 
 
 class GradientSink(Protocol):
-    """Takes reduced gradients and knows where in a step the training is.
+    """The step's gradient, `zero_core.step.gradient.StepGradient`, which reduced ones make up."""
 
-    `zero_core.step.gradient.StepGradient` is the one implementation.
-
-    Attributes:
-        params_with_grad: parameters that got a gradient on this rank since the last step;
-            `BackwardPass` adds to it.
-    """
-
-    params_with_grad: set[int]
+    params_with_grad: set[int]  # on this rank, since the last step: `BackwardPass` adds to it
 
     @property
     def is_boundary(self) -> bool:
@@ -77,42 +68,22 @@ class GradientSink(Protocol):
         """Check, at the first sign of a backward, that it may add to the gradient.
 
         ``is_new_round``: a forward has begun since the backward before, outside of ``no_sync``.
-
-        Raises:
-            RuntimeError: units have been updated already, or fp16's loss scale is missing.
         """
 
     def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
-        """Take a segment's reduced gradient and offer it to the state tier.
-
-        ``is_last``: whether it is that of the last micro-step of its step.
-
-        Returns:
-            Whether the segment's parameters have been updated with it.
-        """
+        """Offer a segment's reduced gradient to the state tier. Return whether it was updated."""
 
     def broken(self) -> None:
-        """Restart the step: a forward found that the last backward did not end.
-
-        Raises:
-            RuntimeError: units have been updated already.
-        """
+        """Restart the step: a forward found that the last backward did not end."""
 
     def drop_untaken(self) -> bool:
-        """Drop gradients that were left on parameters by a backward that ended before their hooks.
-
-        Returns:
-            Whether there were any.
-        """
+        """Drop gradients that an interrupted backward left on parameters, and return if any."""
 
     def reopen(self) -> None:
         """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
 
-    def agree(self, filler: Filler) -> None:
-        """Start to sum the step's facts over all ranks. Every rank must call it.
-
-        Nothing is done if they are known of the gradient as it is. ``filler`` has facts besides.
-        """
+    def agree(self, backward: BackwardPass) -> None:
+        """Start to sum the step's facts, unless they are known. Every rank must call it."""
 
     def void_update(self) -> None:
         """Drop an update that was enqueued ahead of the decision: more is to be reduced."""
@@ -127,84 +98,56 @@ class Reductions:
     One unit's reduction is under way while backward computes the next unit.
 
     Attributes:
-        has_peers: whether there are other ranks.
+        in_flight: those under way, with whether they are the last micro-step's of their step.
+        sequential: those that take one gradient of each parameter in a backward.
         is_due_per_backward: whether every backward reduces, and not the last of a step alone: one
             rank has nothing to reduce before, unless its tier adds up each micro-step's gradient.
     """
 
     def __init__(self, units: UnitSet, sink: GradientSink, *, has_peers: bool) -> None:
-        self.has_peers = has_peers
+        self._has_peers = has_peers
         self._units = units
-        self._grads = [grads for unit in units.units for grads in unit.grads]
-        self._sequential = [grads for grads in self._grads if grads.plan.is_sequential]
-        self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self._grads)
+        self.grads = [grads for unit in units.units for grads in unit.grads]
+        self.sequential = [grads for grads in self.grads if grads.plan.is_sequential]
+        self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self.grads)
         self._sink = sink
-        # With whether they are those of the last micro-step of their step.
-        self._in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
-
-    def begin_backward(self) -> None:
-        for grads in self._sequential:
-            grads.begin_backward()
-
-    def begin_unit(self, index: int) -> None:
-        """Begin the backward of one micro-batch through a unit."""
-        for grads in self._units.units[index].grads:
-            grads.begin_backward()
-
-    def finish_unit(self, index: int) -> None:
-        """`finish`, if reductions of this unit are under way: more is to be added to it."""
-        if any(grads.segment.unit == index for grads, _ in self._in_flight):
-            self.finish()
+        self.in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
 
     def start(self, index: int) -> None:
         """Start to reduce a unit, when the one before it has been reduced."""
-        if self._in_flight:
+        if self.in_flight:
             self.finish()
         for grads in self._units.units[index].grads:
             grads.reduce()
-            self._in_flight += ((grads, self._sink.is_boundary),)
-        if not self.has_peers:
+            self.in_flight += ((grads, self._sink.is_boundary),)
+        if not self._has_peers:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the reductions under way, and offer what they bring to the sink."""
-        for grads, is_last in self._in_flight:
+        """Wait for the reductions under way, and offer them to the sink."""
+        for grads, is_last in self.in_flight:
             grads.finish()
             if is_last or grads.plan.is_passed_on_each:
                 self.offer(grads, is_last=is_last)
-        self._in_flight = ()
+        self.in_flight = ()
 
     def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
-        """Offer a reduced gradient to the sink, which may update the segment with it."""
+        """Offer a gradient, reduced or replaced since, to the sink, which may update with it."""
         if self._sink.add(grads, is_last=is_last):
             self._units.updated_early(grads.segment)
 
     def accumulate_locally(self) -> None:
         """Have gradients added up over several backwards before they are reduced."""
-        for grads in self._grads:
-            grads.full.accumulate_locally()
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether gradients were added that no reduction has carried yet.
-
-        They came within ``no_sync``, or after their unit had been reduced (reentrant activation
-        checkpointing of a block that is used twice).
-        """
-        return any(grads.full.memory is not None for grads in self._grads)
+        for grads in self.grads:
+            grads.full.is_wide = True
 
     def discard(self) -> None:
         """Wait for the reductions under way, and drop all gradients."""
-        for grads, _ in self._in_flight:
+        for grads, _ in self.in_flight:
             grads.finish()
-        self._in_flight = ()
-        for grads in self._grads:
+        self.in_flight = ()
+        for grads in self.grads:
             grads.clear()
-
-    def synchronize(self) -> None:
-        """Wait until nothing reads or writes gradients' memory any more."""
-        for grads in self._grads:
-            grads.synchronize()
 
 
 class _Running(NamedTuple):
@@ -219,12 +162,11 @@ class BackwardPass:
     """The backwards of a step, up to its whole gradient.
 
     Attributes:
-        is_open: whether a backward is under way, or was left by an exception.
-        order: of gathers and reductions.
-        reductions: of units' gradients.
-        params_with_grad: see `GradientSink`.
+        names: the units' backwards, as places of this rank.
+        is_open: whether a backward is under way, or was left by an exception: then the next
+            forward drops the step's gradient.
         should_sync: whether backwards reduce gradients: False within `no_sync`.
-        why_refused: why no backward may begin. None: one may.
+        why_refused: why no backward may begin, if none may.
     """
 
     def __init__(
@@ -232,7 +174,7 @@ class BackwardPass:
     ) -> None:
         self._units = units
         self._place = communicator.place
-        self._names = [f"backward of {unit!r}" for unit in units.units]
+        self.names = [f"backward of {unit!r}" for unit in units.units]
         self._sink = sink
         self._facts = facts
         self.params_with_grad = sink.params_with_grad
@@ -246,8 +188,7 @@ class BackwardPass:
         self.is_open = False
         self.should_sync = True
         self.why_refused: str | None = None
-        # Whether the open backward reduces: see `will_reduce`.
-        self._is_reducing = False
+        self._is_reducing = False  # whether the open backward reduces: see `will_reduce`
         # Units recomputed in this backward: gradients to come since the last recomputation.
         self._recomputed: dict[int, int] = {}
         self._ever_recomputed: set[int] = set()
@@ -261,7 +202,8 @@ class BackwardPass:
             return
         units = self._units.units
         self.open({u.index: u.count_trainable() for u in units}, is_new=self.order.is_awaited)
-        self.reductions.begin_backward()
+        for grads in self.reductions.sequential:
+            grads.begin_backward()
         self._place.enter("backward")
         self._is_reducing = self.will_reduce()
         if not self._is_reducing:
@@ -271,7 +213,7 @@ class BackwardPass:
     def open(self, num_missing: dict[int, int], *, is_new: bool) -> None:
         """Open a backward that brings so many gradients of each unit.
 
-        ``is_new``: whether a forward has begun since the previous backward.
+        ``is_new``: whether a forward has begun since the backward before.
         """
         if self.why_refused is not None:
             raise RuntimeError(self.why_refused)
@@ -286,13 +228,11 @@ class BackwardPass:
         self._recomputed.clear()
         self.order.begin_backward(num_missing)
 
-    def begin_idle(self, uses: Counter[int]) -> None:
-        """Begin a backward that brings no gradient. Its end follows the last forward's trail.
-
-        ``uses``: how often that forward used each unit.
-        """
+    def begin_idle(self, path: Sequence[Unit]) -> None:
+        """Begin a backward that brings no gradient. Its end follows the ``path`` of a forward."""
         self.begin()
         # With data, a block that is used twice and recomputed stays until its gradients are there.
+        uses = Counter(unit.index for unit in path)
         self._stay_idle = {i for i, num in uses.items() if num > 1} & self._ever_recomputed
 
     # ------------------------------------------------------------------- walk
@@ -309,19 +249,19 @@ class BackwardPass:
             units.wait(unit)
             return
         previous = units.current
-        if previous is not None and previous is not unit and self._must_stay(previous):
-            units.current = None  # it is released at the end of backward
-        self.enter_place(unit)
+        if previous is not None and previous is not unit:
+            # A recomputed forward saved raw views, which are used until the unit's gradients are
+            # there: to the end of backward if it has no trainable parameter.
+            num_missing = self._recomputed.get(previous.index)
+            if num_missing is not None and (num_missing > 0 or not previous.count_trainable()):
+                units.current = None  # it is released at the end of backward
+        self._place.enter(self.names[unit.index])
         units.saved.entered = unit
         for skipped in self.order.enter(unit.index, forward):
             self._gather_skipped(skipped)
         if self._is_reducing:
             self._reduce_ready()  # before the next gather: [Note: one order ...] in `order`
         units.go_to(unit, backward=True)
-
-    def enter_place(self, unit: Unit) -> None:
-        """Report this rank's place, the backward of ``unit``, to the other ranks."""
-        self._place.enter(self._names[unit.index])
 
     def enter_recompute(self, unit: Unit) -> None:
         """Gather ``unit``, whose forward activation checkpointing computes again in backward."""
@@ -334,10 +274,10 @@ class BackwardPass:
         if not self.is_open:
             self.begin()
         index = unit.index
-        if self._place.doing is self._names[index]:
+        if self._place.doing is self.names[index]:
             self._place.num_changes += 1
         else:  # without shards nothing enters it before
-            self._place.enter(self._names[index])
+            self._place.enter(self.names[index])
         if index in self._recomputed:
             self._recomputed[index] -= 1
         num_missing = self.order.gradient_ready(index)
@@ -364,12 +304,6 @@ class BackwardPass:
             if skipped in self._stay_idle:
                 units.current = None  # it is released at the end of backward
 
-    def _must_stay(self, unit: Unit) -> bool:
-        # A recomputed forward saved raw views; they are used until the unit's gradients are there.
-        # A unit without trainable parameters never has one: it stays until backward ends.
-        num_missing = self._recomputed.get(unit.index)
-        return num_missing is not None and (num_missing > 0 or unit.count_trainable() == 0)
-
     def will_reduce(self) -> bool:
         """Whether a backward that ends now is reduced."""
         return self.should_sync and (self.reductions.is_due_per_backward or self._sink.is_boundary)
@@ -383,8 +317,7 @@ class BackwardPass:
     def end(self) -> None:
         """Reduce what is left, wait for everything, release every unit.
 
-        Autograd calls it when a backward ends; `start_agreement` and `complete_gradient` do where
-        something is left to reduce.
+        Autograd calls it when a backward ends, `start_agreement` where something is left to reduce.
         """
         if self.is_open:
             for skipped in self.order.skipped_last():
@@ -399,10 +332,6 @@ class BackwardPass:
         self.is_open = False
         self._stay_idle = set()
 
-    def abandon(self) -> None:
-        """Have the next forward drop the step's gradient, as after a backward that did not end."""
-        self.is_open = True
-
     def drop_unended(self) -> None:
         """Drop the step's gradient if the last backward did not end."""
         # Or Ctrl-C came in the first hook of a backward, before it was opened.
@@ -412,10 +341,7 @@ class BackwardPass:
             self._units.release_all()
 
     def discard(self) -> None:
-        """Drop all gradients and start a new step.
-
-        Wait for reductions under way. Gathered units stay.
-        """
+        """Drop all gradients and start a new step. Gathered units stay."""
         if self.is_open:
             self._sink.drop_untaken()
         self.is_open = True  # Ctrl-C may come meanwhile: then a forward drops the rest
@@ -463,48 +389,33 @@ class BackwardPass:
             )
 
     def start_agreement(self) -> None:
-        """Have all of the step's gradient reduced, and start to agree on it.
+        """Have all of the step's gradient reduced, and start to agree on it, if `check_last`.
 
         Every rank must call it. The host does not wait for the device.
-
-        Raises:
-            RuntimeError: not at an accumulation boundary, or within ``no_sync``, or after a
-                backward that did not end.
         """
         self.check_last()
         if not self._sink.is_reduced:
             # No parameter was used on this rank, or the last backward ran within no_sync.
             self.end()
-        self._agree()
-
-    def complete_gradient(self) -> None:
-        """Have all of the step's gradient reduced and agreed on. Every rank must call it.
-
-        Raises:
-            RuntimeError: as of `start_agreement`.
-        """
-        self.start_agreement()
-        if self._facts.is_any("unreduced"):
-            self._sink.void_update()
-            # On some rank, gradients came after their unit's reduction.
-            self.end()
-            self._sink.reopen()
-            self._agree()
-        self.order.leave_out(is_agreed=self._facts.is_unanimous("left out"))
-
-    def _agree(self) -> None:
         self._units.drain()
         self._sink.agree(self)
 
-    def fill(self, facts: Facts) -> None:
-        """Put in what this rank's backwards have shown: see `zero_core.core.order`."""
-        facts.put("unreduced", self.reductions.has_unreduced)
-        facts.mark("left out", self.order.unneeded)
+    def complete_gradient(self) -> None:
+        """Have all of the step's gradient reduced and agreed on. Every rank must call it."""
+        self.start_agreement()
+        if self._facts.is_any("unreduced"):
+            self._sink.void_update()
+            self.end()  # on some rank, gradients came after their unit's reduction
+            self._sink.reopen()
+            self.start_agreement()
+        is_agreed = self._facts.is_unanimous("left out")
+        self.order.left_out = self.order.unneeded if is_agreed else frozenset()
 
-    def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
-        """Pass on the gradient of a segment again: that of parameter number ``param`` was set."""
-        self.params_with_grad.add(param)
-        self.reductions.offer(grads, is_last=self._sink.is_boundary)
+    def fill(self, facts: Facts) -> None:
+        # Gradients that came within ``no_sync``, or late.
+        unreduced = [grads for grads in self.reductions.grads if grads.full.memory is not None]
+        facts.put("unreduced", bool(unreduced))
+        facts.mark("left out", self.order.unneeded)
 
 
 class ForwardPass:
@@ -518,7 +429,7 @@ class ForwardPass:
         self._order = backward.order
         self._names = [f"forward of {unit!r}" for unit in units.units]
         self._last_block = units.blocks[-1] if units.blocks else None
-        self._running: list[_Running] = []
+        self.running: list[_Running] = []  # the outermost one first
         self._forward: Forward | None = None  # the one that is running with gradients
         self._failure = 0  # id of the error that ended the last forward
         # Blocks in the order in which the model's last whole forward used them, by whether
@@ -526,50 +437,38 @@ class ForwardPass:
         self._last_paths: dict[bool, list[Unit]] = {}
         self._path: list[Unit] = []
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it has begun and not ended."""
-        return bool(self._running)
-
     # ------------------------------------------------------------------ enter
 
     def enter(self, unit: Unit, module: nn.Module) -> None:
         """Gather ``unit`` for the forward of its ``module``, which may begin that of the model."""
         if unit.is_root:
             self.end_interrupted(entering=module)
-        if not self._running:
-            self._begin(unit)
+        if not self.running:
+            self._place.check_finished("a forward")
+            self._backward.drop_unended()
+            if torch.is_grad_enabled():
+                self._forward = self._order.begin_forward()
+                if self._units.has_sharded_params:
+                    self._units.saved.begin_forward(self._forward, self._backward)
+            if self._failure:
+                self._failure = 0
+                self._communicator.clear_failure()
+            if unit.is_root:
+                self._path = []
         self.go_into(unit, module)
-
-    def _begin(self, unit: Unit) -> None:
-        self._place.check_finished("a forward")
-        self._backward.drop_unended()
-        if torch.is_grad_enabled():
-            self._forward = self._order.begin_forward()
-            if self._units.has_sharded_params:
-                self._units.saved.begin_forward(self._forward, self._backward)
-        if self._failure:
-            self._failure = 0
-            self._communicator.clear_failure()
-        if unit.is_root:
-            self._path = []
 
     def go_into(self, unit: Unit, module: nn.Module) -> None:
         """Gather ``unit`` for the forward of its ``module``, within that of the model."""
-        self._running.append(_Running(unit, module, sys.exception()))
+        self.running.append(_Running(unit, module, sys.exception()))
         self._place.enter(self._names[unit.index])
         self._use(unit)
 
     def enter_part(self, unit: Unit) -> None:
-        """Gather ``unit``, of which a part is called by itself.
-
-        Raises:
-            RuntimeError: with gradients, outside of a forward of the model.
-        """
+        """Gather ``unit``, of which a part is called by itself."""
         units = self._units
         if is_in_backward():
             self._backward.enter_recompute(unit)
-        elif units.has_sharded_params and not self._running and torch.is_grad_enabled():
+        elif units.has_sharded_params and not self.running and torch.is_grad_enabled():
             raise RuntimeError(
                 f"rank {self._communicator.rank}: a part of {unit!r} was called by itself, with "
                 "gradients: call the engine (or its module), or use "
@@ -582,7 +481,7 @@ class ForwardPass:
 
     def _use(self, unit: Unit) -> None:
         units = self._units
-        if self._running and unit.is_block and unit is not units.current:
+        if self.running and unit.is_block and unit is not units.current:
             if self._forward is not None:
                 last = self._path[-1].index if self._path else 0
                 if unit.index > last + 1:
@@ -590,18 +489,15 @@ class ForwardPass:
                 self._order.use(unit.index)
             self._path.append(unit)
         units.go_to(unit, backward=False)
-        if self._running and unit.is_root:
+        if self.running and unit.is_root:
             units.launch_tail()
         if not unit.is_block:  # the root, after the launch of the first block's gather
             units.wait(unit)
 
     def _note_passed(self, before: int) -> None:
-        """Note blocks that this rank gathered ahead and leaves out in the forward that is running.
-
-        ``before``: the unit that the forward goes to.
-        """
+        """Note blocks that were gathered ahead and left out on the way to unit ``before``."""
         last = self._path[-1].index if self._path else 0
-        for index in self._units.prefetch.window(last, backward=False):
+        for index in self._units.prefetch.windows[False][last]:
             if index < before and self._units.units[index].is_block:
                 self._order.pass_by(index)
 
@@ -613,18 +509,30 @@ class ForwardPass:
         An error that was already being handled when the forward began does not count: the forward
         is a retry, with a smaller batch perhaps.
         """
+        units = self._units
         is_trained = self._forward is not None  # even where the model switches gradients off
         has_failed = error is not None and self.note_failure(unit, error)
-        if self.go_out_of(unit, needs_grad=needs_grad) and not self._running:
-            self._end(unit, is_saved=needs_grad and is_trained, has_failed=has_failed)
+        if self.go_out_of(unit, needs_grad=needs_grad) and not self.running:  # the outermost one
+            if unit.is_root:
+                if needs_grad and is_trained:  # a backward follows
+                    self._note_passed(len(units.units))
+                    if units.tail is not None:
+                        units.open_tail()
+                        self._order.use(units.tail.index)
+                if not has_failed:
+                    self._last_paths[is_trained] = self._path
+            self._forward = None
+            units.saved.end_forward()
+            if unit.is_root and not torch.is_grad_enabled():
+                units.release_resharded()
         # The last block stays gathered: backward begins with it.
-        stays = unit.index in self._units.stay_gathered or (is_trained and unit is self._last_block)
+        stays = unit.index in units.stay_gathered or (is_trained and unit is self._last_block)
         if unit.is_block and not stays:
-            self._units.release(unit)
+            units.release(unit)
 
     def note_failure(self, unit: Unit, error: BaseException) -> bool:
         """Have other ranks name ``error``. Return whether it left the forward of ``unit``."""
-        running = self._running
+        running = self.running
         if running and running[-1].unit is unit and running[-1].handled is error:
             return False
         if id(error) != self._failure:  # else it has been noted of a block within
@@ -636,7 +544,7 @@ class ForwardPass:
         """Leave the forward of ``unit``. Return whether it was entered: a hook may have raised."""
         if unit.is_block and self._forward is not None:
             self._order.leave(unit.index, needs_grad=needs_grad)
-        running = self._running
+        running = self.running
         was_entered = bool(running) and running[-1].unit is unit
         if was_entered:
             running.pop()
@@ -645,49 +553,29 @@ class ForwardPass:
             self._units.open_tail()
         return was_entered
 
-    def _end(self, unit: Unit, *, is_saved: bool, has_failed: bool) -> None:
-        """End the outermost forward, that of ``unit``. A backward follows if it ``is_saved``."""
-        units = self._units
-        if unit.is_root:
-            if is_saved:
-                self._note_passed(len(units.units))
-                if units.tail is not None:
-                    units.open_tail()
-                    self._order.use(units.tail.index)
-            if not has_failed:
-                self._last_paths[self._forward is not None] = self._path
-        self._forward = None
-        units.saved.end_forward()
-        if unit.is_root and not torch.is_grad_enabled():
-            units.release_resharded()
-
     def end_interrupted(self, *, entering: nn.Module | None = None) -> None:
         """End a forward that was left without its hooks: torch runs none after Ctrl-C.
 
-        ``entering`` is the module whose call has begun and has not been noted yet.
+        ``entering``: the module whose call has begun and is not noted yet.
         """
-        if self._running:
-            outermost = self._running[0].module
+        if self.running:
+            outermost = self.running[0].module
             if count_calls(outermost) <= int(outermost is entering):
                 self.abandon()
 
     def abandon(self) -> None:
         """End the forward that is under way, if one is, without its hooks."""
-        if not self._running:
-            return
-        self._running.clear()
-        self._place.enter(OUTSIDE)
-        self._forward = None
-        self._units.saved.end_forward()
-        self._units.release_all()
+        if self.running:
+            self.running.clear()
+            self._place.enter(OUTSIDE)
+            self._forward = None
+            self._units.saved.end_forward()
+            self._units.release_all()
 
     # ------------------------------------------------------------------- idle
 
     def idle(self, model: nn.Module) -> None:
-        """Take part in a forward of the other ranks, without data. See [Note: idle ranks].
-
-        ``model`` is the root's module.
-        """
+        """Take part in a forward of the other ranks over the ``model``: see [Note: idle ranks]."""
         root = self._units.units[0]
         path = self.last_path(is_trained=torch.is_grad_enabled())
         self.enter(root, model)
@@ -702,32 +590,17 @@ class ForwardPass:
         known = [self._last_paths[k] for k in (is_trained, not is_trained) if k in self._last_paths]
         return known[0] if known else self._units.blocks
 
-    def is_in(self, unit: Unit) -> bool:
-        """Whether a forward that is running uses ``unit``."""
-        return any(r.unit is unit or (r.unit.is_root and unit.is_tail) for r in self._running)
-
-
-class _Leave(Protocol):
-    def __call__(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None: ...
-
 
 class Driver(NamedTuple):
-    """Walks the passes: what the hooks on the model call."""
+    """Walks the passes: what the hooks on the model call, as `ForwardPass` and `BackwardPass`."""
 
     enter: Callable[[Unit, nn.Module], None]
-    leave: _Leave
+    leave: Callable[..., None]
     gradient_ready: Callable[[Unit, FlatGrads, int, Tensor], None]
 
 
 class Passes:
-    """The passes over one model.
-
-    Attributes:
-        units: what they gather.
-        forward: the forward pass.
-        backward: the backward pass.
-        driver: those two, unless micro-batches have turns (`zero_core.vertical`).
-    """
+    """The passes over one model, which a driver walks: the hooks, or `zero_core.vertical`."""
 
     def __init__(
         self, units: UnitSet, communicator: Communicator, sink: GradientSink, facts: Facts
@@ -736,43 +609,34 @@ class Passes:
         self.units = units
         self.backward = BackwardPass(units, communicator, sink, facts)
         self.forward = ForwardPass(units, communicator, self.backward)
-        self._sink = sink
-        self._rank = communicator.rank
+        self._units_of: dict[int, set[int]] = {}  # by parameter
+        for unit in units.units:
+            for flat in unit.params:
+                for param in (*flat.params, *flat.shown.read_params):
+                    self._units_of.setdefault(id(param), set()).add(unit.index)
         self.drive_by_hooks()
 
     def drive_by_hooks(self) -> None:
-        """Have each module's forward drive the passes."""
+        """Have the hooks on the model drive the passes."""
         self.driver = Driver(self.forward.enter, self.forward.leave, self.backward.gradient_ready)
+
+    def remove(self) -> None:
+        """End a forward that nobody ended, with the hooks."""
+        self.forward.abandon()
 
     def idle_backward(self, grad: Tensor) -> None:
         """Begin the backward of a rank without data: a hook on its loss. ``grad`` is unused."""
-        path = self.forward.last_path(is_trained=True)
-        self.backward.begin_idle(Counter(unit.index for unit in path))
+        self.backward.begin_idle(self.forward.last_path(is_trained=True))
 
     @property
     def is_running(self) -> bool:
         """Whether a forward or a backward is under way."""
-        return self.forward.is_running or is_in_backward()
+        return bool(self.forward.running) or is_in_backward()
 
-    def is_needed(self, unit: Unit) -> bool:
-        """Whether ``unit`` is gathered for a forward, backward or context that has not ended."""
-        is_used = is_in_backward() or self.forward.is_in(unit)
-        return self.units.has_full_params or (is_used and unit.is_current)
-
-    def settle(self) -> None:
-        """Release everything and wait for all reductions, between two steps or micro-steps.
-
-        Raises:
-            RuntimeError: a forward, a backward or ``gathered`` is under way.
-        """
-        self.forward.end_interrupted()
-        if self.is_running or self.units.has_full_params:
-            raise RuntimeError(
-                f"rank {self._rank}: offload_states() within a forward, a backward or gathered(): "
-                "call it between two steps"
-            )
-        if self.backward.is_open:
-            self._sink.broken()
-            self.backward.discard()
-        self.units.release_all()
-        self.backward.reductions.synchronize()
+    def units_of(self, module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+        """Return the units of the parameters of ``module``, with or without those of its parts."""
+        try:
+            indices = set().union(*(self._units_of[id(p)] for p in module.parameters(recurse)))
+        except KeyError:
+            raise ValueError(f"{type(module).__name__} is not a module of this engine") from None
+        return [self.units.units[index] for index in sorted(indices)]

@@ -134,7 +134,7 @@ class UnitSet:
             if not ahead.is_exchanged and not ahead.is_updated():
                 continue  # it would block here until the tier has updated the unit
             if ahead.is_block:  # else it stays
-                self.prefetch.add(ahead.index)
+                self.prefetch.ahead[number] = index
             ahead.gather(backward=backward)
 
     def launch_tail(self) -> None:
@@ -203,7 +203,7 @@ class UnitSet:
     def _release_but(self, stays: frozenset[int]) -> None:
         self.saved.release_references()
         self.current = self.saved.entered = None
-        self.prefetch.clear()
+        self.prefetch.ahead.clear()
         for unit in self.units:
             if unit.index not in stays:
                 self.release(unit)

@@ -12,7 +12,6 @@ from zero_core.comm.groups import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.facts import Facts
-from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.extensions.components import hook_components
@@ -69,7 +68,7 @@ def _make_copies(site: Site) -> Extension:
 def _tile(site: Site, passes: Passes, modules: Sequence[nn.Module], _: object) -> Removable:
     wanted = site.config.tiled_compute
     assert wanted is not None, "the configuration has the key"
-    return TiledForwards(modules[0], wanted, ModuleUnits(passes))
+    return TiledForwards(modules[0], wanted, passes)
 
 
 def _recompute(

@@ -52,7 +52,7 @@ class ParamSpec:
     name: str  # first name in the module tree
     shape: tuple[int, ...]  # shape of the whole parameter
     dtype: torch.dtype  # compute dtype
-    is_trainable: bool  # whether an optimizer may update it; see zero_core.runtime.param_guard
+    is_trainable: bool  # whether an optimizer may update it; see zero_core.runtime.device_states
     aliases: tuple[str, ...] = ()  # further names (tied weights)
     is_opaque: bool = False  # whether it is a component, whose segment holds bytes
     # its dimensions as they lie in memory, the slowest first, as of channels-last convolutions; ()

@@ -1,16 +1,17 @@
-"""State tier on the compute device: torch's optimizer over slices.
+"""State tier on the compute device: torch's optimizer over slices. `FlatTier` serves others too.
+
+[Note: master weights here]
+Where a parameter shard is fp32 (or float64) it is its own master weight: the optimizer updates it
+in place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a
+step; and so for a shard of any dtype that is on another device than the update.
 
 [Note: states]
-Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master weights
-(`zero_core.optim.flat_tier`), so any elementwise torch optimizer works, with its own kernels. Where
-some master weights are fp32 and others float64, each has its states in the dtype that the optimizer
-gives them: a flat state is then one buffer per dtype.
-
-States are views of flat buffers. On an accelerator they are made at once, so that a job that is too
-large fails in ``build``, and no state lies between activations: the optimizer is given states of
-zeros, if a probe shows that it starts from them as from none. On a CPU, and where the probe shows
-otherwise (SGD with dampening, NAdam), the optimizer makes them in its first step, and they are
-moved into the flat buffers.
+Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master weights, so
+any elementwise torch optimizer works, with its own kernels. States are views of flat buffers, one
+per dtype. On an accelerator they are made at once, so that a job that is too large fails in
+``build``, and no state is between activations: the optimizer is given states of zeros, if a probe
+shows that it starts from them as from none. On a CPU, and where the probe shows otherwise (SGD with
+dampening, NAdam), the optimizer makes them in its first step, and they are moved to the buffers.
 
 [Note: turns]
 A step goes through the pieces in turns of at most `TURN_NUMEL` elements. What an optimizer
@@ -43,13 +44,167 @@ from torch import Tensor, nn
 
 from zero_core._libc import release_free_pages
 from zero_core._torch import set_found_inf, takes_found_inf
-from zero_core.config import WIDE_DTYPES
+from zero_core.config import WIDE_DTYPES, master_dtype
 from zero_core.layout.arithmetic import ALIGNMENT, round_up
-from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ChangeWatcher, ParamStore
 
+MASTER = "master_weight"
+_STORED_NUMEL = 1 << 18  # rounded at a time for a store: they stay in the cache
 TURN_NUMEL = 1 << 26
 """Elements that are updated at once: 256 MiB of fp32."""
+
+
+class Chunked:
+    """Flat space ``[0, numel)`` made of consecutive tensors."""
+
+    def __init__(self, chunks: Sequence[tuple[int, Tensor]]) -> None:
+        self.chunks = list(chunks)
+        self.starts = [start for start, _ in chunks]
+
+    def parts(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
+        """Return the views that cover ``[start, stop)``, each with its start."""
+        found: list[tuple[int, Tensor]] = []
+        index = bisect_right(self.starts, start) - 1
+        while start < stop:
+            low, tensor = self.chunks[index]
+            end = min(stop, low + tensor.numel())
+            found.append((start, tensor[start - low : end - low]))
+            start, index = end, index + 1
+        return found
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a copy of ``[start, stop)`` on the CPU."""
+        parts = [part.detach().cpu() for _, part in self.parts(start, stop)]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    @torch.no_grad()
+    def write(self, start: int, values: Tensor) -> None:
+        for low, part in self.parts(start, start + values.numel()):
+            part.copy_(values[low - start : low - start + part.numel()])
+
+    def one(self, start: int, stop: int) -> Tensor:
+        """Return the view of ``[start, stop)``, which must be in one chunk."""
+        ((_, view),) = self.parts(start, stop)
+        return view
+
+
+class FlatTier:
+    """Master weights of a local flat space, on the device that updates them."""
+
+    owns_grads = False
+
+    def __init__(
+        self,
+        *,
+        params: Sequence[tuple[int, Tensor]],
+        device: torch.device,
+        param_store: ParamStore | None,
+        own_masters: Collection[torch.dtype],
+    ) -> None:
+        """Allocate masters on ``device``. Shards of the dtypes ``own_masters`` are their own."""
+        self._device = device
+        self._published = Chunked(params)
+        self._store = param_store
+        masters = []
+        for start, shard in params:
+            dtype = master_dtype(shard.dtype, own_masters)
+            if shard.is_meta:
+                masters.append((start, torch.zeros(shard.numel(), dtype=dtype, device=device)))
+            else:
+                masters.append((start, shard.to(device, dtype)))
+        self._masters = Chunked(masters)
+        self._grads: dict[int, Tensor] = {}
+        self._scaled: set[int] = set()  # starts of offers that were multiplied in place
+        # Copies of updated shards to the host, on a stream of their own: the stop and the event of
+        # each, by its start. They wait for the update, the readers of a shard for its copy, and the
+        # next update for all copies of master weights that it overwrites. The host never waits.
+        self._downloads: dict[int, tuple[int, torch.Event]] = {}
+        self._download_stream: torch.Stream | None = None
+
+    def offer_grad(self, start: int, grad: Tensor) -> None:
+        self._grads[start] = grad
+        self._scaled.discard(start)
+
+    def discard_grads(self) -> None:
+        self._grads.clear()
+        self._scaled.clear()
+
+    def _scale_offers(self, firsts: Iterable[int], factor: Tensor | float) -> list[int]:
+        """Multiply the offers that have the elements ``firsts``, each once. Return their starts.
+
+        One that is to be widened is multiplied after that.
+        """
+        offered = sorted(self._grads)
+        starts = sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
+        for start in () if isinstance(factor, float) and factor == 1.0 else starts:
+            grad = self._grads[start]
+            if start not in self._scaled and grad.dtype == self._master_dtype(start):
+                grad.mul_(factor)
+                self._scaled.add(start)
+        return starts
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        grads = Chunked([(s, self._grads[s]) for s in sorted(self._grads)])
+        return torch.cat([part.cpu() for _, part in grads.parts(start, stop)])
+
+    def wait_params(self, start: int, stop: int) -> None:
+        """Make the current stream wait for shards that are on their way to the host."""
+        for low, (high, event) in self._downloads.items():
+            if low < stop and high > start:
+                torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def are_params_ready(self, start: int, stop: int) -> bool:
+        downloads = self._downloads.items()
+        return all(e.query() for low, (high, e) in downloads if low < stop and high > start)
+
+    def _wait_for_downloads(self) -> None:
+        """Make the current stream wait for all copies to the host."""
+        if self._download_stream is not None and self._downloads:
+            torch.accelerator.current_stream(self._device).wait_stream(self._download_stream)
+
+    def _master_dtype(self, start: int) -> torch.dtype:
+        return self._masters.chunks[bisect_right(self._masters.starts, start) - 1][1].dtype
+
+    def _copies(self, start: int, stop: int) -> list[tuple[int, Tensor, Tensor]]:
+        """Return start, master weights and shard of each part of a range, where they are apart."""
+        masters, shards = self._masters.parts(start, stop), self._published.parts(start, stop)
+        return [
+            (low, master, shard)
+            for (low, master), (_, shard) in zip(masters, shards, strict=True)
+            if shard.is_meta or shard.data_ptr() != master.data_ptr()
+        ]
+
+    def _write_master(self, start: int, values: Tensor) -> None:
+        self._wait_for_downloads()
+        self._masters.write(start, values)
+        self._publish(self._copies(start, start + values.numel()))
+        if self._download_stream is not None:
+            self._download_stream.synchronize()
+            self._downloads.clear()
+
+    @torch.no_grad()
+    def _publish(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Round master weights into the parameter shards."""
+        away = []
+        for start, master, shard in copies:
+            if shard.is_meta:
+                assert self._store is not None, "whoever gives meta shards gives a store"
+                at_once = _STORED_NUMEL if master.is_cpu else master.numel()
+                for low in range(0, master.numel(), max(at_once, 1)):
+                    part = master[low : low + at_once]
+                    self._store.write(start + low, part.to(shard.dtype))
+            elif shard.device == master.device or master.is_cpu:
+                shard.copy_(master)
+            else:
+                away.append((start, master, shard))
+        if not away:
+            return
+        stream = self._download_stream = self._download_stream or torch.Stream(self._device)
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            for start, master, shard in away:
+                shard.copy_(master.to(shard.dtype), non_blocking=True)
+                self._downloads[start] = start + shard.numel(), stream.record_event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +223,32 @@ class _Part:
 class _Turn:
     """Parts that are updated together."""
 
-    parts: list[_Part]  # in ascending order
     members: list[list[nn.Parameter]]  # their parameters by group
-    extents: list[list[int]]  # ``[offer, start, stop]``: the turn's part of an offered gradient
+    parts: list[_Part] = field(default_factory=list)  # in ascending order
+    extents: dict[int, list[int]] = field(default_factory=dict)  # start and stop, by offer
     sizes: list[list[int]] = field(default_factory=list)  # of extents' parts and gaps
     places: list[int] = field(default_factory=list)  # of each part among all ``sizes``
 
+    def numel_with(self, part: _Part, offer: int) -> int:
+        """Return the elements of gradients, widened, with a part of what was offered there."""
+        sizes = {known: stop - start for known, (start, stop) in self.extents.items()}
+        start = self.extents[offer][0] if offer in self.extents else part.start
+        return widened_numel({**sizes, offer: part.stop - start}.values())
+
     def add(self, part: _Part, offer: int) -> None:
-        """Add a part, which is in the gradient that was offered at ``offer``."""
         self.parts.append(part)
         self.members[part.group].append(part.param)
-        if not self.extents or self.extents[-1][0] != offer:
-            self.extents.append([offer, part.start, part.start])
+        if offer not in self.extents:
+            self.extents[offer] = [part.start, part.start]
             self.sizes.append([])
         place = self.places[-1] + 1 if self.places else 0
-        extent, sizes = self.extents[-1], self.sizes[-1]
-        if part.start > extent[2]:
-            sizes.append(part.start - extent[2])
+        extent, sizes = self.extents[offer], self.sizes[-1]
+        if part.start > extent[1]:
+            sizes.append(part.start - extent[1])
             place += 1
         sizes.append(part.stop - part.start)
         self.places.append(place)
-        extent[2] = part.stop
+        extent[1] = part.stop
 
 
 class DeviceTier(FlatTier):
@@ -237,8 +397,7 @@ class DeviceTier(FlatTier):
             return
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
-        starts = self._starts_of([self._parts[i][0].start for i in active])
-        self._scale(starts, grad_scale)
+        starts = self._scale_offers([self._parts[i][0].start for i in active], grad_scale)
         self._wait_for_downloads()
         self._made.clear()
         spans = tuple([(start, start + self._grads[start].numel()) for start in starts])
@@ -250,7 +409,7 @@ class DeviceTier(FlatTier):
             self._plan_key = key if has_states else None
         for turn in self._turns:
             if self._watcher is not None:
-                for _, start, stop in turn.extents:
+                for start, stop in turn.extents.values():
                     self._watcher.before_change(start, stop)
             self._run(turn, grad_scale)
             if self._plan_key is None and len(self._turns) > 1:
@@ -271,24 +430,19 @@ class DeviceTier(FlatTier):
             is_given = self._initial.get((part.param.dtype, part.group)) is not None
             has_state = is_given or self._num_steps[part.piece] > 0
             have_all &= has_state
-            extents = turns[-1].extents if turns else []
-            is_begun = bool(extents) and extents[-1][0] == offer
-            start = extents[-1][1] if is_begun else part.start
-            before = extents[: len(extents) - is_begun]
-            sizes = [*(high - low for _, low, high in before), part.stop - start]
-            is_full = widened_numel(sizes) > self.turn_numel
             # New states are moved to the flat buffers offer by offer: those of one take little
             # memory, those of all as much as all states once more.
-            is_full |= not (is_begun or has_state)
+            is_full = not turns or not (has_state or offer in turns[-1].extents)
+            is_full = is_full or turns[-1].numel_with(part, offer) > self.turn_numel
             # torch's fused SGD makes the states of all of a call, or of none.
             if is_full or names != last_names:
-                turns.append(_Turn([], [[] for _ in self._members], []))
+                turns.append(_Turn([[] for _ in self._members]))
             last_names = names
             turns[-1].add(part, offer)
         return turns, have_all
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
-        """Return the buffer of widened gradients, which serves any turn."""
+        """Return what gradients of any turn are widened in."""
         if dtype not in self._widened:
             sizes = [m.numel() for _, m in self._masters.chunks if m.dtype == dtype]
             numel = min(widened_numel(sizes), self.turn_numel)
@@ -299,7 +453,7 @@ class DeviceTier(FlatTier):
         """Update the parts of a turn, whose gradients are widened if need be, and not kept."""
         views: list[Tensor] = []
         widened: Counter[torch.dtype] = Counter()  # elements in use of each buffer
-        for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
+        for (offer, (start, stop)), sizes in zip(turn.extents.items(), turn.sizes, strict=True):
             dtype = self._master_dtype(start)
             grad = self._grads[offer][start - offer : stop - offer]
             if grad.dtype != dtype:
@@ -393,7 +547,8 @@ class DeviceTier(FlatTier):
 
         @cache
         def needed(group: int, dtype: torch.dtype) -> set[str]:
-            own = _probe_state(self._make, self._optimizer.param_groups[group], self._device, dtype)
+            zeros = torch.zeros(2, dtype=dtype, device=self._device)
+            _, own = _probe(self._make, self._optimizer.param_groups[group], zeros, zeros)
             return {k for k, v in own.items() if v is not None} - states[dtype].keys()
 
         for (part, *_), given in zip(self._parts, scalars, strict=True):
@@ -472,28 +627,30 @@ def probe_states(
     shape: tuple[int, ...] = (2,),
 ) -> dict[str, torch.dtype]:
     """Return the elementwise states of a parameter of ``dtype`` and ``shape``, after a step."""
-    found: dict[str, torch.dtype] = {}
-    for group in groups:
-        state = _probe_state(make, group, device, dtype, shape)
-        found |= {
-            k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape
-        }
-    return found
+    zeros = torch.zeros(shape, dtype=dtype, device=device)
+    return {
+        name: value.dtype
+        for group in groups
+        for name, value in _probe(make, group, zeros, zeros)[1].items()
+        if isinstance(value, Tensor) and value.shape == shape
+    }
 
 
-def _probe_state(
+def _probe(
     make: partial[torch.optim.Optimizer],
     group: Mapping[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, ...] = (2,),
-) -> dict[str, Any]:
-    """Return the state of a parameter of ``dtype`` and ``shape`` after its first step."""
-    probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-    probe.grad = torch.zeros_like(probe)
+    values: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return what a first step makes of a parameter's ``values``, and its state after it."""
+    probe = nn.Parameter(values.clone())
+    probe.grad = grad.clone()
     optimizer = make([{**group, "params": [probe]}])
+    if state:
+        optimizer.state[probe] = copy.deepcopy(state)
     optimizer.step()
-    return dict(optimizer.state.get(probe, {}))
+    return probe.detach(), dict(optimizer.state.get(probe, {}))
 
 
 def _probe_initial_state(
@@ -503,23 +660,13 @@ def _probe_initial_state(
     dtype: torch.dtype,
 ) -> dict[str, Any] | None:
     """Return zeros from which a parameter starts as from none, found by two steps, or None."""
-    grad = torch.tensor([0.5, -3.0], dtype=dtype, device=device)
-
-    def step(zeros: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
-        probe = nn.Parameter(torch.tensor([1.0, -0.75], dtype=dtype, device=device))
-        optimizer = make([{**group, "params": [probe]}])
-        if zeros:
-            optimizer.state[probe] = copy.deepcopy(zeros)
-        probe.grad = grad.clone()
-        optimizer.step()
-        return probe.detach(), dict(optimizer.state.get(probe, {}))
-
-    expected, state = step(None)
+    values, grad = torch.tensor([[1.0, -0.75], [0.5, -3.0]], dtype=dtype, device=device)
+    expected, state = _probe(make, group, values, grad)
     zeros = {
         name: torch.zeros_like(value) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
-    found, from_zeros = step(zeros)
+    found, from_zeros = _probe(make, group, values, grad, zeros)
     is_same = torch.equal(found, expected) and all(
         torch.equal(from_zeros[name], value) if isinstance(value, Tensor) else value is None
         for name, value in state.items()

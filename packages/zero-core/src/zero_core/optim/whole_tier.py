@@ -2,36 +2,34 @@
 
 [Note: whole parameters]
 Each parameter has an owner among the ranks that hold a part of it, and its optimizer state is
-there, whole. Master weights stay sliced as for any optimizer. A parameter within one shard is
-updated where it is. One that crosses the bounds of shards is *divided*: in a step its owner gathers
-master weight and gradient, the optimizer updates them, and the new values return to the ranks that
-hold a part. Where every rank has the whole state (stage 0, one rank) each updates everything, and
-nothing is sent.
+there, whole. Master weights stay sliced. A parameter within one shard is updated where it is. One
+that crosses the bounds of shards is *divided*: in a step its owner gathers master weight and
+gradient, the optimizer updates them, and the new values return to the ranks that hold a part. Where
+every rank has the whole state (stage 0, one rank) each updates everything, and nothing is sent.
 
 Parameters in groups that the optimizer declares elementwise (`zero_core.optim.factory`) have no
 owner: each rank updates its slice of them, and has the slice's state.
 
 The optimizer is the one that was given to ``build``, over the model's own parameters. For the time
-of its step the parameters that this rank owns hold their whole master weights and gradients, those
-that are sliced hold its slice, 1-D, and all others have no gradient, which every optimizer leaves
-alone. So shapes, groups, hooks, counters in groups and whatever an optimizer keeps by parameter are
-as without an engine.
+of its step those that this rank owns hold their whole master weights and gradients, those that are
+sliced hold its slice, 1-D, and others have no gradient, which every optimizer leaves alone. So
+shapes, groups, hooks and whatever an optimizer keeps by parameter are as without an engine.
 
 [Note: rounds]
 Divided parameters are exchanged in rounds of consecutive segments, whose parameters together are no
-larger than those of the largest segment. So beside the parameters that it owns, a rank has what one
-round sends and receives. Parameters without a gradient are not sent.
-
-Unlike in other tiers, ``step`` is a collective: every rank calls it once per step.
+larger than those of the largest segment, which bounds what a rank sends and receives at a time.
+Parameters without a gradient are not sent. Unlike in other tiers, ``step`` is a collective.
 """
 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,7 +43,7 @@ from zero_core.core import access
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import Layout, Piece
 from zero_core.layout.discovery import inner_components
-from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
+from zero_core.optim.device_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
 # Of torch itself, whatever the class of a parameter overrides.
@@ -65,14 +63,14 @@ class Share:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass
 class Whole:
-    """A trainable parameter, and who has which part of it."""
+    """A trainable parameter by number, and who has which part of it."""
 
-    param: int  # its number in the layout
-    segment: int  # index of its segment
+    param: int
+    segment: int
     owner: int  # the rank that updates it
-    shares: tuple[Share, ...]  # its parts by rank, in order. One if it is not divided
+    shares: tuple[Share, ...]  # by rank. One if it is not divided
 
     @property
     def numel(self) -> int:
@@ -86,9 +84,8 @@ class Whole:
 class WholeTier(FlatTier):
     """State tier of any torch optimizer that updates by parameter. See [Note: whole parameters].
 
-    Parameters are numbered as in the layout. The state of one is what the optimizer keeps for it:
-    tensors, numbers, and lists and mappings of them. Elementwise states of sliced parameters are
-    read and written as in any tier, and read as zero elsewhere.
+    Parameters are numbered as in the layout. Elementwise states of sliced parameters are read and
+    written as in any tier, and read as zero elsewhere.
     """
 
     def __init__(
@@ -108,8 +105,8 @@ class WholeTier(FlatTier):
     ) -> None:
         """Make this rank's tier over its shards, or over everything unless ``is_sharded``.
 
-        The optimizer's states move to ``device``. ``model_params`` are in the order of the layout,
-        and of those whose numbers are in ``sliced`` each rank updates its slice.
+        ``model_params`` are in the order of the layout. Of those whose numbers are in ``sliced``
+        each rank updates its slice.
         """
         super().__init__(
             params=params, device=device, param_store=param_store, own_masters=own_masters
@@ -124,16 +121,10 @@ class WholeTier(FlatTier):
         wholes = assign_owners(layout, sliced=sliced)
         self._owners = {whole.param: whole.owner for whole in wholes}
         self._updated = [w.param for w in wholes if not is_sharded or w.owner == control.rank]
-        rounds = rounds_of(layout, wholes) if is_sharded else []
-        self._exchanges = [
-            _Exchange(
-                members,
-                torch.empty(0, dtype=master_dtype(dtype, own_masters), device=device),
-                control,
-                meter,
-            )
-            for dtype, members in rounds
-        ]
+        self._exchanges = []
+        for dtype, members in rounds_of(layout, wholes) if is_sharded else ():
+            like = torch.empty(0, dtype=master_dtype(dtype, own_masters), device=device)
+            self._exchanges.append(_Exchange(members, like, control, meter))
         self._initial: dict[int, dict[str, Any]] = {}  # what the optimizer's constructor has made
         for number, param in enumerate(model_params):
             state = optimizer.state.pop(param, None)
@@ -155,12 +146,10 @@ class WholeTier(FlatTier):
     ) -> None:
         """Update as the protocol says, as a collective. ``groups`` are the optimizer's own.
 
-        An error of the optimizer is raised on the ranks that it has one on. The others wait for the
-        new values, until the collectives' timeout.
+        While an error of the optimizer is raised on some ranks, others wait until the timeout.
         """
         self._wait_for_downloads()
-        offered = self._starts_of(self._pieces[index].start for index in active)
-        self._scale(offered, grad_scale)
+        self._scale_offers([self._pieces[index].start for index in active], grad_scale)
         used = {self._pieces[index].param for index in active}
         offers = Chunked([(start, self._grads[start]) for start in sorted(self._grads)])
         own: dict[int, tuple[Tensor, Tensor]] = {}
@@ -195,8 +184,8 @@ class WholeTier(FlatTier):
                 self._masters.one(piece.start, piece.stop).copy_(part)
         for index in active:
             self._num_steps[index] += 1
-        starts = {self._masters.index_of(self._pieces[index].start) for index in active}
-        chunks = [self._masters.chunks[index] for index in sorted(starts)]
+        numbers = {bisect_right(self._masters.starts, self._pieces[i].start) - 1 for i in active}
+        chunks = [self._masters.chunks[number] for number in sorted(numbers)]
         self._publish([c for s, m in chunks for c in self._copies(s, s + m.numel())])
 
     def _lent(self, param: int, elements: Tensor) -> Tensor:
@@ -204,19 +193,16 @@ class WholeTier(FlatTier):
         spec = self._layout.params[param]
         return spec.to_values(elements) if elements.numel() == spec.numel else elements
 
-    def _elements(self, param: int, state: Tensor) -> Tensor:
-        """Return a state that is like what is `_lent`, 1-D: a view if it has its strides."""
-        spec = self._layout.params[param]
-        return spec.to_elements(state) if state.numel() == spec.numel else state
-
     def state_names(self) -> Sequence[str]:
         return list(dict.fromkeys([MASTER, *(n for p in self._sliced for n in self._states_of(p))]))
 
     def _states_of(self, piece: Piece) -> dict[str, Tensor]:
-        """Return the elementwise states of a slice, 1-D."""
+        """Return the elementwise states of a slice, 1-D: views of those with its strides."""
+        spec = self._layout.params[piece.param]
+        is_all = piece.stop - piece.start == spec.numel
         shape = self._lent(piece.param, self._masters.one(piece.start, piece.stop)).shape
         return {
-            name: self._elements(piece.param, value.detach())
+            name: spec.to_elements(value.detach()) if is_all else value.detach()
             for name, value in self.read_whole_state(piece.param).items()
             if isinstance(value, Tensor) and value.shape == shape and name != "step"
         }
@@ -301,15 +287,13 @@ class WholeTier(FlatTier):
             raise KeyError(f"{unknown[0]!r}: states of {kind} are whole here, not sliced")
 
     def owner_of(self, param: int) -> int | None:
-        """Rank that owns the parameter. None: its states are sliced."""
-        return self._owners.get(param)
+        return self._owners.get(param)  # None: its states are sliced
 
     def updated_params(self) -> Sequence[int]:
-        """Return the parameters whose state is on this rank: its own, or all at stage 0."""
-        return self._updated
+        return self._updated  # its own, or all at stage 0
 
     def read_whole_state(self, param: int) -> dict[str, Any]:
-        """Return the state of one of the `updated_params`, empty before its first update."""
+        """Return the state of a parameter that this rank updates, empty before its first update."""
         found: dict[str, Any] = self._optimizer.state.get(self._model_params[param], {})
         return found
 
@@ -321,14 +305,14 @@ class WholeTier(FlatTier):
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
         """Replace the state of an updated parameter, in its strides, on the tier's device."""
-        owner, shape = self._model_params[param], self._layout.params[param].shape
+        owner, spec = self._model_params[param], self._layout.params[param]
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
         # As torch's own load_state_dict does: these kernels read the count on the device.
         is_on_device = bool(group.get("fused") or group.get("capturable"))
         moved = {}
         for name, value in state.items():
-            if name != "step" and type(value) is Tensor and value.shape == shape:
-                value = self._lent(param, self._elements(param, value))
+            if name != "step" and type(value) is Tensor and value.shape == spec.shape:
+                value = spec.to_values(spec.to_elements(value))
             if name != "step" or is_on_device:
                 value = _moved(value, self._device)
             moved[name] = value
@@ -336,11 +320,10 @@ class WholeTier(FlatTier):
 
 
 def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
-    """Assign the trainable parameters to ranks, in the order of the layout.
+    """Assign the trainable parameters to ranks, in the order of the layout, at stages 1 to 3.
 
     Divided ones are assigned, largest first, to the rank that has the least so far among those with
-    a part. The shares are those of stages 1 to 3: at stage 0 every rank has all of each parameter.
-    Those ``sliced``, by number, and empty ones have no owner.
+    a part. Those ``sliced``, by number, and empty ones have no owner.
     """
     load = [0] * layout.world_size
     found: list[Whole] = []
@@ -356,13 +339,11 @@ def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whol
             found.append(Whole(slot.param, segment.index, shares[0].rank, shares))
             if len(shares) == 1:
                 load[shares[0].rank] += slot.stop - slot.start
-    owners: dict[int, int] = {}  # of divided ones
     divided = [whole for whole in found if whole.is_divided]
     for whole in sorted(divided, key=lambda whole: (-whole.numel, whole.param)):
-        owner = min((s.rank for s in whole.shares), key=lambda rank: (load[rank], rank))
-        owners[whole.param] = owner
-        load[owner] += whole.numel
-    return tuple(replace(w, owner=owners.get(w.param, w.owner)) for w in found)
+        whole.owner = min((s.rank for s in whole.shares), key=lambda rank: (load[rank], rank))
+        load[whole.owner] += whole.numel
+    return tuple(found)
 
 
 def rounds_of(layout: Layout, wholes: Sequence[Whole]) -> list[tuple[torch.dtype, list[Whole]]]:
@@ -390,9 +371,9 @@ def step_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that a step takes for its time, of the rank that takes the most of each.
 
-    Those of whole parameters and of widened gradients, where the update is, which is on another
-    device than the gradients if it ``is_apart``; and those that the largest round sends and
-    receives. ``dtypes`` are those of master weights and of offered gradients, by trainable segment.
+    Those of whole parameters and widened gradients, and those that the largest round sends and
+    receives. ``is_apart``: the update is on another device than gradients. ``dtypes``: of master
+    weights and offered gradients, by trainable segment.
     """
     wholes = assign_owners(layout, sliced=sliced)
     divided = [whole for whole in wholes if is_sharded and whole.is_divided]
@@ -436,17 +417,19 @@ class _Exchange:
         self._like = like
         self._control = control
         self._meter = meter
-        rank = control.rank
-        self._owned = [whole for whole in wholes if whole.owner == rank]
-        self._own_share = {w.param: s for w in self._owned for s in w.shares if s.rank == rank}
-        away = [(w, share) for w in wholes for share in w.shares if share.rank != w.owner]
-        # What this rank holds for other owners, by owner, and what others hold for it, by holder.
-        self._held: list[_Parcel] = sorted(
-            ((w.owner, w.param, s) for w, s in away if s.rank == rank), key=lambda part: part[0]
-        )
-        self._missing: list[_Parcel] = sorted(
-            ((s.rank, w.param, s) for w, s in away if w.owner == rank), key=lambda part: part[0]
-        )
+        self._owned: dict[int, tuple[int, Share]] = {}  # length, and what is here, by parameter
+        self._held: list[_Parcel] = []  # for other owners, by owner
+        self._missing: list[_Parcel] = []  # what others hold for this rank, by holder
+        for whole in wholes:
+            for share in whole.shares:
+                if share.rank == whole.owner == control.rank:
+                    self._owned[whole.param] = whole.numel, share
+                elif share.rank == control.rank:
+                    self._held.append((whole.owner, whole.param, share))
+                elif whole.owner == control.rank:
+                    self._missing.append((share.rank, whole.param, share))
+        self._held.sort(key=itemgetter(0))
+        self._missing.sort(key=itemgetter(0))
 
     def to_owners(
         self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float
@@ -460,13 +443,11 @@ class _Exchange:
             _put(parts[param], flat.view(2, -1).unbind(), factor)
         arrived = self._exchange(sent, held, missing, rows=2)
         found = {}
-        for whole in self._owned:
-            if whole.param in parts:
+        for param, (numel, share) in self._owned.items():
+            if param in parts:
                 # Two tensors, each aligned: matrix kernels may round otherwise elsewhere.
-                full = self._like.new_empty(whole.numel), self._like.new_empty(whole.numel)
-                share = self._own_share[whole.param]
-                _put(parts[whole.param], [row[share.start : share.stop] for row in full], factor)
-                found[whole.param] = full
+                found[param] = full = self._like.new_empty(numel), self._like.new_empty(numel)
+                _put(parts[param], [row[share.start : share.stop] for row in full], factor)
         sizes = [2 * share.numel for _, _, share in missing]
         for (_, param, share), flat in zip(missing, torch.split(arrived, sizes), strict=True):
             for into, row in zip(found[param], flat.view(2, -1), strict=True):
@@ -483,7 +464,7 @@ class _Exchange:
         sizes = [share.numel for _, _, share in held]
         pieces = zip(held, torch.split(arrived, sizes), strict=True)
         found = {param: part for (_, param, _), part in pieces}
-        for param, share in self._own_share.items():
+        for param, (_, share) in self._owned.items():
             if param in used:
                 found[param] = values[param][share.start : share.stop]
         return found

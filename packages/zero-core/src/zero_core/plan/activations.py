@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,8 +35,6 @@ _META = torch.device("meta")
 _CODE_BYTES = 600 << 10
 """Bytes that the process keeps after the first product of a shape in bf16 (oneDNN 3, AVX-512):
 measured 0.5 to 0.8 MiB."""
-
-
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 """Operators of whose first argument a part is read."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
@@ -68,11 +66,12 @@ class Operator:
             query, key, value = (t.shape for t in read[is_backward : 3 + is_backward])
             # Of grouped heads as of so many heads each: torch 2.10 counts no groups.
             key, value = (query[:-2] + shape[-2:] for shape in (key, value))
-            if not is_backward:
+            if is_backward:
+                operations = flops.sdpa_backward_flop_count(read[0].shape, query, key, value)
+            else:
                 operations = flops.sdpa_flop_count(query, key, value)
-                return cls(ATTENTION, dtype, int(operations), True)
-            operations = flops.sdpa_backward_flop_count(read[0].shape, query, key, value)
-            return cls(ATTENTION_BACKWARD, dtype, int(operations), True)
+            kind = ATTENTION_BACKWARD if is_backward else ATTENTION
+            return cls(kind, dtype, int(operations), True)
         if packet in flops.flop_registry:
             operations = flops.flop_registry[packet](*args, **kwargs, out_val=out)
             return cls(kind, dtype, int(operations), True, _nbytes(read) + _nbytes(written))
@@ -109,15 +108,13 @@ class Trace:
     border_bytes: int  # the largest input of a block
     epilogue_bytes: int  # of what is saved, that behind the blocks
     # bytes of each of a block's inputs that may wait in host memory, by unit
-    moved: Mapping[int, tuple[int, ...]]
+    moved: Mapping[int, Sequence[int]]
     freed_bytes: int  # bytes that leave the device when inputs wait in host memory
 
     def memory(self, config: Config, *, is_accelerated: bool) -> MemoryUse:
         """Return the bytes that a configuration saves, and of kernels that it makes on a CPU.
 
-        With the vertical schedule those of all micro-batches, and a gradient of each between two
-        blocks. The code behind the blocks, and recomputed blocks, run for one at a time. With
-        ``is_accelerated`` the device is another one than the host.
+        ``is_accelerated``: the compute device is another one than the host.
         """
         is_again, steps = config.is_recomputed, config.gradient_accumulation_steps
         whole = self.recomputed_bytes if is_again else self.saved_bytes
@@ -131,11 +128,12 @@ class Trace:
             whole += fetched - self.freed_bytes
             each -= self.freed_bytes
             times = steps if config.is_vertical else 1
-            waiting = Counter(nbytes for unit in self.moved.values() for nbytes in unit)
-            if waiting:
+            if waiting := Counter(nbytes for unit in self.moved.values() for nbytes in unit):
                 locked = (page_locked_bytes(n, m * times) for n, m in waiting.items())
                 host["activations"] = sum(locked)
         if config.is_vertical:
+            # All micro-batches, and a gradient of each between two blocks. The code behind the
+            # blocks, and recomputed blocks, run for one at a time.
             whole += steps * (each + self.border_bytes) - each
         device = {"activations": whole}
         calls = set[Operator]().union(*self.forward.values(), self.backward or ())
@@ -151,13 +149,11 @@ def trace_step(
     inputs: Mapping[str, Any] | Sequence[Any],
     units: Sequence[nn.Module],
 ) -> Trace:
-    """Return what one micro-batch saves and computes.
+    """Run one forward, and a backward if it returns a loss, on the meta device.
 
-    One forward runs on the meta device, in the compute dtype, in the model's current mode
-    (train or eval), and a backward if it returns a loss. The model is not changed. ``inputs`` are
-    keyword or positional arguments of one micro-batch, ``units`` modules, the root first.
-    With ``torch_autocast`` activations count in fp32, and with them the casts of weights that stay
-    to backward.
+    They run in the compute dtype and in the model's current mode (train or eval). The model is not
+    changed. ``inputs`` are keyword or positional arguments of one micro-batch, ``units`` modules,
+    the root first. With ``torch_autocast`` activations count in fp32.
     """
 
     def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:
@@ -166,6 +162,7 @@ def trace_step(
         meta = torch.empty_like(value, dtype=compute_dtype(value, dtype), device=_META)
         return meta.requires_grad_(value.requires_grad)
 
+    values: dict[str, Any] = {}
     for name, param in model.named_parameters():
         if len(components(name, param)) > 1:
             raise ConfigError(
@@ -173,7 +170,7 @@ def trace_step(
                 "run on the meta device: plan without example_inputs, and add the activations "
                 "yourself"
             )
-    values = {name: to_meta(param) for name, param in model.named_parameters()}
+        values[name] = to_meta(param)
     weights = [value for value in values.values() if value.requires_grad]
     values |= {name: to_meta(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
     tracer = _Tracer(units, {storage_of(t) for t in values.values()})
@@ -187,7 +184,7 @@ def trace_step(
             stack.enter_context(_WithoutData())
             if config.tiled_compute is not None:
                 stack.callback(TiledForwards(model, config.tiled_compute, None).remove)
-            stack.enter_context(tracer.followed())
+            tracer.follow(stack)
             stack.enter_context(tracer)
             output = torch.func.functional_call(model, values, args, kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -230,15 +227,15 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.weights: set[int] = set()  # storages of parameters and buffers that are saved
         self._unit = 0  # index of the one that the forward is in
         self._known = known
-        self._blocks = {i: m for i, m in enumerate(modules) if m is not modules[0]}
-        self._last = max(len(modules) - 1, 0)
+        self._index_of = {m: i for i, m in enumerate(modules) if m is not modules[0]}  # blocks
+        self._last = len(modules) - 1
         self._is_inside = False  # a block
         self._is_behind = False  # all blocks
         # Storages are kept alive, so that no address is used again.
         self._inputs: dict[int, torch.UntypedStorage] = {}  # of blocks
-        self._saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the first one's unit
-        self._epilogue: set[int] = set()  # of what is saved, behind the blocks
-        self._sizes: dict[int, list[int]] = {}  # bytes of blocks' positional inputs, by unit
+        # what is saved, with the unit and whether that is behind the blocks
+        self._saved: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}
+        self._sizes: dict[int, list[int]] = {}  # bytes of blocks' positional inputs
         self._moved: set[int] = set()  # storages of blocks' inputs that may wait on the host
         self._stay: set[int] = set()  # storages that something else keeps on the device
 
@@ -260,9 +257,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number in self._known:
             self.weights.add(number)
             return tensor
-        if number not in self._saved and self._is_behind:
-            self._epilogue.add(number)
-        self._saved.setdefault(number, (self._unit, tensor.untyped_storage()))
+        where = (self._unit, self._is_behind)
+        self._saved.setdefault(number, (tensor.untyped_storage(), *where))
         if not self._is_inside:
             self._stay.add(number)
         return tensor
@@ -273,36 +269,33 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         forward: Mapping[int, Counter[Operator]],
         backward: Counter[Operator] | None,
     ) -> Trace:
-        """Return the bytes that were saved, with those of ``casts``, and the operators."""
         inputs = [storage.nbytes() for storage in self._inputs.values()]
         by_unit: Counter[int] = Counter()  # besides inputs
-        for number, (unit, storage) in self._saved.items():
+        for number, (storage, unit, _) in self._saved.items():
             if number not in self._inputs:
                 by_unit[unit] += storage.nbytes()
         in_front = by_unit[0]
-        of_blocks = [by_unit.pop(block, 0) for block in self._blocks]
+        of_blocks = [by_unit.pop(block, 0) for block in self._index_of.values()]
         return Trace(
-            sum(storage.nbytes() for _, storage in self._saved.values()) + casts,
+            sum(storage.nbytes() for storage, *_ in self._saved.values()) + casts,
             sum(inputs) + by_unit.total() + max(of_blocks, default=0) + casts,
             forward,
             backward,
             kept_bytes=sum(inputs) + in_front,
             border_bytes=max(inputs, default=0),
-            epilogue_bytes=sum(self._saved[number][1].nbytes() for number in self._epilogue),
-            moved={unit: tuple(sizes) for unit, sizes in self._sizes.items()},
+            epilogue_bytes=sum(s.nbytes() for s, _, is_behind in self._saved.values() if is_behind),
+            moved=self._sizes,
             freed_bytes=sum(self._inputs[number].nbytes() for number in self._moved - self._stay),
         )
 
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow the forward through the blocks by hooks."""
-        index_of = {module: index for index, module in self._blocks.items()}
+    def follow(self, stack: ExitStack) -> None:
+        """Follow the forward through the blocks by hooks, until ``stack`` is closed."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             for tensor in _tensors((args, kwargs)):
                 if storage_of(tensor) not in self._known:
                     self._inputs[storage_of(tensor)] = tensor.untyped_storage()
-            self._unit, self._is_inside = index_of[module], True
+            self._unit, self._is_inside = self._index_of[module], True
             positional = [t for t in args if isinstance(t, Tensor) and t.numel()]
             self._sizes.setdefault(self._unit, []).extend(t.nbytes for t in positional)
             self._moved |= {storage_of(t) for t in positional} & self._inputs.keys()
@@ -311,16 +304,13 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def leave(module: nn.Module, *_: Any) -> None:
             self._is_inside = False
-            self._is_behind = index_of[module] == max(self._blocks)
-            self._unit = self._last if self._is_behind else index_of[module]
+            index = self._index_of[module]
+            self._is_behind = index == max(self._index_of.values())
+            self._unit = self._last if self._is_behind else index
 
-        handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in index_of]
-        handles += [m.register_forward_hook(leave) for m in index_of]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        for module in self._index_of:
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
 
 
 class _WithoutData(TorchFunctionMode):
@@ -334,8 +324,7 @@ class _WithoutData(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[Tensor, bool]] = {}  # alive, so that no id is reused
-        self._sums: dict[int, tuple[Tensor, int]] = {}
+        self._values: dict[int, tuple[Tensor, int]] = {}  # alive, so that no id is reused
 
     def __torch_function__(
         self,
@@ -346,17 +335,16 @@ class _WithoutData(TorchFunctionMode):
     ) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **(kwargs or {}))
-        if func is Tensor.__bool__ and id(args[0]) in self._known:
-            return self._known[id(args[0])][1]
+        known = self._values.get(id(args[0])) if args else None
+        if func is Tensor.__bool__ and known is not None:
+            return bool(known[1])
         result = func(*args, **(kwargs or {}))
         if func in _ALL or func in _ANY:
-            self._known[id(result)] = (result, func in _ALL)
+            self._values[id(result)] = (result, func in _ALL)
         elif func in _SUM and args and args[0].dtype is torch.bool and not result.ndim:
-            self._sums[id(result)] = (result, args[0].numel())
-        elif (
-            func in _EQUAL and len(args) == 2 and type(args[1]) is int and id(args[0]) in self._sums
-        ):
-            self._known[id(result)] = (result, args[1] == self._sums[id(args[0])][1])
+            self._values[id(result)] = (result, args[0].numel())
+        elif func in _EQUAL and len(args) == 2 and type(args[1]) is int and known is not None:
+            self._values[id(result)] = (result, args[1] == known[1])
         return result
 
 

@@ -186,10 +186,8 @@ class Footprints:
         self, config: Config, links: Links, *, is_worst_case: bool = False
     ) -> CollectivesFootprint | None:
         """Return the footprint of the collectives that are asked for, if zero-comm is there."""
-        zero = config.zero_optimization
-        if zero.quantized_key is None:
-            return None
-        make = self.load("collectives", zero.quantized_key, "zero-comm")
+        zero, asked = config.zero_optimization, config.zero_optimization.quantized_key
+        make = None if asked is None else self.load("collectives", asked, "zero-comm")
         if make is None:
             return None
         made: CollectivesFootprint = call_factory(

@@ -4,9 +4,9 @@
 Parameters, gradients and pools: `zero_core.sharded.memory` itself, run on the meta device. Master
 weights and states on the device: the rules of `zero_core.optim.device_tier` over the same layout,
 with the states that the optimizer makes in a step on two elements; what whole parameters take in a
-step: `zero_core.optim.whole_tier`. Offloaded state, offloaded
-parameters and quantized collectives: the closed forms of the packages that serve them; see
-`zero_core.plan.footprints`. Activations: `zero_core.plan.activations`.
+step: `zero_core.optim.whole_tier`. Offloaded state, offloaded parameters and quantized collectives:
+the closed forms of the packages that serve them; see `zero_core.plan.footprints`. Activations:
+`zero_core.plan.activations`.
 
 All byte counts are per rank. The rank planned for is rank 0; all ranks are alike but for padding.
 """
@@ -26,12 +26,7 @@ from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.optim.device_tier import (
-    TURN_NUMEL,
-    optimizer_maker,
-    probe_states,
-    widened_numel,
-)
+from zero_core.optim.device_tier import TURN_NUMEL, optimizer_maker, probe_states, widened_numel
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.optim.whole_tier import step_bytes
 from zero_core.plan.footprints import (
@@ -73,9 +68,9 @@ class MemoryUse:
 class WholeFootprint:
     """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing."""
 
-    kept: Mapping[str, int]  # bytes of host memory by kind
-    on_device: Mapping[str, int]  # bytes on the device by kind
-    moved: tuple[int, int]  # bytes per step from the device to the host and back
+    on_host: dict[str, int]
+    on_device: dict[str, int]
+    moved: tuple[int, int]
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
         return 1.0
@@ -84,10 +79,10 @@ class WholeFootprint:
         return 0, 0
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
-        return dict(self.kept)
+        return self.on_host
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
-        return dict(self.on_device)
+        return self.on_device
 
     def undo_share(self, ratio: float) -> float:
         return 0.0
@@ -113,7 +108,7 @@ class Forecast:
         links: Links,
         buffer_bytes: int,
     ) -> None:
-        """Compute the layout and every size on the meta device, besides the model's buffers."""
+        """Compute every size. ``buffer_bytes`` are those of the model's own buffers."""
         self._layout = layout = drawn.layout
         self._config = config
         self._links = links
@@ -123,7 +118,7 @@ class Forecast:
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
         self.resting = offloaded_segments(layout, config, is_apart=is_apart)
-        self._is_offloaded = zero.offload_optimizer.device != "none"
+        is_offloaded = zero.offload_optimizer.device != "none"
         memory = Memory(
             drawn.found,
             layout,
@@ -133,7 +128,7 @@ class Forecast:
             is_accelerated=is_accelerated,
             offloaded=OffloadedSegments(self.resting, None) if self.resting else None,
         )
-        owns_grads = self._is_offloaded and drawn.updates_slices
+        owns_grads = is_offloaded and drawn.updates_slices
         buffers = memory.allocate_gradients(owns_grads=owns_grads, adds_grads=owns_grads)
         # how the gradient of each trainable segment is held, by its index
         self.gradients = {index: held.plan for index, held in buffers.items()}
@@ -145,7 +140,7 @@ class Forecast:
             self._whole_bytes = step_bytes(
                 layout,
                 is_sharded=memory.has_sharded_state,
-                is_apart=self._is_offloaded and is_accelerated,
+                is_apart=is_offloaded and is_accelerated,
                 sliced=drawn.sliced_params,
                 dtypes={
                     s.index: (config.master_dtype(s.dtype), self.gradients[s.index].offered)
@@ -158,26 +153,27 @@ class Forecast:
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, links)
-        self.tier = self._tier_footprint(drawn, memory)
+        # gradients of each element that the tier adds up in a step
+        is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
+        self.num_added = config.gradient_accumulation_steps if is_each else 1
+        self.tier = self._tier_footprint(drawn, memory) if is_offloaded else None
         # the most host memory of `Engine.async_save`: this rank's states once
         self.async_save_bytes = sum(
             s.shard_numel * (config.master_dtype(s.dtype).itemsize + self._state_bytes)
             for *_, s in self.spans
         )
-        find_resting: ParamFootprintFactory | None = None
+        # whether every package that the configuration asks for is installed
+        self.is_complete = self.collectives is not None or zero.quantized_key is None
+        self.is_complete &= self.tier is not None or not is_offloaded
         resting: dict[str, int] = {}
         if self.resting:
             asked = f"zero_optimization.offload_param.device = {kind!r}"
-            find_resting = footprints.load("param_tier", asked, "zero-offload")
-        if find_resting is not None:
-            shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
-            resting = find_resting(shards=shards, config=zero.model_dump(mode="json"))
-        # whether every package that the configuration asks for is installed
-        self.is_complete = (
-            (self.collectives is not None or zero.quantized_key is None)
-            and (self.tier is not None or not self._is_offloaded)
-            and (find_resting is not None or not self.resting)
-        )
+            find: ParamFootprintFactory | None
+            find = footprints.load("param_tier", asked, "zero-offload")
+            self.is_complete &= find is not None
+            if find is not None:
+                shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
+                resting = find(shards=shards, config=zero.model_dump(mode="json"))
         root = {slot.param for s in layout.units[0].segments for slot in s.slots}
         # bytes of a micro-batch's gradient of each weight of the root that is tied, whose last part
         # ends a vertical backward. Empty for other schedules
@@ -230,9 +226,7 @@ class Forecast:
         }
 
     def _tier_footprint(self, drawn: Blueprint, memory: Memory) -> TierFootprint | None:
-        """Return the footprint of the tier on the host, None without one or its package."""
-        if not self._is_offloaded:
-            return None
+        """Return the footprint of the tier on the host, None without its package."""
         if self._whole_bytes is not None:
             kept = self._own_tier_bytes(0, self._numel)
             down = up = 0
@@ -273,16 +267,6 @@ class Forecast:
         )
         return made
 
-    @property
-    def num_added(self) -> int:
-        """Gradients of each element that the tier adds up in a step."""
-        is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
-        return self._config.gradient_accumulation_steps if is_each else 1
-
-    def bytes_in_file(self, ratio: float) -> int:
-        """Return the bytes of states on NVMe, read and written in a step. 0 if not known."""
-        return 0 if self.tier is None else self.tier.file_bytes(ratio)
-
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes with the first ``ratio`` of states on the host: see `is_complete`."""
         host: dict[str, int] = {}
@@ -292,34 +276,31 @@ class Forecast:
                 kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
             kept |= self.tier.device_bytes(ratio)
             host = self.tier.host_bytes(ratio)
-        elif not self._is_offloaded:
+        elif self._config.zero_optimization.offload_optimizer.device == "none":
             kept |= self._own_tier_bytes(0, self._numel)
         by_place = {**self._fixed, **kept}, {**host, **self._fixed_on_host}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
         """Return the bytes of the engine's own tier over ``[start, stop)``."""
-        masters = sum(
-            max(min(high, stop) - max(low, start), 0) * self._config.master_dtype(s.dtype).itemsize
-            for low, high, s in self.spans
-            if s.dtype != self._config.master_dtype(s.dtype) or s in self.resting
-        )
-        states = (stop - start) * self._state_bytes
-        kept = {"master weights": masters, "optimizer states": states}
-        if self._whole_bytes is not None:
-            return {**kept, _WHOLES: sum(self._whole_bytes)}
-        # Gradients are widened to the dtype of the master weights.
-        sizes: dict[torch.dtype, list[int]] = {}
-        has_narrow: set[torch.dtype] = set()
+        masters = 0
+        sizes: dict[torch.dtype, list[int]] = {}  # elements of the parts, by their masters' dtype
+        has_narrow: set[torch.dtype] = set()  # dtypes to which gradients are widened
         for low, high, segment in self.spans:
             numel = min(high, stop) - max(low, start)
             if numel <= 0:
                 continue
             master = self._config.master_dtype(segment.dtype)
+            if segment.dtype != master or segment in self.resting:
+                masters += numel * master.itemsize
             sizes.setdefault(master, []).append(numel)
             plan = self.gradients[segment.index]  # a sum of micro-steps is in the master's dtype
             if plan.offered != master and not plan.is_passed_on_each:
                 has_narrow.add(master)
+        states = (stop - start) * self._state_bytes
+        kept = {"master weights": masters, "optimizer states": states}
+        if self._whole_bytes is not None:
+            return {**kept, _WHOLES: sum(self._whole_bytes)}
         widened = (min(widened_numel(sizes[d]), TURN_NUMEL) * d.itemsize for d in has_narrow)
         return {**kept, "widened gradients": sum(widened)}
 
@@ -329,24 +310,22 @@ class Forecast:
         To the host: gradients, and new values of parameters that rest there. Back: new values, and
         resting shards as often as they are gathered.
         """
-        down, up = (0, 0) if self.tier is None else self.tier.link_bytes(ratio)
-        offload = self._config.zero_optimization.offload_optimizer
-        if self.tier is not None and offload.lossless_upload:
+        config, updated = self._config, (span for span in self.spans if span[2] in self.resting)
+        up = sum(
+            s.shard_numel * s.dtype.itemsize * num_gathers(s, self._layout, config)
+            for s in self.resting
+        )
+        if self.tier is None:
+            return sum((stop - low) * s.dtype.itemsize for low, stop, s in updated), up
+        down, new = self.tier.link_bytes(ratio)
+        if config.zero_optimization.offload_optimizer.lossless_upload:
             asked = "zero_optimization.offload_optimizer.lossless_upload"
             find: UploadFootprint | None = self._footprints.load("uploads", asked, "zero-comm")
             if find is not None:
-                rate = learning_rate(self._config)
-                sizes = self.tier.uploaded_numel(ratio).items()
+                rate, sizes = learning_rate(config), self.tier.uploaded_numel(ratio).items()
                 sent = (find(numel=n, dtype=dtype, learning_rate=rate) for dtype, n in sizes)
-                up = min(up, sum(sent))
-        if self.tier is None:
-            down += sum(
-                (stop - low) * s.dtype.itemsize for low, stop, s in self.spans if s in self.resting
-            )
-        return down, up + sum(
-            s.shard_numel * s.dtype.itemsize * num_gathers(s, self._layout, self._config)
-            for s in self.resting
-        )
+                new = min(new, sum(sent))
+        return down, up + new
 
     def _exchange_bytes(self) -> int:
         """Return the bytes of the buffers that reductions receive into.

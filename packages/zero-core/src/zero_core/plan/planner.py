@@ -42,14 +42,7 @@ from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.activations import Trace, trace_step
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import Forecast, MemoryUse
-from zero_core.plan.result import (
-    AS_CONFIGURED,
-    STAGE_3_KEYS,
-    Choice,
-    Placement,
-    Plan,
-    format_bytes,
-)
+from zero_core.plan.result import AS_CONFIGURED, STAGE_3_KEYS, Choice, Placement, Plan, format_bytes
 from zero_core.plan.traffic import step_traffic, traffic_choices
 
 GPUS_PER_NODE = 8
@@ -132,7 +125,7 @@ class Machine:
                 raise ConfigError(f"{name} = {value}: must be a positive number of bytes")
         if self.device_type not in ("accelerator", "cpu"):
             raise ConfigError(f"device_type = {self.device_type!r}: must be 'accelerator' or 'cpu'")
-        if self.device_type == "cpu" and self.device_memory is not None:
+        if not self.is_accelerated and self.device_memory is not None:
             raise ConfigError("device_memory with device_type 'cpu': give host_memory alone")
 
     @property
@@ -149,13 +142,6 @@ class Machine:
             memory = format_bytes(self.host_memory)
             found.append(f"{memory} of host memory for {self.ranks_per_node} ranks")
         return " and ".join(found)
-
-    def has_room(self, use: MemoryUse) -> bool:
-        """Return whether a rank's bytes fit, if its node's other ranks take as much."""
-        if self.device_memory is not None and use.device_bytes > self.device_memory:
-            return False
-        host = use.host_bytes + (0 if self.is_accelerated else use.device_bytes)
-        return self.host_memory is None or host * self.ranks_per_node <= self.host_memory
 
 
 @dataclass(frozen=True)
@@ -190,10 +176,9 @@ class Planner:
             b.numel() * compute_dtype(b, resolved.buffer_dtype).itemsize for b in buffers
         )
         self._inputs = inputs
-        zero = resolved.zero_optimization
+        zero, offload = resolved.zero_optimization, resolved.zero_optimization.offload_optimizer
         self._stage = zero.stage
-        self._stages = range(4) if world_size > 1 else [self._stage]
-        self._device = zero.offload_optimizer.device
+        self._device = offload.device
         self._offloaded = "cpu" if self._device == "none" else self._device
         self._footprints = Footprints()
         is_sequential = resolved.world_size_invariant
@@ -201,21 +186,19 @@ class Planner:
         self._forecasts: dict[tuple[Any, ...], Forecast] = {}
         self._traces: dict[int, Trace] = {}
         self.given = Variant(resolved.train_micro_batch_size_per_gpu, resolved.is_recomputed)
+        offloaded = self._changed(self.given, self._stage, self._offloaded)
         # the share of the optimizer state that the configuration gives to the host
         self._ratio = 0.0
         if self._device != "none":
-            tier = self._forecast(self.given, self._stage, self._device).tier
-            asked = zero.offload_optimizer.ratio
-            self._ratio = asked if isinstance(asked, float) else 1.0
-            if tier is not None:
+            self._ratio = offload.ratio if isinstance(offload.ratio, float) else 1.0
+            if (tier := self._forecast(offloaded, AS_CONFIGURED).tier) is not None:
                 trainable = [(p.name, p.numel) for p in self.layout.params if p.is_trainable]
                 self._ratio = tier.planned_ratio(trainable)
         self.configured = self.choice(self.given, self._stage, self._ratio)
         # whether an installed package can hold the optimizer's state on the host
         self._can_offload = False
         with suppress(ConfigError):  # raised for the configuration itself before
-            forecast = self._forecast(self.given, self._stage, self._offloaded)
-            self._can_offload = forecast.tier is not None
+            self._can_offload = self._forecast(offloaded, AS_CONFIGURED).tier is not None
 
     # ------------------------------------------------------------- forecasts
 
@@ -244,14 +227,13 @@ class Planner:
         return self._changed(variant_of(choice), choice.stage, choice.device)
 
     def forecast_of(self, choice: Choice) -> Forecast:
-        return self._forecast(variant_of(choice), choice.stage, choice.device)
+        return self._forecast(self.config_of(choice), choice.placement)
 
-    def _forecast(self, variant: Variant, stage: int, device: str) -> Forecast:
-        """Return the forecast of a stage with optimizer state and gradients on a device."""
-        config = self._changed(variant, stage, device)
-        micro_steps = config.gradient_accumulation_steps
-        how = (config.is_vertical, config.has_inputs_on_host, variant.placement)
-        key = (stage, device, micro_steps, *how)
+    def _forecast(self, config: Config, placement: Placement) -> Forecast:
+        """Return the forecast of a configuration, the same one whether blocks are recomputed."""
+        zero, steps = config.zero_optimization, config.gradient_accumulation_steps
+        order = (steps, config.is_vertical, config.has_inputs_on_host)
+        key = (zero.stage, zero.offload_optimizer.device, *order, placement)
         if key not in self._forecasts:
             found = Forecast(self._drawn, config, self._footprints, self.links, self._buffer_bytes)
             self._forecasts[key] = found
@@ -280,10 +262,9 @@ class Planner:
         return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size
 
     def variants(self, *, are_larger: bool = False) -> list[Variant]:
-        """Return the configuration's variant, then others, the smaller change before the larger.
+        """Return the configuration's variant and those with smaller micro-batches, or larger ones.
 
-        They have smaller micro-batches, and activations kept and recomputed. ``are_larger``: those
-        with larger micro-batches alone, the smallest first.
+        Each has activations kept and recomputed. The smaller change is before the larger.
         """
         given = self.given
         sizes = [] if are_larger else [given.micro_batch]
@@ -340,15 +321,16 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield each stage with no offload, all, the least that fits, and further ``ratios``."""
+        """Yield each stage with the least offload that fits, none, all, and further ``ratios``."""
         is_divisible = self._can_offload and self._drawn.updates_slices
         needs_offload = variant.placement.changes("offload_optimizer")
         tried = [] if needs_offload else [0.0]
         tried += [1.0] if self._can_offload else []
         tried += ratios if is_divisible else ()
         limit = self.machine.device_memory
-        found: list[Choice] = []
-        for stage in [3] if variant.placement.changes("offload_param") else self._stages:
+        stages = range(4) if self.machine.world_size > 1 else [self._stage]
+        for stage in [3] if variant.placement.changes("offload_param") else stages:
+            found = [self.choice(variant, stage, ratio) for ratio in tried]
             # Moving state from host memory to host memory saves nothing.
             if is_divisible and self.machine.is_accelerated:
 
@@ -358,28 +340,25 @@ class Planner:
 
                 # Device bytes fall as the ratio grows.
                 percent = bisect_left(range(PERCENT), True, key=is_enough)
-                found.append(self.choice(variant, stage, percent / PERCENT))
-            found += [self.choice(variant, stage, ratio) for ratio in tried]
-        for choice in found:
-            is_told = choice.ratio > 0 or not needs_offload
-            if is_told and self.forecast_of(choice).is_complete:
-                yield choice
+                found.insert(0, self.choice(variant, stage, percent / PERCENT))
+            for choice in found:
+                is_asked = choice.ratio > 0 or not needs_offload
+                if is_asked and self.forecast_of(choice).is_complete:
+                    yield choice
 
     def placed(self, variants: Sequence[Variant]) -> list[Variant]:
         """Return the variants with each other placement, the smaller change before the larger."""
         zero, path = self.config.zero_optimization, self.machine.nvme_path
         params, states = [AS_CONFIGURED], [AS_CONFIGURED]
+        block = "offload_param"
         if zero.offload_param.device != "none":
-            settings = (("offload_param", "device", "none"),)
-            params.append(Placement("parameters on the device", settings))
+            params.append(Placement("parameters on the device", ((block, "device", "none"),)))
         elif self.machine.is_accelerated:
-            settings = (("offload_param", "device", "cpu"),)
-            params.append(Placement("parameters in host memory", settings))
+            params.append(Placement("parameters in host memory", ((block, "device", "cpu"),)))
+        block = "offload_optimizer"
         if zero.offload_optimizer.device == "nvme":
-            settings = (("offload_optimizer", "device", "cpu"),)
-            states.append(Placement("states in host memory", settings))
+            states.append(Placement("states in host memory", ((block, "device", "cpu"),)))
         elif path is not None and self._drawn.updates_slices:
-            block = "offload_optimizer"
             keys = ((block, "device", "nvme"), (block, "nvme_path", path))
             states.append(Placement("states on NVMe", keys))
         found = [of_states.joined(p) for of_states, p in itertools.product(states, params)][1:]
@@ -403,10 +382,10 @@ class Planner:
     def is_served(self, placement: Placement) -> bool:
         """Whether the engine and its packages accept a configuration with this placement."""
         stage = 3 if placement.changes("offload_param") else self._stage
-        variant, device = replace(self.given, placement=placement), self._offloaded
+        config = self._changed(replace(self.given, placement=placement), stage, self._offloaded)
         try:
-            check_rules(self._changed(variant, stage, device), self.machine.world_size)
-            self._forecast(variant, stage, placement.device or device)
+            check_rules(config, self.machine.world_size)
+            self._forecast(config, placement)
         except ConfigError:
             return False
         return True
@@ -423,25 +402,29 @@ class Planner:
         return MemoryUse({**use.device, **saved.device}, {**use.host, **saved.host})
 
     def choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
-        device = variant.placement.device or self._offloaded if ratio else "none"
-        if variant.placement.device is None and (stage, ratio) == (self._stage, self._ratio):
-            device = self._device
+        is_given = (stage, ratio) == (self._stage, self._ratio)
+        device = self._device if is_given else self._offloaded if ratio else "none"
         config = self._changed(variant, stage, device)
-        forecast = self._forecast(variant, stage, device)
+        forecast, machine = self._forecast(config, variant.placement), self.machine
         use = self._memory(forecast, config, ratio)
+        # The node's other ranks take as much.
+        on_host = use.host_bytes + (0 if machine.is_accelerated else use.device_bytes)
+        of_node = on_host * machine.ranks_per_node
+        has_room = machine.device_memory is None or use.device_bytes <= machine.device_memory
+        has_room &= machine.host_memory is None or of_node <= machine.host_memory
         return Choice(
             stage,
             ratio,
             use.device_bytes,
             use.host_bytes,
-            forecast.is_complete and self.machine.has_room(use),
-            device=device,
+            forecast.is_complete and has_room,
+            device=config.zero_optimization.offload_optimizer.device,
             micro_batch=variant.micro_batch,
             micro_steps=config.gradient_accumulation_steps,
             is_recomputed=variant.is_recomputed,
             is_varied=variant != self.given,
             placement=variant.placement,
-            file_bytes=forecast.bytes_in_file(ratio),
+            file_bytes=0 if forecast.tier is None else forecast.tier.file_bytes(ratio),
         )
 
     def advice(self, best: Choice | None, choices: Sequence[Choice]) -> str:
@@ -483,8 +466,7 @@ def ranks_of_node(world_size: int, ranks_per_node: int | None) -> int:
 def _model_of(config: Any) -> nn.Module:
     """Return a Hugging Face configuration's model, with a language model's head if it has one."""
     # foreign: a configuration of transformers
-    is_config = isinstance(config, Mapping) or hasattr(config, "model_type")
-    if not is_config:
+    if not (isinstance(config, Mapping) or hasattr(config, "model_type")):
         raise ConfigError(
             f"model: expected a torch module or a Hugging Face configuration, found "
             f"{type(config).__name__}"
@@ -505,12 +487,11 @@ def _model_of(config: Any) -> nn.Module:
         is_seq2seq = config.is_encoder_decoder and (
             type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         )
+        kind = transformers.AutoModel
         if is_seq2seq:
             kind = transformers.AutoModelForSeq2SeqLM
         elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             kind = transformers.AutoModelForCausalLM
-        else:
-            kind = transformers.AutoModel
         # An encoder-decoder shifts its labels and fills up with pad_token_id. Others would look for
         # padding in inputs that have no values on the meta device.
         if not is_seq2seq:

@@ -37,12 +37,6 @@ class Placement:
     settings: tuple[tuple[str, str, Any], ...] = ()  # ``(block or , key, value)``
     is_rounding: bool = False  # whether the numbers of a run change
 
-    @property
-    def device(self) -> str | None:
-        """Device of the host's part of the states, where it differs."""
-        keys = ("offload_optimizer", "device")
-        return next((v for block, key, v in self.settings if (block, key) == keys), None)
-
     def changes(self, block: str) -> bool:
         return any(name == block for name, _, _ in self.settings)
 
@@ -186,49 +180,37 @@ class Plan:
     def tables(self) -> tuple[Table, ...]:
         """Return memory by kind, traffic by collective, its choices, and choices."""
         device, host = self.memory.device, self.memory.host
-        kinds = [(k, device.get(k, 0), host.get(k, 0)) for k in dict.fromkeys((*device, *host))]
-        kinds.append(("in all", self.memory.device_bytes, self.memory.host_bytes))
-        kinds.append(("during async_save, at most", 0, self.async_save_bytes))
-        ways = ("within a node", "between nodes")
-        found = [
-            _table("Memory per rank", ("kind", "device", "host"), kinds),
-            _table(
-                "Bytes sent per rank and step",
-                ("transfer", "calls", *ways, "device and host"),
-                [
-                    (
-                        *(f"{t.collective} of {t.content}", str(t.num_calls)),
-                        *(t.within_node_bytes, t.between_nodes_bytes, t.host_link_bytes),
-                    )
-                    for t in self.traffic
-                ],
-            ),
-        ]
+        rows: list[tuple[str | int, ...]]
+        rows = [(k, device.get(k, 0), host.get(k, 0)) for k in dict.fromkeys((*device, *host))]
+        rows.append(("in all", self.memory.device_bytes, self.memory.host_bytes))
+        rows.append(("during async_save, at most", 0, self.async_save_bytes))
+        found = [_table("Memory per rank", ("kind", "device", "host"), rows)]
+        rows, ways = [], ("within a node", "between nodes")
+        for t in self.traffic:
+            sent = (t.within_node_bytes, t.between_nodes_bytes, t.host_link_bytes)
+            rows.append((f"{t.collective} of {t.content}", str(t.num_calls), *sent))
+        headings: tuple[str, ...] = ("transfer", "calls", *ways, "device and host")
+        found.append(_table("Bytes sent per rank and step", headings, rows))
         if self.traffic_choices:
-            sent = [(c.within_node_bytes, c.between_nodes_bytes) for c in self.traffic_choices]
-            slower = int(sent[0][1] > 0)  # the link between nodes, if anything crosses it
-            rows = [
-                (
-                    *(c.name, near, far),
-                    f"{(near, far)[slower] / max(sent[0][slower], 1):.1%}",
-                    *(c.most_between_nodes_bytes, c.kept_bytes),
-                )
-                for c, (near, far) in zip(self.traffic_choices, sent, strict=True)
-            ]
+            now, rows = self.traffic_choices[0], []
+            for each in self.traffic_choices:
+                near, far = each.within_node_bytes, each.between_nodes_bytes
+                share = near / max(now.within_node_bytes, 1)
+                if now.between_nodes_bytes:  # the slower link
+                    share = far / now.between_nodes_bytes
+                most = (each.most_between_nodes_bytes, each.kept_bytes)
+                rows.append((each.name, near, far, f"{share:.1%}", *most))
             headings = ("choice", *ways, "of now", "between nodes at most", "memory for it")
             found.append(_table("Traffic choices, per rank and step", headings, rows))
         has_limits = self.device_memory is not None or self.host_memory is not None
-        words = ("no", "yes") if has_limits else ("-", "-")
+        words, rows = ("no", "yes") if has_limits else ("-", "-"), []
         is_varied = any(choice.is_varied for choice in self.choices)
-        choices: list[tuple[str | int, ...]] = [
-            (
-                *(str(c.stage), f"{c.ratio:.2f}", *([c.variant] if is_varied else [])),
-                *(c.device_bytes, c.host_bytes, words[c.is_fitting]),
-            )
-            for c in self.shown_choices()
-        ]
+        for c in self.shown_choices():
+            variant = [c.variant] if is_varied else []
+            needs = (c.device_bytes, c.host_bytes, words[c.is_fitting])
+            rows.append((str(c.stage), f"{c.ratio:.2f}", *variant, *needs))
         heads = ("stage", "ratio", *(["variant"] if is_varied else []), "device", "host", "fits")
-        return (*found, _table("Choices", heads, choices))
+        return (*found, _table("Choices", heads, rows))
 
     def shown_choices(self) -> list[Choice]:
         """Return the choices of a table: all without variants, the first, each placement's."""

@@ -35,10 +35,9 @@ def step_traffic(
     footprint: CollectivesFootprint | None,
     host_link: tuple[int, int] = (0, 0),
 ) -> tuple[Traffic, ...]:
-    """Return every transfer of one optimizer step.
+    """Return every transfer of one optimizer step, quantized ones with a ``footprint`` alone.
 
-    Without the ``footprint`` of quantized collectives what they carry is left out. ``host_link``
-    are bytes to the host and back, with offload.
+    ``host_link`` are bytes to the host and back, with offload.
     """
     found: list[Traffic] = []
 
@@ -70,10 +69,9 @@ def step_traffic(
     if layout.world_size > 1:
         nbytes = facts_nbytes(len(layout.params), len(layout.units), arithmetic_of(config))
         add("all_reduce", "facts of the step", [links.all_reduce(nbytes)])
-    down, up = host_link
-    if down or up:
-        found.append(Traffic("to_host", "gradients", 1, host_link_bytes=down))
-        found.append(Traffic("to_device", "parameters", 1, host_link_bytes=up))
+    if any(host_link):
+        found.append(Traffic("to_host", "gradients", 1, host_link_bytes=host_link[0]))
+        found.append(Traffic("to_device", "parameters", 1, host_link_bytes=host_link[1]))
     return tuple(found)
 
 
@@ -81,18 +79,14 @@ def gather_calls(
     segment: Segment, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return a gather's calls per version and per use: bytes within and between nodes."""
-    numel, dtype, gather = segment.shard_numel, segment.dtype, None
-    if footprint is not None:
-        gather = footprint.gather(numel, dtype, is_trainable=segment.is_trainable)
+    numel, dtype, is_trained = segment.shard_numel, segment.dtype, segment.is_trainable
+    gather = None if footprint is None else footprint.gather(numel, dtype, is_trainable=is_trained)
     if footprint is None or gather is None:
         return [], [links.gather(numel * dtype.itemsize)]
 
     def mean(groups: Iterable[range], nbytes: int) -> tuple[int, int]:
-        """Return what a rank sends when each group, all equally large, gathers ``nbytes`` a rank.
-
-        Each group has links with the number of groups that they join.
-        """
-        counts = Counter(map(links.among, groups))
+        """Return what a rank sends when each group, all equally large, gathers ``nbytes`` each."""
+        counts = Counter(map(links.among, groups))  # groups with the same links count together
         sent = [(number, *of_group.gather(nbytes)) for of_group, number in counts.items()]
         near = sum(number * near for number, near, _ in sent)
         far = sum(number * far for number, _, far in sent)
@@ -147,8 +141,8 @@ class TrafficChoice:
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
     """Return the configuration as it is, and with each key that would change its traffic.
 
-    One rank has nothing to choose, and stage 0 has a choice for gradients alone. Choices that need
-    a package which is not installed are left out; all are if the configuration does.
+    Choices that need a package which is not installed are left out; all are if the configuration
+    does.
     """
     if links.world_size == 1:
         return ()
@@ -167,17 +161,10 @@ def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[Traff
             continue
         traffic = step_traffic(layout, changed, links, expected)
         at_most = step_traffic(layout, changed, links, most)
-        found.append(
-            TrafficChoice(
-                name,
-                settings,
-                traffic,
-                sum(t.within_node_bytes for t in traffic),
-                sum(t.between_nodes_bytes for t in traffic),
-                sum(t.between_nodes_bytes for t in at_most),
-                sum(collectives_memory(most, layout, changed).values()),
-            )
-        )
+        near = sum(t.within_node_bytes for t in traffic)
+        far, most_far = (sum(t.between_nodes_bytes for t in sent) for sent in (traffic, at_most))
+        kept = sum(collectives_memory(most, layout, changed).values())
+        found.append(TrafficChoice(name, settings, traffic, near, far, most_far, kept))
     return tuple(found) if len(found) > 1 else ()
 
 
@@ -194,11 +181,8 @@ _PLAIN = {
     )
 }
 _LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
-_CODED = {
-    "zero_lossless_gradients": True,
-    "zero_quantized_gradients": False,
-    "zeropp_loco_param": None,
-}
+_UNQUANTIZED = {"zero_quantized_gradients": False, "zeropp_loco_param": None}
+_CODED = {"zero_lossless_gradients": True, **_UNQUANTIZED}
 _FOUR_BIT = {
     "zero_quantized_weights_format": "int4_difference",
     "zero_quantized_gradients_within_node": "int8",
@@ -226,8 +210,8 @@ def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, An
         name = key if value is True else f"{key} {value}"
         yield name, {key: value, **further.get(key, {})}
         if getattr(zero, key) != _PLAIN[key]:
-            loco = {"zeropp_loco_param": None} if key == "zero_quantized_gradients" else {}
-            yield f"without {key}", {key: _PLAIN[key], **loco}
+            is_of_gradients = key == "zero_quantized_gradients"
+            yield f"without {key}", _UNQUANTIZED if is_of_gradients else {key: _PLAIN[key]}
     if has_nodes:
         yield "zero_lossless_gradients", _CODED
     if zero.stage > 0 and has_nodes:

@@ -437,14 +437,14 @@ class StepRecords:
             raise ConfigError(f"record: {error}") from None
         if self._recorder is not None:
             self._recorder.remove()
-            self._extensions.discard(self._recorder)
+            self._extensions.bind([e for e in self._extensions.all if e is not self._recorder])
         try:
             self._recorder = Recorder(
                 self._subject, place, max_bytes=max_bytes, detail_every=detail_every
             )
         except OSError as error:
             raise ConfigError(f"record: {folder} cannot be written: {error.strerror}") from error
-        self._extensions.add_first(self._recorder)
+        self._extensions.bind([self._recorder, *self._extensions.all])
         return self._recorder
 
     def report(self, path: Path) -> Path:

@@ -1,11 +1,11 @@
 """Parameters that hold their full values for a while, and one rank's changes to them.
 
 [Note: full parameters]
-What is kept for good, and what a forward, a backward or another ``gathered`` needs right now, is
-full where it is. At stage 3 a few parameters are copied out of their gathered segments, one unit at
-a time, and the unit is released at once: the context takes the memory of the parameters alone.
-While a context of the whole model is open nothing is released; one of a few parameters that was
-entered within it, and so copied none, keeps it all gathered to its own end.
+What is kept for good, or needed right now by a forward, a backward or another ``gathered``, is full
+where it is. At stage 3 a few parameters are copied out of their gathered segments, one unit at a
+time: the context takes the memory of the parameters alone. While a context of the whole model is
+open nothing is released. One of a few parameters within it copies none, and keeps it all gathered
+to its own end.
 
 [Note: edits]
 One rank's changes reach all shards and master weights. Of master weights only the elements that
@@ -13,8 +13,7 @@ were changed are overwritten: one that was not touched keeps the bits that its r
 
 [Note: small parameters]
 `GatheredCalls.keep_small_params` has copies of small parameters held between the uses of their
-units, filled from the shards in one exchange of bytes. A forward and a backward use the gathered
-unit, as without copies: training has the same bits.
+units, filled from the shards in one exchange of bytes. Forward and backward use the gathered unit.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_core._torch import is_in_backward
 from zero_core.config import Config
 from zero_core.core.params import FlatParams
 from zero_core.core.passes import Passes
@@ -69,9 +69,7 @@ class GatheredCalls:
         """
         self._device_states.check("gathered()")
         self._device_states.before_write()
-        if params is None:
-            return self._gathering.all_params(modifier_rank)
-        return self._gathering.some_params(params, modifier_rank)
+        return self._gathering.some_params(None if params is None else list(params), modifier_rank)
 
     @property
     def is_gathered(self) -> bool:
@@ -107,12 +105,9 @@ class _FullParam(NamedTuple):
 
     flat: FlatParams
     position: int
+    param: Tensor
     spec: ParamSpec
     tensor: Tensor  # the values, in the parameter's shape, which it is a view of
-
-    @property
-    def param(self) -> Tensor:
-        return self.flat.params[self.position]
 
 
 class GatheredParams:
@@ -150,32 +145,26 @@ class GatheredParams:
             self.small.remove()
 
     @contextmanager
-    def all_params(self, modifier_rank: int | None) -> Iterator[nn.Module]:
-        """Gather every parameter within. A forward releases none."""
-        self._passes.forward.end_interrupted()
-        if modifier_rank is not None:
-            self._check_same(modifier_rank, [])
-        self._units.release_all()
-        with self._units.full_params():
-            for unit in self._units.units:
-                self._units.gather_exact(unit)
-            full = [self._full(f, i, f.params[i].data) for f, i in self.state.places.values()]
-            with self._open(full, modifier_rank):
-                yield self.state.module
-
-    @contextmanager
     def some_params(
-        self, params: Iterable[nn.Parameter], modifier_rank: int | None
+        self, params: Sequence[nn.Parameter] | None, modifier_rank: int | None
     ) -> Iterator[nn.Module]:
+        """Gather parameters within. None: all of them, and no forward releases any."""
         self._passes.forward.end_interrupted()
-        wanted = list(params)
         if modifier_rank is not None:
-            self._check_same(modifier_rank, wanted)
-        places = self._find(wanted)
-        copies: list[_FullParam] = []
-        with self._units.full_params() if self._units.has_full_params else nullcontext():
+            self._check_same(modifier_rank, params or ())
+        units, full, copies = self._units, list[_FullParam](), list[_FullParam]()
+        places = self._find(params or ())
+        if params is None:
+            units.release_all()
+        with units.full_params() if params is None or units.has_full_params else nullcontext():
             try:
-                full = [p for unit, own in places for p in self._gather(unit, own, copies)]
+                if params is None:
+                    for unit in units.units:
+                        units.gather_exact(unit)
+                    for flat, n in self.state.places.values():
+                        full.append(self._full(flat, n, flat.params[n].data))
+                for index, own in places.items():
+                    full += self._gather(units.units[index], own, copies)
                 with self._open(full, modifier_rank):
                     yield self.state.module
             finally:
@@ -184,7 +173,7 @@ class GatheredParams:
 
     def _full(self, flat: FlatParams, position: int, tensor: Tensor) -> _FullParam:
         spec = self.state.layout.params[flat.segment.slots[position].param]
-        return _FullParam(flat, position, spec, tensor)
+        return _FullParam(flat, position, flat.params[position], spec, tensor)
 
     @contextmanager
     def _open(self, full: list[_FullParam], modifier_rank: int | None) -> Iterator[None]:
@@ -294,7 +283,7 @@ class GatheredParams:
             )
 
     def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
-        """Refuse ranks that gather something else: they would wait for each other."""
+        """Refuse other ranks' parameters and modifier: they would wait for each other."""
         control = self.state.control
         known = self.state.param_names
         names = sorted({known.get(id(p), "one that is not this engine's") for p in params})
@@ -306,29 +295,29 @@ class GatheredParams:
                 "same on every rank"
             )
 
-    def _find(
-        self, params: Sequence[nn.Parameter]
-    ) -> list[tuple[Unit, list[tuple[FlatParams, int]]]]:
-        """Return the units that hold ``params``, each with their places in it, in order."""
-        places = self.state.places_of
+    def _find(self, params: Sequence[nn.Parameter]) -> dict[int, list[tuple[FlatParams, int]]]:
+        """Return the places of ``params`` by unit, in order."""
+        wanted = set[tuple[FlatParams, int]]()
         for param in params:
-            if id(param) not in places:
+            if id(param) not in self.state.places_of:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is not this engine's: gather "
                     "those of engine.module"
                 )
-        wanted = {place for param in params for place in places[id(param)]}
+            wanted.update(self.state.places_of[id(param)])
         found: dict[int, list[tuple[FlatParams, int]]] = {}
         for place in self.state.places.values():
             if place in wanted:
                 found.setdefault(place[0].segment.unit, []).append(place)
-        return [(self._units.units[unit], found[unit]) for unit in sorted(found)]
+        return dict(sorted(found.items()))
 
     def _gather(
         self, unit: Unit, wanted: list[tuple[FlatParams, int]], copies: list[_FullParam]
     ) -> Iterator[_FullParam]:
         """Gather the ``wanted`` parameters of ``unit``. Add those not kept to ``copies``."""
-        is_needed = self._passes.is_needed(unit)
+        used = [running.unit for running in self._passes.forward.running]
+        is_used = is_in_backward() or any(u is unit or (u.is_root and unit.is_tail) for u in used)
+        is_needed = self._units.has_full_params or (is_used and unit.is_current)
         copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
         # A copy of another context is held once more: that one may end before this one.
         missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]
@@ -371,12 +360,11 @@ class _SmallParams:
         self._state = state
         self._limits = max_numel, max_total
         self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # and the copies' bytes
-        self._nbytes = 0  # the most that a rank has of them
 
-    def _hold(self) -> None:
+    def _hold(self) -> list[tuple[FlatParams, int, Tensor]]:
         """Make the copies, without values."""
+        held = []
         max_numel, max_total = self._limits
-        held = self._held = []
         for flat, position in self._state.places.values():
             like = flat.params[position]
             numel = like.numel()
@@ -387,36 +375,35 @@ class _SmallParams:
             elements = torch.empty(numel, dtype=like.dtype, device=like.device)
             copy = flat.shown.hold(position, spec.to_values(elements))
             held.append((flat, position, spec.to_elements(copy).view(torch.uint8)))
-        ranks = range(self._state.control.world_size)
-        self._nbytes = max(sum(part.numel() for part in self._parts(rank)) for rank in ranks)
-
-    def _parts(self, rank: int) -> Iterator[Tensor]:
-        """Yield the bytes of the copies that are in the shards of ``rank``."""
-        for flat, position, content in self._held or ():
-            segment = flat.segment
-            found = segment.slots[position].common(*segment.shard_range(rank))
-            yield content[slice(*(segment.dtype.itemsize * n for n in found))]
+        return held
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Fill the copies with the current values. Every rank must call it, outside a forward."""
         if self._held is None:
-            self._hold()
+            self._held = self._hold()
         if not self._held:
             return
-        own = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._state.device)
-        start = 0
-        for flat, position, _ in self._held:
+        own = []
+        # The bytes of the copies that are in the shards of each rank.
+        parts: list[list[Tensor]] = [[] for _ in range(self._state.control.world_size)]
+        for flat, position, content in self._held:
+            segment = flat.segment
             flat.source.wait_update()
-            part = flat.part_of(position, flat.source.read()).view(torch.uint8)
-            own[start : start + part.numel()].copy_(part)
-            start += part.numel()
-        rows = self._state.control.gather_on_device(own).view(-1, self._nbytes)
-        for rank, row in enumerate(rows):
-            parts = [part for part in self._parts(rank) if part.numel()]
-            if parts:
-                sizes = [part.numel() for part in parts]
-                torch._foreach_copy_(parts, row[: sum(sizes)].split(sizes))
+            mine = flat.part_of(position, flat.source.read()).view(torch.uint8)
+            own.append(mine.to(self._state.device))
+            for rank, found in enumerate(parts):
+                common = segment.slots[position].common(*segment.shard_range(rank))
+                part = content[slice(*(segment.dtype.itemsize * n for n in common))]
+                found += [part] if part.numel() else []
+        most = max(sum(part.numel() for part in found) for found in parts)
+        mine = torch.cat(own)
+        padded = nn.functional.pad(mine, (0, most - mine.numel()))
+        rows = self._state.control.gather_on_device(padded).view(-1, most)
+        for found, row in zip(parts, rows, strict=True):
+            if found:
+                sizes = [part.numel() for part in found]
+                torch._foreach_copy_(found, row[: sum(sizes)].split(sizes))
 
     def remove(self) -> None:
         for flat, position, _ in self._held or ():

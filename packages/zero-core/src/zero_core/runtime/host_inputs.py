@@ -11,10 +11,9 @@ wrapped, on the object: names, class and hooks stay.
 [Note: two streams and one call ahead]
 Inputs are copied down and up beside the blocks, on a stream for each direction; the host waits for
 neither. When backward asks for the inputs of a call, those of the call that it needs next are
-fetched, too: the call before it, or, with the vertical schedule (`zero_core.vertical.schedule`),
-the same block's for the next micro-batch, and after the last one the block before for the first.
-Device memory that a stream still reads is noted with ``record_stream``. A host buffer is lent again
-when nothing holds what was packed any more. The copy down into it waits for the last copy up.
+fetched, too: the call before it, or, with the vertical schedule, the same block's for the next
+micro-batch, and after the last one the block before for the first. A host buffer is lent again when
+nothing holds what was packed any more. The copy down into it waits for the last copy up.
 
 [Note: page-locked memory]
 Torch page-locks powers of two of bytes. Buffers are cut out of larger pieces, of as many buffers as
@@ -38,12 +37,9 @@ from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.object_methods import ObjectMethods
 
-MAX_IN_PIECE = 8
-"""Buffers that are page-locked at a time, at most."""
-_MAX_IDLE = 1024
-"""Calls after which the buffers of a size are dropped that none of them asked for."""
-_ALIGNMENT = 256
-"""Bytes to which buffers are aligned."""
+MAX_IN_PIECE = 8  # buffers that are page-locked at a time, at most
+_MAX_IDLE = 1024  # calls after which the buffers of a size are dropped that none asked for
+_ALIGNMENT = 256  # bytes, of buffers
 
 
 @dataclass(eq=False)
@@ -66,17 +62,16 @@ def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int
     if not nbytes:
         return 0
     size, count = _piece(nbytes, most)
-    return -(-number // count) * _power_of_two(count * size)
+    return -(-number // count) * _next_power_of_two(count * size)
 
 
 def _piece(nbytes: int, most: int) -> tuple[int, int]:
     """Return the size of a buffer of ``nbytes``, and how many fill a power of two best."""
     size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return size, max(range(1, most + 1), key=lambda n: n * size / _power_of_two(n * size))
+    return size, max(range(1, most + 1), key=lambda n: n * size / _next_power_of_two(n * size))
 
 
-def _power_of_two(nbytes: int) -> int:
-    """Return the next power of two."""
+def _next_power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
@@ -130,7 +125,6 @@ class HostCopies:
         tensor.record_stream(self._down)
 
     def wait(self, stored: HostCopy) -> None:
-        """Have the current stream wait for the last copy."""
         torch.accelerator.current_stream(self._device).wait_event(stored.last_copy)
 
     def fetch(self, stored: HostCopy) -> None:
@@ -173,10 +167,9 @@ class _Call(list[weakref.ref[HostCopy]]):
 
 
 class HostInputs:
-    """Moves what is saved within `context` to the host, and back. [Note: two streams ...]."""
+    """Moves what is saved on an accelerator within `context` to the host, and back."""
 
     def __init__(self, device: torch.device) -> None:
-        """For inputs on ``device``, an accelerator. Others stay where they are."""
         self.copies = HostCopies(device)
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._num_calls = 0
@@ -209,13 +202,12 @@ class HostInputs:
         stored, call = packed
         found = self.copies.take(stored)
         # The call whose inputs backward needs next. There is none of number -1.
-        together = self._num_together
-        block, turn = divmod(call.number - self._first, together)
-        following = call.number - 1
-        if together > 1 and turn + 1 < together:
+        together, following = self._num_together, call.number - 1
+        if together > 1:
+            block, turn = divmod(call.number - self._first, together)
             following = call.number + 1
-        elif together > 1:
-            following = call.number + 1 - 2 * together if block > 0 else -1
+            if turn + 1 == together:
+                following = following - 2 * together if block > 0 else -1
         for ref in (*call, *self._calls.get(following, ())):
             if (other := ref()) is not None:
                 self.copies.fetch(other)
@@ -230,18 +222,14 @@ def recompute_blocks(
     ``is_on_cpu``: a block's inputs wait in host memory, where ``host_inputs`` move those on an
     accelerator.
     """
-    backward = passes.backward
 
     def wrap(unit: Unit, block: nn.Module) -> Callable[..., Any]:
         forward = block.forward
 
         @contextmanager
         def recomputing() -> Iterator[None]:
-            backward.enter_recompute(unit)
+            passes.backward.enter_recompute(unit)
             yield
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), recomputing()
 
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -250,10 +238,9 @@ def recompute_blocks(
             if torch.compiler.is_compiling() and not is_on_cpu:
                 # The compiled backward recomputes; the weights that it saved tell when it begins.
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            kwargs |= {"use_reentrant": False, "context_fn": lambda: (nullcontext(), recomputing())}
             with nullcontext() if host_inputs is None else host_inputs.context():
-                return checkpoint(
-                    forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
-                )
+                return checkpoint(forward, *args, **kwargs)
 
         return wrapped
 

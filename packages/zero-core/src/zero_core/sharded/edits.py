@@ -3,18 +3,18 @@
 [Note: edits past the engine]
 ``p.clamp_()``, ``p.data.copy_()`` or ``module.load_state_dict()`` change what a parameter shows.
 The next update starts from the master weight, and would undo them where that is other memory. So
-they are brought there before it. (At stage 3 a parameter that is not gathered cannot be written.)
-Where the master weight is the value itself, versions alone are marks, and ranks are compared.
+they are brought there before it. Where the master weight is the value itself, versions alone are
+marks, and ranks are compared.
 
 A mark is a suspicion: a version that moved (an operator in place), or a read of ``data``, which may
 have been for a norm. Of a marked parameter this rank compares its own slice with the rounding of
 its master weights, and takes over the elements that differ, no others.
 
-Every rank must write the same, as with DDP. The step's all-reduce counts the parameters that were
-written. If there are any, ranks compare them before the update, and refuse the step
-where they differ. Only then do master weights change (`apply`). A save or an export compares
-nothing: it brings this rank's part there before. What a rank writes through ``data`` alone, and
-only into elements that others update, is not seen if these do not write it too.
+Every rank must write the same, as with DDP. If the step's all-reduce counts any parameters that
+were written, ranks compare them before the update, and refuse the step where they differ. Only then
+do master weights change (`apply`). A save or an export compares nothing: it brings this rank's part
+there before. What a rank writes through ``data`` alone, and only into elements that others update,
+is not seen if these do not write it too.
 """
 
 from __future__ import annotations
@@ -59,11 +59,9 @@ class Edits(Extension):
             access.stop_watching(flat.shown.read_params)
 
     def is_marked(self, name: str) -> bool:
-        """Whether this rank may have written parameter ``name`` since the last step."""
         return name in self._marked
 
     def fill(self, facts: Facts) -> None:
-        """Put in the number of parameters that were written since the last step."""
         facts.put("written", sum(checksum is not None for checksum in self._marked.values()))
 
     def before_early_update(self) -> None:
@@ -120,7 +118,6 @@ class Edits(Extension):
 
     @property
     def is_pending(self) -> bool:
-        """Whether master weights lack what `find` has found."""
         return bool(self._pending)
 
     @torch.no_grad()

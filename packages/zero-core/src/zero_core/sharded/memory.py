@@ -40,8 +40,7 @@ from zero_core.sharded.param_offload import (
     PrefetchHints,
 )
 
-NUM_SPARE = 2
-"""Buffers whose copies to the host may still be under way when the next one is needed."""
+_NUM_SPARE = 2  # buffers whose copies to the host may be under way when the next one is needed
 
 
 class Pools:
@@ -67,7 +66,7 @@ class Pools:
         self._exchanged = exchanged
         self._private = allocator(device)
         self._stream = stream
-        self._num_spare = NUM_SPARE if is_accelerated else 0  # elsewhere copies have ended
+        self._num_spare = _NUM_SPARE if is_accelerated else 0  # elsewhere copies have ended
         self._pools: list[tuple[str, BufferPool | RefilledBuffers, int]] = []
 
     def split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
@@ -90,9 +89,9 @@ class Pools:
     ) -> BufferPool:
         """Make a pool for requests of ``nbytes``, of which ``num_at_once`` are lent together.
 
-        ``num_copied`` of them are copied elsewhere in a backward. Only so many spare buffers are of
-        use: the root, whose segments are lent together, has none.
+        ``num_copied`` of them are copied elsewhere in a backward.
         """
+        # Further spare buffers are of no use: the root, whose segments are lent together, has none.
         num_spare = max(0, min(self._num_spare, num_copied - num_at_once))
         pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
         self._pools.append((kind, pool, num_at_once + num_spare))
@@ -106,28 +105,22 @@ class Pools:
         allocate, stream = self._private, self._stream
         for part in self.split(self._layout.segments):
             plain = [s for s in part if not s.is_opaque]
-            full = self._make(
-                "gathered units",
-                allocate if stream is None else stream.filled_by(allocate),
-                [s.padded_numel * s.dtype.itemsize for s in plain],
-                _num_at_once([s for s in plain if s.index in gathered]),
-                queue=stream,
-            )
+            kind = "gathered units"
+            filled = allocate if stream is None else stream.filled_by(allocate)
+            nbytes = [s.padded_numel * s.dtype.itemsize for s in plain]
+            num_at_once = _num_at_once([s for s in plain if s.index in gathered])
+            full = self._make(kind, filled, nbytes, num_at_once, queue=stream)
             opaque = [s for s in part if s.is_opaque]
-            nbytes = max((s.padded_numel for s in opaque), default=0)
-            refilled = RefilledBuffers(self._device, nbytes, queue=stream)
+            most = max((s.padded_numel for s in opaque), default=0)
+            refilled = RefilledBuffers(self._device, most, queue=stream)
             num_at_once = _num_at_once([s for s in opaque if s.index in gathered])
-            self._pools.append(("gathered units", refilled, num_at_once))
+            self._pools.append((kind, refilled, num_at_once))
             staging = None
             if stream is not None:
                 fetched = [s for s in part if s.index in offloaded]
-                staging = self._make(
-                    "fetched shards",
-                    allocate,
-                    [s.shard_numel * s.dtype.itemsize for s in fetched],
-                    _num_of_largest_unit(fetched) if self._has_peers else 0,
-                    queue=stream,
-                )
+                nbytes = [s.shard_numel * s.dtype.itemsize for s in fetched]
+                num_at_once = _num_of_largest_unit(fetched) if self._has_peers else 0
+                staging = self._make("fetched shards", allocate, nbytes, num_at_once, queue=stream)
             for s in part:
                 found[s.index] = refilled if s.is_opaque else full, staging
         return found
@@ -135,10 +128,7 @@ class Pools:
     def make_for_gradients(
         self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan], *, is_whole: bool
     ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
-        """Return the pools of `GradientBuffers` for one part of the model.
-
-        ``is_whole``: each rank updates all of a segment.
-        """
+        """Return the pools of `GradientBuffers`. ``is_whole``: a rank updates all of a segment."""
         plans = [(s, plan_of[s.index]) for s in segments]
         full = {}
         for dtype in {dtype for _, p in plans for dtype in (p.communicated, p.accumulated)}:
@@ -148,13 +138,12 @@ class Pools:
                 if not (p.is_full_kept if self._has_peers else p.is_shard_kept)
                 and p.communicated == dtype
             ]
+            nbytes = [s.padded_numel * dtype.itemsize for s in segments]
+            # One rank that passes gradients on: the only buffer is what the tier reads.
+            num_copied = 0 if self._has_peers else len(borrowed)
+            at_once = _num_at_once(borrowed)
             full[dtype] = self._make(
-                "gradients under way",
-                self._exchanged,
-                [s.padded_numel * dtype.itemsize for s in segments],
-                _num_at_once(borrowed),
-                # One rank that passes gradients on: the only buffer is what the tier reads.
-                num_copied=0 if self._has_peers else len(borrowed),
+                "gradients under way", self._exchanged, nbytes, at_once, num_copied=num_copied
             )
         # Those that are offered in another dtype than they were reduced in.
         rounded = [
@@ -171,13 +160,11 @@ class Pools:
             _num_of_largest_unit(passed_on),
             num_copied=0 if is_rounded else len(passed_on),
         )
+        numels = [s.padded_numel if is_whole else s.shard_numel for s in segments]
         rounded_pool = self._make(
             "rounded gradients",
             self._private,
-            [
-                (s.padded_numel if is_whole else s.shard_numel) * p.offered.itemsize
-                for s, p in plans
-            ],
+            [numel * p.offered.itemsize for numel, (_, p) in zip(numels, plans, strict=True)],
             _num_of_largest_unit(rounded),
             num_copied=len(rounded),
         )
@@ -189,7 +176,7 @@ class Pools:
             report[kind] = report.get(kind, 0) + nbytes
 
     def reserve(self) -> None:
-        """Allocate what steps borrow. Later on an accelerator it would be between activations."""
+        """Allocate what steps borrow, which would be between activations later."""
         for _, pool, expected in self._pools:
             pool.reserve(expected)
 
@@ -217,7 +204,6 @@ class Memory:
         """Allocate values for ``rank`` on ``device``. The model's parameters stay as they are.
 
         ``exchanged`` allocates what other ranks read (shards and gradients), if that is special.
-        ``is_accelerated``: whether the compute device is another one than the host.
         """
         self._found = found
         self._layout = layout
@@ -254,8 +240,8 @@ class Memory:
             )
             self.spans[index] = (start, start + high - low)
         # What the state tier writes new values to, by start in the local flat space. Shards that it
-        # cannot write itself (in a file, or with logged changes) are on the meta device: their new
-        # values go to the store.
+        # cannot write itself (in a file, or with logged changes) are on the meta device, for
+        # `store`.
         self.update_targets: list[tuple[int, Tensor]] = []
         self.store: ParamStore | None = None
         self.changes: ChangeLog | None = None  # for patches of the weights
@@ -307,8 +293,6 @@ class Memory:
         if segment.index in self._gathered:
             return values
         return values[slice(*segment.shard_range(self._rank))]
-
-    # ------------------------------------------------------------------- units
 
     def make_units(
         self,
@@ -409,15 +393,13 @@ class Memory:
             self._views[key] = SegmentViews(segment, params, self.device)
         return self._views[key]
 
-    # --------------------------------------------------------------- gradients
-
     def allocate_gradients(
         self, *, owns_grads: bool, adds_grads: bool
     ) -> dict[int, GradientBuffers]:
         """Allocate what gradients need, by trainable segment.
 
-        There are no gradient shards if the state tier copies gradients (``owns_grads``), unless
-        they add up over micro-steps and it cannot do that (``adds_grads``).
+        A tier that copies gradients (``owns_grads``) needs no shards of them, unless they add up
+        over micro-steps and it cannot do that (``adds_grads``).
         """
         plan_of = {
             s.index: plan_gradient(
@@ -437,15 +419,13 @@ class Memory:
         shards: dict[int, Tensor] = {}
         if self._layout.world_size > 1 and self._stage == 0:
             rest = [(s, p) for s, p in plans if s.index not in total]
-            total |= allocate(
-                "gradients", {s.index: (p.accumulated, s.padded_numel) for s, p in rest}
-            )
+            sums = {s.index: (p.accumulated, s.padded_numel) for s, p in rest}
+            total |= allocate("gradients", sums)
             # The sum that is gathered into begins as this rank's slice of it.
             shards = {s.index: total[s.index][slice(*s.shard_range(self._rank))] for s, _ in rest}
         kept = [(s, p) for s, p in plans if p.is_shard_kept and s.index not in shards]
-        shards |= allocate(
-            "gradient shards", {s.index: (p.accumulated, s.shard_numel) for s, p in kept}
-        )
+        reduced = {s.index: (p.accumulated, s.shard_numel) for s, p in kept}
+        shards |= allocate("gradient shards", reduced)
         found = {}
         for part in self.pools.split(s for s, _ in plans):
             pools = self.pools.make_for_gradients(part, plan_of, is_whole=self._stage == 0)
@@ -453,8 +433,6 @@ class Memory:
                 of_segment = full.get(s.index), shards.get(s.index), total.get(s.index)
                 found[s.index] = GradientBuffers(plan_of[s.index], *of_segment, *pools)
         return found
-
-    # ------------------------------------------------------------------ reports
 
     def report(self, *, is_expected: bool = False) -> dict[str, int]:
         """Return bytes by kind, on this rank, without the state tier's.
@@ -469,20 +447,18 @@ class Memory:
         return found if tier is None else {**found, **tier.report()}
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return long-lived buffers: see `zero_core.protocols.DeviceMemory`."""
         found: dict[str, list[Tensor]] = {"parameters": [], "gradients": []}
         for kind, buffers in self._arena.buffers.items():
             found["parameters" if kind == "parameters" else "gradients"] += buffers
         return found
 
     def forget_views(self) -> None:
-        """Forget views by address: buffers have other addresses now, or are gone."""
+        """Forget views by address, as buffers have others now, or are gone."""
         for views in self._views.values():
             views.forget()
 
 
 def _num_of_largest_unit(segments: Sequence[Segment]) -> int:
-    """Return the most segments of a unit."""
     return max(Counter(s.unit for s in segments).values(), default=0)
 
 

@@ -1,8 +1,15 @@
-"""The gradient of one step, from the reduction of its segments to the decided update.
+"""The gradient of one step, up to the decided update, and the optimizer that the user sees.
 
-The runtime adds each segment's gradient when its reduction ends. The segment's statistics are kept
+The passes add each segment's gradient when its reduction ends. The segment's statistics are kept
 and the gradient is offered to the state tier. `agree` sums the statistics over all ranks, `decide`
-decides by them, `apply` has the state tier carry it out.
+decides by them, `apply` has the state tier carry it out. `EngineOptimizer` has the very groups of
+the optimizer that was given to ``build``: so schedulers attached to it work.
+
+[Note: what ranks must have alike]
+A step sums a hash of it and its square over the ranks, in the reduction that it makes anyway: all
+``n`` ranks have the same ``h`` if and only if ``n * sum(h * h) == sum(h) ** 2``. Sums of 16-bit
+numbers and their squares are exact in float64, for up to 2**21 ranks. The two products are not, but
+are rounded alike where they are equal.
 """
 
 from __future__ import annotations
@@ -11,17 +18,20 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from zero_core._torch import find_trainable, get_grad, set_grad
+from zero_core._torch import find_trainable, get_grad, mark_stepped, set_grad
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.core.extension import Extensions
-from zero_core.core.facts import NUM_WORDS, Facts, Filler
+from zero_core.core.facts import NUM_WORDS, Facts
 from zero_core.core.grads import Arithmetic, FlatGrads
+from zero_core.core.passes import BackwardPass, Passes
 from zero_core.errors import RankMismatchError
 from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.protocols import AccumulatingTier
@@ -36,105 +46,8 @@ _MAX_NAMED = 3
 _MAX_RANKS = 8
 
 
-class StepAgreement:
-    """Optimizer's groups, trainable parameters, buffers, accumulation, changes of one rank.
-
-    A step sums a hash of them and its square over the ranks, in the reduction that it makes
-    anyway: all ``n`` ranks have the same ``h`` if and only if ``n * sum(h * h) == sum(h) ** 2``.
-    Sums of 16-bit numbers and their squares are exact in float64, for up to 2**21 ranks. The two
-    products are not, but are rounded alike where they are equal.
-    """
-
-    def __init__(self, state: ShardedState, train: TrainState) -> None:
-        self._state = state
-        self._train = train
-        self._params = [p for f in state.params if f.segment.is_trainable for p in f.params]
-        self._hashed: Sequence[Any] = ()
-        self._words = [0.0] * NUM_WORDS
-
-    def words(self, changed: Sequence[str]) -> list[float]:
-        """Return this rank's hash. ``changed``: the units whose ``param.grad`` was changed."""
-        facts = (
-            describe_groups(self._train.hyperparameters()),
-            find_trainable(self._params),
-            self._state.common_buffers.describe(),
-            self._train.accumulation.steps,
-            self._train.scaler.scale,
-            changed,
-        )
-        if facts != self._hashed:  # the hash takes longer than the comparison
-            self._hashed = facts
-            digest = hashlib.sha256(repr(facts).encode()).digest()
-            pairs = (digest[2 * i : 2 * i + 2] for i in range(NUM_WORDS))
-            self._words = [float(int.from_bytes(pair, "big")) for pair in pairs]
-        return self._words
-
-    def refuse(self, step: int) -> None:
-        """Raise, on all ranks, with what differs in step number ``step``. All must call it."""
-        facts = describe_groups(self._train.hyperparameters())
-        for param in self._params:
-            name = self._state.param_names[id(param)]
-            facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
-        facts |= self._state.common_buffers.describe()
-        facts["gradient_accumulation_steps"] = str(self._train.accumulation.steps)
-        facts["loss scale"] = str(self._train.scaler.scale)
-        facts["changes"] = ", ".join(self._hashed[-1]) or "none"
-        control = self._state.control
-        raise RankMismatchError(
-            f"rank {control.rank}, step {step}: not updated, as ranks differ in "
-            f"{control.differences(facts)}. "
-            "Every rank must set the same: a schedule that follows the loss needs the mean over "
-            "all ranks"
-        )
-
-
-class GradientScale:
-    """The factor that unscales and clips a step's gradient, and whether the step is taken."""
-
-    def __init__(self, train: TrainState, config: Config) -> None:
-        self._scaler = train.scaler
-        self._max_norm = config.gradient_clipping
-        # Whether a gradient that is not finite skips the step.
-        self.is_checked = config.check_grad_overflow or config.loss_scaling.enabled
-        self.clipped = 1.0  # the product of what `StepGradient.clip` has clipped by in this step
-
-    @property
-    def factor(self) -> float:
-        """The factor that brings gradients to their true scale, clipped so far."""
-        return self.clipped / self._scaler.scale
-
-    def decide(self, square_sum: float) -> tuple[float, bool, float]:
-        """Return the norm before clipping, unscaled, whether the step is taken, and the factor."""
-        norm = math.sqrt(square_sum) / self._scaler.scale
-        factor = self.clipped * clip_factor(norm * self.clipped, self._max_norm)
-        is_taken = math.isfinite(norm) or not self.is_checked
-        return norm, is_taken, factor / self._scaler.scale
-
-    def decide_on_device(
-        self, square_sum: Tensor, is_void: Tensor
-    ) -> tuple[Tensor | float, Tensor]:
-        """Return the factor on the gradient and whether nothing is to be updated.
-
-        The operations of `decide`, in float64 and between tensors, give its bits. Torch divides by
-        a number by multiplying with its inverse.
-        """
-        scale = torch.full_like(square_sum, self._scaler.scale)
-        norm = square_sum.sqrt() / scale
-        if self.is_checked:
-            is_void = is_void | ~torch.isfinite(norm)
-        found_inf = is_void.to(torch.float32)
-        if self._max_norm == 0.0 and self.clipped == self._scaler.scale == 1.0:
-            return 1.0, found_inf
-        factor = torch.full_like(norm, self.clipped)
-        if self._max_norm > 0.0:
-            clipped = norm * factor
-            limit = torch.full_like(norm, self._max_norm) / (clipped + CLIP_EPSILON)
-            factor = factor * torch.where(torch.isfinite(clipped), limit.clamp(max=1.0), 1.0)
-        return torch.where(is_void, 1.0, factor / scale), found_inf
-
-
 class StepGradient:
-    """Gradient of the current step.
+    """Gradient of the current step: the sink of the passes.
 
     The first methods, up to `clear`, are those of `zero_core.core.passes.GradientSink`.
     """
@@ -155,12 +68,13 @@ class StepGradient:
         self._state = state
         self._communicator = communicator
         self._train = train
+        self._config = config
         self._arithmetic = arithmetic
         self._facts = facts
-        self._agreement = StepAgreement(state, train)
+        self._hashed: tuple[Sequence[Any], list[float]] = (), []  # what must be alike, its hash
         self._is_agreed = False  # the statistics are those of the gradient as it was reduced
         self._changed_square_sum: Tensor | None = None  # with the changes made to param.grad
-        self.scale = GradientScale(train, config)
+        self._clipped = 1.0  # the product of what `clip` has clipped by in this step
         # Trained parameters that are whole here, by number.
         self._whole_params = [
             (slot.param, param)
@@ -168,19 +82,13 @@ class StepGradient:
             if flat.is_kept and flat.segment.is_trainable
             for slot, param in zip(flat.segment.slots, flat.params, strict=True)
         ]
-        self._starts = {f.segment.index: f.source.span[0] for f in state.params if f.source.span}
         self.grads: dict[int, FlatGrads] = {}  # by segment; complete after `agree`
         # By segment: its norm. Of gradients that the tier adds up, what asks it for the square.
         self._norms: dict[int, Tensor | Callable[[], Tensor]] = {}
         self.policy = choose_policy(state.tier, train, config, rank=state.control.rank)
-        is_final = self.policy.is_final
         is_sharded = config.zero_optimization.stage > 0
-        self.param_grads = ParamGrads(
-            state.params,
-            self.params_with_grad,
-            owns_grads=state.tier.owns_grads,
-            why_none=SHARDED if is_sharded else UPDATED_IN_BACKWARD * is_final,
-        )
+        why_none = SHARDED if is_sharded else UPDATED_IN_BACKWARD * self.policy.is_final
+        self.param_grads = ParamGrads(state, self.params_with_grad, why_none)
 
     @property
     def is_boundary(self) -> bool:
@@ -188,7 +96,17 @@ class StepGradient:
 
     @property
     def is_reduced(self) -> bool:
-        return len(self._norms) == len(self._starts)
+        return len(self._norms) == len(self._state.starts)
+
+    @property
+    def scale_factor(self) -> float:
+        """The factor that brings gradients to their true scale, clipped so far."""
+        return self._clipped / self._train.scaler.scale
+
+    @cached_property
+    def _is_checked(self) -> bool:
+        """Whether a gradient that is not finite skips the step."""
+        return self._config.check_grad_overflow or self._config.loss_scaling.enabled
 
     def begin_backward(self, *, is_new_round: bool) -> None:
         changes = self.param_grads.note_changes(is_agreed=False)
@@ -219,7 +137,7 @@ class StepGradient:
         self._is_agreed = False
         self._changed_square_sum = None
         tier, index = self._state.tier, grads.segment.index
-        reduced, start = grads.result(), self._starts[index]
+        reduced, start = grads.result(), self._state.starts[index]
         self.grads[index] = grads
         self._norms.pop(index, None)
         if is_last:
@@ -241,9 +159,8 @@ class StepGradient:
         # rank has one.
         pieces, own = self._state.pieces, self._state.pieces_of.get(index, ())
         active = [i for i in own if pieces[i].param in self.params_with_grad]
-        is_updated = self.policy.reduced(active, grad_scale=self.scale.factor)
-        if is_updated:
-            grads.is_updated = True
+        is_updated = self.policy.reduced(active, grad_scale=self.scale_factor)
+        grads.is_updated |= is_updated
         return is_updated
 
     def broken(self) -> None:
@@ -262,14 +179,18 @@ class StepGradient:
             set_grad(param, None)
         return bool(left)
 
-    def agree(self, filler: Filler) -> None:
+    def agree(self, backward: BackwardPass) -> None:
         self.param_grads.take_assigned()
         changes = self.param_grads.note_changes(is_agreed=self._is_agreed)
         if not self._is_agreed:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self.grads.values():
                 grads.wait()
-            self._facts.start_sum((self, filler), self._square_sums())
+            square_sums = self._square_sums()
+            self._facts.begin()
+            self.fill(self._facts)
+            backward.fill(self._facts)
+            self._facts.start_sum(square_sums)
             self._is_agreed = True
         if self._take_changes(changes):
             square_sums = self._square_sums(is_covered=self._communicator.world_size > 1)
@@ -277,11 +198,22 @@ class StepGradient:
             self._changed_square_sum = square_sums[0]
 
     def fill(self, facts: Facts) -> None:
-        """Put in what this rank has used and written, and a hash of what must be equal."""
         facts.put("with gradient", bool(self.params_with_grad))
         facts.mark("used", self.params_with_grad)
         changed = self.param_grads.begin_agreement(self._communicator)
-        facts.put_hash(self._agreement.words(changed))
+        alike = (
+            describe_groups(self._train.hyperparameters()),
+            find_trainable(self._state.trained_params),
+            self._state.common_buffers.describe(),
+            self._train.accumulation.steps,
+            self._train.scaler.scale,
+            changed,
+        )
+        if alike != self._hashed[0]:  # the hash takes longer than the comparison
+            digest = hashlib.sha256(repr(alike).encode()).digest()
+            pairs = (digest[2 * i : 2 * i + 2] for i in range(NUM_WORDS))
+            self._hashed = alike, [float(int.from_bytes(pair, "big")) for pair in pairs]
+        facts.put_hash(self._hashed[1])
         for fill in self._extensions.fill:
             fill(facts)
 
@@ -290,7 +222,12 @@ class StepGradient:
         norms, squares = [], []
         # In the order of the layout: that of the reductions may change from step to step.
         for index in sorted(self._norms):
-            norm = self.grads[index].covered_norm() if is_covered else self._norms[index]
+            grads, norm = self.grads[index], self._norms[index]
+            if is_covered:
+                values = grads.covered()
+                if grads.plan.offered is torch.float16:  # whose cast may overflow
+                    values = values.to(torch.float16)
+                norm = self._arithmetic.measure(values, 2.0, grads.plan.normed)
             if isinstance(norm, Tensor):
                 norms.append(norm)
                 continue
@@ -307,11 +244,11 @@ class StepGradient:
             index = grads.segment.index
             if tier.owns_grads:
                 reduced = grads.changed_result()
-                grads.shard.release(tier.offer_grad(self._starts[index], reduced.shard))
+                grads.shard.release(tier.offer_grad(self._state.starts[index], reduced.shard))
                 assert reduced.norm is not None, "it is the whole gradient"
                 self._norms[index] = reduced.norm
             else:  # it reads the memory that was changed
-                self._norms[index] = grads.retake_norm()
+                self._norms[index] = grads.norm()
         return bool(changed)
 
     def void_update(self) -> None:
@@ -319,7 +256,7 @@ class StepGradient:
 
     def clear(self) -> None:
         if self.policy.ahead:  # the step was broken off
-            _, is_taken, _ = self.scale.decide(self._square_sum)
+            _, is_taken, _ = self._decide_by(self._square_sum)
             is_void = (
                 self._facts.is_any("unreduced")
                 or self._facts.is_any("written")
@@ -334,7 +271,7 @@ class StepGradient:
         self._train.num_drops += 1
         self._norms.clear()
         self.policy.clear()
-        self.scale.clipped = 1.0
+        self._clipped = 1.0
 
     def clip(self, max_norm: float, p: float) -> float:
         """Clip by the ``p``-norm, after `agree`. Return the norm before. All must call it."""
@@ -344,8 +281,8 @@ class StepGradient:
             grads = [grads for _, grads in sorted(self.grads.items())]
             norms = [g.norm(p).to(self._state.device, torch.float64) for g in grads]
             norm = self._arithmetic.over_ranks(norms, p, self._state.control)
-        norm *= self.scale.factor
-        self.scale.clipped *= clip_factor(norm, max_norm)
+        norm *= self.scale_factor
+        self._clipped *= clip_factor(norm, max_norm)
         return norm
 
     def update_ahead(self) -> None:
@@ -355,14 +292,35 @@ class StepGradient:
             return
         pieces = enumerate(self._state.pieces)
         active = [i for i, piece in pieces if piece.param in self.params_with_grad]
-        if active:
-            square_sum = self._changed_square_sum
-            if square_sum is None:
-                square_sum = self._facts.device_square_sum
-            grad_scale, found_inf = self.scale.decide_on_device(
-                square_sum, self._facts.device_is_void
-            )
-            self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
+        if not active:
+            return
+        square_sum, is_void = self._changed_square_sum, self._facts.device_is_void
+        if square_sum is None:
+            square_sum = self._facts.device_square_sum
+        # The operations of `_decide_by`, in float64 and between tensors, which give its bits. Torch
+        # divides by a number by multiplying with its inverse.
+        scale = torch.full_like(square_sum, self._train.scaler.scale)
+        norm = square_sum.sqrt() / scale
+        if self._is_checked:
+            is_void = is_void | ~torch.isfinite(norm)
+        found_inf = is_void.to(torch.float32)
+        max_norm = self._config.gradient_clipping
+        grad_scale: Tensor | float = 1.0
+        if max_norm > 0.0 or self._clipped != 1.0 or self._train.scaler.scale != 1.0:
+            factor = torch.full_like(norm, self._clipped)
+            if max_norm > 0.0:
+                clipped = norm * factor
+                limit = torch.full_like(norm, max_norm) / (clipped + CLIP_EPSILON)
+                factor = factor * torch.where(torch.isfinite(clipped), limit.clamp(max=1.0), 1.0)
+            grad_scale = torch.where(is_void, 1.0, factor / scale)
+        self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
+
+    def _decide_by(self, square_sum: float) -> tuple[float, bool, float]:
+        """Return the norm before clipping, unscaled, whether the step is taken, and the factor."""
+        scale = self._train.scaler.scale
+        norm = math.sqrt(square_sum) / scale
+        factor = self._clipped * clip_factor(norm * self._clipped, self._config.gradient_clipping)
+        return norm, math.isfinite(norm) or not self._is_checked, factor / scale
 
     def decide(self) -> str:
         """Decide on the step from what `agree` found. Return why it is skipped, if it is.
@@ -375,7 +333,7 @@ class StepGradient:
             self.policy.settle(is_void=True)
             self.reopen()  # ranks may set the same and call step() again
             self.param_grads.forget_last_changes()
-            self._agreement.refuse(self._train.global_steps + 1)
+            self._refuse_step()
         self._state.common_buffers.confirm()
         if self._facts.is_any("written"):
             self.policy.settle(is_void=True)
@@ -385,10 +343,10 @@ class StepGradient:
         used = self._facts.counts("used")
         for param in self.param_grads.set_params:  # since the ranks were counted
             used[param] = float(param in self.params_with_grad)
-        norm, is_taken, grad_scale = self.scale.decide(self._square_sum)
+        norm, is_taken, grad_scale = self._decide_by(self._square_sum)
         self.policy.settle(is_void=not is_taken)
         why_skipped = _CHANGED
-        if self.scale.is_checked and not math.isfinite(self._facts.square_sum):
+        if self._is_checked and not math.isfinite(self._facts.square_sum):
             # On all ranks, also where a change of param.grad has mended it.
             self._communicator.forget_errors()  # of collectives that quantize
             why_skipped = _explain_nonfinite(self.grads, self._state)
@@ -396,6 +354,24 @@ class StepGradient:
         self._decided = active, grad_scale
         self._train.grad_norm = norm
         return "" if is_taken else why_skipped
+
+    def _refuse_step(self) -> NoReturn:
+        """Raise, on all ranks, with what differs. All must call it."""
+        state, train, control = self._state, self._train, self._state.control
+        facts = describe_groups(train.hyperparameters())
+        for param in state.trained_params:
+            name = state.param_names[id(param)]
+            facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
+        facts |= state.common_buffers.describe()
+        facts["gradient_accumulation_steps"] = str(train.accumulation.steps)
+        facts["loss scale"] = str(train.scaler.scale)
+        facts["changes"] = ", ".join(self._hashed[0][-1]) or "none"
+        raise RankMismatchError(
+            f"rank {control.rank}, step {train.global_steps + 1}: not updated, as ranks differ in "
+            f"{control.differences(facts)}. "
+            "Every rank must set the same: a schedule that follows the loss needs the mean over "
+            "all ranks"
+        )
 
     @property
     def _square_sum(self) -> float:
@@ -461,3 +437,98 @@ def _describe(name: str, ranks: set[int] | None) -> str:
     batches = "batch of rank" if len(ranks) == 1 else "batches of ranks"
     more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
     return f"{name}: {batches} {', '.join(map(str, sorted(ranks)[:_MAX_RANKS]))}{more}"
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Optimizer over the groups of the one that was ``given``, stepped by the engine alone."""
+
+    _has_all_groups = False  # while torch adds the groups
+
+    def __init__(
+        self,
+        given: torch.optim.Optimizer,
+        gradient: StepGradient,
+        passes: Passes,
+        meter: Meter,
+        names: Mapping[int, str],
+    ) -> None:
+        """Take the groups of ``given``. ``names``: of the model's parameters, by ``id``."""
+        super().__init__(given.param_groups, given.defaults)
+        self._has_all_groups = True
+        self._names = names
+        self._grouped = {id(p) for group in given.param_groups for p in group["params"]}
+        self._num_params = [len(group["params"]) for group in given.param_groups]
+        self.param_groups = given.param_groups
+        self.given = given
+        self.overflow = False  # whether the last step was skipped
+        self._gradient = gradient
+        self._passes = passes
+        self._meter = meter
+        self._may_step = False
+        self.state = given.state
+        self.guard = given.register_step_pre_hook(self._refuse_step)  # until it is removed
+
+    def engine_step(self) -> None:
+        """Run ``step`` with all its hooks, for `Engine.step`."""
+        self._may_step = True
+        try:
+            self.step()
+        finally:
+            self._may_step = False
+        # Schedulers made over the given optimizer look there for a sign that it has stepped.
+        mark_stepped(self.given)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after build: master weights and states are laid out for the groups of then."""
+        if self._has_all_groups:
+            params = param_group["params"]
+            self._refuse_param(params if isinstance(params, Tensor) else next(iter(params), None))
+        super().add_param_group(param_group)
+
+    def check_groups(self) -> None:
+        """Raise if the groups hold other parameters than at first."""
+        if [len(group["params"]) for group in self.param_groups] != self._num_params:
+            found = (p for group in self.param_groups for p in group["params"])
+            self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
+
+    def _refuse_param(self, param: Any) -> NoReturn:
+        if isinstance(param, tuple):  # torch takes (name, parameter) too
+            param = param[1]
+        of_model = self._names.get(id(param))
+        shape = tuple(param.shape) if isinstance(param, Tensor) else "none"
+        what = of_model or f"of shape {shape}, which the model did not have at build()"
+        raise RuntimeError(
+            f"the optimizer's groups were changed after build() (parameter {what}): the engine "
+            "has no gradient, master weight or state for it. Put every parameter that is ever to "
+            "be trained into a group before build(), and freeze it by requires_grad_(False) until "
+            "then"
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Refused outside the engine: gradients are in the engine, not on the parameters."""
+        if not self._may_step or closure is not None:
+            raise RuntimeError("call engine.step(): the engine drives its optimizer")
+        self._gradient.apply()
+        self._meter.end_step()  # what is published counts for the next step
+        self._passes.units.values_changed()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients accumulated since the last step, not the count of micro-steps."""
+        self._gradient.policy.check_unused("dropping gradients")
+        self._passes.backward.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError(
+            "the optimizer state is sharded over ranks: use engine.save_checkpoint(), which "
+            "stores it for any stage and world size"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._may_step:  # a tier of whole parameters steps the given optimizer itself
+            raise RuntimeError(
+                "this optimizer was given to zero_core.build(): call engine.step() instead of "
+                f"{type(optimizer).__name__}.step()"
+            )

@@ -9,31 +9,31 @@ step: changes in place, another tensor, and None, which leaves the parameter and
 Elsewhere ``param.grad`` is None, or what was assigned: a backward adds to that, and `step` takes it
 as it is.
 
-At stages 1 to 3 no rank has the whole gradient, and where units are updated in backward it is not
-kept. There a read between backward and `step` returns None and logs a warning, once, as
-`torch.nn.utils.clip_grad_norm_` would clip nothing, silently. An assignment is an error.
+At stages 1 to 3, and where units are updated in backward, a read between backward and `step`
+returns None and logs a warning, once: `torch.nn.utils.clip_grad_norm_` would clip nothing,
+silently. An assignment is an error.
 
-``grad`` is a property of the parameters' class, so nothing of this costs anything unless it is read
-or set. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further
-backward of the same step adds nothing to the tensors that were given out.
+``grad`` is a property of the parameters' class, and costs nothing unless it is read or set. Torch's
+AccumulateGrad reads torch's own attribute below it, which is None, so a further backward of the
+same step adds nothing to the tensors that were given out.
 
-A rank may be late and still gather the gradient from its peers' shards. So a view is given out only
-of memory that no peer reads, and a shard is changed only after the sum of the step's facts, which
-ends all of those reads. That sum is of the gradient as it was reduced. Changes count after it: by
-then every rank has the whole gradient, and computes the norm of the changed one by itself.
+A late rank may still gather the gradient from its peers' shards. So a view is given out only of
+memory that no peer reads, and a shard is changed only after the sum of the step's facts, which ends
+those reads. That sum is of the gradient as it was reduced. After it every rank has the whole
+gradient, and computes the norm of the changed one by itself.
 
 Changes are found by a checksum of each view that was given out, and by comparison of copies. (A
 permutation may keep the checksum. It keeps the norm too.) A segment that was only read keeps its
-statistics. Every rank must make the same changes, as with DDP; reading is each rank's own affair.
-The facts say which segments were changed: where ranks differ the step is refused on all of them,
-and after `Engine.clip_grad_norm_` the next one.
+statistics. Every rank must make the same changes, as with DDP. The facts say which segments were
+changed: where ranks differ the step is refused on all of them, and after `Engine.clip_grad_norm_`
+the next one.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from zero_core._torch import allow_foreach, get_grad, set_grad
 from zero_core.comm.communicator import Communicator
 from zero_core.core import access
-from zero_core.core.grads import FlatGrads
-from zero_core.core.params import FlatParams
+from zero_core.core.grads import FlatGrads, SummedShard
 from zero_core.lifecycle import EngineParameter
+from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
 UPDATED_IN_BACKWARD = (
@@ -90,40 +90,27 @@ class _Complete:
     """A segment's gradient that may be read, and what was given out of it, by position."""
 
     grads: FlatGrads
-    # What reads return; None where there is to be no gradient.
-    given: dict[int, Tensor | None] = field(default_factory=dict)
-    # Of views that were given out, with changes so far.
-    checksums: dict[int, Tensor] = field(default_factory=dict)
+    given: dict[int, Tensor | None] = field(default_factory=dict)  # None: to have no gradient
+    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, with changes so far
 
 
 class ParamGrads:
     """The gradient of a step by parameter, and the changes that scripts make to it."""
 
-    def __init__(
-        self,
-        params: Collection[FlatParams],
-        params_with_grad: set[int],
-        *,
-        owns_grads: bool,
-        why_none: str,
-    ) -> None:
-        """Prepare for the trainable parameters among ``params``. Reads return None before `serve`.
+    def __init__(self, state: ShardedState, params_with_grad: set[int], why_none: str) -> None:
+        """Prepare. Reads return None before `serve`.
 
-        Args:
-            params_with_grad: numbers of those that have a gradient on this rank, kept up to date.
-            owns_grads: whether the state tier copies gradients.
-            why_none: why none is given out; empty where it is.
+        ``params_with_grad``, by number, are those with a gradient on this rank. ``why_none``: why
+        no gradient is given out, empty where it is.
         """
+        self._state = state
         self._with_grad = params_with_grad
-        self._owns_grads = owns_grads
         self._why_none = why_none
-        self._params: list[nn.Parameter] = []
-        self._places: dict[int, tuple[int, int]] = {}  # segment and position, by id
-        for flat in params:
-            for position, param in enumerate(flat.params if flat.segment.is_trainable else ()):
-                if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter:
-                    self._params.append(param)
-                    self._places[id(param)] = flat.segment.index, position
+        self._params = [
+            param
+            for param in state.trained_params
+            if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
+        ]
         self._complete: dict[int, _Complete] = {}  # by segment
         self._given: dict[int, _Complete] = {}  # those of which something was given out or set
         self.set_params: set[int] = set()  # numbers, since the facts were summed
@@ -138,20 +125,19 @@ class ParamGrads:
     def serve(self) -> ParamGrads:
         """Serve reads and changes of ``param.grad`` until `remove`."""
         access.use_class(self._params, TrainedParameter)
-        _serving.update(dict.fromkeys(self._places, self))
+        _serving.update((id(param), self) for param in self._params)
         return self
 
     def remove(self) -> None:
         self.clear()
-        for number in self._places:
-            _serving.pop(number, None)
+        for param in self._params:
+            _serving.pop(id(param), None)
         access.use_class(self._params, nn.Parameter)
-
-    # ------------------------------------------------------------- of scripts
 
     def read(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient of ``param``, the same tensor each time. None if it has none now."""
-        index, position = self._places[id(param)]
+        flat, position = self._state.places[id(param)]
+        index = flat.segment.index
         found = self._complete.get(index)
         if found is None:
             return None
@@ -162,13 +148,14 @@ class ParamGrads:
             return None
         grads, given = found.grads, found.given
         if position not in given:
-            grad = grads.of_param(position)
+            grad = _of_param(grads, position)
             if not grad.untyped_storage().nbytes():
                 return None  # states are offloaded
             if grads.param_numbers[position] not in self._with_grad and not grad.any():
                 return None  # nor have other ranks one
             # Not the memory itself where the tier would not see what is done to it, or peers would.
-            is_copy = self._owns_grads or not grads.shard.is_private
+            is_read = grads.segment.world_size > 1 and not grads.plan.is_sum_in_full
+            is_copy = self._state.tier.owns_grads or is_read
             given[position] = grad.to(param.dtype, copy=is_copy)
             self._given[index] = found
             if given[position] is grad:
@@ -176,8 +163,9 @@ class ParamGrads:
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
-        """Have the step use ``grad``. Return whether it does: else it is torch's own attribute."""
-        index, position = self._places[id(param)]
+        """Have the step use ``grad``. Return whether it does, or torch's own attribute has it."""
+        flat, position = self._state.places[id(param)]
+        index = flat.segment.index
         found = self._complete.get(index)
         if found is None or get_grad(param) is not None:
             if grad is not None:
@@ -197,20 +185,16 @@ class ParamGrads:
             self._with_grad.add(number)
         return True
 
-    # --------------------------------------------------------------- of a step
-
     def open(self, grads: FlatGrads) -> None:
         """Allow the gradient of a segment to be read: it is complete."""
         self._complete[grads.segment.index] = _Complete(grads)
         self._given.pop(grads.segment.index, None)
 
     def close(self) -> None:
-        """Allow no more reads and changes."""
         self._complete.clear()
         self._given.clear()
 
     def clear(self) -> None:
-        """Drop all that was given out or assigned."""
         self.close()
         self.set_params.clear()
         self._changed.clear()
@@ -244,29 +228,29 @@ class ParamGrads:
         for index, one in self._given.items():
             own = {}
             for position, grad in one.given.items():
-                home = one.grads.of_param(position)
+                home = _of_param(one.grads, position)
                 wanted = torch.zeros_like(home) if grad is None else grad
-                is_view = not self._owns_grads and wanted.data_ptr() == home.data_ptr()
+                owns_grads = self._state.tier.owns_grads
+                is_view = not owns_grads and wanted.data_ptr() == home.data_ptr()
                 if not (is_view or _are_same(home.to(wanted.dtype), wanted)):
                     own[position] = wanted
             before = one.checksums.items()
-            if own or any(not torch.equal(_checksum(one.grads.of_param(p)), s) for p, s in before):
+            if own or any(
+                not torch.equal(_checksum(_of_param(one.grads, p)), s) for p, s in before
+            ):
                 found[index] = own
         (self._changed_late if is_agreed else self._changed).update(found)
         return found
 
     @torch.no_grad()
     def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
-        """Write ``changes`` into the gradients, and return those that are others now.
-
-        After all ranks have agreed on the gradient as it was.
-        """
+        """Write ``changes`` into the gradients that ranks agreed on. Return those changed."""
         for index, one in self._given.items():
             if index in changes or one.checksums:  # a change may keep a checksum
-                one.grads.take_changes(changes.get(index, {}))
+                one.grads.change(_elements(one.grads, changes.get(index, {})))
         for index in changes:
             one = self._complete[index]
-            one.checksums.update((p, _checksum(one.grads.of_param(p))) for p in one.checksums)
+            one.checksums.update((p, _checksum(_of_param(one.grads, p))) for p in one.checksums)
         return [self._complete[index].grads for index in sorted(changes)]
 
     @torch.no_grad()
@@ -274,10 +258,12 @@ class ParamGrads:
         """Have the next reductions add to the gradients with ``changes``."""
         for index, one in self._given.items():
             if index in changes or one.checksums:
-                one.grads.keep_changes(changes.get(index, {}))
+                one.grads.wait()
+                assert isinstance(one.grads.shard, SummedShard), "changes are made at stage 0"
+                one.grads.shard.keep(_elements(one.grads, changes.get(index, {})))
 
     def begin_agreement(self, communicator: Communicator) -> list[str]:
-        """Begin the sum of the facts, and name the segments that were changed, which it hashes."""
+        """Name the segments that were changed, for the sum of the facts, which begins."""
         self._changed |= self._changed_late
         self._changed_late = set()
         self.set_params.clear()
@@ -287,17 +273,31 @@ class ParamGrads:
         return changed + before
 
     def forget_last_changes(self) -> None:
-        """Compare the changes of the last step no more: they were refused."""
         self._changed_before = set()
 
     def decided(self) -> None:
-        """End reads and changes: the step is decided."""
         self.close()
         self._changed_before, self._changed_late = self._changed_late, set()
 
 
 _serving: weakref.WeakValueDictionary[int, ParamGrads] = weakref.WeakValueDictionary()
 """By ``id`` of the parameter."""
+
+
+def _of_param(grads: FlatGrads, position: int) -> Tensor:
+    """Return the reduced gradient of parameter ``position``, in its shape.
+
+    A view of what the state tier was offered, or a copy if it owns gradients.
+    """
+    slot = grads.segment.slots[position]
+    with torch.inference_mode(False), torch.no_grad():
+        return grads.views.to_values(position, grads.covered()[slot.start : slot.stop])
+
+
+def _elements(grads: FlatGrads, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
+    """Return ``changes`` by position as elements of the segment, each from a start on."""
+    slots, to_elements = grads.segment.slots, grads.views.to_elements
+    return [(slots[at].start, to_elements(at, grad)) for at, grad in changes.items()]
 
 
 def _checksum(values: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from zero_core._torch import pytree
 from zero_core.core.extension import PREFIX
 from zero_core.core.grads import FlatGrads
 from zero_core.core.passes import Passes
-from zero_core.layout.arithmetic import Segment, Slot
+from zero_core.layout.arithmetic import Piece, Segment, Slot
 from zero_core.layout.discovery import plain_name
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.runtime.device_states import DeviceStates
@@ -36,63 +36,11 @@ from zero_core.step.gradient import StepGradient
 GRAD = "grad"
 
 
-class WholeStates:
-    """States that the optimizer keeps of whole parameters, each on the rank that updates it."""
-
-    def __init__(self, state: ShardedState, tier: WholeTier) -> None:
-        self.tier = tier
-        self._state = state
-
-    def own(self, param: int) -> Mapping[str, Any] | None:
-        """Return a parameter's states. None: they are on another rank."""
-        is_own = param in self.tier.updated_params()
-        return self.tier.read_whole_state(param) if is_own else None
-
-    def tensor(self, param: int, what: str) -> Tensor | None:
-        found = (self.own(param) or {}).get(what)
-        return found if isinstance(found, Tensor) else None
-
-    def shape(self, param: int, what: str) -> tuple[int, tuple[int, ...] | None]:
-        """Return the owner of a state and its shape. Every rank must call it.
-
-        The shape is None if the parameter has no such state, but another one has.
-        """
-        tier, own = self.tier, self.own(param) or {}
-        kept = [tier.read_whole_state(p) for p in tier.updated_params()]
-        is_known = what in tier.state_names() or any(what in state for state in kept)
-        found = own.get(what)
-        kind = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        row = json.dumps([is_known, kind if what in own else None])
-        rows = [json.loads(r) for r in self._state.control.gather_bytes(row.encode())]
-        if not any(is_known for is_known, _ in rows):
-            raise KeyError(_unknown(what))
-        owner = tier.owner_of(param)
-        assert owner is not None, "asked for whole states alone"
-        shape: list[int] | str | None = rows[owner][1]
-        if isinstance(shape, str):
-            name = self._state.layout.params[param].name
-            raise KeyError(f"state {what!r} of {name} is no tensor but a {shape}")
-        return owner, None if shape is None else tuple(shape)
-
-    def get(self, param: int, what: str) -> Tensor:
-        """Return a state from its owner. Every rank must call it."""
-        spec = self._state.layout.params[param]
-        owner, shape = self.shape(param, what)
-        full = torch.zeros(
-            spec.shape if shape is None else shape,
-            dtype=torch.float64 if spec.dtype == torch.float64 else torch.float32,
-            device=self._state.device,
-        )
-        found = self.tensor(param, what)
-        if found is not None:
-            full.copy_(found.detach())
-        self._state.control.broadcast(full, source=owner)
-        return full.cpu()
-
-    def set(self, param: int, what: str, values: Tensor) -> None:
-        found = self.tensor(param, what)
-        if found is not None:
-            found.copy_(values.detach().view(found.shape))
+class _Found(NamedTuple):
+    segment: Segment
+    slot: Slot
+    piece: Piece | None  # this rank's
+    whole: WholeTier | None  # has the state if the optimizer keeps it for the whole parameter
 
 
 class StateAccess:
@@ -109,8 +57,6 @@ class StateAccess:
         self._device_states = device_states
         self._gradient = gradient
         self._passes = passes
-        tier = state.tier
-        self._whole = WholeStates(state, tier) if isinstance(tier, WholeTier) else None
         self._grads = {g.segment.index: g for unit in passes.units.units for g in unit.grads}
         self._home: dict[str, tuple[Segment, Slot]] = {}
         for segment in state.layout.segments:
@@ -146,7 +92,8 @@ class StateAccess:
         unscaled. None if these brought none.
         """
         grads, position = self._find_unreduced(name)
-        return grads.full.unreduced(position)
+        added = grads.full.added(position)
+        return None if added is None else added / grads.plan.predivide
 
     @torch.no_grad()
     def set_unreduced(self, name: str, value: Tensor) -> None:
@@ -160,10 +107,15 @@ class StateAccess:
         shape = self._state.layout.params[grads.param_numbers[position]].shape
         if value.shape != shape:
             raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
-        grads.full.replace_unreduced(position, value)
+        added = grads.full.added(position)
+        if added is None:
+            raise RuntimeError(
+                "the parameter has no gradient on this rank to replace: set it after a backward"
+            )
+        added.copy_(value).mul_(grads.plan.predivide)
 
     def _find_unreduced(self, name: str) -> tuple[FlatGrads, int]:
-        segment, slot = self._find(name, GRAD, is_local=True)
+        segment, slot, *_ = self._find(name, GRAD, is_local=True)
         grads = self._grads[segment.index]
         return grads, grads.param_numbers.index(slot.param)
 
@@ -179,29 +131,37 @@ class StateAccess:
                 gradient or state.
             RuntimeError: the gradient is not complete here.
         """
-        segment, slot = self._find(name, what)
-        whole = self._whole_states(slot.param, what)
+        segment, slot, _, whole = self._find(name, what)
+        state, spec = self._state, self._state.layout.params[slot.param]
         if whole is not None:
-            return whole.get(slot.param, what)
+            owner, shape = self._whole_shape(whole, slot.param, what)
+            shape = spec.shape if shape is None else shape
+            dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
+            found = torch.zeros(shape, dtype=dtype, device=state.device)
+            if isinstance(kept := _kept(whole, slot.param).get(what), Tensor):
+                found.copy_(kept.detach())
+            state.control.broadcast(found, source=owner)
+            return found.cpu()
         if what == GRAD:
             factor = self._complete_gradient()
             own = _widened(self._gradient.grads[segment.index].values().cpu()) * factor
         else:
-            if what != MASTER:
-                self._check_known(what)
-            own = self._state.own_state(segment.index, what)
+            if what != MASTER and not self._is_any(what in state.state_names()):
+                raise KeyError(_unknown(what))
+            own = state.own_state(segment.index, what)
             own = own if segment.is_opaque else _widened(own)
-        full = self._state.control.gather(own)
-        return self._state.layout.params[slot.param].to_values(full[slot.start : slot.stop])
+        full = state.control.gather(own)
+        return spec.to_values(full[slot.start : slot.stop])
 
     def get_local(self, name: str, what: str = MASTER) -> Tensor:
         """Return this rank's part of ``what``, 1-D. For "grad" every rank must call it."""
-        segment, slot = self._find(name, what, is_local=True)
+        segment, slot, piece, whole = self._find(name, what, is_local=True)
         factor = self._complete_gradient() if what == GRAD else 1.0
-        whole, piece = self._whole_states(slot.param, what), self._state.piece_of(slot.param)
         if whole is not None:
-            found = whole.tensor(slot.param, what)
-            return torch.empty(0) if found is None else _widened(found.detach().cpu()).reshape(-1)
+            kept = _kept(whole, slot.param).get(what)
+            if not isinstance(kept, Tensor):
+                return torch.empty(0)
+            return _widened(kept.detach().cpu()).reshape(-1)
         if piece is None:
             return torch.empty(0)
         if what == GRAD:
@@ -219,20 +179,19 @@ class StateAccess:
         tensor, in its own shapes and dtypes, on the CPU. Empty where this rank updates no element
         of the parameter, and before its first step. Takes no exchange.
         """
-        param, whole = self._find_states(name)
-        number = self._state.piece_numbers.get(param)
-        tier = self._state.tier
+        found, tier = self._find(name, "state", is_local=True), self._state.tier
+        number = self._state.piece_numbers.get(found.slot.param)
         if number is None or not tier.read_scalars(number)["num_steps"]:
             return {}
-        if whole is not None:
-            return _copied(whole.own(param) or {})
+        if found.whole is not None:
+            return _copied(_kept(found.whole, found.slot.param))
         piece = self._state.pieces[number]
         names = [what for what in tier.state_names() if what != MASTER]
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
 
     def is_whole(self, name: str) -> bool:
         """Whether one rank updates all of parameter ``name``, and has all of its state."""
-        return self._find_states(name)[1] is not None
+        return self._find(name, "state", is_local=True).whole is not None
 
     def scalars(self, name: str) -> Mapping[str, float]:
         """Return the numbers in this rank's state of parameter ``name``.
@@ -240,7 +199,8 @@ class StateAccess:
         ``num_steps`` is how many steps have updated this rank's part. Others are the optimizer's
         own, such as torch's ``step``.
         """
-        number = self._state.piece_numbers.get(self._find_states(name)[0])
+        param = self._find(name, "state", is_local=True).slot.param
+        number = self._state.piece_numbers.get(param)
         return {"num_steps": 0} if number is None else self._state.tier.read_scalars(number)
 
     @torch.no_grad()
@@ -257,11 +217,10 @@ class StateAccess:
         """
         tier = self._state.tier
         for name, (scalars, states) in saved.items():
-            param, whole = self._find_states(name)
-            piece = self._state.piece_of(param)
+            _, slot, piece, whole = self._find(name, "state", is_local=True)
             own: dict[str, tuple[int, ...]] = {}
             if whole is not None:
-                kept = (whole.own(param) if scalars["num_steps"] else None) or {}
+                kept = _kept(whole, slot.param) if scalars["num_steps"] else {}
                 own = {n: tuple(v.shape) for n, v in kept.items() if isinstance(v, Tensor)}
             elif piece is not None:
                 own = dict.fromkeys(states, (piece.stop - piece.start,))
@@ -275,21 +234,19 @@ class StateAccess:
                         f"found {found}: the state is of another optimizer, stage, number of ranks "
                         "or rank; load a checkpoint instead"
                     )
-            if piece is not None and self._whole is None:
+            if piece is not None and not isinstance(tier, WholeTier):
                 for what in states.keys() - set(tier.state_names()):
                     tier.write_state(what, piece.start, states[what].reshape(-1)[:0])  # may raise
         for name, (scalars, states) in saved.items():
-            param, whole = self._find_states(name)
-            number = self._state.piece_numbers.get(param)
+            _, slot, piece, whole = self._find(name, "state", is_local=True)
             if whole is not None:
-                if whole.own(param) is not None:
-                    whole.tier.write_whole_state(param, _copied(states))
-            elif number is not None:
+                if slot.param in whole.updated_params():
+                    whole.write_whole_state(slot.param, _copied(states))
+            elif piece is not None:
                 for what, values in states.items():
-                    start = self._state.pieces[number].start
-                    tier.write_state(what, start, values.detach().reshape(-1))
-            if number is not None:
-                tier.write_scalars(number, scalars)
+                    tier.write_state(what, piece.start, values.detach().reshape(-1))
+            if piece is not None:
+                tier.write_scalars(self._state.piece_numbers[slot.param], scalars)
 
     @torch.no_grad()
     def set_full(self, name: str, value: Tensor, what: str = MASTER) -> None:
@@ -300,22 +257,20 @@ class StateAccess:
             KeyError, RuntimeError: as in `get_full`; or the parameter has no such state before its
                 first step.
         """
-        segment, slot = self._find(name, what)
+        found = segment, slot, piece, whole = self._find(name, what)
         spec = self._state.layout.params[slot.param]
-        whole = self._whole_states(slot.param, what)
         shape = spec.shape if whole is None else self._settable_shape(whole, slot.param, what)
         if value.shape != shape:
             raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
         if whole is not None:
-            whole.set(slot.param, what, value)
+            _set_kept(whole, slot.param, what, value)
             return
         if spec.is_opaque and value.dtype != spec.dtype:
             raise ValueError(f"{name} holds a quantizer's {spec.dtype}, found {value.dtype}")
         flat = spec.to_elements(value.detach())
         if segment.is_trainable:
-            piece = self._state.piece_of(slot.param)
             part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
-            self._set_part(segment, slot, part, what)
+            self._set_part(found, part, what)
         else:
             self._state.quiesce()  # others may still be gathering the old values
             edited = self._state.params[segment.index]
@@ -325,25 +280,24 @@ class StateAccess:
     @torch.no_grad()
     def set_local(self, name: str, values: Tensor, what: str = MASTER) -> None:
         """Set this rank's part of ``what``. Every rank must call it, some with an empty part."""
-        segment, slot = self._find(name, what, is_local=True)
-        whole, piece = self._whole_states(slot.param, what), self._state.piece_of(slot.param)
+        found = _, slot, piece, whole = self._find(name, what, is_local=True)
         numel = 0 if piece is None else piece.stop - piece.start
         if whole is not None:
             shape = self._settable_shape(whole, slot.param, what)
-            numel = 0 if whole.own(slot.param) is None else math.prod(shape)
+            numel = math.prod(shape) if slot.param in whole.updated_params() else 0
         if values.shape != (numel,):
             raise ValueError(
                 f"rank {self._state.control.rank} has {numel} elements of {name}, found shape "
                 f"{tuple(values.shape)}"
             )
         if whole is not None:
-            whole.set(slot.param, what, values)
+            _set_kept(whole, slot.param, what, values)
         else:
-            self._set_part(segment, slot, values.detach(), what)
+            self._set_part(found, values.detach(), what)
 
-    def _set_part(self, segment: Segment, slot: Slot, part: Tensor, what: str) -> None:
+    def _set_part(self, found: _Found, part: Tensor, what: str) -> None:
         """Set this rank's ``part`` of a state of slices, or of the gradient."""
-        state = self._state
+        state, (segment, slot, piece, _) = self._state, found
         if what == GRAD:
             # The gradient's shard may be smaller than the part, which is that of the state.
             factor = self._complete_gradient()
@@ -355,21 +309,21 @@ class StateAccess:
                 grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
             else:  # the segment is offered again on every rank, as the ranks agree on it again
                 grads.replace(0, part[:0])
-            self._passes.backward.gradient_replaced(grads, slot.param)
+            self._gradient.params_with_grad.add(slot.param)
+            self._passes.backward.reductions.offer(grads, is_last=True)
             return
         if what == MASTER:
             state.quiesce()  # others may still be gathering the old values
         else:
-            self._check_known(what)
+            if not self._is_any(what in state.state_names()):
+                raise KeyError(_unknown(what))
             self._check_stepped(slot.param)
-        piece = state.piece_of(slot.param)
-        if part.numel():
-            assert piece is not None, "a part is that of a piece"
+        if piece is not None and part.numel():
             state.write_state(what, piece.start, part)
         if what == MASTER:
             self._passes.units.values_replaced([state.params[segment.index]])
 
-    def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
+    def _find(self, name: str, what: str, *, is_local: bool = False) -> _Found:
         self._device_states.check_states("access to states by name")
         self._device_states.before_write()
         plain = plain_name(name)
@@ -380,37 +334,48 @@ class StateAccess:
             raise KeyError(
                 f"{name} is frozen: it has a value, for get_full() and set_full(), and no {what}"
             )
-        return segment, slot
-
-    def _find_states(self, name: str) -> tuple[int, WholeStates | None]:
-        """Return a trained parameter's number, and what has its states if they are whole."""
-        _, slot = self._find(name, "state", is_local=True)
-        return slot.param, self._whole_states(slot.param, "state")
-
-    def _whole_states(self, param: int, what: str) -> WholeStates | None:
-        """Return what has state ``what`` of a parameter, if it is kept whole."""
+        tier, whole = self._state.tier, None
         is_sliced = what in (MASTER, GRAD) or what.startswith(PREFIX)
-        if is_sliced or self._whole is None or self._whole.tier.owner_of(param) is None:
-            return None
-        return self._whole
+        if isinstance(tier, WholeTier) and not is_sliced and tier.owner_of(slot.param) is not None:
+            whole = tier
+        return _Found(segment, slot, self._state.piece_of(slot.param), whole)
 
     def _complete_gradient(self) -> float:
         """Have the gradient reduced. Return the factor that brings it to its true scale."""
         self._gradient.policy.check_unused("reading, setting or clipping gradients")
         self._passes.backward.complete_gradient()
-        return self._gradient.scale.factor
+        return self._gradient.scale_factor
 
-    def _settable_shape(self, whole: WholeStates, param: int, what: str) -> tuple[int, ...]:
+    def _whole_shape(
+        self, tier: WholeTier, param: int, what: str
+    ) -> tuple[int, tuple[int, ...] | None]:
+        """Return the owner of a parameter's state and its shape. Every rank must call it.
+
+        The shape is None if the parameter has no such state, but another one has.
+        """
+        kept = [tier.read_whole_state(p) for p in tier.updated_params()]
+        is_known = what in tier.state_names() or any(what in state for state in kept)
+        own = _kept(tier, param)
+        found = own.get(what)
+        kind = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        row = json.dumps([is_known, kind if what in own else None])
+        rows = [json.loads(r) for r in self._state.control.gather_bytes(row.encode())]
+        if not any(is_known for is_known, _ in rows):
+            raise KeyError(_unknown(what))
+        owner = tier.owner_of(param)
+        assert owner is not None, "asked for whole states alone"
+        shape: list[int] | str | None = rows[owner][1]
+        if isinstance(shape, str):
+            name = self._state.layout.params[param].name
+            raise KeyError(f"state {what!r} of {name} is no tensor but a {shape}")
+        return owner, None if shape is None else tuple(shape)
+
+    def _settable_shape(self, whole: WholeTier, param: int, what: str) -> tuple[int, ...]:
         self._check_stepped(param)
-        _, shape = whole.shape(param, what)
+        _, shape = self._whole_shape(whole, param, what)
         if shape is None:
             raise KeyError(_unknown(what))
         return shape
-
-    def _check_known(self, what: str) -> None:
-        """Refuse a state that no rank knows. A rank that owns no element knows none."""
-        if not self._is_any(what in self._state.state_names()):
-            raise KeyError(_unknown(what))
 
     def _check_stepped(self, param: int) -> None:
         index = self._state.piece_numbers.get(param)
@@ -422,6 +387,16 @@ class StateAccess:
     def _is_any(self, is_here: bool) -> bool:
         found = torch.tensor([float(is_here)], device=self._state.device)
         return self._state.control.sum(found).item() > 0
+
+
+def _kept(whole: WholeTier, param: int) -> Mapping[str, Any]:
+    """Return a parameter's whole state, which the rank that updates it has."""
+    return whole.read_whole_state(param) if param in whole.updated_params() else {}
+
+
+def _set_kept(whole: WholeTier, param: int, what: str, values: Tensor) -> None:
+    if isinstance(kept := _kept(whole, param).get(what), Tensor):
+        kept.copy_(values.detach().view(kept.shape))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

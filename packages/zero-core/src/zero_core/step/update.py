@@ -2,24 +2,23 @@
 
 [Note: update ahead]
 A host that reads the sum of the step's facts before it enqueues the update leaves the device
-without work meanwhile. So where the state tier can (`DeviceTier.can_step_ahead`), the decision
-is computed on the device, the update of the parameters that have a gradient here is enqueued, and
-the host reads then. If the step is not taken, or if some rank turns out to have gradients that are
-not reduced yet, that update has changed nothing. Parameters that only other ranks have used are
-updated after the decision.
+without work meanwhile. So where the state tier can (`DeviceTier.can_step_ahead`), the decision is
+computed on the device, the update of the parameters that have a gradient here is enqueued, and the
+host reads then. If the step is not taken, or some rank has gradients that are not reduced yet, that
+update has changed nothing. Parameters that only other ranks have used are updated after it.
 
 [Note: optimizer in backward]
 With ``update_in_backward`` a segment is updated as soon as its gradient is added: the host works on
-one unit while the device still computes the one before. Where nothing later in the step may change
-a gradient or skip the step (without clipping, fp16's loss scale and ``check_grad_overflow``) the
-update is exact and final. Whoever changes or drops gradients after all gets an error.
+one unit while the device computes the next. Where nothing later in the step may change a gradient
+or skip the step (without clipping, fp16's loss scale and ``check_grad_overflow``) the update is
+final. Whoever changes or drops gradients after all gets an error.
 
 [Note: speculation]
 Elsewhere the last gradient of backward decides on the step. The state tier may begin it all the
 same, as if it were taken without clipping, and undo it where that turns out wrong
 (`zero_core.protocols.SpeculativeTier`). No number depends on it. An update that is undone costs the
-host two copies of its states and the update itself again, and one that is kept costs it a copy. So
-it is done only where the configuration asks for it.
+host two copies of its states and itself again, and one that is kept a copy. So the configuration
+must ask for it.
 """
 
 from __future__ import annotations
@@ -68,16 +67,19 @@ def may_speculate(config: Config) -> bool:
 
 
 class UpdatePolicy:
-    """Updates after the step's decision, from which the other policies differ."""
+    """Updates after the step's decision or ahead of it: see [Note: update ahead]."""
 
     begins_early: ClassVar[bool] = False  # updates begin in backward, before the step is decided
     is_final: ClassVar[bool] = False  # such an update stays, whatever comes
     undo_bytes = 0  # host memory of an undo log
-    ahead: Sequence[int] = ()  # pieces whose update was enqueued, until `step` has ended it
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         self._tier = tier
         self._train = train
+        self._ahead_tier: DeviceTier | None = None
+        if isinstance(tier, DeviceTier) and not self.begins_early:
+            self._ahead_tier = tier
+        self.ahead: Sequence[int] = ()  # pieces whose update was enqueued, until `step` ends it
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
         """Take a segment of which pieces ``active`` were offered. Return whether it is updated."""
@@ -85,55 +87,38 @@ class UpdatePolicy:
 
     @property
     def can_step_ahead(self) -> bool:
-        return False
+        tier = self._ahead_tier
+        return (
+            tier is not None and tier.can_step_ahead
+        )  # a load may bring groups with other kernels
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        """Enqueue the update: see `DeviceTier`. Called where `can_step_ahead` alone."""
+        """Enqueue the update: see `DeviceTier`."""
+        assert self._ahead_tier is not None, "it can step ahead"
+        self.ahead = active
+        groups = self._train.hyperparameters()
+        self._ahead_tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
 
     def settle(self, *, is_void: bool) -> None:
         """Note the decision on an update that was enqueued ahead."""
+        if self._ahead_tier is not None and self.ahead:
+            self._ahead_tier.settle(is_void=is_void)
+        if is_void:
+            self.ahead = ()
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update pieces as decided."""
+        if done := set(self.ahead):
+            active = [i for i in active if i not in done]
         self._tier.step(self._train.hyperparameters(), active, grad_scale=grad_scale)
+        self.ahead = ()
 
     def check_unused(self, what: str) -> None:
         """Raise if an update has used the gradient already: ``what`` is possible only before."""
 
     def clear(self) -> None:
         """Begin a new step."""
-
-
-class AheadPolicy(UpdatePolicy):
-    """See [Note: update ahead]."""
-
-    _tier: DeviceTier
-
-    @property
-    def can_step_ahead(self) -> bool:
-        return self._tier.can_step_ahead  # a load may bring groups with other kernels
-
-    def step_ahead(
-        self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
-    ) -> None:
-        self.ahead = active
-        groups = self._train.hyperparameters()
-        self._tier.step_ahead(groups, active, grad_scale=grad_scale, found_inf=found_inf)
-
-    def settle(self, *, is_void: bool) -> None:
-        if self.ahead:
-            self._tier.settle(is_void=is_void)
-        if is_void:
-            self.ahead = ()
-
-    def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        done, groups = set(self.ahead), self._train.hyperparameters()
-        self._tier.step(groups, [i for i in active if i not in done], grad_scale=grad_scale)
-        self.ahead = ()
-
-    def clear(self) -> None:
         self.ahead = ()
 
 
@@ -215,6 +200,4 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
                 "offloaded units are updated after backward: no kernel of this optimizer can be "
                 "undone"
             )
-    if isinstance(tier, DeviceTier):
-        return AheadPolicy(tier, train)
     return UpdatePolicy(tier, train)

@@ -1,4 +1,4 @@
-"""The vertical schedule of a step's micro-batches.
+"""Schedules of a step's micro-batches.
 
 [Note: the vertical schedule]
 The horizontal schedule runs forward and backward of one micro-batch after the other, and gathers
@@ -26,6 +26,12 @@ of them.
 Blocks must be called in the order of the module tree, each once. Anything else is refused with an
 `AccumulationScheduleError`. So are tensors that a forward leaves in attributes of modules, which
 the first step looks for: micro-batches would find each other's.
+
+[Note: random numbers by micro-batch]
+Dropout draws from torch's generators. With the vertical schedule the micro-batches of a step draw
+in turns, so each has states of its own: it begins with a seed that follows from torch's seed and
+the number of the micro-step since the training's start. So it draws the same numbers whatever the
+schedule. Activation checkpointing keeps the state that a block began with, and repeats it.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ import threading
 from collections.abc import Sequence
 from contextvars import copy_context
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +57,58 @@ from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.micro_batches import (
-    MicroBatches,
-    ScaledLoss,
-    random_states,
-    set_random_states,
-)
 from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
 from zero_core.watch.place import OUTSIDE
 
 _log = logging.getLogger(__name__)
 _OWN = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
+
+
+def random_states(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the states of torch's generators, on the CPU and on ``device``: uint8, on the CPU."""
+    own = torch.get_rng_state()
+    if device.type == "cpu":
+        return (own,)
+    return own, torch.get_device_module(device).get_rng_state(device)
+
+
+def set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    """Restore what `random_states` returned."""
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+class ScaledLoss(Protocol):
+    """Computes the loss of one micro-batch."""
+
+    def __call__(self, batch: Any, /) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the loss times the loss scale over the number of micro-batches."""
+
+
+def run_in_turn(
+    train: TrainState,
+    state: ShardedState,
+    batches: Sequence[Any],
+    loss_of: ScaledLoss,
+    *,
+    seed: int,
+) -> list[Tensor]:
+    """Run forward and backward of each micro-batch of a step before the next one begins.
+
+    Returns their losses, without gradient. The step's last micro-step is under way then. ``seed``:
+    torch's, from which those of the micro-batches follow.
+    """
+    losses = []
+    for number, batch in enumerate(batches):
+        if number:
+            train.end_micro_step()
+        seed_generators(state.device, seed, train.accumulation.micro_steps)
+        loss, scaled = loss_of(batch)
+        with state.control.place.during("backward"):
+            scaled.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    return losses
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -168,7 +215,7 @@ class MicroBatch:
         self._error = None
 
 
-class VerticalSchedule(MicroBatches):
+class VerticalSchedule:
     """Runs all micro-batches of a step. See the note at the top of this file."""
 
     def __init__(
@@ -185,7 +232,9 @@ class VerticalSchedule(MicroBatches):
                 "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
                 f"or nn.Sequential), and {type(state.module).__name__} has none: use 'horizontal'"
             )
-        super().__init__(train, state.control.place, state.device)
+        self._train = train
+        self._place = state.control.place
+        self._device = state.device
         self._state = state
         self._passes = passes
         self._units = passes.units
@@ -262,6 +311,7 @@ class VerticalSchedule(MicroBatches):
         ]
 
     def check_apart(self, call: str) -> None:
+        """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them."""
         if self._train.accumulation.steps > 1:
             raise AccumulationScheduleError(
                 f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
@@ -271,9 +321,9 @@ class VerticalSchedule(MicroBatches):
     # ---------------------------------------------------------------- forward
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        """See `MicroBatches.run`. ``loss_of`` is called on other threads."""
+        """Do as `run_in_turn`. ``loss_of`` is called on other threads."""
         if len(batches) == 1:
-            return super().run(batches, loss_of, seed=seed)
+            return run_in_turn(self._train, self._state, batches, loss_of, seed=seed)
         with self._place.during("train_batch()"):
             return self._run_together(batches, loss_of, seed)
 
@@ -381,7 +431,7 @@ class VerticalSchedule(MicroBatches):
         for (segment, one), (following, other) in pairwise([*turns, turns[-1]]):
             unit = self._blocks[segment - 1] if segment else self._root
             if segment and one is micro_batches[0]:
-                self._backward.enter_place(unit)
+                self._place.enter(self._backward.names[unit.index])
                 is_used = any(each.segments.needs_backward(segment) for each in micro_batches)
                 # Gathered for all micro-batches, unless no rank needs it.
                 if is_used or unit.index not in self._backward.order.left_out:
@@ -404,9 +454,8 @@ class VerticalSchedule(MicroBatches):
         """Go backward through one segment of a micro-batch, and reduce its gradient of ``unit``."""
         self._train.accumulation.enter_micro_step(one.number)
         self._turn = one, unit
-        reductions = self._backward.reductions
-        if unit is not None:
-            reductions.begin_unit(unit.index)
+        for grads in () if unit is None else unit.grads:
+            grads.begin_backward()
         one.segments.backward(segment, loss)
         if unit is self._root:
             for param, grad in one.partial.take_all(one.number):
@@ -414,10 +463,12 @@ class VerticalSchedule(MicroBatches):
         one.partial.end_turn(one.number)
         self._turn = None
         if unit is not None and unit.grads and self._backward.will_reduce():
-            reductions.start(unit.index)
+            self._backward.reductions.start(unit.index)
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
-        self._backward.reductions.finish_unit(unit.index)
+        reductions = self._backward.reductions
+        if any(reduced.segment.unit == unit.index for reduced, _ in reductions.in_flight):
+            reductions.finish()  # more is to be added to it
         grads.add(position, grad)
         self._backward.params_with_grad.add(grads.param_numbers[position])
 
@@ -488,7 +539,7 @@ class AutoSchedule(VerticalSchedule):
             except AccumulationScheduleError as error:
                 _log.warning("accumulation_schedule: auto chose horizontal: %s", error)
                 self._is_vertical = False
-        return MicroBatches.run(self, batches, loss_of, seed=seed)
+        return run_in_turn(self._train, self._state, batches, loss_of, seed=seed)
 
 
 def make_micro_batches(
@@ -498,14 +549,14 @@ def make_micro_batches(
     train: TrainState,
     state: ShardedState,
     host_inputs: HostInputs | None,
-) -> MicroBatches:
-    """Return what runs a step's micro-batches, by the configuration's schedule."""
+) -> VerticalSchedule | None:
+    """Return what runs a step's micro-batches together, where the configuration asks for that."""
     wanted = config.accumulation_schedule
     if wanted == "auto" and state.control.rank == 0:
         chosen = "vertical:" if config.is_vertical else "horizontal: no"
         _log.info("accumulation_schedule: auto chose %s gathers are saved", chosen)
     if wanted != "vertical" and not config.is_vertical:
-        return MicroBatches(train, state.control.place, state.device)
+        return None
     blocks = [modules[unit.index] for unit in passes.units.blocks]
     kind = AutoSchedule if wanted == "auto" else VerticalSchedule
     return kind(blocks, passes, train, state, host_inputs)
