@@ -32,7 +32,7 @@ import zero_core
 from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import Column, Section, judged, publish
-from zero_core.comm.topology import Ranks
+from zero_core.comm.groups import Ranks
 from zero_core.testing import make_model, run_alone, seeded, simulate, train_unread
 from zero_offload import OffloadedOptimizer
 

@@ -1,6 +1,7 @@
 """Failures of collectives, which name the collective, its unit and the rank."""
 
 import gc
+import json
 import threading
 from types import SimpleNamespace
 
@@ -13,9 +14,8 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.testing import alone
-from zero_core.watch.beats import Beat
 from zero_core.watch.place import Place
-from zero_core.watch.watch import DeviceWaits, Watch, start
+from zero_core.watch.watch import Beat, DeviceWaits, Watch, start
 
 EMPTY = torch.empty(0)
 
@@ -146,7 +146,7 @@ def test_a_collective_that_hangs_on_a_device_is_logged_by_name_once(events, capl
     for now in range(1, 40):
         place = "forward of unit 2 (blocks.1) of step 5"
         peer = Beat(now, place, "", 3, float(now), "", False, 1, "")
-        board.table[0] = peer.to_json()
+        board.table[0] = json.dumps(peer)
         watch.tick(1e6 + now)
     (record,) = caplog.records
     assert "rank 1: reduce_scatter of unit 3 (blocks.2) has not ended for" in record.getMessage()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import zero_core
 from zero_core.comm.control import ControlGroup
-from zero_core.comm.groups import Members, ProcessLibrary
+from zero_core.comm.groups import ProcessLibrary, Ranks
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.topology import find_ranks
@@ -31,7 +31,7 @@ def _is_equal(found, expected):
 def _as_torch_does(rank, world_size):
     hosts = HostLibrary(ProcessMessages(None), rank=rank, world_size=world_size)
     _check(hosts, rank, world_size, is_of_hosts=True)
-    torchs = ProcessLibrary(Members(None, rank, world_size, CPU))
+    torchs = ProcessLibrary(Ranks(None, rank, world_size, CPU))
     _check(torchs, rank, world_size, is_of_hosts=False)
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from zero_core.config import load_config
+from zero_core.layout.arithmetic import Segment
 from zero_core.layout.gradient_plan import GradientCase, plan_gradient
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -10,24 +12,19 @@ ADDED = {"owns_grads": True, "adds_grads": True, "is_accumulated": True}
 """Accumulation with a tier that adds up gradients."""
 
 
-def _plan(**changed):
+def _plan(*, stage=3, world_size=2, communicated=BF16, asked=None, is_accumulated=False, **tier):
     given = {
-        "stage": 3,
-        "world_size": 2,
-        "is_accumulated": False,
-        "owns_grads": False,
-        "adds_grads": False,
-        "is_summed": False,
-        "communicated": BF16,
-        "accumulated": FP32,
-        "is_communicated_given": False,
-        "is_accumulated_given": False,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2 if is_accumulated else 1,
+        "data_types": {"grad_accum_dtype": asked},
     }
-    return plan_gradient(**{**given, **changed})
+    segment = Segment(0, 0, communicated, True, (), 64, world_size)
+    tier = {"owns_grads": False, "adds_grads": False, **tier}
+    return plan_gradient(segment, load_config(given, world_size=world_size), stage=stage, **tier)
 
 
 ALONE = {"world_size": 1}
-ASKED = {"is_accumulated_given": True}
+ASKED = {"asked": "fp32"}
 NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
 
 
@@ -59,7 +56,7 @@ NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
         ({**ALONE, "stage": 0, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING, (BF16, BF16)),
         ({**ADDED, "is_accumulated": False}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
         # A narrower sum than the tier's is what the user asked for.
-        ({**ADDED, **ASKED, "accumulated": BF16}, GradientCase.SHARD, SHARDS, (BF16, BF16)),
+        ({**ADDED, "asked": "bf16"}, GradientCase.SHARD, SHARDS, (BF16, BF16)),
     ],
     ids=str,
 )
@@ -72,5 +69,5 @@ def test_gradients_are_kept_or_borrowed_rounded_and_offered_when(given, case, ke
     is_whole = case is GradientCase.WHOLE_SUM
     assert plan.is_sum_in_full == (is_whole and given.get("communicated") is FP32)
     # Sums of a tier's own have norms in double precision.
-    is_tiers = given.items() >= ADDED.items() and given.get("accumulated") is not BF16
+    is_tiers = given.items() >= ADDED.items() and given.get("asked") != "bf16"
     assert plan.normed is (torch.float64 if is_tiers else None)

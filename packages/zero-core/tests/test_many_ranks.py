@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero_core
 from zero_core.comm.control import ControlGroup
-from zero_core.comm.topology import Ranks
+from zero_core.comm.groups import Ranks
 from zero_core.testing import Case, make_tower, rows
 
 WORLD_SIZE, WIDTH = 1024, 96

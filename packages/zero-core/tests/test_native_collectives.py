@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.hosts import CPU, connect
 
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.groups import Members, ProcessLibrary
+from zero_core.comm.groups import ProcessLibrary, Ranks
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import ProcessMessages
@@ -214,7 +214,7 @@ def test_hosts_exchange_what_torch_distributed_would(ranks, per_node):
 def test_a_library_exchanges_the_same(ranks):
     rank = ranks.rank
     meter = Meter(Links(4, 2, is_ring=True))
-    library = ProcessLibrary(Members(None, rank, 4, CPU))
+    library = ProcessLibrary(Ranks(None, rank, 4, CPU))
     native = DeviceCollectives(library, HostQueues(), meter)
     _check(native)
     halves = native.subgroup(range(rank // 2 * 2, rank // 2 * 2 + 2))

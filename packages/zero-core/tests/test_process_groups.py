@@ -21,10 +21,9 @@ from zero_core.comm import groups
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import Lane
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.groups import Members, ProcessLibrary
+from zero_core.comm.groups import ProcessLibrary, Ranks
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.queues import HostQueues
-from zero_core.comm.topology import Ranks
 from zero_core.testing import Case, spawn
 
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ CONFIG = Case(3).config()
 
 def _connect(group: dist.ProcessGroup | None) -> DeviceCollectives:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    library = ProcessLibrary(Members(group, rank, size, CPU))
+    library = ProcessLibrary(Ranks(group, rank, size, CPU))
     return DeviceCollectives(library, HostQueues(), Meter(Links(size, size, is_ring=True)))
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
+from zero_core.layout import discovery
 from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
 from zero_core.protocols import EXACT_GRADIENTS
 from zero_core.testing.models import batch, seeded
@@ -83,27 +84,29 @@ def _ids(step, rank):
     return torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _units(model, **options):
-    found = discover(model, **options)
+def _units(model):
+    found = discover(model)
     return {name: {found.names[p][0] for p in members} for name, _, members in found.units}
 
 
-def test_what_may_be_used_elsewhere_stays_in_the_root():
+def test_what_may_be_used_elsewhere_stays_in_the_root(monkeypatch):
+    monkeypatch.setattr(discovery, "MIN_TAIL_NUMEL", 1)
     model = _Net()
     model.gain = nn.Parameter(torch.ones(1))  # the model itself holds it
     model.embed = nn.Embedding(VOCAB, WIDTH)
     model.head.weight = model.embed.weight
     note_reader(model.blocks[0], model.other.weight)
-    units = _units(model, min_tail_numel=1)
+    units = _units(model)
     assert units[""] == {"gain", "embed.weight", "other.weight"}
     assert units["tail"] == {"norm.weight", "norm.bias", "head.bias", "other.bias"}
 
 
-def test_a_small_tail_and_one_without_blocks_stay_in_the_root():
+def test_a_small_tail_and_one_without_blocks_stay_in_the_root(monkeypatch):
     numel = sum(p.numel() for m in (_Net().norm, _Net().head, _Net().other) for p in m.parameters())
     assert numel >= MIN_TAIL_NUMEL
-    assert "tail" in _units(_Net(), min_tail_numel=numel)
-    assert "tail" not in _units(_Net(), min_tail_numel=numel + 1)
+    for least in (numel, numel + 1):
+        monkeypatch.setattr(discovery, "MIN_TAIL_NUMEL", least)
+        assert ("tail" in _units(_Net())) == (least == numel)
     assert list(_units(nn.Linear(WIDTH, VOCAB))) == [""]
 
 

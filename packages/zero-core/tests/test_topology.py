@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks, fold
+from zero_core.comm.groups import Ranks
+from zero_core.comm.topology import check_devices, count_per_node, find_ranks, fold
 from zero_core.testing import Case, alone, on_processes, spawn
 
 

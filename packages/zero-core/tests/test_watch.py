@@ -12,7 +12,6 @@ from support.board import Board
 from zero_core.core.extension import EndedStep
 from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.testing import Case, make_tower, rows, train
-from zero_core.watch import beats
 from zero_core.watch import watch as watches
 from zero_core.watch.place import OUTSIDE, Place
 from zero_core.watch.watch import Watch
@@ -65,15 +64,13 @@ class _Ranks:
 class _Stalled:
     """A store whose host stops when it is read."""
 
-    host = "rank 0 of the job"
-
     def __init__(self):
         self.has_resumed = threading.Event()
 
-    def publish(self, beat):
+    def set(self, key, beat):
         pass
 
-    def read(self, ranks):
+    def check(self, keys):
         self.has_resumed.wait()
         raise RuntimeError("it has ended")
 
@@ -81,7 +78,7 @@ class _Stalled:
 @pytest.fixture(autouse=True)
 def far(monkeypatch):
     """Hide the ranks' processes from each other, as on different hosts."""
-    monkeypatch.setattr(beats, "process_state", lambda pid: "")
+    monkeypatch.setattr(watches, "process_state", lambda pid: "")
 
 
 def healthy(num_steps, size):
@@ -175,7 +172,7 @@ def test_a_rank_that_gave_up_is_not_the_cause():
 
 def test_a_store_that_does_not_answer_is_named_and_blocks_neither_thread(caplog):
     store, place = _Stalled(), Place()
-    board = beats.ThreadedBoard(store)
+    board = watches.ThreadedBoard(store, "rank 0 of the job", ["first", "second"], rank=1)
     watch = Watch(board, place, rank=1, world_size=2, within_s=2.0)
     place.begin_wait("all_gather of unit 1")
     watch.tick(begin := time.monotonic())

@@ -18,11 +18,7 @@ def release_free_pages() -> None:
     Between small objects that stay, glibc keeps pages of large ones that went (below 32 MiB each):
     a third of a model's own memory, once its parameters have moved into an arena.
     """
-    if sys.platform == "linux":
-        # foreign: the C library; musl has no such function and keeps no pages.
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    _call("malloc_trim", 0)
 
 
 def share_arenas() -> None:
@@ -33,11 +29,8 @@ def share_arenas() -> None:
     ``glibc.malloc.arena_max`` in ``GLIBC_TUNABLES`` take precedence.
     """
     is_set = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
-    if sys.platform == "linux" and not is_set:
-        # foreign: the C library; musl has no such function and no arenas.
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(_M_ARENA_MAX, 1)
+    if not is_set:
+        _call("mallopt", _M_ARENA_MAX, 1)
 
 
 def use_one_core() -> None:
@@ -46,9 +39,14 @@ def use_one_core() -> None:
     Each thread that calls them has a team of OpenMP's of its own, whose threads spin while they
     wait: beside the team of the training they take ten times what the thread alone does.
     """
+    torch.get_num_threads()  # a thread's first call of torch sets its own limit
+    _call("omp_set_num_threads", 1)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of the libraries that torch has loaded for all, where it is there."""
     if sys.platform == "linux":
-        # foreign: torch loads OpenMP for all; a build without it has no teams.
-        limit = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
-        if limit is not None:
-            torch.get_num_threads()  # a thread's first call of torch sets its own limit
-            limit(1)
+        # foreign: musl has none of malloc's, and a build without OpenMP has no teams
+        function = getattr(ctypes.CDLL(None), name, None)
+        if function is not None:
+            function(*arguments)

@@ -75,7 +75,6 @@ def inner_tensors(tensor: Tensor) -> tuple[dict[str, Tensor], Any] | None:
 
 
 def count_groups() -> int:
-    """Count the process groups that this rank is in, the default group among them."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
@@ -224,7 +223,6 @@ def is_own_graph(module: nn.Module) -> bool:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Set the sign by which a schedule knows that its optimizer has stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

@@ -16,9 +16,8 @@ from torch import nn
 from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
-from zero_core.layout.arithmetic import Layout, ParamSpec
+from zero_core.layout.arithmetic import Layout, ParamSpec, dim_order
 from zero_core.layout.discovery import Discovered, ModuleRule, compute_dtype, discover, plain_name
-from zero_core.layout.stored import dim_order
 from zero_core.optim.factory import check_served, elementwise_groups, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.train_state import describe_groups, is_finite_setting

@@ -20,10 +20,11 @@ from zero_core.checkpointing import load_pretrained
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
+from zero_core.comm.groups import Ranks
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
+from zero_core.comm.topology import check_devices, count_per_node, find_ranks
 from zero_core.config import Config, load_config
 from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
@@ -70,8 +71,8 @@ from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evalu
 from zero_core.step.gradient import EngineOptimizer, StepGradient
 from zero_core.step.states import StateAccess
 from zero_core.vertical.schedule import make_micro_batches
+from zero_core.watch.notices import under_way
 from zero_core.watch.place import OUTSIDE
-from zero_core.watch.under_way import under_way
 
 
 @overload

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from zero_core._libc import release_free_pages
 from zero_core.checkpoint.safetensors_files import StoredTensor, find_tensors
 from zero_core.comm.control import ControlGroup
-from zero_core.comm.topology import Ranks, find_ranks
+from zero_core.comm.groups import Ranks
+from zero_core.comm.topology import find_ranks
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.init.values import (
     InitialValues,
@@ -27,8 +28,7 @@ from zero_core.init.values import (
     put_in_slices,
     slice_range,
 )
-from zero_core.layout.discovery import discover, plain_name
-from zero_core.layout.stored import components
+from zero_core.layout.discovery import components, discover, plain_name
 
 
 @torch.no_grad()

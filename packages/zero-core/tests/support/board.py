@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Board:
-    """`zero_core.watch.beats.ThreadedBoard` of one rank over a table that all ranks share."""
+    """`zero_core.watch.watch.ThreadedBoard` of one rank over a table that all ranks share."""
 
     host = "the table"
     is_lost = False

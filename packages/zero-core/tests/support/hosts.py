@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero_core.comm.control import ControlGroup
-from zero_core.comm.groups import Members, ProcessLibrary
+from zero_core.comm.groups import ProcessLibrary, Ranks
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import ProcessMessages
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def control_of(rank: int, world_size: int) -> ControlGroup:
     """Return a control group over torch's own collectives."""
-    return ControlGroup(ProcessLibrary(Members(None, rank, world_size, CPU)), CPU)
+    return ControlGroup(ProcessLibrary(Ranks(None, rank, world_size, CPU)), CPU)
 
 
 def connect(

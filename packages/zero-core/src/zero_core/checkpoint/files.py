@@ -41,8 +41,7 @@ from zero_core.checkpoint.storage import (
 )
 from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
-from zero_core.layout.arithmetic import ParamSpec
-from zero_core.layout.stored import unflatten
+from zero_core.layout.arithmetic import ParamSpec, unflatten
 from zero_core.optim.train_state import check_progress
 from zero_core.sharded.sharded_state import MASTER
 

@@ -19,8 +19,7 @@ from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, RNG, VALUE, file_na
 from zero_core.checkpoint.storage import Location, location_of
 from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointError
-from zero_core.layout.arithmetic import ParamSpec
-from zero_core.layout.stored import unflatten
+from zero_core.layout.arithmetic import ParamSpec, unflatten
 from zero_core.optim.train_state import TrainState
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import StateTier

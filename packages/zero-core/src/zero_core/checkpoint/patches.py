@@ -62,9 +62,8 @@ from zero_core.errors import (
     CheckpointFailedError,
     PatchGapError,
 )
-from zero_core.layout.arithmetic import Segment
+from zero_core.layout.arithmetic import Segment, flatten, unflatten
 from zero_core.layout.discovery import plain_name
-from zero_core.layout.stored import flatten, unflatten
 from zero_core.lifecycle import owner_of
 from zero_core.sharded.changes import (
     Form,

@@ -29,8 +29,6 @@ from zero_core.protocols import (
 
 @dataclass(eq=False)
 class _NotStarted:
-    """A collective that could not start. It fails where it is waited for."""
-
     error: RuntimeError
 
     def wait(self) -> None:
@@ -50,7 +48,6 @@ class NamedWork:
     _name: str
 
     def wait(self) -> None:
-        """Raise `CollectiveError` if the collective failed or timed out."""
         owner, what = self._owner, self._name
         owner.place.begin_wait(what)
         try:
@@ -71,8 +68,8 @@ class NamedReduction(NamedWork):
 
     def contributions(self) -> tuple[Tensor, ...]:
         """Return each rank's part of the sum, in rank order. Empty if they are not shown."""
-        shown = Reduction in self._protocols
-        return tuple(cast(Reduction, self._work).contributions) if shown else ()
+        is_shown = Reduction in self._protocols
+        return tuple(cast(Reduction, self._work).contributions) if is_shown else ()
 
     def statistics(self) -> StatisticsReduction | None:
         has_any = StatisticsReduction in self._protocols
@@ -109,13 +106,13 @@ class Communicator:
         self.transport = transport
         self.control = control
         self.place = control.place
+        self.watch = control.watch
         # Collectives that the device waits for; None where the host does.
-        self.device_waits = None if control.watch is None else control.watch.device_waits
+        self.device_waits = None if self.watch is None else self.watch.device_waits
         self.rank = control.rank
         self.world_size = control.world_size
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
         self._names = names
-        self._names_of: dict[tuple[str, int], str] = {}  # by verb and segment
         # Of works, by class: the check takes long.
         self._protocols: dict[type, frozenset[type]] = {}
         optional = {"forget_values", "forget_errors", "private_nbytes"}
@@ -130,11 +127,7 @@ class Communicator:
     def all_gather(
         self, out: Tensor, shard: Tensor, segment: int, *, version: int, backward: bool
     ) -> NamedWork:
-        """Start `Collectives.all_gather` of a segment.
-
-        If it cannot start, as a peer has ended, waiting raises: values gathered ahead may never be
-        needed.
-        """
+        """Start `Collectives.all_gather` of a segment."""
         name = self.name_of("all_gather", segment)
         try:
             with profiled_range(f"rank {self.rank}: {name}"):
@@ -142,6 +135,7 @@ class Communicator:
                     out, shard, unit=segment, version=version, backward=backward
                 )
         except RuntimeError as error:
+            # A peer has ended. Waiting raises: values gathered ahead may never be needed.
             work = _NotStarted(error)
         if self.place.clock is not None:
             self.place.clock.launch(name)
@@ -150,10 +144,7 @@ class Communicator:
     def reduce_scatter(
         self, out: Tensor, full: Tensor, segment: int, *, is_added: bool = False
     ) -> NamedReduction:
-        """Start `Collectives.reduce_scatter` of a segment. `CollectiveError` if it cannot.
-
-        ``is_added``: to what is in ``out``, by `AddingCollectives.reduce_add`.
-        """
+        """Start `Collectives.reduce_scatter` of a segment, or `AddingCollectives.reduce_add`."""
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
             self.place.clock.launch(name)
@@ -166,11 +157,9 @@ class Communicator:
                     work = self.transport.reduce_scatter(out, full, unit=segment)
         except RuntimeError as error:
             self.fail(name, error)
-        protocols = self._protocols.get(type(work))
-        if protocols is None:
-            protocols = frozenset(p for p in _OFFERED if isinstance(work, p))
-            self._protocols[type(work)] = protocols
-        return NamedReduction(self, work, name, protocols)
+        if type(work) not in self._protocols:
+            self._protocols[type(work)] = frozenset(p for p in _OFFERED if isinstance(work, p))
+        return NamedReduction(self, work, name, self._protocols[type(work)])
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):  # no failure of the ranks' exchange
@@ -179,39 +168,32 @@ class Communicator:
 
     def name_of(self, verb: str, segment: int) -> str:
         """Return the name that a collective has on all ranks: "all_gather of unit 3 (blocks.2)"."""
-        name = self._names_of.get((verb, segment))
-        if name is None:
-            name = self._names_of[verb, segment] = f"{verb} of {self._names[segment]}"
-        return name
+        return f"{verb} of {self._names[segment]}"
 
     def sum_statistics(self, values: Tensor) -> None:
-        """Sum every rank's statistics of a step in place, to the same bits on every rank."""
         name = "sum of the step's statistics"
         with profiled_range(f"rank {self.rank}: {name}"), self.place.during(name):
             self.control.sum(values)
 
     def close(self) -> None:
         """End the watch, on this rank alone."""
-        watch = self.control.watch
-        if watch is not None:
-            watch.close("its engine was closed")
+        if self.watch is not None:
+            self.watch.close("its engine was closed")
         if self.device_waits is not None:
             self.device_waits.close()
 
     def note_failure(self, where: str, error: BaseException) -> None:
         """Publish this rank's error, so that ranks that fail waiting for it can name the cause."""
-        watch = self.control.watch
-        if watch is not None and not isinstance(error, CollectiveError):
-            watch.note_cause(f"{where} raised {type(error).__name__}: {error}")
+        if self.watch is not None and not isinstance(error, CollectiveError):
+            self.watch.note_cause(f"{where} raised {type(error).__name__}: {error}")
 
     def clear_failure(self) -> None:
         """Withdraw what `note_failure` published: this rank goes on."""
-        if self.control.watch is not None:
-            self.control.watch.note_cause("")
+        if self.watch is not None:
+            self.watch.note_cause("")
 
     @property
     def reduces_in_place(self) -> bool:
-        """Whether other ranks may read this rank's gradients in place."""
         transport = self.transport
         return isinstance(transport, InPlaceCollectives) and transport.reduces_in_place
 

@@ -32,14 +32,12 @@ from zero_core.errors import (
     ConfigError,
 )
 from zero_core.protocols import Work
-from zero_core.watch.beats import OTHER_BLOCKS, count_ranks
-from zero_core.watch.error_file import write_error_file
+from zero_core.watch.notices import write_error_file
 from zero_core.watch.place import Place
-from zero_core.watch.watch import Watch
+from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 
 PIECE_BYTES = 64 << 20
 """Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
-_MAX_NAMED = 4
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
 """Errors of `Exchange.together`: of those of several ranks the first here is raised."""
 _T = TypeVar("_T")
@@ -72,10 +70,9 @@ class ControlLibrary(Protocol):
     def exchange(
         self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Work:
-        """Start to send slices of different lengths.
+        """Start to send slices: ``parts`` by target, ``out`` by source, without gaps.
 
-        ``parts`` are this rank's slices by target, ``out`` receives those for it by source, each
-        one after another without gaps. ``sent`` and ``received`` are their elements, by rank.
+        ``sent`` and ``received`` are their elements, by rank.
         """
 
     def all_reduce(self, values: Tensor) -> Work:
@@ -89,10 +86,7 @@ class DeviceLibrary(ControlLibrary, Protocol):
     """Collectives over one communicator of an accelerator's library."""
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
-        """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``, any dtype.
-
-        Both have ``world_size`` equal slices; they do not overlap.
-        """
+        """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``, any dtype."""
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> DeviceLibrary:
         """Return the communicator of ``lane`` among ``ranks``, renumbered in that order.
@@ -126,7 +120,7 @@ class Exchange(Protocol):
         A mistake that another attempt would repeat (CheckpointError, ConfigError) is raised as
         CheckpointError, a corrupt checkpoint as what it is, and the rest as CheckpointFailedError.
         """
-        failure: list[str] = []
+        failure: list[int | str] = []
         found: list[_T] = []
         with self.place.during(what):
             try:
@@ -136,16 +130,15 @@ class Exchange(Protocol):
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 is_mistake = isinstance(error, CheckpointError | ConfigError)
                 is_mistake &= not isinstance(error, CheckpointFailedError)
-                kind = CheckpointError if is_mistake else CheckpointFailedError
+                kind = 1 if is_mistake else 2  # in `_KINDS`
                 if isinstance(error, CheckpointCorruptError):
-                    kind = CheckpointCorruptError
-                failure = [kind.__name__, f"{type(error).__name__}: {error}"]
+                    kind = 0
+                failure = [kind, f"{type(error).__name__}: {error}"]
             rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
         failed = [f"rank {r}: {row[1]}" for r, row in enumerate(rows) if row]
         if failed:
-            names = {row[0] for row in rows if row}
-            kind = next(kind for kind in _KINDS if kind.__name__ in names)
-            raise kind(f"{what} failed on {'; '.join(failed)}")
+            first = min(row[0] for row in rows if row)
+            raise _KINDS[first](f"{what} failed on {'; '.join(failed)}")
         return found[0]
 
 
@@ -170,14 +163,12 @@ class ControlGroup(Exchange):
         self._device = device
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum every rank's ``values`` in place. The result has the same bits on every rank."""
         if self.world_size > 1:
             with self._named("sum", values):
                 self._library.all_reduce(values).wait()
         return values
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        """Overwrite ``tensor`` with rank ``source``'s."""
         if self.world_size > 1:
             with self._named("broadcast", tensor):
                 self._library.broadcast(tensor, source=source).wait()
@@ -202,10 +193,10 @@ class ControlGroup(Exchange):
         return out
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the start and the values of each piece of all ranks' 1-D ``tensor``, equally long.
+        """Yield start and values, [world_size, n] on the device, of pieces of a 1-D ``tensor``.
 
-        The values are [world_size, n] on the device, of at most `PIECE_BYTES`. The caller copies a
-        piece that it keeps. Every rank must iterate to the end.
+        A piece has at most `PIECE_BYTES`, and is copied if it is kept. Every rank must iterate to
+        the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:
@@ -215,17 +206,9 @@ class ControlGroup(Exchange):
             yield start, piece.view(self.world_size, -1)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU.
-
-        It passes through the device in pieces of at most `PIECE_BYTES`.
-        """
-        shape = torch.Size([self.world_size, tensor.numel()])
-        whole = torch.empty(0, dtype=tensor.dtype, device="cpu")  # of an empty tensor
+        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU."""
+        whole = torch.empty(self.world_size, tensor.numel(), dtype=tensor.dtype, device="cpu")
         for start, piece in self.gather_in_pieces(tensor):
-            if piece.shape == shape:
-                return piece.view(-1).cpu()
-            if not start:
-                whole = torch.empty(shape, dtype=tensor.dtype, device="cpu")
             whole[:, start : start + piece.shape[1]] = piece
         return whole.view(-1)
 
@@ -241,10 +224,8 @@ class ControlGroup(Exchange):
         if self.world_size == 1:
             return [data]
         lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64)).tolist()
-        padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
-        if data:
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self.gather(padded).view(self.world_size, -1)
+        padded = bytearray(data.ljust(max(1, *lengths), b"\0"))
+        rows = self.gather(torch.frombuffer(padded, dtype=torch.uint8)).view(self.world_size, -1)
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
     def differences(self, facts: Mapping[str, str]) -> str:
@@ -258,15 +239,11 @@ class ControlGroup(Exchange):
             if len(ranks) > 1:
                 values = (f"{value} on {count_ranks(of)}" for value, of in ranks.items())
                 said.append(f"{name}: {', '.join(values)}")
-        more = [f"and {len(said) - _MAX_NAMED} more"] if len(said) > _MAX_NAMED else []
-        return "; ".join(said[:_MAX_NAMED] + more)
+        return join_few(said)
 
     def equalize(self, tensor: Tensor) -> None:
-        """Broadcast ``tensor`` from rank 0, unless every rank has the same values already.
-
-        The check is a checksum, on hosts only: there it costs less than sending.
-        """
-        if self.world_size > 1 and tensor.is_cpu:
+        """Broadcast ``tensor`` from rank 0, unless every rank has the same values already."""
+        if self.world_size > 1 and tensor.is_cpu:  # a checksum costs less than sending
             content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
             sums = self.gather(torch.tensor([zlib.crc32(content)]))
             if bool((sums == sums[0]).all()):
@@ -296,16 +273,13 @@ class ControlGroup(Exchange):
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
         """Have others know of this wait, of the host or the device, and name what fails in it."""
-        place = self.place
-        what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {place.doing}"
-        place.begin_wait(what)
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self.error(what, error) from error
-        finally:
-            place.end_wait()
+        what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {self.place.doing}"
+        with self.place.waiting(what):
+            try:
+                yield
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise self.error(what, error) from error
         if self.watch is not None and self.watch.device_waits is not None:
             self.watch.device_waits.note(what)

@@ -20,7 +20,6 @@ host waits. The messages are decoded before the same sum.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Sequence
@@ -39,13 +38,13 @@ from zero_core.comm.fused_sum import (
     sum_dtype,
     sum_slices,
 )
+from zero_core.comm.groups import Ranks
 from zero_core.comm.host import HostCollectives, Transport
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
-from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, TransportCollectives, Work
+from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 
 _log = logging.getLogger(__name__)
 
@@ -102,15 +101,11 @@ class DeviceCollectives(Transport):
         meter: Meter,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank of ``library`` must call it. ``meter`` knows the links between them.
-
-        ``members`` are the ranks of ``library`` that take part, this one among them; None: all.
-        """
+        """Every rank of ``library`` must call it, ``members`` of it alone take part. None: all."""
         self._library = library
         self._members = list(range(library.world_size) if members is None else members)
         links = meter.links if members is None else meter.links.among(members)
         super().__init__(self._members.index(library.rank), links, queues, meter)
-        self._codec: SliceCodec | None = None
         self._buffers: dict[str, Tensor] = {}  # by purpose: reductions run one by one
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each queue has a communicator of its own.
@@ -154,26 +149,13 @@ class DeviceCollectives(Transport):
         self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         return self._gathers.all_gather(out, shard)
 
-    def coded(self, codec: SliceCodec) -> DeviceCollectives:
-        """See [Note: coded exchanges]."""
-        found = copy.copy(self)
-        found._codec = codec
-        return found
-
     def _codes(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are sent to other nodes as messages."""
         codec = self._codec
         return codec is not None and self._links.codes_slices and codec.serves(dtype, numel)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        return self._reduce(out, full, is_added=False)
-
-    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """It never takes two levels."""
-        return self._reduce(out, full, is_added=True)
-
-    def _reduce(self, out: Tensor, full: Tensor, *, is_added: bool) -> Work:
-        nodes = None if is_added else self._nodes
+    def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
+        nodes = None if is_added else self._nodes  # terms are added in rank order
         nbytes, wide = out.numel() * full.element_size(), sum_dtype(full.dtype)
         sent, dtype = self._links.direct(nbytes), full.dtype
         if nodes is not None:
@@ -206,10 +188,7 @@ class DeviceCollectives(Transport):
     def _exchange(
         self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
     ) -> int | None:
-        """All-to-all of slices, as messages if they are coded: then it returns their bytes.
-
-        ``senders`` are the ranks of ``library``, for errors.
-        """
+        """All-to-all of slices, as messages if they are coded: then it returns their bytes."""
         size, own = library.world_size, library.rank
         rows, into = parts.view(size, -1), out.view(size, -1)
         codec, numel = self._codec, rows.shape[1]
@@ -315,5 +294,4 @@ class _DeviceReduction:
 
 
 def _typed(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """View the beginning of a 1-D ``buffer`` as ``numel`` elements of ``dtype``."""
     return buffer.view(torch.uint8)[: numel * dtype.itemsize].view(dtype)

@@ -44,7 +44,6 @@ def add_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
 
 
 def norm_of(values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the 0-dimensional ``p``-norm of ``values``, in ``dtype`` or their `sum_dtype`."""
     norm: Tensor = torch.linalg.vector_norm(values, p, dtype=dtype or sum_dtype(values.dtype))
     return norm
 

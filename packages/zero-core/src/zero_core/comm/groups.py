@@ -39,11 +39,11 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -57,15 +57,18 @@ from zero_core._torch import (
     count_groups,
     counting_groups,
     group_names_begin_at,
+    set_timeout,
     store_address,
     timeout_of,
 )
-from zero_core.comm.control import ControlGroup, Exchange, Lane
+from zero_core.comm.control import ControlGroup, ControlLibrary, DeviceLibrary, Exchange, Lane
+from zero_core.comm.host import HostLibrary
+from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.comm.queues import Pending
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import Work
 from zero_core.watch.place import Place
-from zero_core.watch.watch import Watch
+from zero_core.watch.watch import DeviceWaits, ThreadedBoard, Watch, start
 
 _LEAVE_S = 30.0
 """Longest wait for ranks that are to read the last round of a `StoreExchange`."""
@@ -77,8 +80,8 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_int
 
 
 @dataclass(frozen=True)
-class Members:
-    """The ranks of a process group, seen from one of them."""
+class Ranks:
+    """The data-parallel ranks, seen from one of them."""
 
     group: dist.ProcessGroup | None  # None: the default group, or none at all if ``size`` is 1
     rank: int  # within the group
@@ -87,6 +90,59 @@ class Members:
     per_node: int | None = None  # ranks of a node, if a mesh says so
     timeout_s: float | None = None  # longest wait for another rank; None: the group's timeout
 
+    @property
+    def has_own_device(self) -> bool:
+        """Whether each rank needs a device of its own. gloo and MPI serve several on one."""
+        if self.size == 1 or self.device.type == "cpu" or not dist.is_initialized():
+            return False
+        return backend_on(self.group, self.device) not in ("gloo", "mpi")
+
+    def limited(self, timeout_s: float | None) -> Self:
+        """Return them with ``timeout_s`` as the longest wait for another rank."""
+        if timeout_s is None:
+            return self
+        if not self.has_own_device:
+            return replace(self, timeout_s=timeout_s)
+        # Waiting does not block the host: after its own timeout the library ends the process.
+        set_timeout(self.group, timeout_s)
+        return replace(self, timeout_s=None)
+
+    def connect(self, named_within_s: float | None = None) -> ControlGroup:
+        """Return the control group of these ranks, watched unless ``named_within_s`` is None.
+
+        An error names the rank that is its cause, and so does a log line if a wait lasts as long.
+        0: errors alone.
+        """
+        place, watch = Place(), None
+        has_group = dist.is_available() and dist.is_initialized()
+        if self.size > 1 and named_within_s is not None and has_group:
+            watch = Watch(
+                make_board(self),
+                place,
+                rank=self.rank,
+                world_size=self.size,
+                within_s=min(named_within_s, self.timeout_s or named_within_s),
+                device_waits=DeviceWaits(self.device) if self.has_own_device else None,
+            )
+            if named_within_s:
+                start(watch)
+        library: ControlLibrary
+        if self.device.type == "cpu":
+            library = HostLibrary(self.messages(), rank=self.rank, world_size=self.size)
+        else:
+            library = self.library()
+        return ControlGroup(library, self.device, place, watch)
+
+    def exchange_beside(self, watch: Watch | None) -> Exchange:
+        """Return an exchange for a thread beside training. Every rank makes them in one order."""
+        return StoreExchange(self, "a save beside training", watch)
+
+    def messages(self) -> Messages:
+        return ProcessMessages(self.group, self.timeout_s)
+
+    def library(self) -> DeviceLibrary:
+        return ProcessLibrary(self)
+
 
 class ProcessLibrary:
     """`zero_core.comm.control.DeviceLibrary` over a process group of torch.distributed.
@@ -94,13 +150,12 @@ class ProcessLibrary:
     Tensors of any dtype travel as bytes: NCCL has no type for some (int16, complex).
     """
 
-    def __init__(self, members: Members) -> None:
-        """The ``timeout_s`` of ``members`` limits waiting where that blocks the host."""
-        self.rank = members.rank
-        self.world_size = members.size
-        self._group = members.group
-        self._device = members.device
-        self._members = members
+    def __init__(self, ranks: Ranks) -> None:
+        """The ``timeout_s`` of ``ranks`` limits waiting where that blocks the host."""
+        self.rank = ranks.rank
+        self.world_size = ranks.size
+        self._group = ranks.group
+        self._ranks = ranks
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
         return self._start(_all_gather_single, _bytes(out), _bytes(shard))
@@ -122,72 +177,64 @@ class ProcessLibrary:
 
     def _start(self, collective: Any, *tensors: Any, **options: Any) -> Work:
         work = collective(*tensors, group=self._group, async_op=True, **options)
-        timeout_s = self._members.timeout_s
+        timeout_s = self._ranks.timeout_s
         if timeout_s is None:
             return cast(Work, work)
         return Pending(partial(work.wait, timedelta(seconds=timeout_s)))
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
         """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups]."""
-        members = dist.get_process_group_ranks(self._group)
-        backend = backend_on(self._group, self._device)
-        assert backend is not None, "the group exchanges tensors of the device"
+        device, members = self._ranks.device, dist.get_process_group_ranks(self._group)
         own, chosen = tuple(ranks), tuple(members[r] for r in ranks)
-        known, key = _of_job().shared, (backend, chosen, lane)
+        known, key = _of_job().shared, (backend_on(self._group, device), chosen, lane)
         shared = next((s for s in reversed(known) if s.key == key and s.users), None)
+        name = "" if shared is None else shared.group.group_name
         is_everybody = len(members) == dist.get_world_size()
-        card = _Card(
-            ranks=list(ranks),
-            lane=lane.value,
-            name="" if shared is None else shared.group.group_name,
-            number=group_names_begin_at() if is_everybody else _next_number(),
-        )
-        rows = ControlGroup(self, self._device).gather_bytes(json.dumps(card).encode())
-        cards = [_Card(*json.loads(row)) for row in rows]
-        parts = list(dict.fromkeys(tuple(card.ranks) for card in cards))
-        is_partition = sorted(r for part in parts for r in part) == list(range(len(cards)))
-        is_own = all(rank in card.ranks for rank, card in enumerate(cards))
-        if not is_partition or not is_own or len({card.lane for card in cards}) > 1:
-            given = "; ".join(f"rank {r}: {c.lane} of {c.ranks}" for r, c in enumerate(cards))
+        number = group_names_begin_at() if is_everybody else _next_number()
+        card = json.dumps([own, lane.value, name, number]).encode()
+        cards = map(json.loads, ControlGroup(self, device).gather_bytes(card))
+        given, lanes, names, numbers = zip(*cards, strict=True)
+        parts = list(dict.fromkeys(map(tuple, given)))
+        is_partition = sorted(r for part in parts for r in part) == list(range(self.world_size))
+        is_own = all(rank in part for rank, part in enumerate(given))
+        if not is_partition or not is_own or len(set(lanes)) > 1:
+            found = "; ".join(f"rank {r}: {lanes[r]} of {part}" for r, part in enumerate(given))
             raise ConfigError(
                 "subgroup: every rank gives the subgroup that it is in, for the same lane; "
-                f"together they are all ranks, each once; found {given}"
+                f"together they are all ranks, each once; found {found}"
             )
-        to_make = []
-        for part in parts:
-            names = {cards[r].name for r in part}
-            if len(names) > 1 or "" in names:  # else its ranks have the same group already
-                to_make.append(part)
-        made = self._make(to_make, own, lane, max(card.number for card in cards))
+        # The ranks of the other parts have the same group already.
+        to_make = [p for p in parts if not names[p[0]] or len({names[r] for r in p}) > 1]
+        made = self._make(to_make, own, lane, max(numbers))
         if made is not None:
             shared = _SharedGroup(made, key)
             known.append(shared)
         assert shared is not None
         rank, size = own.index(self.rank), len(own)
-        library = ProcessLibrary(replace(self._members, group=shared.group, rank=rank, size=size))
+        library = ProcessLibrary(replace(self._ranks, group=shared.group, rank=rank, size=size))
         shared.users.add(self)
         _end_unused()
         if made is not None:  # connect its ranks now: a backward must not be the first to fail
-            sent = torch.full((1,), rank, dtype=torch.int64, device=self._device)
-            found = torch.empty(size, dtype=torch.int64, device=self._device)
+            sent = torch.full((1,), rank, dtype=torch.int64, device=device)
+            arrived = torch.empty(size, dtype=torch.int64, device=device)
             if lane is Lane.GATHERS:
-                library.all_gather(found, sent).wait()
+                library.all_gather(arrived, sent).wait()
             else:
-                library.all_to_all(found, sent.repeat(size)).wait()
-            assert found.tolist() == list(range(size))
+                library.all_to_all(arrived, sent.repeat(size)).wait()
+            assert arrived.tolist() == list(range(size))
         return library
 
     def _make(
         self, parts: Sequence[tuple[int, ...]], own: tuple[int, ...], lane: Lane, number: int
     ) -> dist.ProcessGroup | None:
-        """Make a group of each of ``parts``, by ``number``. Return that of ``own``, if any.
+        """Make a group of each of ``parts``. See [Note: groups that cannot hang].
 
-        See [Note: groups that cannot hang].
+        Returns that of ``own``, if it is among them.
         """
         members = dist.get_process_group_ranks(self._group)
-        backend = backend_on(self._group, self._device)
+        backend = backend_on(self._group, self._ranks.device)
         options: dict[str, Any] = {
-            "timeout": timeout_of(self._group, self._device),
+            "timeout": timeout_of(self._group, self._ranks.device),
             "pg_options": None,
             "group_desc": f"zero_core {lane.value}",
         }
@@ -207,7 +254,8 @@ class ProcessLibrary:
             return dict(zip(parts, map(make, parts), strict=True)).get(own)
         if not parts:
             return None
-        with _numbered(number):
+        _of_job().next_number = number + 1
+        with counting_groups(number):
             if known_group(None).bound_device_id is None:
                 return make(own, use_local_synchronization=True) if own in parts else None
             if any(list(part) != sorted(part) for part in parts):
@@ -227,15 +275,11 @@ class ProcessLibrary:
 
 
 def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
-    """Return the process group of a 2-D mesh over some of the job's ranks, in its order.
-
-    Its ranks make it once. See [Note: groups that cannot hang].
-    """
+    """Return the process group of a 2-D mesh over some of the job's ranks, in its order."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     made = _of_job().of_meshes
-    found = made.get(tuple(ranks))
-    if found is not None:
-        return found
+    if tuple(ranks) in made:
+        return made[tuple(ranks)]
     if known_group(None).bound_device_id is not None:
         raise ConfigError(
             f"build(mesh=...) of two dimensions over ranks {ranks} alone, with a device bound by "
@@ -245,77 +289,56 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
         )
     numbers = torch.tensor([_next_number()])
     for dim in (1, 0):  # within each row; then the rows of all
-        line = Members(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), device)
+        line = Ranks(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), device)
         numbers = ControlGroup(ProcessLibrary(line), device).gather(numbers)
-    with _numbered(int(numbers.max())):
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    made[tuple(ranks)] = group
-    return group
+    number = int(numbers.max())
+    _of_job().next_number = number + 1
+    with counting_groups(number):  # see [Note: groups that cannot hang]
+        made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+    return made[tuple(ranks)]
 
 
-class GroupBeats:
-    """`zero_core.watch.beats.BeatStore` in the store of a process group.
-
-    It has a connection of its own: a store serves one blocking call at a time.
-    """
-
-    def __init__(self, members: Members) -> None:
-        """Every rank makes those of a process group in one order."""
-        number = _next_of(members.group, "beats")
-        store = known_group(members.group).get_group_store()
-        self.host, address = "the store of the process group", store_address(store)
-        if address is not None:
-            is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            who = "torchrun's agent" if is_agents else "rank 0 of the job"
-            self.host = f"{who} (it hosts {self.host} at {address})"
-        self._store = clone_store(store)
-        self._keys = [f"zero_core beats {number} of rank {r}" for r in range(members.size)]
-        self._rank = members.rank
-        self._known: set[int] = set()
-
-    def publish(self, beat: str) -> None:
-        self._store.set(self._keys[self._rank], beat)
-
-    def read(self, ranks: Sequence[int]) -> dict[int, str]:
-        # `multi_get` would wait for a key that was never set.
-        unknown = [rank for rank in ranks if rank not in self._known]
-        if unknown and self._store.check([self._keys[rank] for rank in unknown]):
-            self._known.update(unknown)
-        else:
-            self._known.update(r for r in unknown if self._store.check([self._keys[r]]))
-        there = [rank for rank in ranks if rank in self._known]
-        found = self._store.multi_get([self._keys[rank] for rank in there])
-        return {rank: beat.decode() for rank, beat in zip(there, found, strict=True)}
+def make_board(ranks: Ranks) -> ThreadedBoard:
+    """Return a board in the store of a group. Every rank makes those of a group in one order."""
+    number = _next_of(ranks.group, "beats")
+    store = known_group(ranks.group).get_group_store()
+    host, address = "the store of the process group", store_address(store)
+    if address is not None:
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        who = "torchrun's agent" if is_agents else "rank 0 of the job"
+        host = f"{who} (it hosts {host} at {address})"
+    keys = [f"zero_core beats {number} of rank {r}" for r in range(ranks.size)]
+    # Of its own: a connection serves one blocking call at a time.
+    return ThreadedBoard(clone_store(store), host, keys, ranks.rank)
 
 
 class StoreExchange(Exchange):
-    """`zero_core.comm.control.Exchange` in the store of a process group, without collectives.
+    """Exchange in the store of a process group, for what collectives cannot carry.
 
-    It is for what no backend may carry yet, and for one thread beside training, whose collectives
-    would be launched in another order on each rank.
+    No backend may be used yet, or a thread beside training would launch its collectives in another
+    order on each rank.
     """
 
-    def __init__(self, members: Members, what: str, watch: Watch | None = None) -> None:
+    def __init__(self, ranks: Ranks, what: str, watch: Watch | None = None) -> None:
         """Every rank makes the exchanges of a process group in one order.
 
-        ``what`` it is for is named in errors. The wait for a rank that ``watch`` finds dead ends at
-        once, others after the timeout of the group.
+        Errors say ``what`` it is for. Waits for a rank that ``watch`` finds dead end at once.
         """
-        self.rank = members.rank
-        self.world_size = members.size
+        self.rank = ranks.rank
+        self.world_size = ranks.size
         self.place = Place()
         self.longest_wait_s = 0.0
         self._watch = watch
-        self._group = members.group
+        self._group = ranks.group
         self._what = what
         self._num_uses = 0
         self._num_rounds = 0
         self._is_broken = False
-        self._store: Any = None
+        self._store: Any = None  # cloned at the first use: it serves one blocking call at a time
         self._number = 0
-        if members.size > 1:
-            self._number = _next_of(members.group, "exchange")
-            self.longest_wait_s = timeout_of(members.group, members.device).total_seconds()
+        if ranks.size > 1:
+            self._number = _next_of(ranks.group, "exchange")
+            self.longest_wait_s = timeout_of(ranks.group, ranks.device).total_seconds()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """See `Exchange`. ``data`` is ASCII. A rank that is dead or late is a `CollectiveError`."""
@@ -325,7 +348,6 @@ class StoreExchange(Exchange):
         self._num_rounds += 1
         try:
             if self._store is None:
-                # A store serves one blocking call at a time.
                 self._store = clone_store(known_group(self._group).get_group_store())
             self._store.set(keys[self.rank], data.decode())
             began = asked = time.monotonic()
@@ -364,18 +386,8 @@ class StoreExchange(Exchange):
         self._is_broken = False  # the keys of the next use are others
 
     def _keys(self, number: int) -> list[str]:
-        """Return the keys of a round, by rank."""
         name = f"zero_core exchange {self._number}.{self._num_uses} round {number}"
         return [f"{name} of rank {rank}" for rank in range(self.world_size)]
-
-
-class _Card(NamedTuple):
-    """A rank's part in the choice of a group."""
-
-    ranks: list[int]  # of the subgroup that it is in, numbered within the library
-    lane: str
-    name: str  # of the group that it has already, alike on all members; empty: none
-    number: int  # by which the group may be named here
 
 
 @dataclass(eq=False)
@@ -383,7 +395,8 @@ class _SharedGroup:
     """A process group and the libraries that use it, none of which it keeps alive."""
 
     group: dist.ProcessGroup
-    key: tuple[str, tuple[int, ...], Lane]  # its backend and its ranks of the job, in its order
+    # Its backend, its ranks of the job in its order, and its lane.
+    key: tuple[str | None, tuple[int, ...], Lane]
     users: weakref.WeakSet[ProcessLibrary] = field(default_factory=weakref.WeakSet)
 
 
@@ -411,16 +424,13 @@ def known_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def exchange_once(members: Members, what: str, data: bytes) -> list[bytes]:
-    """Return every rank's ``data``, as `StoreExchange.gather_bytes` does.
-
-    If it fails the next exchange has its number: a rank that failed before has taken none.
-    """
-    exchange = StoreExchange(members, what)
+def exchange_once(ranks: Ranks, what: str, data: bytes) -> list[bytes]:
+    """Return every rank's ``data``, by a `StoreExchange`."""
+    exchange = StoreExchange(ranks, what)
     try:
         return exchange.gather_bytes(data)
-    except CollectiveError:
-        _counts[known_group(members.group)]["exchange"] -= 1
+    except CollectiveError:  # the next one has its number: ranks that failed before took none
+        _counts[known_group(ranks.group)]["exchange"] -= 1
         raise
 
 
@@ -446,12 +456,6 @@ def _end_unused() -> None:
 def _next_number() -> int:
     """Return the lowest number by which a new group may be named on this rank."""
     return max(count_groups(), _of_job().next_number)
-
-
-def _numbered(number: int) -> AbstractContextManager[None]:
-    """Name groups that their members make alone in this context by ``number``, once."""
-    _of_job().next_number = number + 1
-    return counting_groups(number)
 
 
 def backend_on(group: dist.ProcessGroup | None, device: torch.device) -> str | None:

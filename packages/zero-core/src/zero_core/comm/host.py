@@ -11,9 +11,8 @@ Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use th
 same call.
 
 Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
-end with an **acknowledgement**. Gathers have none: shards change only after an exchange in which
-every rank takes part once it has waited for its gathers (in a step: the sum of the gradient's
-statistics; see `zero_core.protocols.Collectives`).
+end with an **acknowledgement**. Gathers have none: shards change only after an exchange of all
+ranks that have waited for their gathers (`zero_core.protocols.Collectives`).
 
 [Note: once per node]
 Where there are several nodes of several ranks, a shard is sent to each other node once, to the rank
@@ -30,9 +29,8 @@ slices, while backward goes on.
 
 A message's length is not known before. Both ranks know how long the last one of the unit was, and
 expect a little more. So many bytes are sent, with the true length in front, and their receiver asks
-for them before they are made. What is longer is sent as a second part. A length that travels first
-would wait behind other data in the queue of the link, as would the request that follows it: 18 ms
-per unit at 200 Mbit/s.
+for them before they are made. What is longer is sent as a second part. (A length that travels first
+waits behind other data in the queue of the link: 18 ms per unit at 200 Mbit/s.)
 
 [Note: messages of different sizes never meet]
 Ranks that take different branches start different exchanges. gloo's collectives match them by their
@@ -47,6 +45,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ _NUM_SIZES = 32_749
 
 
 class Transport:
-    """Base of the collectives of hosts and of accelerators: jobs, counting, scratch memory."""
+    """Base of the collectives of hosts and of accelerators."""
 
     def __init__(self, rank: int, links: Links, queues: CommQueues, meter: Meter) -> None:
         self._meter = meter
@@ -76,6 +75,22 @@ class Transport:
         self.rank = rank
         self.world_size = links.world_size
         self._links = links
+        self._codec: SliceCodec | None = None
+
+    def coded(self, codec: SliceCodec) -> Self:
+        """See [Note: coded slices], and [Note: coded exchanges] in `zero_core.comm.device`."""
+        found = copy.copy(self)
+        found._codec = codec
+        return found
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        return self._reduce(out, full, unit, is_added=False)
+
+    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        return self._reduce(out, full, unit, is_added=True)
+
+    def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
+        raise NotImplementedError
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # it serves training too
@@ -142,7 +157,9 @@ class HostCollectives(Transport):
         self._near = frozenset(peer for peer in self._peers if members[peer] in near)
         self._channel = self._messages.next_channel()
         self._buffers = _Buffers()
-        self._coded: _CodedSlices | None = None
+        self._codec = None
+        # Bytes that are expected of a unit's next message, by peer: to it, and from it.
+        self._expected: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
     def exchange_nbytes(self) -> int:
@@ -155,12 +172,6 @@ class HostCollectives(Transport):
         found._join([self._members[r] for r in ranks], list(ranks).index(self.rank))
         return found
 
-    def coded(self, codec: SliceCodec) -> HostCollectives:
-        """See [Note: coded slices]."""
-        found = copy.copy(self)
-        found._coded = _CodedSlices(codec, self)
-        return found
-
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._shared is None or device.type != "cpu":
             return super().zeros(numel, dtype, device)
@@ -170,7 +181,8 @@ class HostCollectives(Transport):
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        self._count("all_gather", version, self._links.gather(shard.nbytes))
+        content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
+        self._count("all_gather", content, self._links.gather(shard.nbytes))
         slices = out.view(self.world_size, -1)
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
@@ -203,16 +215,10 @@ class HostCollectives(Transport):
 
         return self._queues.launch(pass_on, is_reduction=False)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        return self._reduce(out, full, unit, is_added=False)
-
-    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        return self._reduce(out, full, unit, is_added=True)
-
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         slices = full.view(self.world_size, -1)
-        codes, coded = self._coded, list[int]()  # peers that are sent messages, not slices
-        if codes is not None and codes.codec.serves(full.dtype, out.numel()):
+        codec, coded = self._codec, list[int]()  # peers that are sent messages, not slices
+        if codec is not None and codec.serves(full.dtype, out.numel()):
             per_node = self._links.ranks_per_node
             coded = [p for p in self._peers if p // per_node != self.rank // per_node]
         is_near = self._locate(full) is not None
@@ -223,16 +229,10 @@ class HostCollectives(Transport):
         exact = [peer for peer in self._peers if peer not in coded]
         parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit, exact)
         arrival: Work = _DONE
-        sent = self._links.direct(slices[0].nbytes)
-        if codes is not None and coded:
-            finish = codes.start(slices, parts, coded, unit)
-
-            def job() -> None:
-                self._count("reduce_scatter", EXACT_GRADIENTS, (sent[0], finish()))
-
-            arrival = self._queues.launch(job, is_reduction=True)
+        if codec is not None and coded:
+            arrival = self._exchange_coded(codec, slices, parts, coded, unit)
         else:
-            self._count("reduce_scatter", EXACT_GRADIENTS, sent)
+            self._count("reduce_scatter", GRADIENTS, self._links.direct(slices[0].nbytes))
         sources = list(slices)
         for peer in coded:
             sources[peer] = parts[peer]
@@ -243,7 +243,7 @@ class HostCollectives(Transport):
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
-        self._count("all_to_all", EXACT_GRADIENTS, self._links.direct(given[0].nbytes))
+        self._count("all_to_all", GRADIENTS, self._links.direct(given[0].nbytes))
         parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._peers)
         slices[self.rank].copy_(given[self.rank])
         is_near = self._locate(parts) is not None
@@ -258,7 +258,6 @@ class HostCollectives(Transport):
         }
 
     def _locate(self, tensor: Tensor) -> int | None:
-        """Return the offset at which near peers read ``tensor``. None if it is not shared."""
         return None if self._shared is None else self._shared.locate(tensor)
 
     def _exchange(
@@ -290,10 +289,67 @@ class HostCollectives(Transport):
             mailbox.post(member, tag, 0, 0)
         return Pending(lambda: [mailbox.wait(report) for report in reports])
 
-    def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
+    def _count(self, collective: str, content: str, sent: tuple[int, int]) -> None:
         if self.world_size > 1:
-            content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
             self._meter.add(collective, content, sent)
+
+    def _exchange_coded(
+        self, codec: SliceCodec, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
+    ) -> Work:
+        """Exchange messages with ``peers``, whose slices are decoded to ``parts``.
+
+        Theirs are asked for here. A job codes and sends this rank's, and decodes theirs.
+        """
+        most = codec.max_nbytes(slices.dtype, slices.shape[1])
+        room = coded_room(most)
+        first = room * 3 // 4 // _ALIGNMENT * _ALIGNMENT
+        buffers = [self._buffers.take(len(peers) * room, torch.uint8) for _ in range(2)]
+        given, taken = (buffer.view(-1, room) for buffer in buffers)
+        expected = [self._expected.get((unit, peer), (first, first)) for peer in peers]
+        receives = [
+            self._receive(row[:of], peer, Kind.REDUCE, unit)
+            for peer, row, (_, of) in zip(peers, taken, expected, strict=True)
+        ]
+
+        def job() -> None:
+            sends: list[Work] = []
+            sent_nbytes: list[int] = []
+            taken_nbytes: list[int] = []
+            total = 0
+            for peer, row, (to, _) in zip(peers, given, expected, strict=True):
+                nbytes = codec.pack(slices[peer], row[_ALIGNMENT : _ALIGNMENT + most])
+                row[:8].view(torch.int64)[0] = nbytes
+                sends.append(self._send(row[:to], peer, Kind.REDUCE, unit))
+                rest = row[to : _ALIGNMENT + nbytes]
+                if rest.numel():
+                    sends.append(self._send(rest, peer, Kind.REDUCE_REST, unit))
+                sent_nbytes.append(nbytes)
+                total += max(to, _ALIGNMENT + nbytes)
+            for peer, row, (_, of), work in zip(peers, taken, expected, receives, strict=True):
+                work.wait()
+                nbytes = int(row[:8].view(torch.int64))
+                if not 0 <= nbytes <= most:
+                    raise CollectiveError(
+                        f"rank {self._members[self.rank]} expects at most {most} bytes of a coded "
+                        f"gradient of rank {self._members[peer]}, which announces {nbytes}: the "
+                        "ranks reduce different units"
+                    )
+                rest = row[of : _ALIGNMENT + nbytes]
+                if rest.numel():
+                    self._receive(rest, peer, Kind.REDUCE_REST, unit).wait()
+                message = row[_ALIGNMENT : _ALIGNMENT + nbytes]
+                codec.unpack(message, parts[peer], sender=self._members[peer])
+                taken_nbytes.append(nbytes)
+            wait_all(sends)
+            for peer, *both in zip(peers, sent_nbytes, taken_nbytes, strict=True):
+                to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in both)
+                self._expected[unit, peer] = to, of
+            for buffer in buffers:
+                self._buffers.release(buffer)
+            near_nbytes, _ = self._links.direct(slices[0].nbytes)
+            self._count("reduce_scatter", GRADIENTS, (near_nbytes, total))
+
+        return self._queues.launch(job, is_reduction=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -355,29 +411,29 @@ class _HostReduction:
 
     owner: HostCollectives
     out: Tensor
-    sources: list[Tensor]  # this rank's slices, or places that ``arrival`` fills; then every part
+    # This rank's slices, or places that ``arrival`` fills. After `wait`, every rank's part.
+    contributions: list[Tensor]
     parcels: dict[int, _Parcel]
     received: Tensor | None
     unit: int
     arrival: Work
     is_near: bool
     is_added: bool
-
-    def __post_init__(self) -> None:
-        self.contributions: Sequence[Tensor] = self.sources
+    is_summed: bool = False
 
     def wait(self) -> None:
         """Sum in rank order, to what is in ``out`` if ``is_added``. Once."""
-        if self.sources:
-            sources, self.sources = self.sources, []
+        if not self.is_summed:
+            self.is_summed = True
             self.arrival.wait()
             for peer, parcel in self.parcels.items():
-                sources[peer] = parcel.receive()
-            (add_in_rank_order if self.is_added else sum_in_rank_order)(self.out, sources)
+                self.contributions[peer] = parcel.receive()
+            add_up = add_in_rank_order if self.is_added else sum_in_rank_order
+            add_up(self.out, self.contributions)
 
     def acknowledge(self) -> Work:
         """End the reduction: its scratch buffer is free, its near parts were read."""
-        self.contributions = ()
+        self.contributions = []
         if self.received is not None:
             self.owner._buffers.release(self.received)
         return self.owner._acknowledge(Kind.REDUCE_READ, self.unit) if self.is_near else _DONE
@@ -391,7 +447,6 @@ class _Buffers:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer of ``numel`` elements, which nobody else has until it is released."""
         free = self._free.setdefault((numel, dtype), [])
         try:
             return free.pop()  # another thread may have taken the last one
@@ -407,75 +462,6 @@ class _Buffers:
 def coded_room(max_nbytes: int) -> int:
     """Return the bytes of the buffer for a message of at most ``max_nbytes``, each way."""
     return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class _CodedSlices:
-    """Exchanges coded slices with ranks of other nodes. See [Note: coded slices]."""
-
-    def __init__(self, codec: SliceCodec, owner: HostCollectives) -> None:
-        self.codec = codec
-        self._owner = owner
-        # Bytes that are expected of a unit's next message, by peer: to it, and from it.
-        self._expected: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def start(
-        self, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
-    ) -> Callable[[], int]:
-        """Ask for the messages of ``peers``, whose slices are decoded to ``parts``.
-
-        Returns the job that codes and sends the slices and decodes those of the peers. It returns
-        the bytes sent.
-        """
-        owner, codec = self._owner, self.codec
-        members, pool = owner._members, owner._buffers
-        most = codec.max_nbytes(slices.dtype, slices.shape[1])
-        room = coded_room(most)
-        first = room * 3 // 4 // _ALIGNMENT * _ALIGNMENT
-        buffers = [pool.take(len(peers) * room, torch.uint8) for _ in range(2)]
-        given, taken = (buffer.view(-1, room) for buffer in buffers)
-        expected = [self._expected.get((unit, peer), (first, first)) for peer in peers]
-        receives = [
-            owner._receive(row[:of], peer, Kind.REDUCE, unit)
-            for peer, row, (_, of) in zip(peers, taken, expected, strict=True)
-        ]
-
-        def finish() -> int:
-            sends: list[Work] = []
-            sent_nbytes: list[int] = []
-            for peer, row, (to, _) in zip(peers, given, expected, strict=True):
-                nbytes = codec.pack(slices[peer], row[_ALIGNMENT : _ALIGNMENT + most])
-                row[:8].view(torch.int64)[0] = nbytes
-                sends.append(owner._send(row[:to], peer, Kind.REDUCE, unit))
-                rest = row[to : _ALIGNMENT + nbytes]
-                if rest.numel():
-                    sends.append(owner._send(rest, peer, Kind.REDUCE_REST, unit))
-                sent_nbytes.append(nbytes)
-            taken_nbytes: list[int] = []
-            for peer, row, (_, of), work in zip(peers, taken, expected, receives, strict=True):
-                work.wait()
-                nbytes = int(row[:8].view(torch.int64))
-                if not 0 <= nbytes <= most:
-                    raise CollectiveError(
-                        f"rank {members[owner.rank]} expects at most {most} bytes of a coded "
-                        f"gradient of rank {members[peer]}, which announces {nbytes}: the "
-                        "ranks reduce different units"
-                    )
-                rest = row[of : _ALIGNMENT + nbytes]
-                if rest.numel():
-                    owner._receive(rest, peer, Kind.REDUCE_REST, unit).wait()
-                message = row[_ALIGNMENT : _ALIGNMENT + nbytes]
-                codec.unpack(message, parts[peer], sender=members[peer])
-                taken_nbytes.append(nbytes)
-            wait_all(sends)
-            for peer, *lengths in zip(peers, sent_nbytes, taken_nbytes, strict=True):
-                to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in lengths)
-                self._expected[unit, peer] = to, of
-            for buffer in buffers:
-                pool.release(buffer)
-            firsts = [to for to, _ in expected]
-            return sum(max(a, _ALIGNMENT + b) for a, b in zip(firsts, sent_nbytes, strict=True))
-
-        return finish
 
 
 class HostLibrary:

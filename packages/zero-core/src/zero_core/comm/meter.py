@@ -29,24 +29,14 @@ _ORDER = [
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of transfer in one optimizer step, all micro-steps included.
+    """One kind of transfer in one optimizer step, all micro-steps included."""
 
-    Attributes:
-        collective: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "to_host" or
-            "to_device".
-        content: what is carried.
-        num_calls: calls per step.
-        within_node_bytes: bytes that a rank sends to ranks of its own node (mean over ranks).
-        between_nodes_bytes: bytes that it sends to other nodes.
-        host_link_bytes: bytes between its device and its host.
-    """
-
-    collective: str
-    content: str
-    num_calls: int
-    within_node_bytes: int = 0
-    between_nodes_bytes: int = 0
-    host_link_bytes: int = 0
+    collective: str  # or "to_host", "to_device"
+    content: str  # what is carried
+    num_calls: int  # per step
+    within_node_bytes: int = 0  # that a rank sends to ranks of its own node (mean over ranks)
+    between_nodes_bytes: int = 0  # that it sends to other nodes
+    host_link_bytes: int = 0  # between its device and its host
 
     @property
     def sent_bytes(self) -> int:
@@ -55,15 +45,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Links:
-    """Layout of ranks over nodes, and the way of a gather.
-
-    Attributes:
-        is_ring: ranks are accelerators, whose library gathers round a ring, as NCCL does; otherwise
-            a shard is sent to each other node once and handed on there, as the engine does on gloo.
-    """
+    """Layout of ranks over nodes, and the way of a gather."""
 
     world_size: int
     ranks_per_node: int  # these have consecutive numbers
+    # Ranks are accelerators, whose library gathers round a ring, as NCCL does. Otherwise a shard is
+    # sent to each other node once and handed on there, as the engine does on gloo.
     is_ring: bool
     is_sequential: bool = False  # gradients are added one after another, whatever the nodes are
 
@@ -133,7 +120,6 @@ class Meter:
         self._last: tuple[Traffic, ...] = ()
 
     def add(self, collective: str, content: str, sent: tuple[int, int]) -> None:
-        """Count one call."""
         assert (collective, content) in _ORDER
         with self._lock:
             row = self._open.setdefault((collective, content), [0, 0, 0])
@@ -159,5 +145,5 @@ class Meter:
         self._last = tuple(Traffic(*key, *rows[key]) for key in _ORDER if key in rows)
 
     def report(self) -> tuple[Traffic, ...]:
-        """The last step's rows, in the order of a plan's. None before a step has ended."""
+        """Return the last step's rows, in the order of a plan's. None before a step has ended."""
         return self._last

@@ -56,7 +56,7 @@ def tag_of(channel: int, kind: Kind, number: int) -> int:
 
 
 class Messages(Protocol):
-    """Messages between single ranks of a group, found by their sender and tag."""
+    """Messages between single ranks of a group."""
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start to send a CPU tensor, which must not change until the work is done."""
@@ -77,9 +77,7 @@ class _Message:
 
     __slots__ = ("_limits", "_under_way", "_work")
 
-    def __init__(
-        self, work: dist.Work, limits: Sequence[timedelta], under_way: set[_Message]
-    ) -> None:
+    def __init__(self, work: dist.Work, limits: list[timedelta], under_way: set[_Message]) -> None:
         self._work = work
         self._limits = limits  # of the wait: one or none
         self._under_way = under_way
@@ -94,10 +92,7 @@ class ProcessMessages:
     """`Messages` between processes, by torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        """``group`` None is the default group, or none at all for a single rank.
-
-        Waits fail after ``timeout_s`` seconds. None: the timeout that the group began with.
-        """
+        """Wait at most ``timeout_s``, or the timeout of ``group`` (None: the default group)."""
         if not dist.is_available() or not dist.is_initialized():
             group = None
         elif group is None:

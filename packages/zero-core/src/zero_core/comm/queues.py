@@ -30,7 +30,7 @@ class Pending:
 
 
 _Job = Callable[[], None]
-_Tasks = SimpleQueue["tuple[_Job, _Outcome, bool] | None"]
+_Tasks = SimpleQueue["tuple[_Job, Future[None], bool] | None"]
 """Jobs, and whether their callers are in inference mode. None ends the queue."""
 
 
@@ -38,29 +38,29 @@ class HostQueues:
     """A thread per queue. The threads end when this object does."""
 
     def __init__(self) -> None:
-        self._queues: dict[bool, _Tasks] = {}
-        self._threads: dict[bool, threading.Thread] = {}
+        self._queues: dict[bool, tuple[threading.Thread, _Tasks]] = {}
         self._lock = threading.Lock()
 
     def launch(self, job: _Job, *, is_reduction: bool) -> Work:
         """Run ``job`` in the queue's thread. From a job of that queue, at once."""
-        outcome = _Outcome()
-        if threading.current_thread() is self._threads.get(is_reduction):
-            outcome.run(job)  # queued, it would wait for the job that waits for it
-            return outcome
+        outcome: Future[None] = Future()
         with self._lock:
             if is_reduction not in self._queues:
-                queue = self._queues[is_reduction] = SimpleQueue()
+                queue: _Tasks = SimpleQueue()
                 name = "zero_core reductions" if is_reduction else "zero_core gathers"
                 # Daemons: a peer that is gone must not keep this process from ending.
                 thread = threading.Thread(target=_serve, args=(queue,), name=name, daemon=True)
-                self._threads[is_reduction] = thread
+                self._queues[is_reduction] = thread, queue
                 thread.start()
-        self._queues[is_reduction].put((job, outcome, torch.is_inference_mode_enabled()))
-        return outcome
+        thread, queue = self._queues[is_reduction]
+        if threading.current_thread() is thread:
+            _run(job, outcome)  # queued, it would wait for the job that waits for it
+        else:
+            queue.put((job, outcome, torch.is_inference_mode_enabled()))
+        return Pending(outcome.result)
 
     def __del__(self) -> None:
-        for queue in self._queues.values():
+        for _, queue in self._queues.values():
             queue.put(None)
 
 
@@ -77,19 +77,19 @@ class StreamQueues:
             # Of high priority, as the library's: its few blocks would wait for a large product's.
             self._streams[is_reduction] = torch.Stream(self._device, priority=-1)
         stream = self._streams[is_reduction]
-        outcome = _Outcome()
+        outcome: Future[None] = Future()
         current = torch.accelerator.current_stream(self._device)
         if current == stream:  # launched by a job of this queue; torch 2.10 enters no stream twice
-            outcome.run(job)
+            _run(job, outcome)
         else:
             # The queue waits for what the caller has enqueued: the job reads it.
             stream.wait_stream(current)
             with stream:
-                outcome.run(job)
+                _run(job, outcome)
         done = stream.record_event()  # all operations of the job are on its stream
 
         def wait() -> None:
-            outcome.wait()
+            outcome.result()
             # The caller's current stream waits for the job: it reads what the job wrote.
             torch.accelerator.current_stream(self._device).wait_event(done)
 
@@ -99,18 +99,13 @@ class StreamQueues:
 CommQueues = HostQueues | StreamQueues
 
 
-class _Outcome(Future[None]):
-    def run(self, job: _Job) -> None:
-        try:
-            job()
-        except BaseException as error:  # whoever waits must hear of it
-            self.set_exception(error)
-        else:
-            self.set_result(None)
-
-    def wait(self) -> None:
-        """Wait for the job. Raise what it raised, at each call."""
-        self.result()
+def _run(job: _Job, outcome: Future[None]) -> None:
+    try:
+        job()
+    except BaseException as error:  # whoever waits must hear of it, at each call
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(None)
 
 
 def _serve(queue: _Tasks) -> None:
@@ -119,5 +114,5 @@ def _serve(queue: _Tasks) -> None:
         # Torch's modes are a thread's own, and buffers made in inference mode are written only in
         # it. So a job has its caller's.
         with torch.inference_mode(is_inference), torch.no_grad():
-            outcome.run(job)
+            _run(job, outcome)
         del task, job, outcome  # a thread at rest keeps no buffer and no process group alive

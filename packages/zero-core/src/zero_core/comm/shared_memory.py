@@ -11,20 +11,16 @@ on. All peers map the whole window when the engine is built, through ``/proc/PID
 cannot (another host, user or namespace of processes) share no memory. Buffers are carved from the
 window in order, and an offset in it means the same to every rank.
 
-The window is **sealed** at its size: no process can shrink it, which would kill all that have it
-mapped at their next read (SIGBUS). One without that seal is not mapped.
-
-What is mapped stays readable until the reader drops it. So a rank may end, drop its engine or be
-killed while a slower peer still reads its last gather.
+The window is **sealed** at its size: shrinking it would kill all that have it mapped at their next
+read (SIGBUS). What is mapped stays readable until the reader drops it. So a rank may end, drop its
+engine or be killed while a slower peer still reads its last gather.
 
 [Note: pipes]
 Each rank has a pipe from every other one, which opens it in the same way. A message is one write of
 two numbers with its tag and its number among those of its sender and tag. So each letter gets its
-own message, whoever reads it from the pipe, in whatever order the letters are waited for.
-
-gloo sends a few bytes in several notes, each of which wakes its thread. That thread polls while
-another one holds the lock of the connection, so where ranks have one core each a message took a
-tick of the scheduler, 4 ms. A pipe costs two short calls, and its end shows that its writer died.
+own message, whoever reads it from the pipe, in whatever order the letters are waited for. The end
+of a pipe shows that its writer died. (By gloo, whose thread polls for the lock of a connection, a
+message took a tick of the scheduler, 4 ms, where ranks have one core each.)
 
 [Note: interrupts]
 Ctrl-C raises between two calls in the main thread. What is read from a pipe is therefore kept by
@@ -51,7 +47,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, count, repeat
 from threading import Condition, RLock, get_ident
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
@@ -59,7 +55,7 @@ from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError
-from zero_core.watch.beats import process_namespace
+from zero_core.watch.watch import process_namespace
 
 if sys.platform == "linux":
     import fcntl
@@ -86,25 +82,17 @@ _Card = tuple[
 ]
 """A rank's process, its window's descriptor, bytes and secret, its namespace, and ends of pipes."""
 _CARD: TypeAdapter[_Card] = TypeAdapter(_Card)
-_RANKS: TypeAdapter[set[int]] = TypeAdapter(set[int])
-_T = TypeVar("_T")
 
 
 class SharedMemory:
-    """This rank's window and the peers' ones. See [Note: one window per rank].
-
-    Attributes:
-        peers: the other ranks with which memory is shared, both ways.
-        mailbox: messages from and to them.
-    """
+    """This rank's window and the peers' ones. See [Note: one window per rank]."""
 
     def __init__(
         self, control: ControlGroup, *, timeout_s: float, ranks_per_node: int | None = None
     ) -> None:
-        """Map the peers' windows. Every rank must call it.
+        """Map the windows of the node's ``ranks_per_node`` ranks, of all if None.
 
-        Only ranks of one node share: of ``ranks_per_node`` consecutive ones, or of all if None.
-        ``timeout_s`` is the longest wait for a message.
+        Every rank must call it. ``timeout_s`` is the longest wait for a message.
         """
         self._rank = control.rank
         self._window: mmap.mmap | None = None
@@ -132,17 +120,15 @@ class SharedMemory:
                     window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
                     if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
-            known = json.dumps(sorted(self._mapped)).encode()
             # Once all ranks are here, they have mapped what they can.
-            rows = control.gather_bytes(known)
-            table = [_read(_RANKS, row, rank) for rank, row in enumerate(rows)]
+            table = control.gather_bytes(bytes(r in self._mapped for r in range(len(cards))))
         finally:
             if descriptor is not None:
                 os.close(descriptor)
         for rank in list(self._mapped):
-            if self._rank not in table[rank]:
+            if not table[rank][self._rank]:
                 del self._mapped[rank]
-        self.peers = frozenset(self._mapped)
+        self.peers = frozenset(self._mapped)  # with which memory is shared, both ways
         self.mailbox.begin(self.peers)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -182,10 +168,7 @@ class SharedMemory:
         return view
 
     def _open_window(self, secret: bytes, others: Sequence[int]) -> int | None:
-        """Make this rank's window, and pipes from the ``others`` of its node.
-
-        Returns the window's descriptor, None where there can be none.
-        """
+        """Make this rank's window, if possible, and pipes from others. Return its descriptor."""
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some builds of Python
             return None
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -210,13 +193,8 @@ class SharedMemory:
 
 
 def read_card(row: bytes, rank: int) -> _Card:
-    """Parse what ``rank`` sent of itself."""
-    return _read(_CARD, row, rank)
-
-
-def _read(form: TypeAdapter[_T], row: bytes, rank: int) -> _T:
     try:
-        return form.validate_json(row, strict=True)
+        return _CARD.validate_json(row, strict=True)
     except ValidationError:
         raise CollectiveError(
             f"rank {rank} sent a wrong description of its shared memory: {row[:80]!r}"
@@ -267,7 +245,7 @@ class Mailbox:
         self._sent: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._expected: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._raw: deque[tuple[int, tuple[int, int, int, int]]] = deque()  # read, not sorted
-        self._lock = RLock()  # of all that follows
+        self._lock = RLock()  # of all that follows; `Condition.__enter__` could be interrupted
         self._changed = Condition(self._lock)
         self._reader: int | None = None  # the one thread that reads
         self._ended: set[int] = set()  # peers

@@ -4,11 +4,9 @@
 ``build(mesh=...)`` of two dimensions does: the last one is within the node. Otherwise each rank
 names its node, by the first of these that its launcher has set: torchrun's ``LOCAL_WORLD_SIZE``
 (with ``GROUP_RANK``, the node's number), SLURM's ``SLURM_NODEID``; else its host's name, as under
-Open MPI, which numbers no nodes and may deal ranks out in turn. The host's name also decides if the
-ranks have different launchers. Two nodes of a launcher count as two on one machine, too.
-
-Nodes have equally many, consecutive ranks here. Of different sizes the greatest common divisor is
-taken; where a node's ranks are not consecutive, every rank counts as a node.
+Open MPI, which numbers no nodes. The host's name also decides if the ranks have different
+launchers. Two nodes of a launcher count as two on one machine, too. Nodes have equally many,
+consecutive ranks here: see `fold`.
 
 [Note: a rank's device]
 A rank computes on the device bound to its process group (``init_process_group(device_id=...)``); if
@@ -25,92 +23,17 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core._torch import set_timeout
-from zero_core.comm.control import ControlGroup, ControlLibrary, DeviceLibrary, Exchange
-from zero_core.comm.groups import (
-    GroupBeats,
-    Members,
-    ProcessLibrary,
-    StoreExchange,
-    backend_on,
-    exchange_once,
-    group_of_mesh,
-    known_group,
-)
-from zero_core.comm.host import HostLibrary
-from zero_core.comm.p2p import Messages, ProcessMessages
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.groups import Ranks, backend_on, exchange_once, group_of_mesh, known_group
 from zero_core.errors import ConfigError
-from zero_core.watch.beats import ThreadedBoard
-from zero_core.watch.place import Place
-from zero_core.watch.watch import DeviceWaits, Watch, start
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Ranks(Members):
-    """The data-parallel ranks, seen from one of them."""
-
-    @property
-    def has_own_device(self) -> bool:
-        """Whether each rank needs a device of its own. gloo and MPI serve several on one."""
-        if self.size == 1 or self.device.type == "cpu" or not dist.is_initialized():
-            return False
-        return backend_on(self.group, self.device) not in ("gloo", "mpi")
-
-    def limited(self, timeout_s: float | None) -> Self:
-        """Return them with ``timeout_s`` as the longest wait for another rank."""
-        if timeout_s is None:
-            return self
-        if not self.has_own_device:
-            return replace(self, timeout_s=timeout_s)
-        # Waiting does not block the host: after its own timeout the library ends the process.
-        set_timeout(self.group, timeout_s)
-        return replace(self, timeout_s=None)
-
-    def connect(self, named_within_s: float | None = None) -> ControlGroup:
-        """Return the control group of these ranks, watched unless ``named_within_s`` is None.
-
-        An error names the rank that is its cause, and so does a log line if a wait lasts as long.
-        0: errors alone.
-        """
-        place, watch = Place(), None
-        has_group = dist.is_available() and dist.is_initialized()
-        if self.size > 1 and named_within_s is not None and has_group:
-            watch = Watch(
-                ThreadedBoard(GroupBeats(self)),
-                place,
-                rank=self.rank,
-                world_size=self.size,
-                within_s=min(named_within_s, self.timeout_s or named_within_s),
-                device_waits=DeviceWaits(self.device) if self.has_own_device else None,
-            )
-            if named_within_s:
-                start(watch)
-        library: ControlLibrary
-        if self.device.type == "cpu":
-            library = HostLibrary(self.messages(), rank=self.rank, world_size=self.size)
-        else:
-            library = self.library()
-        return ControlGroup(library, self.device, place, watch)
-
-    def exchange_beside(self, watch: Watch | None) -> Exchange:
-        """Return an exchange for a thread beside training. Every rank makes them in one order."""
-        return StoreExchange(self, "a save beside training", watch)
-
-    def messages(self) -> Messages:
-        return ProcessMessages(self.group, self.timeout_s)
-
-    def library(self) -> DeviceLibrary:
-        return ProcessLibrary(self)
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
@@ -218,7 +141,10 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
 
 
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
-    """Count the consecutive ranks that share a node. ``is_told``: log what had to be given up."""
+    """Count the ranks of a node: of different sizes the greatest common divisor.
+
+    Where a node's ranks are not consecutive, every rank counts as a node. ``is_told``: log it.
+    """
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):
         if is_told:

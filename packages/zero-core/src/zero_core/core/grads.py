@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.fused_sum import norm_of
-from zero_core.comm.topology import Ranks
+from zero_core.comm.groups import Ranks
 from zero_core.config import Config
 from zero_core.core.pool import BufferPool, SegmentViews, Wait
 from zero_core.layout.arithmetic import Segment

@@ -189,7 +189,7 @@ class SavedWeights:
     def watch_outputs(self, unit: Unit, output: object) -> None:
         """Have ``unit`` gathered before the backward of what made ``output`` from its components.
 
-        See [Note: saved tensors], and [Note: quantized parameters] in `zero_core.layout.stored`.
+        See [Note: saved tensors], and [Note: quantized parameters] in `zero_core.layout.discovery`.
         """
         forward, backward = self._forward, self._backward
         if forward is None or backward is None:

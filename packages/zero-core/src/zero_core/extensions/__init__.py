@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 from torch import nn
 
 from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
-from zero_core.comm.topology import Ranks
+from zero_core.comm.groups import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.facts import Facts

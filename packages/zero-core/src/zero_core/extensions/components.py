@@ -11,8 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_core._torch import outside_graphs
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
-from zero_core.layout.discovery import Quantized
-from zero_core.layout.stored import Metadata, is_same_memory
+from zero_core.layout.discovery import Metadata, Quantized, is_same_memory
 from zero_core.sharded.sharded_state import ShardedState
 
 

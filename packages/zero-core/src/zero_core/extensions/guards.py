@@ -15,7 +15,7 @@ from zero_core.errors import ConfigError, RankMismatchError, UnusedParameterErro
 from zero_core.optim.train_state import TrainState
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import updates_in_backward
-from zero_core.watch.beats import count_ranks
+from zero_core.watch.watch import count_ranks
 
 _log = logging.getLogger(__name__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

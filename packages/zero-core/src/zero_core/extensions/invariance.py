@@ -31,7 +31,7 @@ from zero_core._torch import is_in_backward, outside_graphs, seed_generators
 from zero_core.comm.communicator import Communicator, NamedReduction
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.fused_sum import sum_dtype
-from zero_core.comm.topology import Ranks
+from zero_core.comm.groups import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.core.grads import Arithmetic, FlatGrads

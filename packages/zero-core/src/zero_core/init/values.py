@@ -33,8 +33,7 @@ from zero_core.core.params import FlatParams
 from zero_core.core.pool import BufferPool, allocator
 from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
 from zero_core.init.deferred import recordings, zeroed
-from zero_core.layout.discovery import Discovered, compute_dtype
-from zero_core.layout.stored import is_partitioned, is_same_memory
+from zero_core.layout.discovery import Discovered, compute_dtype, is_partitioned, is_same_memory
 from zero_core.lifecycle import Ownership
 from zero_core.sharded.sharded_state import ShardedState
 

@@ -8,8 +8,8 @@ unit        a block of the module tree that is gathered, computed and reduced to
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
             buffer. Each start is aligned; the end is padded to ``world_size * shard_numel``
 component   a plain tensor of a quantized parameter, which counts as a parameter here:
-            [Note: quantized parameters] in `zero_core.layout.stored`. A unit's components are one
-            segment of bytes, whatever their dtypes
+            [Note: quantized parameters] in `zero_core.layout.discovery`. A unit's components are
+            one segment of bytes, whatever their dtypes
 slot        one parameter's ``[start, stop)`` within its segment
 shard       the r-th of ``world_size`` equal slices of a segment, owned by rank r
 local flat  the trainable slices that a rank's optimizer state covers, concatenated
@@ -23,6 +23,7 @@ al., arXiv 1910.02054), section 5; flat units: FSDP (Zhao et al., arXiv 2304.112
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zero_core.layout.stored import BYTES_ALIGNMENT, flatten, from_bytes, to_bytes, unflatten
+from zero_core._torch import DisableTorchFunction
 
 ALIGNMENT = 32
 """Elements to which slots and shards are aligned: 64 bytes at 16 bits, a cache line and a vector
 register. An unaligned weight would slow down the matrix kernels."""
+
+BYTES_ALIGNMENT = 64
+"""Bytes to which components are aligned, for every dtype and for vector registers."""
 
 CHUNK_NUMEL = 1024
 """Elements of a chunk of a segment, over which ``world_size_invariant`` takes norms."""
@@ -66,18 +70,18 @@ class ParamSpec:
 
     @property
     def slot_numel(self) -> int:
-        """Elements of the segment that the parameter takes."""
         return self.numel * self.dtype.itemsize if self.is_opaque else self.numel
 
     def to_elements(self, values: Tensor) -> Tensor:
         """Return the whole ``values`` as the segment has them, 1-D. A view where it can be."""
-        return (to_bytes if self.is_opaque else flatten)(values, self.order)
+        if self.is_opaque:
+            return flatten(values.detach(), self.order).view(torch.uint8)
+        return flatten(values, self.order)
 
     def to_values(self, elements: Tensor) -> Tensor:
         """Return ``elements`` of a segment, 1-D, as a view in the parameter's shape and dtype."""
-        if self.is_opaque:
-            return from_bytes(elements, self.dtype, self.shape, self.order)
-        return unflatten(elements, self.shape, self.order)
+        flat = elements.view(self.dtype) if self.is_opaque else elements
+        return unflatten(flat, self.shape, self.order)
 
 
 @dataclass(frozen=True)
@@ -96,32 +100,25 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parameters of one unit with one dtype and trainability, or its components, flat.
+    """The parameters of one unit with one dtype and trainability, or its components, flat."""
 
-    ``index`` counts over the whole layout, and ``unit`` is the index of its unit. ``slots`` are its
-    parameters in order; twins share theirs. ``shard_numel`` are elements per rank, padding
-    included. Elements are bytes (uint8) if the segment ``is_opaque``.
-    """
-
-    index: int
-    unit: int
+    index: int  # over the whole layout
+    unit: int  # index of its unit
     dtype: torch.dtype
     is_trainable: bool
-    slots: tuple[Slot, ...]
-    shard_numel: int
+    slots: tuple[Slot, ...]  # of its parameters, in order; twins share theirs
+    shard_numel: int  # elements per rank, padding included
     world_size: int
-    is_opaque: bool = False
+    is_opaque: bool = False  # whether elements are bytes (uint8)
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of the gathered segment, padding included."""
         return self.shard_numel * self.world_size
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield the spans that belong to no parameter."""
         end = 0
         for slot in self.slots:
             if slot.start > end:
@@ -151,24 +148,42 @@ class Piece:
     segment: int
 
 
+def dim_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the slowest to the fastest one in memory.
+
+    In their own order where there are no elements, or they overlap or leave gaps.
+    """
+    dims, strides = tuple(range(tensor.ndim)), tensor.stride()
+    # Of equal strides all but one are of single elements, and that one comes first: so `unflatten`
+    # gives these the strides that they have in channels-last formats.
+    order = tuple(sorted(dims, key=lambda d: (-strides[d], -tensor.shape[d], d)))
+    with DisableTorchFunction():  # it is no read
+        return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
+
+
+def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return the elements, 1-D, in ``order``, () for the shape's: a view if it is dense so."""
+    return (tensor.permute(order) if order else tensor).reshape(-1)
+
+
+def unflatten(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    if not order:
+        return flat.view(shape)
+    dense = flat.view([shape[d] for d in order])
+    return dense.permute([order.index(d) for d in range(len(order))])
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The whole model's arithmetic for one world size.
+    """The whole model's arithmetic for one world size."""
 
-    Attributes:
-        world_size: number of ranks that share each segment.
-        params: every parameter, once.
-        units: the root unit, then the blocks in the order of the module tree, then the tail.
-        has_tail: whether there is a tail.
-    """
-
-    world_size: int
-    params: tuple[ParamSpec, ...]
-    units: tuple[UnitLayout, ...]
+    world_size: int  # number of ranks that share each segment
+    params: tuple[ParamSpec, ...]  # every parameter, once
+    units: tuple[UnitLayout, ...]  # the root, the blocks in the order of the module tree, the tail
     has_tail: bool = False
 
     @classmethod
@@ -198,7 +213,7 @@ class Layout:
         if placed != list(range(len(params))):
             raise ValueError("every parameter must be in exactly one unit")
         laid: list[UnitLayout] = []
-        count = 0
+        count = itertools.count()
         for index, (name, members) in enumerate(units):
             segments = []
             alike: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
@@ -221,8 +236,7 @@ class Layout:
                 multiple = CHUNK_NUMEL if is_in_chunks and is_trainable else 1
                 shard = round_up(-(-max(end, 1) // world_size), math.lcm(aligned, multiple))
                 kind = dtype, is_trainable, tuple(slots.values()), shard, world_size, is_opaque
-                segments.append(Segment(count, index, *kind))
-                count += 1
+                segments.append(Segment(next(count), index, *kind))
             laid.append(UnitLayout(index, name, tuple(segments)))
         return cls(world_size, tuple(params), tuple(laid), has_tail)
 
@@ -243,11 +257,8 @@ class Layout:
 
     def describe_segments(self) -> dict[int, str]:
         """Say for each segment of which unit it is: "unit 3 (blocks.2)"."""
-        return {
-            segment.index: f"unit {unit.index} ({unit.name or 'root'})"
-            for unit in self.units
-            for segment in unit.segments
-        }
+        named = {unit.index: f"unit {unit.index} ({unit.name or 'root'})" for unit in self.units}
+        return {segment.index: named[segment.unit] for segment in self.segments}
 
     def state_range(self, segment: Segment, rank: int, *, is_sharded: bool) -> tuple[int, int]:
         """Return the part of ``segment`` that ``rank``'s optimizer state covers."""
@@ -272,14 +283,13 @@ class Layout:
         """Return the non-empty pieces of ``rank``'s local flat space in order."""
         starts = self.local_starts(is_sharded=is_sharded)
         found = []
-        for segment in self.segments:
-            if not segment.is_trainable:
-                continue
+        for index, start in starts.items():
+            segment = self.segments[index]
             low, high = self.state_range(segment, rank, is_sharded=is_sharded)
-            base = starts[segment.index] - low
+            base = start - low
             for slot in segment.slots:
                 first, last = max(slot.start, low), min(slot.stop, high)
                 if first < last:
                     span = base + first, base + last
-                    found.append(Piece(*span, slot.param, first - slot.start, segment.index))
+                    found.append(Piece(*span, slot.param, first - slot.start, index))
         return tuple(found)

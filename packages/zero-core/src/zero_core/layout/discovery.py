@@ -10,29 +10,52 @@ that a module reads a parameter of another one.
 
 The *tail* is one more unit after the blocks: the parameters of modules that the module tree holds
 behind the last block (a final norm, a head), under all of their names, unless they are quantized.
-Its values are waited for
-when forward leaves the last block, and its gradients come before those of the blocks. That the
-tree's order is the order of use is a guess, which only time depends on:
-[Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is the head, too)
-and parameters of the modules that contain blocks stay in the root.
+Its values are waited for when forward leaves the last block, and its gradients come before those of
+the blocks. That the tree's order is the order of use is a guess, which only time depends on: [Note:
+the tail] in `zero_core.core.units`. Tied weights (an embedding that is the head, too) and
+parameters of the modules that contain blocks stay in the root.
 
 A *leaf* is a module that is one unit with everything in it, at any depth of the module tree. It
 has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. One without a forward,
 such as a list of experts, is gathered when a module in it is called that holds parameters.
+
+[Note: quantized parameters]
+A quantized parameter is bytes and metadata. Its *components* are the plain tensors that hold the
+bytes:
+- of a tensor subclass that wraps others (torchao): the tensors that ``__tensor_flatten__`` names,
+  and theirs if these wrap others in turn;
+- of a parameter of another class than ``nn.Parameter`` (bitsandbytes): its own memory and the
+  tensors in its attributes, as in ``quant_state.absmax``;
+- of an ``nn.Parameter`` of integers or of 8-bit floats: itself.
+A component keeps its object, its shape, its strides and its bits: the engine only replaces its
+memory. So whatever holds it (the wrapper, a ``QuantState``, a node of autograd) sees the same
+values. Nothing is ever cast. The components of a unit lie in one segment of bytes.
+All other metadata (block sizes, dtypes) stays where it is, whole on every rank. A module may repack
+its weight for a forward (bitsandbytes does so on CPUs, in evaluation): after that forward memory
+and metadata are put back.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from zero_core.layout.stored import Component, components, is_same_memory, is_storage_dtype
+from zero_core._torch import inner_tensors, storage_of
+from zero_core.errors import ConfigError
+from zero_core.protocols import PartitionedParam
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _log = logging.getLogger(__name__)
 
@@ -42,17 +65,18 @@ MIN_TAIL_NUMEL = 2**16
 """Elements from which on a tail is a unit of its own. The exchange of a smaller one (128 KiB in 16
 bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
 TAIL_NAME = "tail"
+_MAX_DEPTH = 4  # of attributes: Params4bit.quant_state.state2.absmax has 3
+_NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)
 _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized parameter of the model: [Note: quantized parameters] in `stored`."""
+    """A quantized parameter of the model: see [Note: quantized parameters]."""
 
     param: nn.Parameter
     name: str
     components: tuple[Tensor, ...]
-    numbers: tuple[int, ...]  # theirs
 
     @property
     def is_plain(self) -> bool:
@@ -64,30 +88,23 @@ class Quantized:
 class Discovered:
     """Parameters and units of a model.
 
-    Each parameter is there once, in the order of the module tree, and ``names`` has all of its
-    names (see `plain_name`). A unit is ``(name, module, parameter numbers)``, unit 0 is the root.
-    With ``has_tail`` the last one is the tail; like the root's, its module is the model.
-
     Of a quantized parameter its components are among ``params`` in its stead, named as its
-    attributes are. ``opaque`` are the numbers of all components, and ``twins`` has, for those that
-    are another object over the memory of an earlier one, the number of that one.
+    attributes are.
     """
 
-    params: tuple[Tensor, ...]
-    names: tuple[tuple[str, ...], ...]
+    params: tuple[Tensor, ...]  # each once, in the order of the module tree
+    names: tuple[tuple[str, ...], ...]  # all names of each: see `plain_name`
+    # Name, module and parameters' numbers of each unit. The root is the first one, and with
+    # ``has_tail`` the tail is the last one. The module of both is the model.
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
     has_tail: bool
-    quantized: tuple[Quantized, ...] = ()
-    opaque: frozenset[int] = frozenset()
-    twins: Mapping[int, int] = field(default_factory=dict)
+    quantized: tuple[Quantized, ...]
+    opaque: frozenset[int]  # numbers of all components
+    twins: Mapping[int, int]  # of components over the memory of an earlier one: the earlier one
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` as the model has it without the wrappers of checkpointing and compilation.
-
-    Those of `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` and of `torch.compile`,
-    as in `torch.distributed.checkpoint.state_dict`.
-    """
+    """Return ``name`` without the wrappers of activation checkpointing and `torch.compile`."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -131,7 +148,6 @@ def _names_of(kind: type[nn.Module]) -> set[str]:
 
 
 def _is_expert_list(name: str, module: nn.Module) -> bool:
-    """Return whether ``module``, the child ``name`` of another one, is a list of experts."""
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return is_list and "experts" in name.lower() and len(module._modules) > 1
 
@@ -166,59 +182,44 @@ def _owner(name: str, paths: dict[str, str]) -> str:
     return next((paths[path] for path in above if path in paths), "")
 
 
-def _behind_blocks(model: nn.Module, blocks: set[int]) -> set[str]:
-    """Return the names of parameters behind the last of ``blocks``, ids, in the module tree."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    last = max((n for n, (_, module) in enumerate(modules) if id(module) in blocks), default=None)
-    if last is None:
-        return set()
-    within = f"{modules[last][0]}."
-    return {
-        f"{path}.{name}"
-        for path, module in modules[last + 1 :]
-        if not path.startswith(within)
-        for name in module._parameters
-    }
-
-
-def discover(
-    model: nn.Module, rule: ModuleRule | None = None, *, min_tail_numel: int = MIN_TAIL_NUMEL
-) -> Discovered:
+def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
-    ``rule`` selects leaves besides the modules that are marked as such. From ``min_tail_numel``
-    elements on the tail is a unit of its own.
+    ``rule`` selects leaves besides those marked as such.
     """
     rule = rule or ModuleRule()
     if missing := rule.missing(model):
         _log.warning("zero_optimization.leaf_module names what the model lacks: %s", missing)
     params, names, quantized = _list_params(model)
     numbers = {id(param): number for number, param in enumerate(params)}
-    numbers_of = {id(q.param): q.numbers for q in quantized}
+    numbers_of = {id(q.param): [numbers[id(c)] for c in q.components] for q in quantized}
 
     blocks: dict[int, tuple[str, nn.Module]] = {}
     if not rule.is_leaf("", model):
         for path, module in _blocks("", model, rule):
             blocks.setdefault(id(module), (path, module))  # the same block twice: one unit
     # Every path to a block, for a block or a part of it may stand in several places.
-    paths = {
-        path: blocks[id(module)][0]
-        for path, module in model.named_modules(remove_duplicate=False)
-        if id(module) in blocks
-    }
+    tree = list(model.named_modules(remove_duplicate=False))
+    paths = {path: blocks[id(module)][0] for path, module in tree if id(module) in blocks}
     owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
     read: set[str] = set()  # names of parameters that modules read which do not hold them
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in tree:
         for key in _read.get(module, ()):
-            for number in numbers_of.get(key, [numbers[key]] if key in numbers else ()):
+            for number in numbers_of.get(key, [numbers[key]] if key in numbers else []):
                 owners[number].add(_owner(f"{path}.read", paths))
                 read.update(names[number])
 
     members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
     for number, owned in owners.items():
         members[next(iter(owned)) if len(owned) == 1 else ""].append(number)
-    behind = _behind_blocks(model, set(blocks)) - read
-    opaque = frozenset(n for q in quantized for n in q.numbers)
+    last = max((n for n, (_, m) in enumerate(tree) if id(m) in blocks), default=len(tree) - 1)
+    behind = {
+        f"{path}.{name}"
+        for path, module in tree[last + 1 :]
+        if not path.startswith(f"{tree[last][0]}.")
+        for name in module._parameters
+    } - read
+    opaque = frozenset(itertools.chain.from_iterable(numbers_of.values()))
     # Only a parameter's own class can show a read that comes early.
     tail = [n for n in members[""] if behind.issuperset(names[n]) and n not in opaque]
     modules = {"": model, **dict(blocks.values())}
@@ -228,14 +229,14 @@ def discover(
         if numbers_ or path == ""
     ]
     numel = sum(params[n].numel() for n in tail)
-    has_tail = len(units) > 1 and numel >= max(min_tail_numel, 1)
+    has_tail = len(units) > 1 and numel >= MIN_TAIL_NUMEL
     if has_tail:
         units[0] = ("", model, tuple(n for n in members[""] if n not in tail))
         units.append((TAIL_NAME, model, tuple(tail)))
     plain = tuple(tuple(plain_name(name) for name in found) for found in names)
     twins: dict[int, int] = {}  # components over the memory of an earlier one of their parameter
-    for whole in quantized:
-        for earlier, number in itertools.combinations(whole.numbers, 2):
+    for own in numbers_of.values():
+        for earlier, number in itertools.combinations(own, 2):
             is_first = earlier not in twins and number not in twins
             if is_first and is_same_memory(params[earlier], params[number]):
                 twins[number] = earlier
@@ -267,20 +268,15 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
         is_stored = is_storage_dtype(param.dtype) and not param.requires_grad
         if is_new and (is_stored or len(found[id(param)]) > 1 or found[id(param)][0].path):
             tensors = tuple(c.tensor for c in found[id(param)])
-            own_numbers = tuple(numbers[id(tensor)] for tensor in tensors)
-            quantized.append(Quantized(param, plain_name(name), tensors, own_numbers))
-    quantized += _beside_quantized(model, numbers, quantized)
+            quantized.append(Quantized(param, plain_name(name), tensors))
+    quantized += _beside_quantized(model, quantized)
     return params, names, quantized
 
 
-def _beside_quantized(
-    model: nn.Module, numbers: Mapping[int, int], quantized: Sequence[Quantized]
-) -> Iterator[Quantized]:
-    """Yield the frozen parameters beside a plain matrix of packed values: its scales.
-
-    A vector of integers or a matrix of 64-bit ones (a counter, positions) has no scales.
-    """
+def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Iterator[Quantized]:
+    """Yield the frozen parameters beside a plain matrix of packed values: its scales."""
     known = {id(q.param) for q in quantized}
+    # A vector of integers or a matrix of 64-bit ones (a counter, positions) has no scales.
     stored = {
         id(q.param)
         for q in quantized
@@ -297,7 +293,7 @@ def _beside_quantized(
             if id(param) not in known and not param.requires_grad:
                 known.add(id(param))
                 whole = plain_name(f"{path}.{name}" if path else name)
-                yield Quantized(param, whole, (param,), (numbers[id(param)],))
+                yield Quantized(param, whole, (param,))
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
@@ -305,3 +301,119 @@ def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> tor
     if low_precision is None or param.dtype.is_complex or is_storage_dtype(param.dtype):
         return param.dtype
     return low_precision
+
+
+class Component(NamedTuple):
+    """A plain tensor of a parameter."""
+
+    path: str  # its attribute as seen from the parameter, "" for the parameter's own memory
+    tensor: Tensor  # the object that the parameter holds
+
+
+def is_storage_dtype(dtype: torch.dtype) -> bool:
+    """Whether values of ``dtype`` mean nothing without a scale: integers and 8-bit floats."""
+    return not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1
+
+
+def is_partitioned(tensor: object) -> TypeIs[PartitionedParam]:
+    """Whether ``tensor`` has its value elsewhere."""
+    # Plain classes first: Python looks for each member of a protocol, for microseconds.
+    is_plain = type(tensor) in (nn.Parameter, Tensor)
+    return not is_plain and isinstance(tensor, PartitionedParam)
+
+
+def components(name: str, param: Tensor) -> tuple[Component, ...]:
+    """Return the tensors that hold the bytes of ``param``, itself if it is not quantized."""
+    if is_partitioned(param):
+        return (Component("", param),)
+    if inner_tensors(param) is not None:
+        dtensor = sys.modules.get("torch.distributed.tensor")
+        if dtensor is not None and isinstance(param, dtensor.DTensor):
+            raise ConfigError(
+                f"parameter {name} is a DTensor, which other code has sharded: build the engine "
+                "from the model before fully_shard() or parallelize_module()"
+            )
+        if param.requires_grad:
+            kind = f"{type(param).__module__}.{type(param).__qualname__}"
+            raise ConfigError(
+                f"parameter {name} is a {kind}, a tensor subclass, and requires a gradient: "
+                "quantized parameters are not trained. Freeze it by requires_grad_(False) and "
+                "train adapters, or leave its class out (for torchao.float8: "
+                "enable_fsdp_float8_all_gather=False)"
+            )
+    found = stored_tensors(param)
+    for path, tensor in found:
+        if tensor.layout is not torch.strided:
+            where = f"{name}.{path}" if path else name
+            raise ConfigError(
+                f"parameter {where} is {tensor.layout}, which has no flat memory to shard: "
+                "make it dense"
+            )
+    return tuple(found)
+
+
+def stored_tensors(param: Tensor) -> list[Component]:
+    """Return the components of ``param``, which may be of a class that cannot be sharded."""
+    if inner_tensors(param) is not None:
+        return list(inner_components("", param))
+    found = [Component("", param)]
+    if type(param) is not nn.Parameter and not param.requires_grad:
+        found += _attached("", param, {id(param)}, _MAX_DEPTH)
+    return found
+
+
+def inner_components(path: str, tensor: Tensor) -> Iterator[Component]:
+    """Yield the plain tensors that the ``tensor`` at ``path`` consists of: itself, or several."""
+    parts = inner_tensors(tensor)
+    if parts is None:
+        yield Component(path, tensor)
+        return
+    for attribute, inner in parts[0].items():
+        yield from inner_components(f"{path}.{attribute}".lstrip("."), inner)
+
+
+def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[Component]:
+    """Yield the tensors in the attributes of ``value`` and of the plain objects in them."""
+    # foreign: objects of a quantizer
+    for attribute, found in getattr(value, "__dict__", {}).items():
+        if id(found) in seen or isinstance(found, _NO_METADATA):
+            continue
+        seen.add(id(found))
+        where = f"{path}.{attribute}".lstrip(".")
+        if isinstance(found, Tensor):
+            if not isinstance(found, nn.Parameter) and not found.requires_grad:
+                yield from inner_components(where, found)
+        elif depth > 1:
+            yield from _attached(where, found, seen, depth - 1)
+
+
+class Metadata:
+    """Snapshot of the attributes of a parameter with attached components."""
+
+    def __init__(self, param: Tensor) -> None:
+        self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id: now, and before
+        values: list[object] = [param]
+        for _ in range(_MAX_DEPTH):
+            # foreign: objects of a quantizer
+            tables = [t for value in values if (t := getattr(value, "__dict__", {}))]
+            values = [
+                value
+                for table in tables
+                if id(table) not in self._found
+                for value in table.values()
+                if not isinstance(value, (*_NO_METADATA, Tensor))
+            ]
+            self._found |= {id(table): (table, dict(table)) for table in tables}
+
+    def put_back(self) -> None:
+        for attributes, before in self._found.values():
+            attributes.clear()
+            attributes.update(before)
+
+
+def is_same_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are one view of one memory."""
+    if first is second:
+        return True
+    views = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (first, second)]
+    return views[0] == views[1] and storage_of(first) == storage_of(second)

@@ -1,6 +1,22 @@
 """Memory of gradients: which buffers hold them from backward to the state tier, and in what dtype.
 
 See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' names.
+
+[Note: one sum for every stage and ratio]
+The sum that a tier takes is in fp32 (float64). Where the user asked for a narrower dtype, the
+engine adds up. At stage 0 with several ranks each rank's tier needs the whole sum: gathering it
+once per micro-step would cost more than it saves, so the engine adds up there, and rounds each
+term as it would for the tier. Norms of such sums are taken in double precision: then it does
+not matter which memory they are in.
+
+[Note: the same bits at any world size]
+Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard has
+every rank's part and adds them to the sum of the micro-steps before, one after another: that is
+the order of micro-batches for every W. Each is divided by the number of micro-batches before
+backward, and rounded to the dtype that is sent. A missing one is -0, which changes no bit of a
+sum. `zero_core.extensions.invariance` has that sum and its norms.
+A tier would add the ranks' sum of a micro-step as one term: it adds nothing, and the sum
+is in ``grad_shard``, also where a step has one micro-step, as fewer ranks have several.
 """
 
 from __future__ import annotations
@@ -28,43 +44,27 @@ class GradientCase(Enum):
     """The state tier owns gradients and a step has one micro-step: what is reduced is borrowed
     memory, passed on to the tier at once. There is no ``grad_shard``."""
     PASS_ON_EACH = "pass on each"
-    """The state tier owns gradients and adds up those of a step's micro-steps: what each of them
-    reduces is borrowed memory, rounded and passed on to the tier at once. There is no
-    ``grad_shard``."""
+    """As `PASS_ON`, but the tier adds up the micro-steps' gradients, each rounded before."""
     ALONE = "alone"
     """One rank: ``grad_shard`` is ``full_grad``, and nothing is reduced."""
 
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Memory of one segment's gradient.
-
-    Attributes:
-        case: the way to the state tier.
-        is_full_kept: whether ``full_grad`` is in the arena for good, not borrowed per backward.
-        is_sum_in_full: whether ``grad_sum`` takes the memory of ``full_grad``.
-        predivide: factor on each rank's gradient before it is reduced.
-        communicated: dtype in which gradients are reduced.
-        communicated_sums: dtype in which sums over several backwards (``no_sync``) are reduced.
-        accumulated: dtype in which reduced gradients add up.
-        rounded: dtype to which each micro-step's reduced gradient is rounded before that.
-        offered: dtype in which the state tier gets them, each or their sum.
-        normed: dtype in which the squares of the sum are added up; None for the usual one.
-        is_sequential: whether every rank's gradient is a term by itself, as of one rank that
-            computes all micro-batches: [Note: the same bits at any world size].
-    """
+    """Memory of one segment's gradient."""
 
     case: GradientCase
-    is_full_kept: bool
-    is_sum_in_full: bool
-    predivide: float
-    communicated: torch.dtype
-    communicated_sums: torch.dtype
-    accumulated: torch.dtype
-    rounded: torch.dtype
-    offered: torch.dtype
-    normed: torch.dtype | None
-    is_sequential: bool = False
+    is_full_kept: bool  # whether ``full_grad`` is in the arena for good, not borrowed per backward
+    is_sum_in_full: bool  # whether ``grad_sum`` takes the memory of ``full_grad``
+    predivide: float  # factor on each rank's gradient before it is reduced
+    communicated: torch.dtype  # in which gradients are reduced
+    communicated_sums: torch.dtype  # in which sums over several backwards (``no_sync``) are reduced
+    accumulated: torch.dtype  # in which reduced gradients add up
+    rounded: torch.dtype  # to which each micro-step's reduced gradient is rounded before that
+    offered: torch.dtype  # in which the state tier gets them, each or their sum
+    normed: torch.dtype | None  # in which squares of the sum are added up; None for the usual one
+    # whether every rank's gradient is a term by itself: [Note: the same bits at any world size]
+    is_sequential: bool
 
     @property
     def is_passed_on_each(self) -> bool:
@@ -78,56 +78,20 @@ class GradientPlan:
 
 
 def plan_gradient(
-    *,
-    stage: int,
-    world_size: int,
-    is_accumulated: bool,
-    owns_grads: bool,
-    adds_grads: bool,
-    is_summed: bool,
-    communicated: torch.dtype,
-    accumulated: torch.dtype,
-    is_communicated_given: bool,
-    is_accumulated_given: bool,
-    is_sequential: bool = False,
+    segment: Segment, config: Config, *, stage: int, owns_grads: bool, adds_grads: bool
 ) -> GradientPlan:
-    """Plan the memory of a gradient.
+    """Plan the memory of a segment's gradient at ``stage``, 0 where there is nothing to shard.
 
-    Args:
-        stage: 0 to 3: 0 where there is nothing to shard.
-        world_size: number of ranks.
-        is_accumulated: whether a step may have several micro-steps.
-        owns_grads: whether the state tier copies what it is offered.
-        adds_grads: whether it can add up the gradients of micro-steps, too.
-        is_summed: whether the gradient is the ranks' sum, not their mean.
-        communicated: see `GradientPlan`.
-        accumulated: see `GradientPlan`.
-        is_communicated_given: whether ``communicated`` is the user's choice. Otherwise sums over
-            several backwards are reduced in ``accumulated``, and lose no bit.
-        is_accumulated_given: whether ``accumulated`` is the user's choice. Otherwise a micro-step's
-            gradient may be rounded to ``communicated`` before it is added.
-        is_sequential: see `GradientPlan`.
-
-    [Note: one sum for every stage and ratio]
-    The sum that a tier takes is in fp32 (float64). Where the user asked for a narrower dtype, the
-    engine adds up. At stage 0 with several ranks each rank's tier needs the whole sum: gathering it
-    once per micro-step would cost more than it saves, so the engine adds up there, and rounds each
-    term as it would for the tier. Norms of such sums are taken in double precision: then it does
-    not matter which memory they are in.
-
-    [Note: the same bits at any world size]
-    Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard has
-    every rank's part and adds them to the sum of the micro-steps before, one after another: that is
-    the order of micro-batches for every W. Each is divided by the number of micro-batches before
-    backward, and rounded to the dtype that is sent. A missing one is -0, which changes no bit of a
-    sum. `zero_core.extensions.invariance` has that sum and its norms.
-    A tier would add the ranks' sum of a micro-step as one term: it adds nothing, and the sum
-    is in ``grad_shard``, also where a step has one micro-step, as fewer ranks have several.
+    ``owns_grads``: the state tier copies what it is offered. ``adds_grads``: it can add up the
+    gradients of micro-steps, too.
     """
-    has_peers = world_size > 1
-    is_tiers = owns_grads and adds_grads and is_accumulated and accumulated.itemsize >= 4
-    is_tiers = is_tiers and not is_sequential
-    is_accumulated = is_accumulated or is_sequential
+    communicated = communicated_dtype(segment, config)
+    accumulated = accumulated_dtype(segment, config)
+    has_peers = segment.world_size > 1
+    is_sequential = config.world_size_invariant
+    is_accumulated = config.gradient_accumulation_steps > 1 or is_sequential
+    can_add = owns_grads and adds_grads and not is_sequential
+    is_tiers = can_add and is_accumulated and accumulated.itemsize >= 4
     if is_tiers and not (has_peers and stage == 0):
         case = GradientCase.PASS_ON_EACH
     elif owns_grads and not is_accumulated and not (has_peers and stage == 0):
@@ -138,41 +102,28 @@ def plan_gradient(
         case = GradientCase.WHOLE_SUM
     else:
         case = GradientCase.FULL_THEN_SHARD if stage == 1 else GradientCase.SHARD
-    rounded = communicated if is_tiers and not is_accumulated_given else accumulated
+    # Unless the user chose what they add up in, the tier's terms are what is communicated.
+    is_rounded = is_tiers and config.data_types.grad_accum_dtype is None
+    rounded = communicated if is_rounded else accumulated
     if is_tiers:
         offered = rounded if case is GradientCase.PASS_ON_EACH else accumulated
     else:
         offered = communicated if owns_grads else accumulated
+    is_summed = config.gradient_allreduce_op == "sum"
+    # Unless the user chose otherwise, sums over several backwards lose no bit.
+    is_chosen = config.communication_data_type is not None
     return GradientPlan(
         case=case,
         is_full_kept=has_peers and stage < 2,
         is_sum_in_full=case is GradientCase.WHOLE_SUM and communicated == accumulated,
-        predivide=1.0 if is_summed or is_sequential else 1.0 / world_size,
+        predivide=1.0 if is_summed or is_sequential else 1.0 / segment.world_size,
         communicated=communicated,
-        communicated_sums=communicated if is_communicated_given else accumulated,
+        communicated_sums=communicated if is_chosen else accumulated,
         accumulated=accumulated,
         rounded=rounded,
         offered=offered,
         normed=torch.float64 if is_tiers else None,
         is_sequential=is_sequential,
-    )
-
-
-def plan_segment_gradient(
-    segment: Segment, config: Config, *, stage: int, owns_grads: bool, adds_grads: bool
-) -> GradientPlan:
-    return plan_gradient(
-        stage=stage,
-        world_size=segment.world_size,
-        is_accumulated=config.gradient_accumulation_steps > 1,
-        owns_grads=owns_grads,
-        adds_grads=adds_grads,
-        is_summed=config.gradient_allreduce_op == "sum",
-        communicated=communicated_dtype(segment, config),
-        accumulated=accumulated_dtype(segment, config),
-        is_communicated_given=config.communication_data_type is not None,
-        is_accumulated_given=config.data_types.grad_accum_dtype is not None,
-        is_sequential=config.world_size_invariant,
     )
 
 

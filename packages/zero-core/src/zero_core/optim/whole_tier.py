@@ -42,7 +42,7 @@ from zero_core.config import master_dtype
 from zero_core.core import access
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import Layout, Piece
-from zero_core.layout.stored import inner_components
+from zero_core.layout.discovery import inner_components
 from zero_core.optim.device_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 

@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,8 +79,8 @@ class Subject(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Running:
-    """A step that has not ended."""
+class _Step:
+    """A step from its begin until its record is written, behind its end."""
 
     begun: float  # as of `time.perf_counter`
     begun_at: float  # as of `time.time`
@@ -88,25 +88,19 @@ class _Running:
     losses: list[Tensor] = field(default_factory=list)
     num_backwards: int = 0
     num_idle: int = 0
-
-
-class _Pending(NamedTuple):
-    """A step that has ended, and what is not read yet."""
-
-    record: dict[str, Any]  # fields of its `StepRecord`
-    detail: DetailRecord | None  # still without spans
-    marks: StepMarks | None
-    losses: Sequence[Tensor]
-    rates: Sequence[float | Tensor]
-    updates: Sequence[tuple[float, float]]
-    copies: Sequence[tuple[str, torch.Event, torch.Event]]
+    # Since the step's end:
+    record: dict[str, Any] = field(default_factory=dict)  # fields of its `StepRecord`
+    detail: dict[str, Any] = field(default_factory=dict)  # fields of its `DetailRecord`, if any
+    marks: StepMarks | None = None
+    rates: Sequence[float | Tensor] = ()
+    updates: Sequence[tuple[float, float]] = ()
+    copies: Sequence[tuple[str, torch.Event, torch.Event]] = ()
 
 
 class Recorder(Extension):
-    """Writer of one rank's records. As a context it ends with it, and says by which error.
+    """Writer of one rank's records, until its context or the program ends.
 
-    A program's end ends it too, and an error that nothing has caught is recorded. A rank that is
-    killed, or ends by ``os._exit``, leaves no end.
+    The error that ends it is recorded. A rank that is killed, or ends by ``os._exit``, leaves none.
     """
 
     def __init__(
@@ -131,7 +125,7 @@ class Recorder(Extension):
         self._release = weakref.finalize(self, _abandon, os.getpid(), self._file, self._memory)
         self._clock = StepClock(device, self._place.doing, self._memory)
         self._input_shape: list[int] = []
-        self._pending: _Pending | None = None
+        self._pending: _Step | None = None  # it has ended
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
         self._copied = (0, 0)
         self._num_steps = 0
@@ -143,10 +137,7 @@ class Recorder(Extension):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(error)
 
-    # -------------------------------------------------------------- of a step
-
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep the shape of the first tensor among a forward's arguments."""
         found = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if found is not None:
             self._input_shape = list(found.shape)
@@ -164,7 +155,6 @@ class Recorder(Extension):
         self._step.num_idle += 1
 
     def stepped(self, ended: EndedStep) -> None:
-        """Record the step that has just ended."""
         if self._is_closed:
             return
         now = time.perf_counter()
@@ -173,21 +163,21 @@ class Recorder(Extension):
         work = {} if tier is None else tier.work_s()
         copied = (0, 0) if tier is None else tier.copied_bytes()
         held = self._memory.held()
-        detail: DetailRecord | None = None
-        updates: Sequence[tuple[float, float]] = ()
-        copies: Sequence[tuple[str, torch.Event, torch.Event]] = ()
         if step.is_detailed:
             trail = [*(self._clock.trail or ()), (now - step.begun, held, self._place.doing)]
-            host_kinds: Mapping[str, int] = {}
+            step.detail = {
+                "step": ended.number,
+                "started_at": step.begun_at,
+                "memory": trail[:_MAX_SPANS],
+                "kinds": self._kinds(),
+                "host_kinds": {} if tier is None else tier.host_memory_bytes(),
+            }
             if tier is not None:
-                host_kinds = tier.host_memory_bytes()
-                updates, copies = tuple(tier.recent_updates()), tuple(tier.take_copies())
-            trail, kinds = trail[:_MAX_SPANS], self._kinds()
-            detail = DetailRecord(ended.number, step.begun_at, (), trail, kinds, host_kinds)
+                step.updates, step.copies = tuple(tier.recent_updates()), tuple(tier.take_copies())
         # A program may run several backwards in one.
         micro_steps = max(ended.micro_steps, step.num_backwards + step.num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
-        record = {
+        step.record = {
             "step": ended.number,
             "at": time.time(),
             "seconds": now - step.begun,
@@ -207,12 +197,11 @@ class Recorder(Extension):
             "memory_bytes": held,
             "peak_bytes": self._memory.peak(held),
         }
-        marks = None if clock is None else self._clock.take()
-        rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in ended.rates]
-        pending = _Pending(record, detail, marks, step.losses, rates, updates, copies)
+        step.marks = None if clock is None else self._clock.take()
+        step.rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in ended.rates]
         self._work, self._copied = work, copied
         self.flush()
-        self._pending = pending
+        self._pending = step
         if self._is_host:
             self.flush()
         self._num_steps += 1
@@ -223,7 +212,7 @@ class Recorder(Extension):
         """Begin a step, at the time ``now``: what recording takes belongs to it."""
         number = self._subject.train.global_steps + 1
         is_detailed = self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
-        self._step = _Running(now, time.time() + now - time.perf_counter(), is_detailed)
+        self._step = _Step(now, time.time() + now - time.perf_counter(), is_detailed)
         self._clock.trail = None
         if is_detailed:
             self._clock.begin_trail(now, self._place.doing)
@@ -236,13 +225,13 @@ class Recorder(Extension):
 
     def flush(self) -> None:
         """Have all steps that have ended in the file."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        step, self._pending = self._pending, None
+        if step is None:
             return
-        record, detail, marks, losses, rates, updates, copies = pending
-        values = [float(loss) for loss in losses]
+        record, marks = step.record, step.marks
+        values = [float(loss) for loss in step.losses]
         record["loss"] = sum(values) / len(values) if values else None
-        record["lr"] = [float(rate) for rate in rates]
+        record["lr"] = [float(rate) for rate in step.rates]
         if marks is None:
             self._put(StepRecord(**record))
             return
@@ -263,7 +252,7 @@ class Recorder(Extension):
             (_lane_of(what), what, marks.seconds(a), marks.seconds(b))
             for what, a, b in marks.under_way
         ]
-        for what, begin, end in copies:
+        for what, begin, end in step.copies:
             end.synchronize()
             beside.append(("copies", what, marks.seconds(begin), marks.seconds(end)))
         for lane in ("gather", "reduce", "copies"):
@@ -273,14 +262,14 @@ class Recorder(Extension):
         if self._is_host:
             record["seconds"] = spans[-1][-1]
         self._put(StepRecord(**record))
-        if detail is None:
+        if not step.detail:
             return
         course = [
             ("compute", waits_for or doing, a, b, bool(waits_for) or doing == UPDATE)
             for doing, waits_for, a, b in spans
         ]
         course += [(*one, False) for one in beside]
-        for begun, ended in updates if self._is_host else ():
+        for begun, ended in step.updates if self._is_host else ():
             since = marks.seconds(begun)
             if since + ended - begun > 0.0:
                 course.append(("host", "update", since, since + ended - begun, False))
@@ -289,7 +278,7 @@ class Recorder(Extension):
             for lane, name, a, b, is_wait in course
             if b - a >= 1e-6
         ]
-        self._put(replace(detail, spans=found[:_MAX_SPANS]))
+        self._put(DetailRecord(spans=found[:_MAX_SPANS], **step.detail))
 
     def _put(self, record: Record) -> None:
         """Write a record. If it fails, warn and stop recording: the training goes on."""
@@ -301,8 +290,6 @@ class Recorder(Extension):
             text = "%s cannot be written: %s. Steps are not recorded any more; training goes on"
             _log.warning(text, self._file.path, error)
             self._stop()
-
-    # --------------------------------------------------------------- besides
 
     def saved(self, call: str, seconds: float) -> None:
         self._note("saved", call, seconds)
@@ -389,8 +376,7 @@ class Recorder(Extension):
 def _abandon(pid: int, file: RecordFile, memory: MemoryMeter) -> None:
     """Note the end of a program that has not closed its engine, and close.
 
-    A step that a program on an accelerator took last is not in the file then: a device that hangs
-    must not keep the program from ending.
+    A device's last step is not written: if it hangs, it must not keep the program from ending.
     """
     if os.getpid() == pid:  # not that of a process that was forked
         with suppress(OSError, ValueError):
@@ -414,7 +400,6 @@ def _end(step: int, error: BaseException | None) -> EventRecord:
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
-    """Return address and bytes of the memory that a tensor is in."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
@@ -440,7 +425,6 @@ class StepRecords:
     """Records of an engine's steps: what `zero_core.Engine.record` and ``report`` do."""
 
     def __init__(self, subject: Subject, extensions: Extensions) -> None:
-        """Recorders of ``subject`` are put among ``extensions``."""
         self._subject = subject
         self._extensions = extensions
         self._recorder: Recorder | None = None

@@ -121,7 +121,6 @@ _FORMS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def to_line(record: Record) -> str:
-    """Return the record as a line of JSON, with its end."""
     values = {"kind": record.kind, "version": VERSION, **_plain(vars(record))}
     return json.dumps(values, default=str, allow_nan=False) + "\n"
 
@@ -190,7 +189,6 @@ class RecordFile:
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
-        """Open the file in ``folder``, after the records of earlier starts."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE.format(rank=rank)
         self._max_bytes = self._limit = max_bytes
@@ -199,7 +197,6 @@ class RecordFile:
         self._file = self.path.open("a", encoding="utf-8")
         if self._file.tell():
             self._file.write("\n")  # the line before may have been cut short
-        self._size = self._file.tell()
 
     def write(self, record: Record) -> None:
         """Write a record, and have it in the file when the call returns."""
@@ -207,11 +204,9 @@ class RecordFile:
             self.last_step = record.step
         if isinstance(record, StepRecord) and record.is_taken and record.step % self._stride:
             return
-        line = to_line(record)
-        self._file.write(line)
+        self._file.write(to_line(record))
         self._file.flush()
-        self._size += len(line)
-        if self._size > self._limit:
+        if self._file.tell() > self._limit:
             self._thin()
 
     def _thin(self) -> None:
@@ -246,8 +241,7 @@ class RecordFile:
             aside.unlink(missing_ok=True)
             raise
         self._file = self.path.open("a", encoding="utf-8")
-        self._size = self._file.tell()
-        self._limit = max(self._max_bytes, self._size + self._max_bytes // 4)
+        self._limit = max(self._max_bytes, self._file.tell() + self._max_bytes // 4)
 
     def close(self) -> None:
         """Close the file. A line that could not be written before is given up."""

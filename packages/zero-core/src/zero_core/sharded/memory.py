@@ -30,7 +30,7 @@ from zero_core.core.pool import (
 from zero_core.core.unit import Unit
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
-from zero_core.layout.gradient_plan import GradientPlan, plan_segment_gradient
+from zero_core.layout.gradient_plan import GradientPlan, plan_gradient
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
 from zero_core.sharded.changes import ChangeLog
 from zero_core.sharded.param_offload import (
@@ -458,7 +458,7 @@ class Memory:
         over micro-steps and it cannot do that (``adds_grads``).
         """
         plan_of = {
-            s.index: plan_segment_gradient(
+            s.index: plan_gradient(
                 s, self._config, stage=self._stage, owns_grads=owns_grads, adds_grads=adds_grads
             )
             for s in self._layout.segments

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.comm.topology import Ranks
+from zero_core.comm.groups import Ranks
 from zero_core.engine import Engine
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, Trace

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.comm.topology import Ranks, find_ranks
+from zero_core.comm.groups import Ranks
+from zero_core.comm.topology import find_ranks
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.simulated import SimulatedRanks
 

@@ -29,7 +29,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from zero_core._libc import release_free_pages
-from zero_core.comm.topology import Ranks, find_ranks
+from zero_core.comm.groups import Ranks
+from zero_core.comm.topology import find_ranks
 
 # All that a rank of a test takes: the oracle imports most of it, test files the rest.
 _PRELOADED = [__name__, "zero_core.testing.oracle", "pytest", "hypothesis"]

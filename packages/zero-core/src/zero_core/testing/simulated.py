@@ -29,11 +29,11 @@ from torch import Tensor
 from zero_core._torch import renew_autograd_after_fork
 from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.device import DeviceCollectives
+from zero_core.comm.groups import Ranks
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import Messages
 from zero_core.comm.queues import HostQueues
-from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 from zero_core.testing.ranks import of_size

@@ -75,7 +75,6 @@ class Place:
 
     @contextmanager
     def during(self, doing: str) -> Iterator[None]:
-        """Be at ``doing`` in this context, and afterwards where it was before."""
         before = self.doing
         self.enter(doing)
         try:
@@ -123,19 +122,16 @@ class MemoryMeter:
 class StepClock:
     """Notes each change of a `Place`. It belongs to the thread that the place belongs to."""
 
-    # seconds since the step began, bytes held, and place, at each change of the place; None where
-    # these are not noted
-    trail: list[tuple[float, int, str]] | None = None
-
     def __init__(self, device: torch.device, doing: str, memory: MemoryMeter) -> None:
-        """Begin the first step at the place ``doing``."""
         self._device = device
         self._is_host = device.type == "cpu"
         # A copy stream may be the current one at a mark: the times are those of the computation.
         self._stream = None if self._is_host else torch.accelerator.current_stream(device)
         self._memory = memory
-        self._begun = 0.0
-        self._noted = ""  # the last place in the trail
+        # Seconds since the step began, bytes held, and place, at each change of the place; None
+        # where these are not noted.
+        self.trail: list[tuple[float, int, str]] | None = None
+        self._begun = 0.0  # of the trail
         self._under_way: dict[str, float] = {}
         self.restart(doing)
 
@@ -144,13 +140,11 @@ class StepClock:
         self._carried: list[tuple[str, Mark, Mark]] = []
 
     def begin_trail(self, begun: float, doing: str) -> None:
-        """Note memory, too, from the time ``begun`` on."""
-        self._begun, self._noted = begun, ""
+        self._begun = begun
         self.trail = [(0.0, self._memory.held(), doing)]
 
     def enter(self, doing: str) -> None:
-        if self.trail is not None and doing != self._noted:
-            self._noted = doing
+        if self.trail is not None and doing != self.trail[-1][-1]:
             self.trail.append((perf_counter() - self._begun, self._memory.held(), doing))
         if doing != self._marks[-1][0]:
             self._marks.append((doing, "", self._now()))

@@ -1,23 +1,39 @@
-"""Publishes where this rank is, and logs whom it waits for once a wait is long.
+"""Heartbeats of ranks: which rank the others wait for, in log lines and in errors.
 
-One thread of the process serves all engines. [Note: which rank the others wait for] in
-`zero_core.watch.beats` has the rules. No lock is held, and no thread but that of the board waits,
-while the store is asked.
+One thread of the process serves all engines. No lock is held, and no thread but that of the board
+waits, while the store is asked.
+
+[Note: which rank the others wait for]
+A rank publishes a beat every tenth of the time set, by a thread. So a stopped or dead process, or
+one whose interpreter is held, publishes none. A rank that waits for long compares two beats of each
+rank. Their times are those of its own clock: clocks of hosts need not agree.
+
+1. A rank that failed, ended or shows no sign of life is the cause.
+2. Else, if any rank has moved meanwhile, it is slow, and nothing is said: slow steps are healthy.
+3. Else a rank that waits for no other is the cause. It is busy in one place, which may be healthy.
+4. Else all wait. If not for the same collective, they took different branches.
+
+gloo raises where a collective is waited for. NCCL's ``wait`` returns at once, and a rank that hangs
+shows in torch's own watchdog alone, as a number of a collective. There `DeviceWaits` knows which
+collective the device waits for, and the thread asks it.
+
+[Note: stores that do not answer]
+A request to a store whose host is stopped blocks for ever, whatever the store's timeout: torch
+cancels the request, and waits without limit for the answer to that. So only the thread of a
+`ThreadedBoard` calls the store. Those who watch and those who wait read what it left, and how long
+its call has taken: a store that does not answer is a cause, too.
 
 [Note: reads of many ranks]
 All ranks that wait read beats from one store. So each reads those of at most `_WINDOW` ranks at a
 time, at first of the next ones behind it: a rank that stops is named in time by the ranks before
 it. Once a line is due it goes on to the next window with each read, and reads the more seldom the
 longer it waits. Only what can be said of single ranks is said before all were read.
-
-gloo raises where a collective is waited for. NCCL's ``wait`` returns at once, and a rank that hangs
-shows in torch's own watchdog alone, as a number of a collective. There `DeviceWaits` knows which
-collective the device waits for, and the thread asks it.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
@@ -26,17 +42,25 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from zero_core.watch.beats import Beat, Beats, ThreadedBoard, Verdict, process_namespace
-from zero_core.watch.error_file import write_error_file
+from zero_core.watch.notices import write_error_file
 from zero_core.watch.place import OUTSIDE, Place
 
 _log = logging.getLogger(__name__)
 
+OTHER_BLOCKS = (
+    "If a rank calls blocks that others do not call, as experts, name the module that holds them "
+    "in zero_optimization.leaf_module"
+)
+_MAX_NAMED = 4  # in a message: ranks, or what is said of them
+_ENDED = ("Z", "X")
+_STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
 # Shares of ``within_s``: between two beats; of a wait before others are observed; without a beat
 # before a rank is without a sign of life; of a wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
@@ -48,6 +72,263 @@ _READ = 1 / 16  # share of a long wait between two reads
 _FLUSH_S = 1.0  # longest wait for a beat that says how this rank failed or ended
 _NUM_WATCHED = 1024  # collectives of a device at once: hosts do not run further ahead
 _LAST_WAIT_S = 10.0  # longest wait of an engine that ends for collectives under way
+
+
+class Beat(NamedTuple):
+    """State of a rank that it publishes."""
+
+    number: int  # increases with each beat
+    place: str  # `zero_core.watch.place.Place.doing`, with the step
+    waits_for: str  # the collective that it waits for, with the step, or an empty string
+    num_changes: int  # of its place
+    still_s: float  # how long it has been there
+    cause: str  # the error of its own that others wait in vain for, or how it ended
+    has_given_up: bool  # whether it failed as it waited for another rank
+    pid: int
+    namespace: str  # of ``pid``
+
+    @classmethod
+    def from_json(cls, text: str) -> Beat:
+        values = json.loads(text)
+        types = [int, str, str, int, float, str, bool, int, str]
+        if not isinstance(values, list) or list(map(type, values)) != types:
+            raise ValueError(f"expected the state of a rank of this version, found {text:.200}")
+        return cls(*values)
+
+
+class Verdict(NamedTuple):
+    """Reason for which a rank waits."""
+
+    text: str  # names ranks
+    level: int  # of `logging`: ERROR for what does not heal by itself, INFO for what is no cause
+    is_final: bool  # whether waiting longer would not change it
+
+
+@dataclass
+class _Seen:
+    """The last beat of a rank, and when this rank read it, first saw its number, and its place."""
+
+    beat: Beat
+    at: float
+    since: float
+    place_since: float
+
+    @property
+    def silent_s(self) -> float:  # what happened after the last read is not known
+        return self.at - self.since
+
+    @property
+    def still_s(self) -> float:
+        return self.beat.still_s + self.silent_s
+
+
+class Wait:
+    """A wait of this rank, and the beats of all ranks as it has seen them since its begin."""
+
+    def __init__(self, rank: int, world_size: int, identity: object, since: float) -> None:
+        """``identity`` differs from that of other waits. None: this rank does not wait."""
+        self.identity = identity
+        self.since = since
+        self.last_read = -math.inf
+        self.window = 0  # number of the one that is read
+        self.logged: Verdict | None = None
+        self._rank = rank
+        self._world_size = world_size
+        self._seen: dict[int, _Seen] = {}
+
+    def add(self, rank: int, beat: Beat, now: float) -> None:
+        seen = self._seen.setdefault(rank, _Seen(beat, now, now, now))
+        if seen.beat.num_changes != beat.num_changes:
+            seen.place_since = now
+        if seen.beat.number != beat.number:
+            seen.since = now
+        seen.beat, seen.at = beat, now
+
+    def judge(self, *, silence_s: float, patience_s: float) -> Verdict | None:
+        """Return what keeps this rank waiting. See [Note: which rank the others wait for].
+
+        None if some rank moves or was not read, or all wait for the same. A rank that is busy in a
+        place for less than ``patience_s`` moves.
+        """
+        others = {rank: seen for rank, seen in sorted(self._seen.items()) if rank != self._rank}
+        at_work = {rank: seen for rank, seen in others.items() if not seen.beat.has_given_up}
+        failures = [_failure(rank, seen, silence_s) for rank, seen in at_work.items()]
+        if any(failures):
+            return Verdict(join_few(failures), logging.ERROR, True)
+        if len(self._seen) < self._world_size:
+            return None
+        if any(seen.at - seen.place_since < silence_s for seen in at_work.values()):
+            return None
+        busy = {rank: seen for rank, seen in at_work.items() if not seen.beat.waits_for}
+        if any(seen.still_s < patience_s for seen in busy.values()):
+            return None
+        if busy:
+            said = []
+            for rank, seen in busy.items():
+                place = seen.beat.place
+                is_outside = place.startswith(OUTSIDE)
+                more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
+                said.append(f"rank {rank} has been in {place} for {seen.still_s:.1f} s{more}")
+            return Verdict(join_few(said), logging.WARNING, False)
+        if others and not at_work:
+            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.INFO, True)
+        waits: dict[str, list[int]] = {}
+        for rank, seen in sorted(self._seen.items()):
+            if seen.beat.waits_for and (rank == self._rank or rank in at_work):
+                waits.setdefault(seen.beat.waits_for, []).append(rank)
+        if len(waits) < 2:
+            return None
+        said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]
+        text = f"the ranks took different branches: they wait {join_few(said)}. {OTHER_BLOCKS}"
+        return Verdict(text, logging.ERROR, True)
+
+    def dead(self, ranks: Collection[int], silence_s: float) -> str:
+        """Say which of ``ranks`` have ended, or have not beaten for ``silence_s``."""
+        said = []
+        for rank, seen in sorted(self._seen.items()):
+            is_dead = _state_of(seen.beat) in _ENDED or seen.silent_s >= silence_s
+            if rank in ranks and is_dead:
+                said.append(_failure(rank, seen, silence_s))
+        return join_few(said)
+
+
+def _failure(rank: int, seen: _Seen, silence_s: float) -> str:
+    """Say how a rank failed, ended or fell silent, or nothing."""
+    beat, state = seen.beat, _state_of(seen.beat)
+    if beat.cause:
+        return f"rank {rank}: {beat.cause}"
+    if state in _ENDED:
+        return f"the process of rank {rank} has ended, last seen in {beat.place}"
+    if state not in _STOPPED and seen.silent_s < silence_s:
+        return ""
+    how = _STOPPED.get(state, "its process runs" if state else "process or network")
+    where = f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
+    silence = f"{seen.silent_s:.1f} s ({how})"
+    return f"no sign of life of rank {rank} for {silence}, last seen in {where}"
+
+
+def _state_of(beat: Beat) -> str:
+    return process_state(beat.pid) if process_namespace() == beat.namespace != "" else ""
+
+
+class ThreadedBoard:
+    """Beats in a store, by calls that do not block. Its thread keeps it alive until `close`."""
+
+    def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
+        """``keys`` of all ranks' beats. ``host`` of the store, as "rank 0 of the job"."""
+        self.host = host
+        self.is_lost = False  # the connection has failed: nothing is published or read any more
+        self._store = store
+        self._keys = keys
+        self._rank = rank
+        self._known: set[int] = set()  # ranks that have published a beat
+        self._changed = threading.Condition()  # guards what follows
+        self._beat: str | None = None  # the newest that is not yet published, or None
+        self._ranks: Sequence[int] | None = None  # whose beats are to be read, or None
+        self._found: dict[int, str] = {}  # what was read
+        self._busy_since: float | None = None  # when the call under way began, or None
+        self._is_closed = False
+        # A daemon: a store that does not answer must not keep the process from ending.
+        threading.Thread(target=self._serve, name="zero_core beats", daemon=True).start()
+
+    def publish(self, beat: str) -> None:
+        with self._changed:
+            self._beat = beat
+            self._changed.notify_all()
+
+    def request(self, ranks: Sequence[int]) -> None:
+        with self._changed:
+            self._ranks = ranks
+            self._changed.notify_all()
+
+    def take(self) -> dict[int, str]:
+        with self._changed:
+            found, self._found = self._found, {}
+        return found
+
+    def unanswered_s(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def flush(self, limit_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_lost or self._is_idle(), limit_s)
+
+    def close(self) -> None:
+        """End the thread once nothing is pending."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        return self._beat is None and self._ranks is None and self._busy_since is None
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._busy_since = None
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_closed or not self._is_idle())
+                    if self._is_idle():
+                        return
+                    beat, ranks = self._beat, self._ranks
+                    self._beat = self._ranks = None
+                    self._busy_since = time.monotonic()
+                if beat is not None:
+                    self._store.set(self._keys[self._rank], beat)
+                if ranks is not None:
+                    found = self._read(ranks)
+                    with self._changed:
+                        self._found |= found
+        except RuntimeError:  # the store's host has ended
+            with self._changed:
+                self.is_lost = True
+                self._busy_since = None
+                self._changed.notify_all()
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+        # `multi_get` would wait for a key that was never set.
+        unknown = [rank for rank in ranks if rank not in self._known]
+        if unknown and self._store.check([self._keys[rank] for rank in unknown]):
+            self._known.update(unknown)
+        else:
+            self._known.update(r for r in unknown if self._store.check([self._keys[r]]))
+        there = [rank for rank in ranks if rank in self._known]
+        found = self._store.multi_get([self._keys[rank] for rank in there])
+        return {rank: beat.decode() for rank, beat in zip(there, found, strict=True)}
+
+
+def join_few(texts: list[str]) -> str:
+    """Join those of ``texts`` that are not empty, and say how many more there are."""
+    said = list(filter(None, texts))
+    more = [f"and {len(said) - _MAX_NAMED} more"] if len(said) > _MAX_NAMED else []
+    return "; ".join(said[:_MAX_NAMED] + more)
+
+
+def count_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 0, 2", or the first few and how many more."""
+    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
+    named = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {named}{more}"
+
+
+def process_namespace() -> str:
+    """Return what processes must have in common for their numbers to mean the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state as in ``/proc/PID/stat``: "T" stopped, "Z" ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "Z"
+    return stat[stat.rindex(")") + 2]
 
 
 class DeviceWaits:
@@ -107,17 +388,6 @@ class DeviceWaits:
             self._waited.clear()
 
 
-@dataclass(slots=True)
-class _Wait:
-    """A wait of this rank: the identity is None if there is none."""
-
-    identity: object
-    since: float
-    last_read: float = -math.inf
-    window: int = 0  # number of the one that is read
-    logged: Verdict | None = None
-
-
 class Watch:
     """Watches the waits of one engine. See the top of this file."""
 
@@ -143,7 +413,6 @@ class Watch:
         self._within_s = within_s
         self._silence_s = max(_SILENCE * within_s, _MIN_SILENCE_S)
         self._namespace = process_namespace()
-        self._beats = Beats(rank, world_size)
         self._number = 0
         self._cause = ""
         self._has_given_up = False
@@ -151,7 +420,7 @@ class Watch:
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
-        self._wait = _Wait(None, self._last_tick)
+        self._wait = Wait(rank, world_size, None, self._last_tick)
         self._publish(self._last_tick)
 
     # ------------------------------------------------------------------ thread
@@ -162,8 +431,7 @@ class Watch:
             self._publish(now)
             identity, what = self._find_wait()
             if identity != self._wait.identity:
-                self._wait = _Wait(identity, self._last_tick)
-                self._beats.forget()
+                self._wait = Wait(self._rank, self._world_size, identity, self._last_tick)
             waited_s = now - self._wait.since
             is_due = waited_s >= _LOG * self._within_s
             self._add_answers(now)
@@ -179,7 +447,6 @@ class Watch:
             self._last_tick = now
 
     def _request(self, now: float) -> None:
-        """Request the beats of a window. See [Note: reads of many ranks]."""
         self._wait.last_read = now
         others = self._world_size - 1
         num = min(_WINDOW, others)
@@ -190,7 +457,7 @@ class Watch:
     def _add_answers(self, now: float) -> None:
         for rank, text in self._board.take().items():
             try:
-                self._beats.add(rank, Beat.from_json(text), now)
+                self._wait.add(rank, Beat.from_json(text), now)
             except ValueError as error:
                 if not self._has_misread:
                     _log.warning("the beat of rank %d cannot be read: %s", rank, error)
@@ -218,7 +485,7 @@ class Watch:
 
     def _judge(self) -> Verdict | None:
         silence_s = _SILENCE * self._within_s or math.inf
-        verdict = self._beats.judge(silence_s=silence_s, patience_s=_LOG * self._within_s)
+        verdict = self._wait.judge(silence_s=silence_s, patience_s=_LOG * self._within_s)
         if verdict is not None and verdict.is_final:
             return verdict
         board = self._board  # its store may be the cause, too
@@ -251,7 +518,7 @@ class Watch:
             os.getpid(),
             self._namespace,
         )
-        self._board.publish(beat.to_json())
+        self._board.publish(json.dumps(beat))
 
     # -------------------------------------------------------------- main thread
 
@@ -292,7 +559,7 @@ class Watch:
         with self._lock:
             self._add_answers(time.monotonic())
             self._board.request(ranks)
-            return self._beats.dead(ranks, silence_s)
+            return self._wait.dead(ranks, silence_s)
 
     def close(self, how: str) -> None:
         """End: this rank publishes no beats any more. ``how`` it ended is what others read."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from support.late_device import NAME, load
 from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
-from zero_core.comm.topology import Ranks
+from zero_core.comm.groups import Ranks
 from zero_core.protocols import Work
 from zero_core.testing.simulated import Network
 from zero_core.watch.watch import Watch

@@ -1,6 +1,26 @@
 """Folder in a host's memory that outlives a rank, its two slots, and their exchange between nodes.
 
-See [Note: whose memory] and [Note: two slots]. A slot has files and markers.
+[Note: two slots]
+Each rank keeps its slice of every state in files of a folder in memory, one file per state in the
+form of a checkpoint's. Two slots take turns: one is written while the other is whole. A rank's
+*marker* has all that is no tensor, and vouches for itself. It is removed before the rank's files
+are overwritten, and renamed into place after them. A rank writes into a slot after an update, so
+after the statistics of that step's gradient were summed over all ranks; and it waits for its last
+copy before it adds to that sum. So the other slot is whole on every rank then, copies on other
+nodes included.
+
+Copies are made by a thread beside the next forward and backward, which do not write states. The
+next update waits for it.
+
+[Note: whose memory]
+The folder is in ``/dev/shm``, named after the launcher (torchrun) that starts ranks anew. A process
+of its own keeps it (`keeper`): that removes it when the launcher and all ranks have ended, whatever
+killed them. What remains where the keeper was killed, too, is removed by the next job of the user
+on the machine. Each rank also sends its slice to a rank of the next node, which keeps it beside its
+own.
+
+A folder belongs to one folder of checkpoints, so that engines that save apart are kept apart.
+Data in memory has no checksums until a restart: a CRC-32 takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -30,8 +50,8 @@ from zero_core.checkpoint.in_memory import keeper
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
 from zero_core.checkpoint.safetensors_files import arrange, bytes_of
 from zero_core.checkpoint.storage import Location, storing, write_all
+from zero_core.comm.groups import Ranks
 from zero_core.comm.p2p import wait_all
-from zero_core.comm.topology import Ranks
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.protocols import StateTier
 from zero_core.sharded.snapshot import StateBlocks
@@ -131,12 +151,9 @@ def check_launcher() -> None:
 
 
 def find_launcher() -> int:
-    """Return the process that starts this rank anew.
-
-    It is the nearest one above without the variables that the launcher gave to this rank: between
-    them may be a shell, which ends with the rank.
-    """
-    # A launcher below another launcher has variables of the other one.
+    """Return the process that starts this rank anew."""
+    # It is the nearest one above without the variables that the launcher gave to this rank: between
+    # them may be a shell. A launcher below another launcher has variables of the other one.
     own = {os.fsencode(f"{n}={os.environ[n]}") for n in (_MARK, _ERRORS) if n in os.environ}
     process = os.getppid()
     while own and process > 1:
@@ -217,8 +234,7 @@ class Slot:
         if found is None or found.numel() != size:
             with storing(self.folder / name, _ADVICE):
                 self.folder.mkdir(mode=0o700, exist_ok=True)
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                descriptor = os.open(self.folder / name, flags, 0o600)
+                descriptor = _open(self.folder / name)
                 try:
                     os.posix_fallocate(descriptor, 0, size)
                     os.ftruncate(descriptor, size)
@@ -229,7 +245,6 @@ class Slot:
         return found
 
     def invalidate(self, rank: int) -> None:
-        """Remove the marker of a rank, before its files are overwritten."""
         self._marker(rank).unlink(missing_ok=True)
 
     def commit(self, rank: int, marker: bytes) -> None:
@@ -243,31 +258,18 @@ class Slot:
     def _marker(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.json"
 
-
-def slot_folders(folder: Path) -> list[Path]:
-    return [folder / "0", folder / "1"]
-
-
-def read_markers(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the markers of a slot, by rank, whose files are there in the size that they had."""
-    found = {}
-    for path in sorted(folder.glob("rank-?????.json")):
-        with suppress(OSError):  # another rank writes it
-            data = path.read_bytes()
-            if is_sealed(data):
-                marker = json.loads(data)
-                sizes = {name: (folder / name).stat().st_size for name in marker["files"]}
-                if sizes == marker["files"]:
-                    found[int(marker["rank"])] = marker
-    return found
-
-
-def drop_others(folder: Path, attempt: str) -> None:
-    """Remove the markers that the launch's start ``attempt`` did not write."""
-    for slot in slot_folders(folder):
-        for rank, marker in read_markers(slot).items():
-            if marker["attempt"] != attempt:
-                Slot(slot).invalidate(rank)
+    def read_markers(self) -> dict[int, dict[str, Any]]:
+        """Return the markers, by rank, whose files are there in the size that they had."""
+        found = {}
+        for path in sorted(self.folder.glob("rank-?????.json")):
+            with suppress(OSError):  # another rank writes it
+                data = path.read_bytes()
+                if is_sealed(data):
+                    marker = json.loads(data)
+                    sizes = {n: (self.folder / n).stat().st_size for n in marker["files"]}
+                    if sizes == marker["files"]:
+                        found[int(marker["rank"])] = marker
+        return found
 
 
 def drop_strangers(folder: Path, ranks: set[int]) -> None:
@@ -283,7 +285,6 @@ class Ring:
     """Connections of a rank with ``target``, which keeps its copy, and ``source``, the reverse."""
 
     def __init__(self, ranks: Ranks, per_node: int) -> None:
-        """Every rank makes its own, in one order."""
         self.target = (ranks.rank + per_node) % ranks.size
         self.source = (ranks.rank - per_node) % ranks.size
         self._messages = ranks.messages()

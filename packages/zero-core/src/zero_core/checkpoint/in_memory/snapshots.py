@@ -40,9 +40,8 @@ from zero_core.checkpoint.manifest import (
 )
 from zero_core.checkpoint.storage import Location, open_regular, size_of
 from zero_core.comm.control import PIECE_BYTES
-from zero_core.comm.groups import backend_on
+from zero_core.comm.groups import Ranks, backend_on
 from zero_core.comm.queues import HostQueues
-from zero_core.comm.topology import Ranks
 from zero_core.config import MemoryCheckpointConfig
 from zero_core.core.extension import EndedStep, Extension
 from zero_core.errors import ConfigError
@@ -89,11 +88,16 @@ class MemoryCheckpoints(Extension):
 
     def _restart(self) -> None:
         self._num_made = 0
-        self._attempt = ""  # set at the first snapshot
+        self._attempt = ""  # of the launcher to start this rank, set at the first snapshot
         self._is_continued = False  # the snapshot that was restored is still needed
         self._frozen_versions = [-1, -1]  # in each slot
 
-    # ------------------------------------------------------------------ making
+    def _drop_others(self) -> None:
+        """Remove the markers that this attempt did not write."""
+        for slot in self._slots:
+            for rank, marker in slot.read_markers().items():
+                if marker["attempt"] != self._attempt:
+                    slot.invalidate(rank)
 
     def before_update(self, number: int) -> None:
         """Wait for the snapshot under way: states are about to be written."""
@@ -108,13 +112,12 @@ class MemoryCheckpoints(Extension):
         """Start to make a snapshot, if it is due."""
         if ended.number % self._settings.every:
             return
-        state, place = self._state, self._place
-        assert place is not None, "checked before the step"
+        state = self._state
         if not self._attempt:
             token = uuid.uuid4().hex
             self._attempt = state.control.gather_bytes(token.encode())[0].decode()
             if not self._is_continued:
-                memory.drop_others(place.folder, self._attempt)
+                self._drop_others()
         self._serial += 1
         self._num_made += 1
         content = {
@@ -145,7 +148,6 @@ class MemoryCheckpoints(Extension):
         self._is_read = is_read
 
     def before_write(self) -> None:
-        """Wait for the snapshot under way."""
         work, self._under_way = self._under_way, None
         if work is not None:
             work.wait()
@@ -162,8 +164,8 @@ class MemoryCheckpoints(Extension):
     ) -> None:
         """Write a snapshot, and send it to the next node.
 
-        ``tensors`` are copies of what the next forward changes, by file. On an accelerator ``done``
-        fires at the end of the update. ``is_read``: this rank has read its states, or failed to.
+        ``tensors`` are copies of what the next forward changes, by file. ``done``: the update has
+        ended on the device. ``is_read``: this rank has read its states, or failed to.
         """
         number, rank = facts["serial"] % 2, facts["rank"]
         state, tier, slot = self._state, self._state.tier, self._slots[number]
@@ -212,8 +214,6 @@ class MemoryCheckpoints(Extension):
             self._ring.swap(slot, sent, marker)
         self._frozen_versions[number] = frozen_version
 
-    # --------------------------------------------------------------- restoring
-
     def newer_state(
         self, directory: Location, last_step: int | None
     ) -> Callable[[], dict[str, Any]] | None:
@@ -225,12 +225,12 @@ class MemoryCheckpoints(Extension):
         place = control.together(
             "memory_checkpoint: open", lambda: Place(path, directory, control.rank)
         )
-        self._place, self._slots = place, [Slot(slot) for slot in memory.slot_folders(place.folder)]
+        self._place, self._slots = place, [Slot(place.folder / number) for number in ("0", "1")]
         self._restart()
         own = [
             [m["serial"], m["attempt"], m["step"], m["world_size"], rank]
-            for slot in memory.slot_folders(place.folder)
-            for rank, m in memory.read_markers(slot).items()
+            for slot in self._slots
+            for rank, m in slot.read_markers().items()
         ]
         cards = control.gather_bytes(json.dumps([last_step, own]).encode())
         lasts, rows = zip(*map(json.loads, cards), strict=True)
@@ -255,10 +255,11 @@ class MemoryCheckpoints(Extension):
         ``holders``: of each writing rank's files, the lowest rank here whose host has it.
         """
         state, control = self._state, self._state.control
-        place = self._slots[serial % 2].folder
+        slot = self._slots[serial % 2]
+        place = slot.folder
         here = {
             rank: marker
-            for rank, marker in memory.read_markers(place).items()
+            for rank, marker in slot.read_markers().items()
             if (marker["serial"], marker["attempt"]) == (serial, attempt)
         }
         own = {r: here[r] for r, holder in sorted(holders.items()) if holder == control.rank}
@@ -288,7 +289,7 @@ class MemoryCheckpoints(Extension):
         """Let the next snapshot replace all others: the states were loaded from elsewhere."""
         if self._place is not None:
             self._restart()
-            memory.drop_others(self._place.folder, "")
+            self._drop_others()
 
     def remove(self) -> None:
         """Stop, on this rank alone. Snapshots stay for whoever is started anew.

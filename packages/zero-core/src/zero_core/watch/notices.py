@@ -1,16 +1,38 @@
-"""Line on a terminal that says that something takes long."""
+"""Notices of a rank: the error file that torchrun reads, and a line on a terminal."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 SHOWN_AFTER_S = 1.0
 _CLEAR = "\x1b[K"
+
+
+def write_error_file(kind: str, message: str, trace: str = "") -> None:
+    """Write an error to ``TORCHELASTIC_ERROR_FILE``, if that is set, for torchrun to read.
+
+    ``trace`` is its traceback. Without one, the file has the stack of the caller.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    line = f"{kind}: {message}"
+    details = {
+        # All that torchrun prints.
+        "py_callstack": trace or "".join([*traceback.format_stack(), line]),
+        "timestamp": str(int(time.time())),
+    }
+    content = {"message": {"message": line, "extraInfo": details}}
+    with suppress(OSError):  # the error itself is raised or logged in any case
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 @contextmanager
