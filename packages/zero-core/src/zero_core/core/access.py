@@ -379,9 +379,7 @@ class ShownParams:
             is_moved = addresses != self._shown.addresses or self._views.is_opaque
             if is_moved and self._moved is None:
                 self._moved = self._find_moved()
-            versions = list(map(_get_version, self.params))
-            if versions != self._versions:
-                self._note_written(versions)
+            self._note_written(list(map(_get_version, self.params)))
         self.hide()
 
     def hide(self) -> None:
@@ -453,12 +451,13 @@ class ShownParams:
 
     def _note_written(self, versions: list[int]) -> None:
         """Note a parameter that was written in memory that is about to be given up."""
+        if versions == self._versions:
+            return
         pairs = enumerate(zip(versions, self._versions, strict=True))
-        position = next((position for position, (now, before) in pairs if now != before), None)
+        position = next(position for position, (now, before) in pairs if now != before)
         self._versions = versions
-        if position is not None:
-            param = self.params[position]
-            self.written = param if isinstance(param, nn.Parameter) else None
+        param = self.params[position]
+        self.written = param if isinstance(param, nn.Parameter) else None
 
     def misplaced(self) -> int | None:
         """Return the position of a parameter whose ``data`` other code has replaced, or None.

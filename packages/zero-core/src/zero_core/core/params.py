@@ -155,7 +155,8 @@ class FlatParams:
         is_exchanged: whether a gather is an exchange with other ranks.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
         publishing: a lock, held while values change and their exchange is launched; one per engine.
-        open_tail: opens the tail, if these are of it and sharded.
+        is_deferred: whether reads wait for a gather that others have started.
+        await_tail: waits for the tail, if these are of it and sharded.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class FlatParams:
         self.params = shown.params
         self._lock = threading.RLock()  # of waits: any thread may read
         self.publishing = threading.RLock()
-        self.open_tail: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.await_tail: weakref.WeakMethod[Callable[[], None]] | None = None
         self.device = device
         self.full = kept
         self.is_kept = kept is not None
@@ -192,7 +193,7 @@ class FlatParams:
         self._pool = pool
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
-        self._is_deferred = False
+        self.is_deferred = False
         access.register(self, shown.read_params)
 
     # ----------------------------------------------------------------- states
@@ -269,7 +270,7 @@ class FlatParams:
     def defer(self) -> None:
         """Have reads wait for a gather that others start, until `release`."""
         if not (self.is_kept or self.shown.is_shown):
-            self._is_deferred = True
+            self.is_deferred = True
             self.shown.defer()
 
     def release(self) -> None:
@@ -278,14 +279,14 @@ class FlatParams:
         if self.is_kept:
             return
         if full is None:
-            if self._is_deferred:
+            if self.is_deferred:
                 self.shown.hide()
-                self._is_deferred = False
+                self.is_deferred = False
             return
         if self._work is not None:
             self.finish_gather()
         self.shown.withdraw()
-        self._is_deferred = False
+        self.is_deferred = False
         self._pool.release(full)
         self.full = None
         self._full_version = _NO_VERSION
@@ -311,9 +312,9 @@ class FlatParams:
 
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the value of ``param``, which is deferred, and open it."""
-        open_tail = None if self.open_tail is None else self.open_tail()
-        if open_tail is not None:
-            open_tail()
+        await_tail = None if self.await_tail is None else self.await_tail()
+        if await_tail is not None:
+            await_tail()
             return
         with self.publishing:
             pass  # another thread may be about to launch the gather

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -41,12 +40,12 @@ forward. A plain tuple, as there is one for each use of a weight, and a test for
 """
 
 
-class SavedParam(ABC):
+class SavedParam:
     """A parameter that autograd saved, of this engine or of another one."""
 
-    @abstractmethod
     def gather(self, saved: SavedWeights) -> Tensor:
         """Gather the values to the end of the backward of ``saved``. Every rank must call it."""
+        raise NotImplementedError
 
 
 class _Cast(NamedTuple):

@@ -64,7 +64,7 @@ class UnitSet:
         self._opening_tail = threading.RLock()
         if self.tail is not None and has_sharded_params:
             for flat in self.tail.params:
-                flat.open_tail = weakref.WeakMethod(self.open_tail)
+                flat.await_tail = weakref.WeakMethod(self._await_tail)
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
@@ -119,11 +119,18 @@ class UnitSet:
             flat.defer()
 
     def open_tail(self) -> None:
-        """Wait for the tail, as a forward does or whoever reads it before, in any thread."""
+        """Wait for the tail, as a forward does."""
         if self.tail is not None and self.tail.index not in self.ready:
             with self._opening_tail:
                 self.tail.gather()
                 self.wait(self.tail)
+
+    def _await_tail(self) -> None:
+        """Wait for the tail, whose gather was launched, in any thread that reads it."""
+        with self._opening_tail:
+            assert self.tail is not None, "its parameter was read"
+            if any(flat.is_deferred for flat in self.tail.params):  # else it is released again
+                self.open_tail()
 
     def gather_exact(self, unit: Unit) -> None:
         """Gather ``unit`` now, unquantized. One that is gathered stays: quantized, perhaps."""

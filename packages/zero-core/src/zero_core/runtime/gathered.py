@@ -27,6 +27,7 @@ likewise: `GatheredParams._watching`.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -106,12 +106,13 @@ class GatheredCalls:
 
         Small is what ``stage3_param_persistence_threshold`` and
         ``stage3_model_persistence_threshold`` say. The next `publish` makes the copies. Every rank
-        must call it, once.
+        must call it.
         """
         self._device_states.check("keep_small_params()")
         zero = self.config.zero_optimization
         limits = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
-        self._gathering.small = _SmallParams(self._gathering.state, *limits)
+        if self._gathering.small is None:
+            self._gathering.small = _SmallParams(self._gathering.state, *limits)
 
 
 class _FullParam(NamedTuple):
@@ -124,12 +125,12 @@ class _FullParam(NamedTuple):
     tensor: Tensor  # the values, in the parameter's shape, which it is a view of
 
 
-_holders: WeakSet[GatheredParams] = WeakSet()  # of all engines
+_holders: list[weakref.ref[GatheredParams]] = []  # of all engines, the newest last
 
 
 def _refer(param: nn.Parameter) -> _Reference | None:
     """Return a reference to ``param``, None if no engine shards it."""
-    for holder in _holders:
+    for holder in filter(None, (ref() for ref in reversed(_holders))):
         version = holder.version_of(param)
         if version is not None:
             return _Reference(param, holder, version)
@@ -179,7 +180,10 @@ class GatheredParams:
         self._reading: list[dict[int, int]] = []
         self._edited: set[int] = set()  # ids of parameters that a context may change
         self._units.saved.refer = _refer
-        _holders.add(self)
+
+    def begin(self) -> None:
+        """Serve references to the engine's parameters until `remove`."""
+        _holders[:] = [*(ref for ref in _holders if ref() is not None), weakref.ref(self)]
 
     @property
     def is_open(self) -> bool:
@@ -199,7 +203,7 @@ class GatheredParams:
             self.small.refresh()
 
     def remove(self) -> None:
-        _holders.discard(self)
+        _holders[:] = [ref for ref in _holders if ref() not in (None, self)]
         if self.small is not None:
             self.small.remove()
 
