@@ -120,7 +120,7 @@ class Exchange(Protocol):
         A mistake that another attempt would repeat (CheckpointError, ConfigError) is raised as
         CheckpointError, a corrupt checkpoint as what it is, and the rest as CheckpointFailedError.
         """
-        failure: list[int | str] = []
+        failure: list[str] = []
         found: list[_T] = []
         with self.place.during(what):
             try:
@@ -130,15 +130,16 @@ class Exchange(Protocol):
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 is_mistake = isinstance(error, CheckpointError | ConfigError)
                 is_mistake &= not isinstance(error, CheckpointFailedError)
-                kind = 1 if is_mistake else 2  # in `_KINDS`
+                kind = CheckpointError if is_mistake else CheckpointFailedError
                 if isinstance(error, CheckpointCorruptError):
-                    kind = 0
-                failure = [kind, f"{type(error).__name__}: {error}"]
+                    kind = CheckpointCorruptError
+                failure = [kind.__name__, f"{type(error).__name__}: {error}"]
             rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
         failed = [f"rank {r}: {row[1]}" for r, row in enumerate(rows) if row]
         if failed:
-            first = min(row[0] for row in rows if row)
-            raise _KINDS[first](f"{what} failed on {'; '.join(failed)}")
+            names = {row[0] for row in rows if row}
+            kind = next(kind for kind in _KINDS if kind.__name__ in names)
+            raise kind(f"{what} failed on {'; '.join(failed)}")
         return found[0]
 
 
@@ -207,6 +208,8 @@ class ControlGroup(Exchange):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU."""
+        if self.world_size * tensor.nbytes <= PIECE_BYTES:
+            return self.gather_on_device(tensor).cpu()
         whole = torch.empty(self.world_size, tensor.numel(), dtype=tensor.dtype, device="cpu")
         for start, piece in self.gather_in_pieces(tensor):
             whole[:, start : start + piece.shape[1]] = piece

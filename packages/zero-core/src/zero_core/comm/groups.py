@@ -185,8 +185,10 @@ class ProcessLibrary:
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
         """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups]."""
         device, members = self._ranks.device, dist.get_process_group_ranks(self._group)
+        backend = backend_on(self._group, device)
+        assert backend is not None, "the group exchanges tensors of the device"
         own, chosen = tuple(ranks), tuple(members[r] for r in ranks)
-        known, key = _of_job().shared, (backend_on(self._group, device), chosen, lane)
+        known, key = _of_job().shared, (backend, chosen, lane)
         shared = next((s for s in reversed(known) if s.key == key and s.users), None)
         name = "" if shared is None else shared.group.group_name
         is_everybody = len(members) == dist.get_world_size()

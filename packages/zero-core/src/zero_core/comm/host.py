@@ -215,6 +215,11 @@ class HostCollectives(Transport):
 
         return self._queues.launch(pass_on, is_reduction=False)
 
+    def coded(self, codec: SliceCodec) -> Self:
+        found = super().coded(codec)
+        found._expected = {}
+        return found
+
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         slices = full.view(self.world_size, -1)
         codec, coded = self._codec, list[int]()  # peers that are sent messages, not slices

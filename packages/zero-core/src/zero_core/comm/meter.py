@@ -31,7 +31,8 @@ _ORDER = [
 class Traffic:
     """One kind of transfer in one optimizer step, all micro-steps included."""
 
-    collective: str  # or "to_host", "to_device"
+    # "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "to_host" or "to_device"
+    collective: str
     content: str  # what is carried
     num_calls: int  # per step
     within_node_bytes: int = 0  # that a rank sends to ranks of its own node (mean over ranks)

@@ -100,7 +100,7 @@ class _Step:
 class Recorder(Extension):
     """Writer of one rank's records, until its context or the program ends.
 
-    The error that ends it is recorded. A rank that is killed, or ends by ``os._exit``, leaves none.
+    The error that ends it is recorded. A rank that is killed or ends by ``os._exit`` leaves no end.
     """
 
     def __init__(

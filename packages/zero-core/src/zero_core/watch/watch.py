@@ -122,7 +122,7 @@ class _Seen:
         return self.beat.still_s + self.silent_s
 
 
-class Wait:
+class Waiting:
     """A wait of this rank, and the beats of all ranks as it has seen them since its begin."""
 
     def __init__(self, rank: int, world_size: int, identity: object, since: float) -> None:
@@ -215,7 +215,7 @@ class ThreadedBoard:
     """Beats in a store, by calls that do not block. Its thread keeps it alive until `close`."""
 
     def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
-        """``keys`` of all ranks' beats. ``host`` of the store, as "rank 0 of the job"."""
+        """``keys``: of all ranks' beats. ``host``: has the store, as "rank 0 of the job"."""
         self.host = host
         self.is_lost = False  # the connection has failed: nothing is published or read any more
         self._store = store
@@ -420,7 +420,7 @@ class Watch:
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
-        self._wait = Wait(rank, world_size, None, self._last_tick)
+        self._wait = Waiting(rank, world_size, None, self._last_tick)
         self._publish(self._last_tick)
 
     # ------------------------------------------------------------------ thread
@@ -431,7 +431,7 @@ class Watch:
             self._publish(now)
             identity, what = self._find_wait()
             if identity != self._wait.identity:
-                self._wait = Wait(self._rank, self._world_size, identity, self._last_tick)
+                self._wait = Waiting(self._rank, self._world_size, identity, self._last_tick)
             waited_s = now - self._wait.since
             is_due = waited_s >= _LOG * self._within_s
             self._add_answers(now)
