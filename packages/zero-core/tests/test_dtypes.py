@@ -126,11 +126,15 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(rank
     if ranks.rank == 0:  # the others take rank 0's before the next forward
         assert_same(own, dict(plain.named_buffers()))
     trained = sum(s.shard_numel for s in engine.layout.segments)
-    assert engine.memory_report()["gradient shards"] == 4 * trained
+    shards = engine.memory_report()["gradient shards"]
     with torch.device("meta"):
         model = _Running()
     planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
+    assert planned.memory.device["gradient shards"] == shards
+    # Beside those of all units, what one unit's second micro-step is reduced into.
+    largest = max(s.shard_numel for s in engine.layout.segments)
+    assert 0 <= shards - 4 * trained <= 4 * largest * (ranks.size > 1)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,7 @@ class _Reticent:
 
     def reduce_scatter(self, out, full, *, unit):
         work = self._native.reduce_scatter(out, full, unit=unit)
+        work.wait()
         work.contributions = ()
         return work
 

@@ -37,6 +37,7 @@ class GradientBuffers:
     full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` if it is not kept
     shard_pool: BufferPool  # lends what is reduced into if there is no ``grad_shard``
     rounded_pool: BufferPool  # lends what the tier is offered where that is rounded
+    term_pool: BufferPool  # lends what is reduced into where that is added to ``grad_shard``
 
 
 class ReducedGrad(NamedTuple):
@@ -187,7 +188,7 @@ class GradShard:
         self._shard = buffers.shard
         self.until_gathered: NamedWork | None = None
         self._until_copied: Wait | None = None  # by the state tier
-        self._pool = buffers.shard_pool
+        self._term_pool = buffers.term_pool
         self._term: Tensor | None = None  # borrowed, of a reduction that is added to others
         self._rounded_pool = buffers.rounded_pool
         self._rounded: Tensor | None = None  # what the tier was offered, if it was rounded
@@ -197,7 +198,7 @@ class GradShard:
         shard = self._shard
         assert shard is not None, "the case has one"
         if not (self.is_empty or self._plan.is_sequential):
-            self._term = self._pool.acquire(shard.numel(), shard.dtype, self._segment.index)
+            self._term = self._term_pool.acquire(shard.numel(), shard.dtype, self._segment.index)
             return self._term
         if self._until_copied is not None:
             self.wait_until_copied()
@@ -215,7 +216,7 @@ class GradShard:
     def _return_term(self) -> None:
         if self._term is not None:
             term, self._term = self._term, None
-            self._pool.release(term)
+            self._term_pool.release(term)
 
     def add_own(self, full: FullGrad) -> None:
         """Add the gradient of the only rank, which is in the shard's memory."""
@@ -366,15 +367,16 @@ class PassedOnShard(GradShard):
         self._tier = tier
         self._span = span
         self._device = device
+        self._pool = buffers.shard_pool
         self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind the shard
 
     def target(self) -> Tensor:
         numel, user = self._segment.shard_numel, self._segment.index
+        if self._lent is not None:  # it holds what an earlier backward of the step reduced
+            self._term = self._term_pool.acquire(numel, self._plan.accumulated, user)
+            return self._term
         target = self._pool.acquire(numel, self._plan.accumulated, user)
-        if self._lent is None:
-            self._lent = self._pool, target
-        else:  # it holds what an earlier backward of the step reduced
-            self._term = target
+        self._lent = self._pool, target
         return target
 
     def add(self, reduced: Tensor) -> bool:

@@ -168,17 +168,9 @@ class Pools:
         return found
 
     def make_for_gradients(
-        self,
-        segments: Sequence[Segment],
-        plan_of: Mapping[int, GradientPlan],
-        *,
-        is_whole: bool,
-        has_micro_steps: bool,
+        self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan], *, is_whole: bool
     ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
-        """Return the pools of `GradientBuffers`.
-
-        ``is_whole``: a rank updates all of a segment. ``has_micro_steps``: a step has several.
-        """
+        """Return the pools of `GradientBuffers`. ``is_whole``: a rank updates all of a segment."""
         plans = [(s, plan_of[s.index]) for s in segments]
         full = {}
         for dtype in {dtype for _, p in plans for dtype in (p.communicated, p.accumulated)}:
@@ -202,17 +194,12 @@ class Pools:
             if p.offered != p.accumulated and (self._has_peers or p.is_shard_kept)
         ]
         passed_on = [s for s, p in plans if self._has_peers and not p.is_shard_kept]
-        added = [  # from the second micro-step on
-            s
-            for s, p in plans
-            if has_micro_steps and self._has_peers and p.is_shard_kept and not p.is_sequential
-        ]
         is_rounded = any(s in rounded for s in passed_on)  # then the tier reads other memory
         shard_pool = self._make(
             "gradient shards",
             self._exchanged,
             [s.shard_numel * p.accumulated.itemsize for s, p in plans],
-            _num_of_largest_unit([*passed_on, *added]),
+            _num_of_largest_unit(passed_on),
             num_copied=0 if is_rounded else len(passed_on),
         )
         numels = [s.padded_numel if is_whole else s.shard_numel for s in segments]
@@ -224,6 +211,18 @@ class Pools:
             num_copied=len(rounded),
         )
         return full, shard_pool, rounded_pool
+
+    def make_for_terms(
+        self, plans: Sequence[tuple[Segment, GradientPlan]], *, has_micro_steps: bool
+    ) -> BufferPool:
+        """Return what lends memory to reductions that are added to those of earlier micro-steps.
+
+        Those of one unit are under way at a time.
+        """
+        kept = [s for s, p in plans if p.is_shard_kept and not p.is_sequential]
+        nbytes = [s.shard_numel * p.accumulated.itemsize for s, p in plans]
+        at_once = _num_of_largest_unit(kept) if has_micro_steps and self._has_peers else 0
+        return self._make("gradient shards", self._private, nbytes, at_once)
 
     def add_to(self, report: dict[str, int], *, is_expected: bool) -> None:
         for kind, pool, expected in self._pools:
@@ -482,17 +481,14 @@ class Memory:
         kept = [(s, p) for s, p in plans if p.is_shard_kept and s.index not in shards]
         reduced = {s.index: (p.accumulated, s.shard_numel) for s, p in kept}
         shards |= allocate("gradient shards", reduced)
+        has_micro_steps = self._config.gradient_accumulation_steps > 1
+        terms = self.pools.make_for_terms(plans, has_micro_steps=has_micro_steps)
         found = {}
         for part in self.pools.split(s for s, _ in plans):
-            pools = self.pools.make_for_gradients(
-                part,
-                plan_of,
-                is_whole=self._stage == 0,
-                has_micro_steps=self._config.gradient_accumulation_steps > 1,
-            )
+            pools = self.pools.make_for_gradients(part, plan_of, is_whole=self._stage == 0)
             for s in part:
                 of_segment = full.get(s.index), shards.get(s.index), total.get(s.index)
-                found[s.index] = GradientBuffers(plan_of[s.index], *of_segment, *pools)
+                found[s.index] = GradientBuffers(plan_of[s.index], *of_segment, *pools, terms)
         return found
 
     def report(self, *, is_expected: bool = False) -> dict[str, int]:
