@@ -157,6 +157,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 place.unfinished = "step()"  # others update once they have this rank's statistics
                 try:
                     backward.start_agreement()
+                    # `complete_gradient` agrees anew only where more had to be reduced.
                     if self._extensions.agreed:  # they may raise, so no update is enqueued before
                         backward.complete_gradient()
                     for check in self._extensions.agreed:

@@ -205,7 +205,7 @@ class GradShard:
         return shard
 
     def add(self, reduced: Tensor) -> bool:
-        """Add what was ``reduced`` to `target`. Return whether it alone is the gradient now."""
+        """Add what a reduction wrote to `target`. Return whether it alone is the gradient now."""
         self.is_empty = False
         if reduced is self._shard:
             return True
@@ -243,13 +243,13 @@ class GradShard:
 
     def rounded(self) -> Tensor:
         """Return the shard in the offered dtype, as its norm is taken."""
-        return self.round(self.values())
+        return self.to_offered(self.values())
 
     def offer(self, rounded: Tensor) -> Tensor:
         """Return what the state tier is offered, of what `rounded` has returned."""
         return rounded
 
-    def round(self, values: Tensor) -> Tensor:
+    def to_offered(self, values: Tensor) -> Tensor:
         """Return ``values`` in the offered dtype: in borrowed memory if that is another one."""
         dtype = self._plan.offered
         if values.dtype is dtype:
@@ -323,7 +323,7 @@ class SummedShard(GradShard):
             gathered.wait()
         else:
             self.until_gathered = gathered
-        return self.round(self._total)
+        return self.to_offered(self._total)
 
     def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
         """Replace elements of the sum, and have the shard follow: see `FlatGrads.change`."""
@@ -521,7 +521,8 @@ class FlatGrads:
     def finish(self) -> None:
         """Add the reduction to the step's gradient.
 
-        One that has its statistics is waited for where its sum or its memory is used: `wait`.
+        One that takes its own statistics is waited for here only if its sum is used at once. Else
+        `wait` does where its sum or its memory is used.
         """
         reduction, self._reduction = self._reduction, None
         if reduction is None:  # of one rank
@@ -575,7 +576,7 @@ class FlatGrads:
         """Return what `result` does, after `change`, without a collective."""
         if not isinstance(self.shard, SummedShard):
             return self.result()
-        return ReducedGrad(self.shard.round(self.covered()), self.norm())
+        return ReducedGrad(self.shard.to_offered(self.covered()), self.norm())
 
     def wait(self) -> None:
         """Wait until the step's gradient is complete, as `result` returned it."""

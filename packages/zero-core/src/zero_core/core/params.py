@@ -319,7 +319,7 @@ class FlatParams:
         with self.publishing:
             pass  # another thread may be about to launch the gather
         with self._lock:
-            if self.is_exchanged and not self.is_gathered:
+            if self.is_exchanged and not self.is_gather_launched:
                 raise RuntimeError(
                     f"parameter {self.shown.name_of(param)} has no current value here: a step or "
                     "load was broken off on this rank before its values were exchanged. Load a "
@@ -338,7 +338,7 @@ class FlatParams:
         return is_here and self.shown.is_shown
 
     @property
-    def is_gathered(self) -> bool:
+    def is_gather_launched(self) -> bool:
         """Whether a gather of the current values is under way or has ended."""
         return self._full_version == self.version
 
@@ -350,7 +350,7 @@ class FlatParams:
     def refresh(self) -> None:
         """Wait for kept values that are on their way. Starts no exchange with other ranks."""
         is_here = self.shown.why_refused is not access.AWAY
-        if self.is_kept and is_here and (self.is_gathered or not self.is_exchanged):
+        if self.is_kept and is_here and (self.is_gather_launched or not self.is_exchanged):
             self.gather()
             self.wait()
 

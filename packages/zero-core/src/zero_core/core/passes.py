@@ -103,8 +103,8 @@ class Reductions:
     Attributes:
         in_flight: those under way, with whether they are the last micro-step's of their step.
         sequential: those that take one gradient of each parameter in a backward.
-        is_due_per_backward: whether every backward reduces, and not the last of a step alone: one
-            rank has nothing to reduce before, unless its tier adds up each micro-step's gradient.
+        is_due_per_backward: whether every backward reduces, as with other ranks or a tier that adds
+            up micro-steps. Else the last backward of a step alone does.
     """
 
     def __init__(self, units: UnitSet, sink: GradientSink, *, has_peers: bool) -> None:
@@ -320,7 +320,7 @@ class BackwardPass:
     def end(self) -> None:
         """Reduce what is left, wait for everything, release every unit.
 
-        Autograd calls it when a backward ends, and a step where something is left to reduce.
+        Called by autograd at a backward's end, and by `start_agreement` if gradients are left.
         """
         if self.is_open:
             for skipped in self.order.skipped_last():

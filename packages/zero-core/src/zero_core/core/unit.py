@@ -17,10 +17,10 @@ placeholder one NaN (0 for integer dtypes), expanded to the parameter's shape: `
             sharded. The parameter's class refuses reads of it: `zero_core.core.access`.
 full_grad   [padded_numel], communication dtype: this rank's own gradients, before their reduction.
             Already multiplied by ``predivide`` (1 / world size; 1 for a sum, or where the loss is
-            divided by all micro-batches). Accumulation dtype if they add up over several backwards.
+            divided by all micro-batches). Accumulation dtype while unreduced backwards add up.
 grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps so
-            far. Absent where the state tier takes each micro-step's gradient, or the only one. With
-            one rank it is ``full_grad``.
+            far. Absent where the state tier copies gradients, and adds up those of several
+            micro-steps. With one rank it is ``full_grad``.
 grad_sum    [padded_numel], accumulation dtype: at stage 0, all ranks' ``grad_shard``, gathered.
 
 Which of the gradients' tensors exist, and in what memory, is a `GradientPlan`: see

@@ -80,8 +80,8 @@ class UnitSet:
     def go_to(self, unit: Unit, *, backward: bool) -> None:
         """Gather ``unit`` and its successors, and release its predecessor.
 
-        Wait for a block alone: the first block's gather and the tail's are launched before the
-        root's is waited for.
+        Wait for ``unit`` if it is a block. Callers wait for the root, behind whose gather that of
+        the first block and the tail's are launched, and for the tail.
         """
         index = unit.index
         if unit.is_block:
@@ -251,7 +251,7 @@ class UnitSet:
 
         Every rank must call it. See [Note: publication].
         """
-        stale = [flat for flat in self._published if not flat.is_gathered]
+        stale = [flat for flat in self._published if not flat.is_gather_launched]
         if not stale:
             return
         launcher = None

@@ -178,7 +178,7 @@ class PrefetchHints:
         has_backward = backward or torch.is_grad_enabled()
         # Backward begins with the last block, still gathered then; the root and the tail are, too.
         returning = range(back_from - 1, 0, -1) if has_backward else range(0)
-        ahead = (p for u in to_come for p in self._params_of[u] if not p.is_gathered)
+        ahead = (p for u in to_come for p in self._params_of[u] if not p.is_gather_launched)
         again = (p for u in returning for p in self._params_of[u])
         found = takewhile(lambda p: p.source.is_updated(), chain(ahead, again))
         self._tier.expect([p.segment.index for p in islice(found, _MAX_EXPECTED)])

@@ -151,6 +151,7 @@ class InBackwardPolicy(UpdatePolicy):
             groups = self._train.hyperparameters()
             self._settings = self._settings or repr(groups)
             self._updated.update(active)  # before it: an exception may leave it half-updated
+            # Nothing scales or clips where updates are final: ``grad_scale`` is 1.
             self._tier.step(groups, active, grad_scale=1.0)
         return bool(active)
 
