@@ -81,7 +81,7 @@ EARLY_ON_HOST = {"offload_optimizer": {"device": "cpu", "update_in_backward": Tr
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("num_moments", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_moments", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case",
     [

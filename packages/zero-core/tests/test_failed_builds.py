@@ -98,8 +98,7 @@ def _each_call(ranks, calls, event, *case):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("event", ["call", "return"])
-@pytest.mark.parametrize("every", [8, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path, every, stage, kind, event):
+def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path, stage, kind, event):
     values = _model().state_dict()
     del values["head.weight"]  # tied
     save_file(values, tmp_path / "model.safetensors")
@@ -107,7 +106,7 @@ def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path, every, sta
     first, second = simulate(_calls, 2, *case)
     calls = [call for call in first if call in second]  # rank 0 alone warns
     assert len(calls) > 40
-    simulate(_each_call, 2, calls[5 * stage % every :: every], event, *case)
+    simulate(_each_call, 2, calls[5 * stage % 8 :: 8], event, *case)
 
 
 def _no_optimizer():

@@ -18,7 +18,7 @@ LEFT = r"after step\(\) was left in the middle.*engine\.load_checkpoint\(\)"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("num_moments", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_moments", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_left_at_any_moment_goes_on_or_the_engine_says_how(stage, num_moments, tmp_path):
     check_left_anywhere(Case(stage=stage).config(), tmp_path, num_moments)
@@ -50,7 +50,7 @@ def test_a_train_batch_that_was_left_begins_its_step_anew(stage, accumulation):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("num_moments", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_moments", [6, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_a_save_or_load_left_at_any_moment_may_be_repeated(verb, num_moments, tmp_path):
     def train(left):
