@@ -239,9 +239,16 @@ class Recording(TorchDispatchMode):
             ends = {storage_of(t) for t in overwritten}
             for number in {*new, *map(storage_of, written)}:
                 self._writers.setdefault(number, []).append(len(self._tape))
-            sets, dtype = (used - ends, ends | new.keys()), torch.get_default_dtype()
-            entry = Entry(func, stored_args, stored_kwargs, made, *sets, generator, state, dtype)
-            self._tape.append(entry)
+            self._tape.append(
+                Entry(
+                    *(func, stored_args, stored_kwargs, made),
+                    reads=used - ends,
+                    overwrites=ends | new.keys(),
+                    generator=generator,
+                    generator_state=state,
+                    default_dtype=torch.get_default_dtype(),
+                )
+            )
         return out
 
     def _run(
