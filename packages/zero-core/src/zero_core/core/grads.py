@@ -59,7 +59,10 @@ class FullGrad:
         until_read: wait until the other ranks have read it.
     """
 
-    def __init__(self, segment: Segment, buffers: GradientBuffers, views: SegmentViews) -> None:
+    def __init__(
+        self, segment: Segment, buffers: GradientBuffers, views: SegmentViews, missing: float
+    ) -> None:
+        """``missing`` is the gradient of a parameter without one."""
         self.is_wide = False
         self.memory: Tensor | None = None
         self.until_read: NamedWork | None = None
@@ -71,8 +74,7 @@ class FullGrad:
         self._pools = buffers.full_pools
         self._views = views
         self._predivide = plan.predivide
-        # The gradient of a parameter without one. Minus zero changes no bit of a sum.
-        self._missing = -0.0 if plan.is_sequential else 0.0
+        self._missing = missing
         self._slots: list[Tensor] = []  # views of the memory, one per parameter
         self._gaps: list[Tensor] = []  # views of what belongs to no parameter
         self._no_grad = [False] * len(segment.slots)
@@ -442,6 +444,8 @@ class FlatGrads:
         is_updated: whether an update has used it: no more may be added in this step.
     """
 
+    _missing = 0.0  # the gradient of a parameter without one
+
     def __init__(
         self,
         segment: Segment,
@@ -459,7 +463,7 @@ class FlatGrads:
         self.plan = plan = buffers.plan
         self.param_numbers = [slot.param for slot in segment.slots]
         self.views = views
-        self.full = FullGrad(segment, buffers, views)
+        self.full = FullGrad(segment, buffers, views, self._missing)
         self.shard: GradShard
         if plan.case is GradientCase.WHOLE_SUM:
             self.shard = SummedShard(segment, buffers, tier, self.full, communicator)
@@ -536,8 +540,7 @@ class FlatGrads:
             self._until_reduced = self.full.until_read = work
             if self.shard.is_used_at_once or not self.shard.is_empty:  # added to what is there
                 self.wait()
-            # A sequential plan's norms are those of chunks.
-            self._norm = None if self.plan.is_sequential else statistics.norm
+            self._norm = self._arithmetic.of_reduction(statistics.norm)
             nonfinite = statistics.nonfinite
         else:
             work.wait()
@@ -663,6 +666,10 @@ class Arithmetic:
         ``dtype``: add up the powers in it.
         """
         return norm_of(values, p, dtype)
+
+    def of_reduction(self, norm: Tensor) -> Tensor | None:
+        """Return what `measure` does, if the ``norm`` that a reduction took on its way is that."""
+        return norm
 
     def add_squares(self, norms: Sequence[Tensor], squares: Sequence[Tensor]) -> Tensor:
         """Add up segments: [num_sums], float64, which ranks add. ``squares`` are [1] each."""

@@ -103,6 +103,7 @@ class SequentialGrads(FlatGrads):
     See [Note: the same bits at any world size] in `zero_core.layout.gradient_plan`.
     """
 
+    _missing = -0.0  # changes no bit of a sum
     _added: set[int]  # positions, since `begin_backward`
 
     def begin_backward(self) -> None:
@@ -126,7 +127,7 @@ class SequentialGrads(FlatGrads):
         if self.shard.is_empty and target.dtype is sum_dtype(full.dtype):
             return super()._start_reduction(target, full)
         if self.shard.is_empty:
-            target.fill_(-0.0)  # changes no bit of a sum
+            target.fill_(self._missing)
         return self._communicator.reduce_scatter(target, full, self.segment.index, is_added=True)
 
 
@@ -198,6 +199,9 @@ class Invariant(Arithmetic):
 
     def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
         return chunk_norms(values, p)
+
+    def of_reduction(self, norm: Tensor) -> Tensor | None:
+        return None
 
     def add_squares(self, norms: Sequence[Tensor], squares: Sequence[Tensor]) -> Tensor:
         assert not squares, "the engine adds up gradients, not the tier"
