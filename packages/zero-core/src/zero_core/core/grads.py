@@ -474,8 +474,8 @@ class FlatGrads:
             self.shard = PassedOnShard(segment, buffers, tier, span, device)
         self._communicator = communicator
         self._arithmetic = arithmetic
-        self._reduction: tuple[NamedReduction, Tensor] | None = None  # under way, and its target
-        self._target: Tensor | None = None  # of a reduction that is being launched, too
+        self._reduction: NamedReduction | None = None  # under way
+        self._target: Tensor | None = None  # what it writes to, held from before its launch
         self._norm: Tensor | None = None  # of the shard, where it is known already
         self._until_reduced: NamedWork | None = None  # wait until the reduction's sum is there
         self._nonfinite: Tensor | None = None  # bool, [world_size]
@@ -516,8 +516,8 @@ class FlatGrads:
             self._open()
         full = self.full.complete()
         if self.segment.world_size > 1:
-            self._target = target = self.shard.target()  # kept from before the launch on
-            self._reduction = self._start_reduction(target, full), target
+            self._target = self.shard.target()
+            self._reduction = self._start_reduction(self._target, full)
 
     def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
         return self._communicator.reduce_scatter(target, full, self.segment.index)
@@ -528,13 +528,14 @@ class FlatGrads:
         One that takes its own statistics is waited for here only if its sum is used at once. Else
         `wait` does where its sum or its memory is used.
         """
-        reduction, self._reduction = self._reduction, None
-        if reduction is None:  # of one rank
+        work, self._reduction = self._reduction, None
+        if work is None:  # of one rank
             self.shard.add_own(self.full)
             self._norm = None
             self.full.close()
             return
-        work, reduced = reduction
+        reduced, self._target = self._target, None
+        assert reduced is not None, "of the reduction"
         statistics, nonfinite = work.statistics(), None
         if statistics is not None:
             self._until_reduced = self.full.until_read = work
@@ -644,8 +645,8 @@ class FlatGrads:
     def clear(self) -> None:
         """Start a new step: nothing accumulated."""
         self.is_updated = False
-        if self._reduction is not None and self._reduction[0].statistics() is not None:
-            self._until_reduced = self.full.until_read = self._reduction[0]  # it reads full_grad
+        if self._reduction is not None and self._reduction.statistics() is not None:
+            self._until_reduced = self.full.until_read = self._reduction  # it reads full_grad
         self._reduction = self._target = self._norm = self._nonfinite = None
         self.full.clear()
         self.shard.clear()
