@@ -21,9 +21,7 @@ from zero_comm.transport.protocol import TransportCollectives as CommTransport
 from zero_comm.values.message import GradientMessages
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
-from zero_core.optim.device_tier import DeviceTier
-from zero_core.optim.whole_tier import WholeTier
-from zero_core.plan.footprints import (
+from zero_core.footprint.footprints import (
     CollectivesFootprint,
     CollectivesFootprintFactory,
     ParamFootprintFactory,
@@ -31,6 +29,8 @@ from zero_core.plan.footprints import (
     TierFootprintFactory,
     UploadFootprint,
 )
+from zero_core.optim.device_tier import DeviceTier
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import (
     AccumulatingTier,
     AdamKernel,

@@ -260,7 +260,7 @@ def _left_by_engines(rank: int, world_size: int) -> None:
 def _whole_after_builds_that_fail(rank: int, world_size: int) -> None:
     model, expected = _make_sharded(), _make()
     params = [p for p in model.parameters() if is_partitioned(p) and p is not model.low]
-    file = sys.modules["zero_core.build"].__file__
+    file = sys.modules["zero_core.building"].__file__
     for call in ("UnitSet.publish", "release_free_pages"):
         with gathered_params(params):  # no longer recorded
             pass

@@ -22,7 +22,7 @@ from transformers import (
 import zero_core
 from zero_core import ConfigError
 from zero_core.config import load_config
-from zero_core.plan.result import Choice
+from zero_core.footprint.result import Choice
 from zero_core.testing import Case, SimulatedRanks, seeded, simulate, train, wide_blocks
 from zero_engine.planning import Calibration, Curve, Rates
 

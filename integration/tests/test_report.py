@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import zero_core
 from zero_core.config import load_config
-from zero_core.record.records import DetailRecord, EventRecord, RecordFile, RunRecord, StepRecord
+from zero_core.records import DetailRecord, EventRecord, RecordFile, RunRecord, StepRecord
 from zero_core.testing import make_tower, rows, train
 from zero_engine.cli import app
 from zero_engine.report import write_report

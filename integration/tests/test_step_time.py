@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lab.experiments.schedule.job import MODES, Job, Mode, Times
 from lab.experiments.schedule.program import random_times
 from zero_core import ConfigError
-from zero_core.plan.result import AS_CONFIGURED
+from zero_core.footprint.result import AS_CONFIGURED
 from zero_core.testing import Case
 from zero_engine.planning import Calibration, Curve, Rates, plan
 from zero_engine.planning.prediction import StepShape, UnitTime, run_steps

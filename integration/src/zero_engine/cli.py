@@ -432,7 +432,7 @@ def config(
             raise typer.BadParameter(f"--example {example}: choose {', '.join(EXAMPLES)}")
         text = json.dumps(EXAMPLES[example], indent=2) + "\n"
     elif schema:
-        from zero_core.config.json_schema import SCHEMA_FILE
+        from zero_core.config import SCHEMA_FILE
 
         text = SCHEMA_FILE.read_text(encoding="utf-8")
     else:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
-from zero_core.parts import install_command
+from zero_core.adapters import install_command
 from zero_engine.machine import available_cores, locked_memory_limit_bytes, memory_limit_bytes
 
 State = Literal["ok", "note", "missing"]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from zero_core.adapters import available_cores as available_cores
+from zero_core.adapters import memory_limit_bytes as memory_limit_bytes
+from zero_core.adapters import read_text
 from zero_core.errors import ConfigError
-from zero_core.record.environment import available_cores as available_cores
-from zero_core.record.environment import memory_limit_bytes as memory_limit_bytes
-from zero_core.record.environment import read_text
 
 
 def parse_bytes(text: str, name: str) -> int:

@@ -16,9 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.gpt2 import GPT2Config
 
 import zero_core
-from zero_core.config.schema import parse_json, read_config_text
+from zero_core.config import parse_json, read_config_text
 from zero_core.errors import ConfigError
-from zero_core.plan.planner import ranks_of_node
+from zero_core.footprint import ranks_of_node
 from zero_engine import planning
 from zero_engine.calibration.kept import KeptRates, kept_rates
 from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration

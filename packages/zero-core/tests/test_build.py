@@ -215,7 +215,7 @@ def test_a_frozen_model_and_ranks_without_a_process_group_are_refused(monkeypatc
 def test_long_build_is_shown_on_a_terminal_by_rank_0(
     monkeypatch, is_terminal, rank, takes_s, shown
 ):
-    stream, module = io.StringIO(), sys.modules["zero_core.build"]
+    stream, module = io.StringIO(), sys.modules["zero_core.building"]
     adopt_buffers = module.adopt_buffers
     monkeypatch.setattr(
         module, "adopt_buffers", lambda *given: time.sleep(takes_s) or adopt_buffers(*given)

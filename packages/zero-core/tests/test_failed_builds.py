@@ -17,7 +17,7 @@ from zero_core.testing.oracle import Case
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
-BUILD = sys.modules["zero_core.build"].__file__
+BUILD = sys.modules["zero_core.building"].__file__
 GIVING_UP = ("FormerModel.give_up", "release_free_pages")
 """The last calls of a build, after which the model has its values in other memory again."""
 KINDS = ("ordinary", "deferred", "pretrained", "evaluation", "sliced")
@@ -164,6 +164,8 @@ def _replaced(ranks, models):
 @pytest.mark.parametrize("kind", ["ordinary", "sliced"])
 def test_values_that_are_lost_with_a_peer_are_refused_until_they_are_replaced(kind):
     error = CollectiveError("rank 1 is gone")
-    with mock.patch.object(sys.modules["zero_core.build"], "release_free_pages", side_effect=error):
+    with mock.patch.object(
+        sys.modules["zero_core.building"], "release_free_pages", side_effect=error
+    ):
         models = simulate(_lost, 2, kind)
     simulate(_replaced, 2, models)

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
 from zero_core import ConfigError, MissingPartError
+from zero_core.footprint.result import format_bytes
 from zero_core.layout.discovery import MIN_TAIL_NUMEL
-from zero_core.plan.result import format_bytes
 from zero_core.testing.models import Tower, batch, make_model, rows, wide_blocks
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import PeakMemory, alone, run_on_processes

@@ -132,7 +132,7 @@ def _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails(
     rank: int, world_size: int
 ) -> None:
     """Engines run the collectives of accelerators over gloo."""
-    build: Any = sys.modules["zero_core.build"]
+    build: Any = sys.modules["zero_core.building"]
     build.make_transport = _connect_on
     num_groups = count_groups()
     for end in ("close", "unwrap", "close"):

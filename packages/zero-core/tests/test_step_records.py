@@ -15,7 +15,7 @@ import torch
 from support.full_disk import files_up_to
 
 import zero_core
-from zero_core.record.records import (
+from zero_core.records import (
     FILE,
     DetailRecord,
     EventRecord,

@@ -10,7 +10,7 @@ from torch.nn import functional
 import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
-from zero_core.plan.activations import trace_step
+from zero_core.footprint.activations import trace_step
 from zero_core.testing import Case, assert_same, on_ranks, seeded, train
 from zero_core.tiled import TiledLogits
 

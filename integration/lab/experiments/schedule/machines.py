@@ -1,7 +1,7 @@
 """Seconds of a transformer's step on machines that are not here, from published figures.
 
 [Note: seconds]
-passes  the operators of one micro-batch on the meta device (`zero_core.plan.activations`), each by
+passes  the operators of one micro-batch on the meta device (`zero_core.footprint.Trace`), each by
         the device's published peaks and the shares of them that are assumed to be reached
         (`zero_engine.calibration.machine.EFFICIENCY`). Nothing is recomputed
 link    2 bytes per parameter and way over the device's bus
@@ -26,7 +26,7 @@ from benchmarks.harness.models import Gpt, GptShape
 from lab.experiments.schedule.job import Times
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
-from zero_core.plan.activations import Trace, trace_step
+from zero_core.footprint.activations import Trace, trace_step
 from zero_engine.calibration.machine import BYTES_PER_UPDATE, device_calibration
 from zero_engine.planning.rates import Rates
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from zero_core.config.schema import parse_json, read_config_text
+from zero_core.config import parse_json, read_config_text
 from zero_core.errors import ConfigError
 from zero_engine.machine import accelerator_names, available_cores, processor_name
 from zero_engine.planning import Calibration

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zero_core.config.schema import parse_json, read_config_text
+from zero_core.config import parse_json, read_config_text
 from zero_core.errors import ConfigError, ZeroError
 from zero_engine.calibration.kept import keep
 from zero_engine.calibration.rank import merged

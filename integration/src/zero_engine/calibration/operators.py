@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.plan.activations import ATTENTION, ATTENTION_BACKWARD, Operator
+from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Operator
 from zero_engine.calibration.timing import Points, Stopwatch, rising
 
 aten = torch.ops.aten

@@ -17,12 +17,16 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 import zero_core
-from zero_core.comm.device import make_transport, share_memory
-from zero_core.comm.groups import Ranks
-from zero_core.comm.meter import Links, Meter
-from zero_core.comm.topology import count_per_node, find_ranks
+from zero_core.adapters import (
+    Meter,
+    Ranks,
+    count_per_node,
+    find_ranks,
+    make_transport,
+    share_memory,
+)
 from zero_core.errors import MissingPartError
-from zero_core.plan.activations import ATTENTION, ATTENTION_BACKWARD, trace_step
+from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Links, trace_step
 from zero_engine.calibration.timing import STEPS, Points, Stopwatch, rising
 from zero_engine.planning import Calibration, Curve, Rates, plan
 

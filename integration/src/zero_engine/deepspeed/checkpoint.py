@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
-from zero_core.checkpoint.files import read_latest
-from zero_core.checkpoint.manifest import MANIFEST
-from zero_core.checkpoint.storage import local_path
+from zero_core.checkpoint import MANIFEST, local_path, read_latest
 
 _CPU = torch.device("cpu")
 _FILES = "*mp_rank_*_states.pt"

@@ -15,13 +15,9 @@ from torch import nn
 
 import zero_core
 from zero_core import engine_of
-from zero_core.comm.topology import find_ranks
-from zero_core.config import OptimizerConfig, load_config
-from zero_core.config.schema import explain
-from zero_core.core import access
+from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, tag_matrices
+from zero_core.config import OptimizerConfig, explain, load_config
 from zero_core.errors import ConfigError
-from zero_core.optim.factory import check_served, make_optimizer
-from zero_core.optim.muon import tag_matrices
 from zero_engine.deepspeed.config.announce import apply, describe
 from zero_engine.deepspeed.config.names import keep_bf16_moments
 from zero_engine.deepspeed.config.reader import read
@@ -53,7 +49,7 @@ EMPTY_ENTRIES = (
     "state_dict() within deepspeed.zero.GatheredParameters(list(model.parameters()))"
 )
 """How to save what ``module.state_dict()`` does not hold."""
-CURES = access.Cures(
+CURES = Cures(
     read="deepspeed.zero.GatheredParameters([param])",
     write="deepspeed.zero.GatheredParameters([param], modifier_rank=...)",
     declare="call deepspeed.zero.register_external_parameter(module, param) before initialize()",

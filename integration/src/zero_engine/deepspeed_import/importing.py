@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_core import CheckpointError
-from zero_core.checkpoint.files import read_latest
-from zero_core.checkpoint.manifest import MANIFEST
-from zero_core.checkpoint.storage import local_path
+from zero_core.checkpoint import MANIFEST, local_path, read_latest
 from zero_core.errors import CheckpointCorruptError
 from zero_engine.deepspeed_import.isolation import MAX_ANSWER_BYTES
 from zero_engine.deepspeed_import.reading import find_place

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_core import CheckpointError
-from zero_core.checkpoint.manifest import is_plain
+from zero_core.checkpoint import is_plain
 from zero_core.errors import CheckpointCorruptError
 from zero_engine.deepspeed_import.source import (
     MASTER,

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
-from zero_core.checkpoint.files import check_tag, read_latest
-from zero_core.checkpoint.json_values import encode
-from zero_core.checkpoint.manifest import (
+from zero_core.checkpoint import (
     BUFFERS,
     CHUNK_BYTES,
     FORMAT,
     RNG,
     VALUE,
     VERSION,
+    Aside,
+    check_tag,
+    encode,
     file_name,
+    read_latest,
+    write_file,
     write_manifest,
 )
-from zero_core.checkpoint.save import write_file
-from zero_core.checkpoint.storage import Aside
 from zero_engine.deepspeed_import.isolation import printable
 from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source
 

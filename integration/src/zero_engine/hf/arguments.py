@@ -19,8 +19,7 @@ import pydantic
 from transformers import TrainingArguments
 
 from zero_core import ConfigError
-from zero_core.config import SchedulerConfig
-from zero_core.config.schema import explain, shown
+from zero_core.config import SchedulerConfig, explain, shown
 from zero_engine.deepspeed.config.source import load
 from zero_engine.presets import PRESETS
 

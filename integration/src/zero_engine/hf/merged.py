@@ -30,8 +30,7 @@ from transformers import PreTrainedModel
 
 import zero_core
 from zero_core import ConfigError, ShardedModel
-from zero_core.checkpoint.safetensors_files import ModelFiles
-from zero_core.checkpoint.storage import local_path
+from zero_core.checkpoint import ModelFiles, local_path
 
 _ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 

@@ -23,7 +23,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
-from zero_core.checkpoint.load import read_client_state
+from zero_core.checkpoint import read_client_state
 from zero_core.config import SchedulerConfig
 from zero_core.schedules import Schedule, check_state, make_scheduler
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer

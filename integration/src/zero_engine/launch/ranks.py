@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from zero_core.adapters import write_error_file
 from zero_core.errors import CollectiveError, ZeroError
-from zero_core.watch.notices import write_error_file
 from zero_engine.launch.orphans import end_with_launcher
 from zero_engine.launch.started_ranks import device_index
 from zero_engine.terminal import exit_code

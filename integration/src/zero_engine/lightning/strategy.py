@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
-from zero_core.checkpoint.json_values import encode
-from zero_core.layout.discovery import plain_name
+from zero_core.adapters import plain_name
+from zero_core.checkpoint import encode
 from zero_engine.deepspeed.config.source import load
 
 _OF_TRAINER = {

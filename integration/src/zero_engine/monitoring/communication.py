@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_core import ShardedModel
-from zero_core.comm.meter import Traffic
+from zero_core.footprint import Traffic
 from zero_engine.monitoring.observer import StepFacts, StepObserver
 from zero_engine.monitoring.settings import CommsLoggerSettings
 

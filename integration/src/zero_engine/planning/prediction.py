@@ -21,16 +21,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zero_core.comm.meter import Links
 from zero_core.config import Config
-from zero_core.core.facts import facts_nbytes
-from zero_core.extensions.invariance import arithmetic_of
-from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
-from zero_core.layout.gradient_plan import GradientCase, accumulated_dtype
-from zero_core.plan.activations import Trace
-from zero_core.plan.forecast import Forecast, num_gathers
-from zero_core.plan.traffic import gather_calls, reduction_calls
-from zero_core.step.update import may_speculate, updates_in_backward
+from zero_core.footprint import (
+    Forecast,
+    GradientCase,
+    Layout,
+    Links,
+    Segment,
+    Trace,
+    UnitLayout,
+    accumulated_dtype,
+    arithmetic_of,
+    facts_nbytes,
+    gather_calls,
+    may_speculate,
+    num_gathers,
+    reduction_calls,
+    updates_in_backward,
+)
 from zero_engine.planning.rates import Rates
 from zero_engine.planning.result import LANES, Span, StepTime
 from zero_engine.planning.schedule import Schedule, Work

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_core.errors import ConfigError
-from zero_core.plan.activations import Operator
+from zero_core.footprint import Operator
 
 FORMAT = "zero calibration 1"
 

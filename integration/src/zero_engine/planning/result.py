@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from zero_core.plan.result import Choice, Plan, Table
+from zero_core.footprint import Choice, Plan, Table
 
 LANES = ("compute", "gather", "reduce", "copies", "host", "file")
 

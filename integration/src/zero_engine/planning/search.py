@@ -19,9 +19,19 @@ from typing import Any, Literal
 
 from zero_core.config import Config
 from zero_core.errors import ConfigError
-from zero_core.plan.planner import Machine, Planner, Variant, ranks_of_node, variant_of
-from zero_core.plan.result import AS_CONFIGURED, Choice, Placement, format_bytes
-from zero_core.step.update import may_speculate, updates_in_backward
+from zero_core.footprint import (
+    AS_CONFIGURED,
+    Choice,
+    Machine,
+    Placement,
+    Planner,
+    Variant,
+    format_bytes,
+    may_speculate,
+    ranks_of_node,
+    updates_in_backward,
+    variant_of,
+)
 from zero_engine.planning.prediction import Prediction
 from zero_engine.planning.rates import Calibration, Rates
 from zero_engine.planning.result import StepTime, TimedChoice, TimedPlan

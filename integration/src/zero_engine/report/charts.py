@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_core.record.records import DetailRecord, StepRecord
+from zero_core.records import DetailRecord, StepRecord
 from zero_engine.report.measured import WAITS, Measured
 from zero_engine.report.run import Rank
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_core.config import load_config
-from zero_core.config.rules import find_unneeded
+from zero_core.config import find_unneeded, load_config
 from zero_core.errors import ConfigError
-from zero_core.plan.result import Plan, format_bytes
+from zero_core.footprint import Plan, format_bytes
 from zero_engine.report import charts
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure

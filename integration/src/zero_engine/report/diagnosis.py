@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from zero_core.plan.result import format_bytes
+from zero_core.footprint import format_bytes
 from zero_engine.report.measured import INSIDE, WAITS, Measured, RankStep
 
 _LEAST = 0.08

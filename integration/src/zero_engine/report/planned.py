@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from zero_core.comm.meter import Traffic
 from zero_core.errors import ConfigError, ZeroError
-from zero_core.plan.planner import plan
-from zero_core.plan.result import Plan, format_bytes
-from zero_core.plan.traffic import TrafficChoice
+from zero_core.footprint import Plan, Traffic, TrafficChoice, format_bytes, plan
 from zero_engine.report import charts
 from zero_engine.report.measured import Measured, sent_bytes
 from zero_engine.report.page import Block, Chart, Table, Text

@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_core.config import Config, load_effective
 from zero_core.errors import ConfigError
-from zero_core.record.records import (
+from zero_core.records import (
     FILE,
     DetailRecord,
     EventRecord,

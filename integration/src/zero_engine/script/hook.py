@@ -73,7 +73,7 @@ def record_uncaught() -> None:
         shown(kind, error, trace)
         if issubclass(kind, Exception) and own == f"{os.getpid()} {path}":  # not of a fork
             with suppress(ImportError):  # it may be the very error, and has been shown
-                from zero_core.watch.notices import write_error_file
+                from zero_core.adapters import write_error_file
 
                 lines = traceback.format_exception(kind, error, trace)
                 write_error_file(kind.__name__, str(error), "".join(lines))

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gpt2 import GPT2LMHeadModel
 
 import zero_core
-from zero_core.checkpoint.files import list_checkpoints
-from zero_core.checkpoint.storage import LATEST, discard
+from zero_core.checkpoint import LATEST, discard, list_checkpoints
 from zero_engine.train.data import END_OF_TEXT, Corpus
 from zero_engine.train.metrics import MIB, read_metrics
 from zero_engine.train.settings import RunFolder

@@ -26,8 +26,8 @@ from rich.progress import (
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from zero_core.checkpoint.files import newest_step
-from zero_core.watch.place import OUTSIDE, Place
+from zero_core.adapters import OUTSIDE, Place
+from zero_core.checkpoint import newest_step
 from zero_engine.train.options import RunSettings
 from zero_engine.train.settings import RunFolder
 

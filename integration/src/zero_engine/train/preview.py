@@ -9,7 +9,7 @@ import torch
 
 import zero_core
 from zero_core.errors import ConfigError
-from zero_core.plan.result import format_bytes
+from zero_core.footprint import format_bytes
 from zero_engine.machine import memory_limit_bytes, used_bytes
 from zero_engine.train.options import RunSettings
 from zero_engine.train.program import build_model

@@ -23,9 +23,7 @@ import torch
 import torch.distributed as dist
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from zero_core.checkpoint.in_memory.keeper import started_at
-from zero_core.checkpoint.in_memory.place import find_launcher
-from zero_core.checkpoint.storage import write_synced
+from zero_core.checkpoint import find_launcher, started_at, write_synced
 from zero_core.errors import ConfigError
 from zero_engine.launch.orphans import GRACE_PERIOD_S
 from zero_engine.train.options import Start

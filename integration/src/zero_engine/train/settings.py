@@ -14,9 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from zero_core.checkpoint.files import holds_checkpoint
-from zero_core.checkpoint.storage import Location, local_path, location_of
-from zero_core.config.schema import parse_json, read_config_text
+from zero_core.checkpoint import Location, holds_checkpoint, local_path, location_of
+from zero_core.config import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
 from zero_engine.train.options import RunSettings, Start, flag_of
 from zero_engine.train.sizes import DEFAULTS, largest_unit, parse_size, shape_of

@@ -1,18 +1,12 @@
-"""ZeRO stages 0 to 3 for PyTorch on one code path."""
+"""ZeRO stages 0 to 3 for PyTorch on one code path.
 
-from zero_core.build import build
-from zero_core.checkpoint.files import (
-    export_checkpoint,
-    inspect_checkpoint,
-    prune_checkpoints,
-    verify_checkpoint,
-)
-from zero_core.checkpoint.patches import WeightPatch, apply_patch
-from zero_core.checkpoint.whole_models import Loaded
-from zero_core.checkpointing import load_pretrained
-from zero_core.config import Config, load_config
-from zero_core.core.extension import EndedStep, Extension
-from zero_core.engine import Engine
+A name is imported when it is first used (PEP 562): `zero_core.config` and `zero_core.errors` need
+no torch, which takes seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from zero_core.errors import (
     AccumulationScheduleError,
     CheckpointCorruptError,
@@ -27,15 +21,30 @@ from zero_core.errors import (
     UnusedParameterError,
     ZeroError,
 )
-from zero_core.init.deferred import deferred_init
-from zero_core.layout.arithmetic import Layout
-from zero_core.optim.lion import Lion
-from zero_core.plan.planner import plan
-from zero_core.plan.result import Plan
-from zero_core.plugins import check_config
-from zero_core.quantization import quantize_blocks
-from zero_core.runtime.device_states import StatePart
-from zero_core.sharded_model import ShardedModel, engine_of
+
+if TYPE_CHECKING:
+    from zero_core.building import build
+    from zero_core.checkpoint.files import (
+        export_checkpoint,
+        inspect_checkpoint,
+        prune_checkpoints,
+        verify_checkpoint,
+    )
+    from zero_core.checkpoint.patches import WeightPatch, apply_patch
+    from zero_core.checkpoint.whole_models import Loaded
+    from zero_core.checkpointing import load_pretrained
+    from zero_core.config import Config, load_config
+    from zero_core.core.extension import EndedStep, Extension
+    from zero_core.engine import Engine
+    from zero_core.footprint.planner import plan
+    from zero_core.footprint.result import Plan
+    from zero_core.init.deferred import deferred_init
+    from zero_core.layout.arithmetic import Layout
+    from zero_core.optim.lion import Lion
+    from zero_core.plugins import check_config
+    from zero_core.quantization import quantize_blocks
+    from zero_core.runtime.device_states import StatePart
+    from zero_core.sharded_model import ShardedModel, engine_of
 
 __all__ = [
     "AccumulationScheduleError",
@@ -77,3 +86,33 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_MODULES = "adapters checkpoint config errors footprint protocols records schedules testing"
+_HOMES = {
+    "building": "build",
+    "checkpoint.files": "export_checkpoint inspect_checkpoint prune_checkpoints verify_checkpoint",
+    "checkpoint.patches": "WeightPatch apply_patch",
+    "checkpoint.whole_models": "Loaded",
+    "checkpointing": "load_pretrained",
+    "config": "Config load_config",
+    "core.extension": "EndedStep Extension",
+    "engine": "Engine",
+    "init.deferred": "deferred_init",
+    "layout.arithmetic": "Layout",
+    "optim.lion": "Lion",
+    "footprint.planner": "plan",
+    "footprint.result": "Plan",
+    "plugins": "check_config",
+    "quantization": "quantize_blocks",
+    "runtime.device_states": "StatePart",
+    "sharded_model": "ShardedModel engine_of",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES.split():
+        return import_module(f"{__name__}.{name}")
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return globals().setdefault(name, getattr(import_module(f"{__name__}.{home}"), name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

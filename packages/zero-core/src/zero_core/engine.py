@@ -260,7 +260,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
 
         The key ``step_records`` of the configuration does the same. Each rank that is to be in a
-        report calls it. `zero_core.record.records` has the fields. Returns a context, which need
+        report calls it. `zero_core.records` has the fields. Returns a context, which need
         not be entered: its end, the engine's or the program's, and its error, are recorded.
 
         Args:

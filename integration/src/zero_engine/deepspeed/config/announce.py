@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zero_core.config import Config
-from zero_core.config.rules import find_unneeded
+from zero_core.config import Config, find_unneeded
 from zero_engine.deepspeed.config.settings import PATHS, Settings
 from zero_engine.deepspeed.utils.logging import speak
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_core.comm.topology import find_ranks
+from zero_core.adapters import find_ranks
 from zero_core.config import Config, load_config
 from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.settings import Settings

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from zero_core.config.schema import MAX_DEPTH
+from zero_core.config import MAX_DEPTH
 from zero_core.errors import ConfigError
 
 _SPACE = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*|//[^\r\n]*|/\*.*?\*/)*", re.DOTALL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from zero_core.config.blocks import as_kind
+from zero_core.config import as_kind
 from zero_core.errors import ConfigError
 
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from zero_core.config.blocks import LARGEST, as_kind, as_whole
-from zero_core.config.schema import shown
+from zero_core.config import LARGEST, as_kind, as_whole, shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.served import VERSION

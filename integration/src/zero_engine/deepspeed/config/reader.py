@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from zero_core.config import Config
-from zero_core.config.blocks import block_of
-from zero_core.config.schema import as_typed, explain, shown
+from zero_core.config import Config, as_typed, block_of, explain, shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import FLAGS, HONOURED, REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config.names import (

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from zero_core.config.schema import check_plain, read_config_text, shown
+from zero_core.config import check_plain, read_config_text, shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.hjson import parse_hjson
 

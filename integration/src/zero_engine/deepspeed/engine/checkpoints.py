@@ -18,9 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero_core import CheckpointError, Engine
-from zero_core.checkpoint.files import find, read_latest
-from zero_core.checkpoint.manifest import MANIFEST, read_manifest
-from zero_core.checkpoint.storage import local_path
+from zero_core.checkpoint import MANIFEST, find, local_path, read_latest, read_manifest
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties, write_stand_ins
 from zero_engine.deepspeed.engine.facts import Facts
 from zero_engine.deepspeed.errors import NotServedError

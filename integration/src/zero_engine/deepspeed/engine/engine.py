@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine, ShardedModel
-from zero_core.object_methods import ObjectMethods
+from zero_core.adapters import ObjectMethods
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader

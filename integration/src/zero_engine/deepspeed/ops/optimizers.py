@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 import torch
 
 from cpu_adam import CPUAdam
-from zero_core.optim.adam import Adam
-from zero_core.optim.lion import Lion
+from zero_core import Lion
+from zero_core.adapters import Adam
 
 _made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
 

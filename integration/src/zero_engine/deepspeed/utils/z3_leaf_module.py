@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from zero_core.config.blocks import LeafModuleConfig
-from zero_core.layout.discovery import ModuleRule
+from zero_core.adapters import ModuleRule
+from zero_core.config import LeafModuleConfig
 
 _MARKS = ("_z3_leaf", "_is_zero_leaf")
 """DeepSpeed's own, which scripts look at, and what `zero_core.build` looks at."""

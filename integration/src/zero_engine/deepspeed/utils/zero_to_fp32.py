@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero_core import CheckpointError, engine_of
-from zero_core.checkpoint.files import read_buffers, read_weights
-from zero_core.core import access
+from zero_core.adapters import is_refused, open_all
+from zero_core.checkpoint import read_buffers, read_weights
 from zero_core.protocols import PartitionedParam
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
 from zero_engine.deepspeed.served import complete
@@ -82,9 +82,9 @@ def load_state_dict_from_zero_checkpoint(
         if not engine.is_gathered:
             engine.close()
     for name, param in model.named_parameters():
-        is_left_empty = name not in state and access.is_refused(param)
+        is_left_empty = name not in state and is_refused(param)
         if engine_of(param) is None and not is_left_empty:  # memory of its own
-            access.open_all([param])
+            open_all([param])
             if isinstance(param, PartitionedParam):
                 param.make_ordinary()
             param.data = state.get(name, param.data).to("cpu", param.dtype, copy=True)

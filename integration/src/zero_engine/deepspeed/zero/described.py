@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
-from zero_core.core import access
-from zero_core.lifecycle import EngineParameter
+from zero_core.adapters import EngineParameter, derive, own_class, use_class
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
 """Attribute that has `GatheredParameters` look for edits that would be lost."""
@@ -103,7 +102,7 @@ def describe_engine(engine: ShardedModel) -> None:
     engine.remove_at_end(
         # Torch's own class, or one that the engine has given, may be derived from.
         _Class(param)
-        if (own := access.own_class(param)) is nn.Parameter or issubclass(own, EngineParameter)
+        if (own := own_class(param)) is nn.Parameter or issubclass(own, EngineParameter)
         else _OwnClass(param)
         for param in params
     )
@@ -114,11 +113,11 @@ class _Class:
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
-        self._before = access.own_class(param)
-        access.use_class([param], access.derive(ShardedParameter, self._before))
+        self._before = own_class(param)
+        use_class([param], derive(ShardedParameter, self._before))
 
     def remove(self) -> None:
-        access.use_class([self._param], self._before)
+        use_class([self._param], self._before)
 
 
 class _OwnClass:
@@ -127,7 +126,7 @@ class _OwnClass:
     _num_params: ClassVar[Counter[type[nn.Parameter]]] = Counter()
 
     def __init__(self, param: nn.Parameter) -> None:
-        self._class = access.own_class(param)
+        self._class = own_class(param)
         self._attributes = vars(param)
         self._status = self._attributes.pop("ds_status")
         if not self._num_params[self._class]:

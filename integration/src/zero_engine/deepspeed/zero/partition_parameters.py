@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
-from zero_core.init.deferred import is_recorded_innermost
-from zero_core.init.values import gathered_slices
-from zero_core.layout.discovery import note_reader, stored_tensors
+from zero_core.adapters import gathered_slices, is_recorded_innermost, note_reader, stored_tensors
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.config.source import load
 from zero_engine.deepspeed.distributed import init_distributed

@@ -36,9 +36,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zero_core import RankMismatchError, ShardedModel, engine_of
-from zero_core.comm.control import ControlGroup
-from zero_core.init.deferred import Recording, zeroed
-from zero_core.layout.arithmetic import ParamSpec
+from zero_core.adapters import ControlGroup, ParamSpec, Recording, zeroed
 
 _CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
 _DESCRIBES = {"dim", "dtype", "element_size", "ndim", "nelement", "numel", "shape", "size"}

@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_core._torch import storage_of
-from zero_core.comm.topology import find_ranks
+from zero_core.adapters import Recording, find_ranks, recorded, storage_of
 from zero_core.errors import ConfigError
-from zero_core.init.deferred import Recording, recorded
 from zero_engine.deepspeed.zero.partitioned import PartitionedValue, can_partition, partition
 
 

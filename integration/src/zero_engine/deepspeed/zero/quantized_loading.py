@@ -11,10 +11,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zero_core import engine_of
-from zero_core._libc import release_free_pages
-from zero_core.comm.topology import find_ranks
-from zero_core.init.values import put_in_slices, slices
-from zero_core.layout.discovery import is_storage_dtype, stored_tensors
+from zero_core.adapters import (
+    find_ranks,
+    is_storage_dtype,
+    put_in_slices,
+    release_free_pages,
+    slices,
+    stored_tensors,
+)
 from zero_engine.deepspeed.zero.described import describe
 from zero_engine.deepspeed.zero.partitioned import PartitionedValue, can_partition, partition
 

@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _CheckpointFrame
 
 from zero_core import ShardedModel
-from zero_core.core import access
+from zero_core.adapters import is_refused
 from zero_engine.deepspeed.zero.described import ASKED, ZeroParamStatus
 
 NAMES = (
@@ -83,7 +83,7 @@ def _describe(unpacked: Iterable[Any]) -> None:
         if type(tensor) is not Tensor:
             continue
         alike = [param for engine in _engines for param in engine.by_shape.get(tensor.shape, ())]
-        here = (param for param in alike if not access.is_refused(param))
+        here = (param for param in alike if not is_refused(param))
         param = next((param for param in here if param.data_ptr() == tensor.data_ptr()), None)
         if param is not None:
             vars(tensor).update({name: getattr(param, name) for name in NAMES})

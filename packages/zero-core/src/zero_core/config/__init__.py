@@ -1,9 +1,10 @@
-"""DeepSpeed's JSON configuration, typed."""
+"""DeepSpeed's JSON configuration, typed. Reading one needs no torch."""
+
+from typing import TYPE_CHECKING, Any
 
 from zero_core.config.blocks import (
-    DTYPES,
+    LARGEST,
     UNNEEDED,
-    WIDE_DTYPES,
     ActivationCheckpointingConfig,
     Bf16Config,
     Config,
@@ -19,12 +20,32 @@ from zero_core.config.blocks import (
     SchedulerConfig,
     TiledComputeConfig,
     ZeroConfig,
-    master_dtype,
+    as_kind,
+    as_whole,
+    block_of,
 )
-from zero_core.config.schema import load_config, load_effective
+from zero_core.config.rules import find_unneeded
+from zero_core.config.schema import (
+    MAX_DEPTH,
+    SCHEMA_FILE,
+    as_typed,
+    check_plain,
+    explain,
+    load_config,
+    load_effective,
+    parse_json,
+    read_config_text,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from zero_core.config.dtypes import DTYPES, WIDE_DTYPES, master_dtype
 
 __all__ = [
     "DTYPES",
+    "LARGEST",
+    "MAX_DEPTH",
+    "SCHEMA_FILE",
     "UNNEEDED",
     "WIDE_DTYPES",
     "ActivationCheckpointingConfig",
@@ -42,7 +63,25 @@ __all__ = [
     "SchedulerConfig",
     "TiledComputeConfig",
     "ZeroConfig",
+    "as_kind",
+    "as_typed",
+    "as_whole",
+    "block_of",
+    "check_plain",
+    "explain",
+    "find_unneeded",
     "load_config",
     "load_effective",
     "master_dtype",
+    "parse_json",
+    "read_config_text",
+    "shown",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("DTYPES", "WIDE_DTYPES", "master_dtype"):
+        from zero_core.config import dtypes
+
+        return getattr(dtypes, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,14 +8,16 @@ Types and ranges of ``optimizer.params`` and ``scheduler.params`` are in two tab
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import pydantic
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    import torch
 
 LARGEST = 2**63
 """Largest whole number of a configuration, one more than `sys.maxsize`, DeepSpeed's largest."""
@@ -484,15 +486,6 @@ class SchedulerConfig(_Block):
     params: Annotated[dict[str, Any], params_of(SCHEDULER_PARAMS)] = Field(default_factory=dict)
 
 
-WIDE_DTYPES = (torch.float32, torch.float64)
-"""Dtypes of parameters that are their own master weights under any configuration."""
-
-
-def master_dtype(dtype: torch.dtype, own: Collection[torch.dtype]) -> torch.dtype:
-    """Return the dtype of the master weights of a ``dtype``: itself if it is ``own``, or fp32."""
-    return dtype if dtype in own else torch.float32
-
-
 class MemoryCheckpointConfig(_Block):
     """``memory_checkpoint``: copies of all states in host memory, for a restart without loss.
 
@@ -601,9 +594,16 @@ class Config(_Block):
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """Dtype that floating parameters are cast to, or None to keep each one's own."""
+        from zero_core.config.dtypes import DTYPES
+
+        return None if self.half_precision is None else DTYPES[self.half_precision]
+
+    @property
+    def half_precision(self) -> Literal["bf16", "fp16"] | None:
+        """Name of `compute_dtype`."""
         if self.bf16.enabled:
-            return torch.bfloat16
-        return torch.float16 if self.fp16.enabled else None
+            return "bf16"
+        return "fp16" if self.fp16.enabled else None
 
     @property
     def is_vertical(self) -> bool:
@@ -652,24 +652,34 @@ class Config(_Block):
     @property
     def own_masters(self) -> tuple[torch.dtype, ...]:
         """Dtypes of parameters that are their own master weights, with states of their dtype."""
+        from zero_core.config.dtypes import DTYPES, WIDE_DTYPES
+
+        return (*WIDE_DTYPES, DTYPES["bf16"]) if self.has_bf16_masters else WIDE_DTYPES
+
+    @property
+    def has_bf16_masters(self) -> bool:
+        """Whether parameters in bf16 are their own master weights. A host keeps fp32 ones."""
         is_here = self.zero_optimization.offload_optimizer.device == "none"
-        if self.bf16.enabled and self.bf16.bf16_master_weights_and_grads and is_here:
-            return (*WIDE_DTYPES, torch.bfloat16)
-        return WIDE_DTYPES
+        return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads and is_here
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the master weights of parameters of a compute ``dtype``."""
+        from zero_core.config.dtypes import master_dtype
+
         return master_dtype(dtype, self.own_masters)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype of `torch.autocast` around each forward, or None."""
+        from zero_core.config.dtypes import DTYPES
+
         return DTYPES[self.torch_autocast.dtype] if self.torch_autocast.enabled else None
 
     @property
     def loss_scaling(self) -> Fp16Config:
         """Settings of the loss scale, which is used if they are ``enabled``."""
-        if self.fp16.enabled or self.autocast_dtype is not torch.float16:
+        autocast = self.torch_autocast
+        if self.fp16.enabled or not (autocast.enabled and autocast.dtype == "fp16"):
             return self.fp16
         return Fp16Config(enabled=True, loss_scale_window=2000, hysteresis=1)  # torch's GradScaler
 
@@ -684,6 +694,8 @@ class Config(_Block):
         name = self.data_types.buffer_dtype
         if name == "as_made":
             return None
+        from zero_core.config.dtypes import DTYPES
+
         return self.compute_dtype if name is None else DTYPES[name]
 
     def on_nodes(self, ranks_per_node: int, world_size: int) -> Config:
@@ -713,9 +725,3 @@ def _find_unneeded(block: type[BaseModel], path: str = "") -> Iterator[tuple[str
 
 UNNEEDED: Mapping[str, str] = dict(_find_unneeded(Config))
 """Keys that are accepted without effect, and the reason."""
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}

@@ -9,16 +9,13 @@ program and Trainers fill it in. Rules between keys are checked by `load_config`
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from zero_core.config.blocks import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Config
 from zero_core.config.rules import FURTHER_KEYS
-
-SCHEMA_FILE = Path(__file__).with_name("zero.schema.json")
-"""The JSON Schema, as a file of the wheel."""
+from zero_core.config.schema import SCHEMA_FILE
 
 _Schema = dict[str, Any]
 

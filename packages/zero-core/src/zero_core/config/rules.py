@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from zero_core.config.blocks import UNNEEDED, Config, as_kind
 from zero_core.errors import ConfigError
 
@@ -44,10 +42,11 @@ def check_rules(config: Config, world_size: int) -> None:
     """Refuse combinations that are wrong, and features that are not served."""
     zero, bf16, again = config.zero_optimization, config.bf16, config.activation_checkpointing
     offload, is_here = zero.offload_optimizer, zero.offload_optimizer.device == "none"
-    half, autocast = config.compute_dtype, config.autocast_dtype
+    half = config.half_precision
+    autocast = config.torch_autocast.dtype if config.torch_autocast.enabled else None
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError("fp16.enabled and bf16.enabled: only one of them can be true")
-    if None not in (half, autocast) and half is not autocast:
+    if None not in (half, autocast) and half != autocast:
         raise ConfigError(
             f"torch_autocast.dtype is {autocast} and the weights are {half}: leave bf16 and fp16 "
             "out for weights in fp32, or torch_autocast"
@@ -220,7 +219,7 @@ def find_unneeded(raw: Mapping[str, Any], config: Config) -> Iterator[tuple[str,
             "used with bf16.enabled only; check_grad_overflow at the top holds at every precision"
         )
     masters = "the host keeps fp32 master weights, which lose nothing"
-    if config.bf16.bf16_master_weights_and_grads and torch.bfloat16 not in config.own_masters:
+    if config.bf16.bf16_master_weights_and_grads and not config.has_bf16_masters:
         unneeded["bf16.bf16_master_weights_and_grads"] = masters
     if config.fp16.fp16_master_weights_and_grads:
         unneeded["fp16.fp16_master_weights_and_grads"] = masters

@@ -31,6 +31,8 @@ _OWN_AUTO = ("accumulation_schedule", "zero_optimization.offload_optimizer.ratio
 """Keys at which "auto" is a value of this engine's own."""
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SCHEMA_FILE = Path(__file__).with_name("zero.schema.json")
+"""The JSON Schema, as a file of the wheel."""
 MAX_DEPTH = 32
 """Blocks and lists within each other."""
 _MAX_TEXT_BYTES = 4 << 20

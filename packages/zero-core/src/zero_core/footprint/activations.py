@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_core._torch import pytree, storage_of
 from zero_core.config import Config
 from zero_core.errors import ConfigError
+from zero_core.footprint.forecast import MemoryUse
 from zero_core.layout.discovery import components, compute_dtype
-from zero_core.plan.forecast import MemoryUse
 from zero_core.runtime.host_inputs import page_locked_bytes
 from zero_core.tiled import TiledForwards
 

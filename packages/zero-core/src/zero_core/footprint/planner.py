@@ -7,8 +7,8 @@
 A choice is a stage, a ratio and a variant. The **ratio** is the share of the optimizer state that
 the host holds and updates (`zero_optimization.offload_optimizer.ratio`; 0 is no offload). A
 **variant** has another micro-batch with as many samples in a step, recomputes activations, or has
-another placement (`zero_core.plan.result`). Moments of fewer bits change numbers: such choices may
-be the best one only if rounding is allowed.
+another placement (`zero_core.footprint.result`). Moments of fewer bits change numbers: such choices
+may be the best one only if rounding is allowed.
 
 The best choice is the smallest change that fits: raising the stage comes before moving optimizer
 state to the host, and of two stages the one that needs less of it there; a stage is never lowered.
@@ -37,13 +37,20 @@ from zero_core.comm.meter import Links
 from zero_core.config import ActivationCheckpointingConfig, Config, ZeroConfig, load_config
 from zero_core.config.rules import check_rules
 from zero_core.errors import ConfigError, MissingPartError
+from zero_core.footprint.activations import Trace, trace_step
+from zero_core.footprint.footprints import Footprints
+from zero_core.footprint.forecast import Forecast, MemoryUse
+from zero_core.footprint.result import (
+    AS_CONFIGURED,
+    STAGE_3_KEYS,
+    Choice,
+    Placement,
+    Plan,
+    format_bytes,
+)
+from zero_core.footprint.traffic import step_traffic, traffic_choices
 from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.factory import has_kernel_rule
-from zero_core.plan.activations import Trace, trace_step
-from zero_core.plan.footprints import Footprints
-from zero_core.plan.forecast import Forecast, MemoryUse
-from zero_core.plan.result import AS_CONFIGURED, STAGE_3_KEYS, Choice, Placement, Plan, format_bytes
-from zero_core.plan.traffic import step_traffic, traffic_choices
 
 GPUS_PER_NODE = 8
 """Ranks per node unless they are given."""

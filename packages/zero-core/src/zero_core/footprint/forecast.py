@@ -5,8 +5,8 @@ Parameters, gradients and pools: `zero_core.sharded.memory` itself, run on the m
 weights and states on the device: the rules of `zero_core.optim.device_tier` over the same layout,
 with the states that the optimizer makes in a step on two elements; what whole parameters take in a
 step: `zero_core.optim.whole_tier`. Offloaded state, offloaded parameters and quantized collectives:
-the closed forms of the packages that serve them; see `zero_core.plan.footprints`. Activations:
-`zero_core.plan.activations`.
+the closed forms of the packages that serve them; see `zero_core.footprint.footprints`. Activations:
+`zero_core.footprint.activations`.
 
 All byte counts are per rank. The rank planned for is rank 0; all ranks are alike but for padding.
 """
@@ -24,12 +24,7 @@ from zero_core.comm.fused_sum import sum_dtype
 from zero_core.comm.host import coded_room
 from zero_core.comm.meter import Links
 from zero_core.config import Config
-from zero_core.layout.arithmetic import Layout, Segment
-from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.optim.device_tier import TURN_NUMEL, optimizer_maker, probe_states, widened_numel
-from zero_core.optim.factory import has_kernel_rule
-from zero_core.optim.whole_tier import step_bytes
-from zero_core.plan.footprints import (
+from zero_core.footprint.footprints import (
     CollectivesFootprint,
     Footprints,
     ParamFootprintFactory,
@@ -38,6 +33,11 @@ from zero_core.plan.footprints import (
     UploadFootprint,
     learning_rate,
 )
+from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
+from zero_core.optim.device_tier import TURN_NUMEL, optimizer_maker, probe_states, widened_numel
+from zero_core.optim.factory import has_kernel_rule
+from zero_core.optim.whole_tier import step_bytes
 from zero_core.plugins import call_factory
 from zero_core.runtime.host_inputs import MAX_IN_PIECE, page_locked_bytes
 from zero_core.sharded.memory import Memory

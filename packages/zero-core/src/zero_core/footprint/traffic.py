@@ -5,7 +5,7 @@ micro-step, in the order of the module tree, with gradients up to the first unit
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward,
 those of the last block, of the root and of the tail once in all; gradients are reduced once per
 micro-step. A quantized gather or reduction counts as a call per phase or hop; see
-`zero_core.plan.footprints`.
+`zero_core.footprint.footprints`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config, ZeroConfig
 from zero_core.core.facts import facts_nbytes
 from zero_core.extensions.invariance import arithmetic_of
+from zero_core.footprint.footprints import CollectivesFootprint, Footprints
+from zero_core.footprint.forecast import collectives_memory, num_gathers
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.plan.footprints import CollectivesFootprint, Footprints
-from zero_core.plan.forecast import collectives_memory, num_gathers
 
 
 def step_traffic(

@@ -1,0 +1,73 @@
+"""Memory and traffic of a run before it: what `zero_core.plan` returns, and how it is found.
+
+`plan` is the entry. The rest serves who predicts times on top of it, as `zero_engine.planning`
+does: operators of a step, a tier's bytes, calls of each exchange, and how a gradient accumulates.
+"""
+
+from zero_core.comm.meter import Links, Traffic
+from zero_core.core.facts import facts_nbytes
+from zero_core.extensions.invariance import arithmetic_of
+from zero_core.footprint.activations import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    Operator,
+    Trace,
+    trace_step,
+)
+from zero_core.footprint.forecast import Forecast, num_gathers
+from zero_core.footprint.planner import (
+    Machine,
+    Planner,
+    Variant,
+    plan,
+    ranks_of_node,
+    variant_of,
+)
+from zero_core.footprint.result import (
+    AS_CONFIGURED,
+    Choice,
+    Placement,
+    Plan,
+    Table,
+    format_bytes,
+)
+from zero_core.footprint.traffic import TrafficChoice, gather_calls, reduction_calls
+from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
+from zero_core.layout.gradient_plan import GradientCase, accumulated_dtype
+from zero_core.step.update import may_speculate, updates_in_backward
+
+__all__ = [
+    "AS_CONFIGURED",
+    "ATTENTION",
+    "ATTENTION_BACKWARD",
+    "Choice",
+    "Forecast",
+    "GradientCase",
+    "Layout",
+    "Links",
+    "Machine",
+    "Operator",
+    "Placement",
+    "Plan",
+    "Planner",
+    "Segment",
+    "Table",
+    "Trace",
+    "Traffic",
+    "TrafficChoice",
+    "UnitLayout",
+    "Variant",
+    "accumulated_dtype",
+    "arithmetic_of",
+    "facts_nbytes",
+    "format_bytes",
+    "gather_calls",
+    "may_speculate",
+    "num_gathers",
+    "plan",
+    "ranks_of_node",
+    "reduction_calls",
+    "trace_step",
+    "updates_in_backward",
+    "variant_of",
+]

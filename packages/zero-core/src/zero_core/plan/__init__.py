@@ -1,1 +1,0 @@
-"""Memory and traffic of a run, predicted before anything is allocated."""
