@@ -1,4 +1,4 @@
-"""What an adapter of another library's interface needs of the engine besides its public verbs.
+"""Parts of the engine for adapters of other interfaces, beside its public verbs.
 
 `zero_engine` is built on it: DeepSpeed's names, Lightning's strategies, the plan's calibration. A
 facade of your own over `zero_core.build` finds here the ranks and their control group, deferred and

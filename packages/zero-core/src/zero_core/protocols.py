@@ -691,11 +691,12 @@ class AdamKernel(Protocol):
     ) -> None:
         """Apply one Adam update (Kingma and Ba 2015, AdamW: Loshchilov and Hutter 2019) in place.
 
+        ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32, 1-D, contiguous, in host memory, and
+        are updated. Hyperparameters are torch.optim.AdamW's.
+
         Args:
-            master, exp_avg, exp_avg_sq: fp32, 1-D, contiguous, host memory; updated.
             grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first.
             step: number of this update, from 1.
-            lr, beta1, beta2, eps, weight_decay: as torch.optim.AdamW has them.
             adamw_mode: decoupled weight decay instead of L2.
             bias_correction: divide the moments by ``1 - beta ** step``.
             out: fp32, bf16 or fp16, same length: receives the rounded master.
