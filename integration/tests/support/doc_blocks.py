@@ -27,7 +27,7 @@ FURTHER = ("bitsandbytes", "torchao")
 class Block(NamedTuple):
     """A block of code: page and number, the page's file, the word after the fence, the lines.
 
-    An indented block is of "bash".
+    An indented block is of "bash". One of Python that imports nothing goes on from the one before.
     """
 
     name: str
@@ -46,11 +46,15 @@ def find_blocks(*languages: str) -> Iterator[Block]:
     for page in PAGES:
         tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
         found = [token for token in tokens if token.type in ("fence", "code_block")]
+        before = ""
         for number, token in enumerate(found):
-            language = token.info.partition(" ")[0] if token.type == "fence" else "bash"
+            language, text = "bash", token.content
+            if token.type == "fence":
+                language = token.info.partition(" ")[0]
+            if language == "python":
+                before = text = text if "import " in text else before + text
             if not languages or language in languages:
-                name = f"{page.parent.name}-{page.stem}-{number}"
-                yield Block(name, page, language, token.content)
+                yield Block(f"{page.parent.name}-{page.stem}-{number}", page, language, text)
 
 
 def documented_arguments(command: str) -> list[str]:
