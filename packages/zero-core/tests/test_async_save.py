@@ -121,6 +121,27 @@ def test_copies_are_bounded_if_asked_except_of_whole_states(tmp_path, monkeypatc
     simulate(program, 1)
 
 
+def test_copies_of_float64_states_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "BLOCK_NUMEL", 64)
+
+    def program(ranks):
+        gated = _gated(ranks)
+        engine = Case(1).build(gated, torch.nn.Linear(16, 32).double())
+
+        def step():
+            engine.backward(engine(torch.ones(2, 16, dtype=torch.float64)).square().mean())
+            engine.step()
+
+        step()
+        pending = engine.async_save(tmp_path, max_copy_bytes=2560)
+        threading.Timer(0.1, gated.gate.set).start()  # the step waits for the reader
+        step()
+        pending.result()
+        assert 0 < pending.peak_bytes <= 2560
+
+    simulate(program, 1)
+
+
 def test_one_core_writes(tmp_path, monkeypatch):
     write, before, found = save.write_file, torch.get_num_threads(), set()
     monkeypatch.setattr(

@@ -71,7 +71,8 @@ class Snapshot:
         self._watch = watch
         self._max_bytes = None if watch is None else max_bytes
         self._blocks: list[tuple[int, int]] = []
-        self._of_segment: dict[int, tuple[range, torch.dtype]] = {}  # blocks, the states' dtype
+        self._of_segment: dict[int, tuple[range, torch.dtype]] = {}  # blocks, the widest dtype
+        self._nbytes: list[int] = []  # of a block's states, at most
         for segment in state.layout.segments:
             if segment.is_trainable:
                 low, high = state.own_span(segment.index)
@@ -80,6 +81,8 @@ class Snapshot:
                 self._blocks += [(at, min(at + BLOCK_NUMEL, high)) for at in starts]
                 wide = torch.float64 if segment.dtype == torch.float64 else torch.float32
                 self._of_segment[segment.index] = range(first, len(self._blocks)), wide
+                width = wide.itemsize * len(self._names)
+                self._nbytes += [(stop - at) * width for at, stop in self._blocks[first:]]
         self._stops = [stop for _, stop in self._blocks]
         self._changed = threading.Condition()
         self._copies: dict[tuple[int, str], Tensor] = {}
@@ -133,10 +136,9 @@ class Snapshot:
             unread = self._unread[index]
             if not unread:  # it does not wait for a reader then
                 continue
-            needed = (high - low) * len(self._names) * 4
             with self._changed:
                 while self._max_bytes is not None and self._copies and unread:
-                    if self._num_bytes + needed <= self._max_bytes:
+                    if self._num_bytes + self._nbytes[index] <= self._max_bytes:
                         break
                     self._changed.wait()
                 for name in [*unread]:
