@@ -53,6 +53,7 @@ SMALLER = {
     "zero-engine doctor --measure": "--ranks=1",
     "zero-engine train": TINY_RUN,
     "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": TINY_RUN,
+    "zero-engine train --data my.txt --output runs/mine": TINY_RUN,
     "zero-engine train --size 2.2b --steps 3 --ranks 1 --output runs/large": (
         "--size=1m --context=32 --vocab=300"
     ),
