@@ -280,10 +280,7 @@ class FileShards:
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:
-        """Read these shards ahead, as many as there are buffers.
-
-        In order, up to one that is being written: what is read before it would take its buffer.
-        """
+        """Read these shards ahead, in order, up to the first that is being written."""
         with self._lock:
             sooner: set[int] = set()
             for segment in segments:

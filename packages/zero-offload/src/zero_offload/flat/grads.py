@@ -123,10 +123,7 @@ class GradLedger:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of ``terms`` to ``out``, in the dtype of that and in order.
-
-    The first may be ``out`` itself.
-    """
+    """Write the sum of ``terms``, in order and in its dtype, to ``out``, which may be the first."""
     first, *others = terms
     if first.data_ptr() != out.data_ptr():
         out.copy_(first)

@@ -15,10 +15,7 @@ from zero_offload.tiers.twin import TwinTier
 
 
 class BudgetTier(TwinTier):
-    """A StateTier that gives the host what does not fit in a budget of device memory.
-
-    ``host`` is the host's share if no gradients are added up, see `within_budget`.
-    """
+    """A StateTier that gives the host what does not fit in a budget of device memory."""
 
     def __init__(
         self,
