@@ -65,16 +65,12 @@ class TierFootprint:
     See [Note: planned bytes].
 
     Args:
-        numel: length of the local flat space in elements, padding included.
-        pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
+        numel, pieces, optimizer_class, groups, config: as of `create_tier`.
         params: ``(start, tensor)``: 1-D parameter shards on the meta device.
         grad_dtypes: dtype of the gradients offered for each of ``params``.
         num_added: gradients of each element that the tier adds up in a step, 1 for none.
         resting: indices of the offloaded shards.
         is_accelerated: whether the compute device is another one than the host.
-        optimizer_class: an elementwise torch optimizer.
-        groups: its ``param_groups`` without ``params``.
-        config: the resolved ``zero_optimization`` block.
         has_kernel: whether a host kernel computes the update.
         is_speculative: whether steps begin before their decision, with an undo log.
 

@@ -102,18 +102,13 @@ class Speculation:
 
 @dataclass(slots=True)
 class Job:
-    """The chunks of one call of ``step``, on their way through a worker.
+    """The chunks of one call of ``step``, in ascending order, on their way through a worker.
 
     Attributes:
-        phase: what is done with them.
-        chunks: in ascending order.
-        grads: the gradients of all chunks.
-        grad_scale: factor on them.
         arrivals: of each chunk's gradient; None if it is in the tier's memory.
         before: entries of earlier steps over the same elements that were not updated yet.
         entries: of each chunk's runs, in `Progress`, if they are published.
         readers: fires when the parameters may be overwritten; None if they may be.
-        speculation: of a tentative job.
         num_left: chunks that were not updated yet.
     """
 

@@ -124,9 +124,8 @@ class Mover:
         """Return memory for the rounded values of ``[start, stop)``, one of the open spans."""
         view = self.geometry.view(start, stop)
         if view.is_meta:
-            self._rounded[start] = torch.empty(stop - start, dtype=view.dtype, device="cpu")
-            return self._rounded[start]
-        return view if self._is_offloaded(view) else self.place(start, view)
+            view = self._rounded[start] = torch.empty(stop - start, dtype=view.dtype, device="cpu")
+        return view
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
         """Copy what was written to `out` to the shards. Returns an event if that takes time."""
@@ -134,19 +133,11 @@ class Mover:
         if view.is_meta:
             assert self._store is not None, "checked at construction"
             self._store.write(start, self._rounded.pop(start))
-        return None if self._is_offloaded(view) else self.send(start, view)
+        return None if self._is_offloaded(view) else self._record()
 
     def _is_offloaded(self, shard: Tensor) -> bool:
         """Whether a shard is off the device. In host memory an update writes it directly."""
         return shard.is_meta or (shard.is_cpu and self.device.type != "cpu")
-
-    def place(self, start: int, view: Tensor) -> Tensor:
-        """Return memory for the new values of ``view``, the shard's elements from ``start`` on."""
-        return view
-
-    def send(self, start: int, view: Tensor) -> torch.Event | None:
-        """Copy what was written to `place` to ``view``, as `publish`."""
-        return self._record()
 
     def arrive(self, event: torch.Event) -> None:
         """Make the caller's current stream wait for a `publish`."""
@@ -356,16 +347,23 @@ class HostMover(Mover):
         base, _ = self.geometry.shards[index]
         return self._held[index][start - base : stop - base]
 
-    def place(self, start: int, view: Tensor) -> Tensor:
+    def out(self, start: int, stop: int) -> Tensor:
+        view = self.geometry.view(start, stop)
+        return super().out(start, stop) if self._is_offloaded(view) else self._place(start, view)
+
+    def _place(self, start: int, view: Tensor) -> Tensor:
         """Return staging memory, held memory, or the shard itself where it is host memory."""
         if not self._must_stage(view) or self.geometry.shard_at(start) in self._held:
             return self.hold(start, start + view.numel())
         return self._staging[0].reserve(start, view.numel(), view.dtype)
 
-    def send(self, start: int, view: Tensor) -> torch.Event | None:
+    def publish(self, start: int, stop: int) -> torch.Event | None:
+        view = self.geometry.view(start, stop)
+        if self._is_offloaded(view):
+            return super().publish(start, stop)
         nbytes, event = view.numel() * view.element_size(), None
         if self._must_stage(view):
-            values = self.place(start, view)
+            values = self._place(start, view)
             if self.differences is None:
                 event = self.streams.to_device(view, values)
             else:
