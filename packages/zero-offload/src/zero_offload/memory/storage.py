@@ -53,7 +53,7 @@ class Transfer:
             try:
                 self._future.result()
             finally:
-                self._file.count(waited_s=time.perf_counter() - begin)
+                self._file.waited(time.perf_counter() - begin)
         self._future.result()
 
     def settle(self) -> None:
@@ -141,12 +141,14 @@ class BlockFile:
                 if not self._num_running:
                     self.io_s += time.perf_counter() - self._since
 
-    def count(self, *, read: int = 0, written: int = 0, waited_s: float = 0.0) -> None:
-        """Add to the counters, from any thread."""
+    def count(self, *, read: int = 0, written: int = 0) -> None:
         with self._lock:
             self.bytes_read += read
             self.bytes_written += written
-            self.waited_s += waited_s
+
+    def waited(self, seconds: float) -> None:
+        with self._lock:
+            self.waited_s += seconds
 
     def fileno(self) -> int:
         return self._scratch.fd

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class PartReport:
     tier: TierReport | None
 
 
+@dataclass(eq=False)
 class Part:
     """A tier over some elements of a flat space.
 
@@ -56,19 +58,11 @@ class Part:
         is_host: whether the tier is the host's, which updates in the background.
     """
 
-    is_host: bool
-
-    def __init__(
-        self,
-        tier: StateTier,
-        geometry: Geometry,
-        share: Intervals,
-        local: Mapping[int, tuple[int, ...]],
-    ) -> None:
-        self.tier = tier
-        self.geometry = geometry
-        self.share = share
-        self.local = local
+    is_host: ClassVar[bool]
+    tier: StateTier
+    geometry: Geometry
+    share: Intervals
+    local: Mapping[int, tuple[int, ...]]
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite a state. Padding alone has no optimizer and no states but master weights."""
@@ -92,6 +86,7 @@ class Part:
         return self.tier
 
 
+@dataclass(eq=False)
 class HostPart(Part):
     """The host's part, which updates in the background."""
 
@@ -123,6 +118,7 @@ class HostPart(Part):
         return PartReport(True, self.share.spans, self.tier.report())
 
 
+@dataclass(eq=False)
 class DevicePart(Part):
     """The device's part, with device memory for its gradients: the caller's may be reused.
 
@@ -131,17 +127,8 @@ class DevicePart(Part):
     """
 
     is_host = False
-    has_sum = False
-
-    def __init__(
-        self,
-        tier: StateTier,
-        geometry: Geometry,
-        share: Intervals,
-        local: Mapping[int, tuple[int, ...]],
-    ) -> None:
-        super().__init__(tier, geometry, share, local)
-        self._memory: dict[torch.dtype, Tensor] = {}  # of gradients
+    has_sum: bool = False
+    _memory: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)  # of gradients
 
     def drain(self) -> float:
         """Return the seconds of the host's updates: none."""

@@ -49,13 +49,15 @@ class Shares:
     def make_parts(self, host: Intervals) -> None:
         """Make the parts for the host's share, without state, in place of any. For subclasses."""
         self._host = host
-        # Freed before their successors are allocated.
-        self._host_part: HostPart | None = None
-        self._device_part: DevicePart | None = None
-        if host or not self.geometry.numel:
-            self._host_part = self._make_host(host)
-        if rest := host.complement(self.geometry.numel):
-            self._device_part = self._make_device(rest)
+        self._set_parts(None, None)  # freed before their successors are allocated
+        rest = host.complement(self.geometry.numel)
+        on_host = self._make_host(host) if host or not self.geometry.numel else None
+        self._set_parts(on_host, self._make_device(rest) if rest else None)
+
+    def _set_parts(self, host: HostPart | None, device: DevicePart | None) -> None:
+        self._host_part = host
+        self._device_part = device
+        self._present: list[AnyPart] = [part for part in (host, device) if part is not None]
 
     def _make_host(self, share: Intervals) -> HostPart:
         geometry, local = self.geometry.part(share)
@@ -73,8 +75,7 @@ class Shares:
     def _make_device(self, share: Intervals) -> DevicePart:
         geometry, local = self.geometry.part(share)
         tier = self._factory.make_device(geometry, share, self._groups)
-        part = DevicePart(tier, geometry, share, local)
-        part.has_sum = self._num_micro_steps > 0
+        part = DevicePart(tier, geometry, share, local, self._num_micro_steps > 0)
         self._reserve_part(part)
         self._watch_part(part)
         return part
@@ -91,10 +92,7 @@ class Shares:
                 f"moving optimizer state between host and device failed ({self._lost!r}), so a "
                 f"part of it is lost; load a checkpoint into a new tier"
             ) from self._lost
-        return self._present()
-
-    def _present(self) -> list[AnyPart]:
-        return [part for part in (self._host_part, self._device_part) if part is not None]
+        return self._present
 
     @property
     def host_numel(self) -> int:
@@ -220,7 +218,7 @@ class Shares:
         if self._host_part is not None:
             self._replaced.append(self._host_part.tier.report())
             self._has_dropped = True
-        self._host_part = new
+        self._set_parts(new, self._device_part)
 
     def _replace_device(self, share: Intervals) -> None:
         """Drop the device's old tier before the new one is made, and fill that from the host."""
@@ -229,15 +227,15 @@ class Shares:
         held = HeldState(kept.numel)
         self._migrate_to(held.write_state, kept)
         self._has_dropped |= self._device_part is not None
-        self._device_part = None
+        self._set_parts(self._host_part, None)
         if share:
             new = self._make_device(share)
             migrate(held, kept, new.write_state, share)
             self._migrate_to(new.write_state, share)
-            self._device_part = new
+            self._set_parts(self._host_part, new)
 
     def _migrate_to(
         self, write_state: Callable[[str, int, Tensor], None], share: Intervals
     ) -> None:
-        for part in self._present():
+        for part in self._present:
             migrate(part.tier, part.share, write_state, share)

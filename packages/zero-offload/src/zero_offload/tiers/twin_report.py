@@ -15,7 +15,7 @@ class ReportingShares(Shares):
     """`Shares` with counters. Those of host tiers before a resplit count."""
 
     def report(self) -> tuple[PartReport, ...]:
-        return tuple(part.report() for part in self._present())
+        return tuple(part.report() for part in self._present)
 
     def _host_reports(self) -> list[TierReport]:
         host = self._host_part
