@@ -104,12 +104,9 @@ class ShardMasters:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes that a stepper's master weights and state take, in the memory that it works in.
+    """Bytes of a stepper's master weights and states, in the memory that it works in.
 
-    Attributes:
-        masters: of the master weights, including shards that are their own.
-        master_copies: of these, the bytes that are not the memory of a shard.
-        states: of the elementwise state, in the form that is kept.
+    ``master_copies`` are those of ``masters`` that are not the memory of a shard.
     """
 
     masters: int

@@ -33,13 +33,7 @@ _SQUARED_NUMEL = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """Elements of one part and what its tier reports.
-
-    Attributes:
-        is_host: whether the host updates it.
-        spans: its elements, as sorted ``(start, stop)`` pairs.
-        tier: None for a tier of another package.
-    """
+    """Sorted ``(start, stop)`` spans of one part, and its tier's report: None of a foreign tier."""
 
     is_host: bool
     spans: tuple[tuple[int, int], ...]
