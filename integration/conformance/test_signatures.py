@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NotRequired, get_args, get_origin, get_type_hints
 
 import parts
 import pytest
@@ -18,13 +18,17 @@ ENTRY_POINTS = {
 
 
 def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
-    """Name, kind and optionality of each parameter but self."""
-    found = inspect.signature(function).parameters.values()
-    return [
-        (p.name, p.kind.description, p.default is not inspect.Parameter.empty)
-        for p in found
-        if p.name != "self"
-    ]
+    """Name, kind and optionality of each parameter but self, keywords of a TypedDict among them."""
+    found: list[tuple[str, str, bool]] = []
+    for p in inspect.signature(function).parameters.values():
+        if p.kind is p.VAR_KEYWORD and str(p.annotation).startswith("Unpack["):
+            (keywords,) = get_args(get_type_hints(function)[p.name])
+            for name, hint in get_type_hints(keywords, include_extras=True).items():
+                is_optional = get_origin(hint) is NotRequired or name in keywords.__optional_keys__
+                found.append((name, "keyword-only", is_optional))
+        elif p.name != "self":
+            found.append((p.name, p.kind.description, p.default is not p.empty))
+    return found
 
 
 def methods(protocol: type) -> list[str]:
@@ -54,14 +58,16 @@ def test_class_has_every_method_with_the_signature_of_its_protocol(name: str) ->
 
 @pytest.mark.parametrize("name", parts.MODULES)
 def test_module_has_every_function_with_the_signature_of_its_protocol(name: str) -> None:
-    """A module has each function with the protocol's parameters, in their order.
+    """A module has each function with the protocol's parameters, those by position in their order.
 
     Others are keywords that may be left out: of a protocol that asks for more, as `CopyingKernel`.
     """
     module, protocol = parts.MODULES[name]
     for function in methods(protocol):
         found, asked = shape(getattr(module, function)), shape(getattr(protocol, function))
-        assert [parameter for parameter in found if parameter in asked] == asked, function
+        assert set(asked) <= set(found), function
+        positions = [[p for p in own if p[1] != "keyword-only"] for own in (found, asked)]
+        assert positions[0] == positions[1], function
         for _, kind, is_optional in (parameter for parameter in found if parameter not in asked):
             assert (kind, is_optional) == ("keyword-only", True), function
 

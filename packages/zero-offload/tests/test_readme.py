@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 README = Path(__file__).parents[1] / "README.md"
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """One of the examples is for a process that torchrun has started."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def test_examples_run_and_the_first_has_five_lines() -> None:
@@ -32,8 +20,6 @@ def test_examples_run_and_the_first_has_five_lines() -> None:
         if 'adam_kernel="cpu"' in block and importlib.util.find_spec("cpu_adam") is None:
             continue  # an example with the optional cpu-adam
         exec(compile(block, str(README), "exec"), names)
-        weights = names["model"].weight
-        whole = weights.full_tensor() if isinstance(weights, DTensor) else weights
-        assert torch.isfinite(whole).all()
+        assert torch.isfinite(names["model"].weight).all()
         state = names["opt"].state_dict()["state"]
         assert [entry["num_steps"] for entry in state.values()] == [1, 1]

@@ -57,8 +57,9 @@ from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.clock import DeviceClock
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.flat_tier import DeviceTier, HostTier
+from zero_offload.tiers.flat_tier import DeviceTier
 from zero_offload.tiers.share import host_share
+from zero_offload.tiers.speculation import SpeculativeHostTier
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import HostMover, Mover
 
@@ -209,7 +210,7 @@ class _Tiers(OffloadTiers):
     def make_clock(self) -> DeviceClock:
         return _Clock(self._job.compute)
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> SpeculativeHostTier:
         job, times = self._job, self._job.times
         thread, copy_s = VirtualThread(job.time), times.link_s / job.numel
         streams: VirtualStreams
@@ -232,7 +233,7 @@ class _Tiers(OffloadTiers):
         return DeviceTier(part, stepper, Mover(part, CPU))
 
 
-class _LoggingTier(HostTier):
+class _LoggingTier(SpeculativeHostTier):
     """A tier whose undo log takes time on the host's lane."""
 
     def __init__(self, job: Job, *args: Any) -> None:

@@ -3,6 +3,8 @@
 `OffloadedOptimizer` works by itself. An engine calls `create_tier` and `create_param_tier`.
 """
 
+from importlib.metadata import version
+
 from zero_offload.errors import OffloadError, StorageCorruptError, StorageError
 from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.param_tier import create_param_tier
@@ -18,4 +20,4 @@ __all__ = [
     "create_param_tier",
     "create_tier",
 ]
-__version__ = "0.1.0"
+__version__ = version("zero-offload")

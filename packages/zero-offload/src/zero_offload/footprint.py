@@ -65,16 +65,12 @@ class TierFootprint:
     See [Note: planned bytes].
 
     Args:
-        numel: length of the local flat space in elements, padding included.
-        pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
+        numel, pieces, optimizer_class, groups, config: as of `create_tier`.
         params: ``(start, tensor)``: 1-D parameter shards on the meta device.
         grad_dtypes: dtype of the gradients offered for each of ``params``.
         num_added: gradients of each element that the tier adds up in a step, 1 for none.
         resting: indices of the offloaded shards.
         is_accelerated: whether the compute device is another one than the host.
-        optimizer_class: an elementwise torch optimizer.
-        groups: its ``param_groups`` without ``params``.
-        config: the resolved ``zero_optimization`` block.
         has_kernel: whether a host kernel computes the update.
         is_speculative: whether steps begin before their decision, with an undo log.
 
@@ -169,24 +165,24 @@ class TierFootprint:
         masters = self._masters(part, needs_copy=self._is_accelerated)
         kept = {"master weights": masters, "optimizer states": self._states(start, stop)}
         if self._settings.nvme_path is not None:
-            kept = {"NVMe buffers": self._nvme_buffer_bytes(ratio, self._settings.buffer_count)}
+            kept = {"NVMe buffers": self._nvme_buffer_bytes(ratio)}
         return {
             **kept,
             "gradient copies": self._grad_bytes(part, stop - start),
             "parameter copies": self._staging_bytes(part),
             "published weights": sum(span.nbytes for span in self._sent_as_differences(part)),
             "differences": NUM_BUFFERS * self._pinned(self._difference_room(part)),
-            "undo log": self._undo_bytes(ratio),
+            "undo log": self._undo_bytes(ratio)[0],
         }
 
-    def _nvme_buffer_bytes(self, ratio: float, buffer_count: int) -> int:
+    def _nvme_buffer_bytes(self, ratio: float) -> int:
         """Return the host memory through which states on NVMe pass.
 
         Each buffer has room for the longest block. With fp32 states this is computed from the mean
         block, which is close where blocks are alike.
         """
         start, stop = self._host_span(ratio)
-        part = self._clipped(start, stop)
+        part, buffer_count = self._clipped(start, stop), self._settings.buffer_count
         if self._rule is not None and part:
             geometry = self._geometry.part(Intervals([(start, stop)]))[0]
             rules = [self._rule.for_params(tensor.dtype) for _, tensor in geometry.shards]
@@ -198,25 +194,23 @@ class TierFootprint:
         whole = min(buffer_count, num_blocks) * most * self.file_bytes(ratio)
         return -(-whole // max(_numel(part), 1))
 
-    def _undo_bytes(self, ratio: float) -> int:
-        capacity, most = self._undo_capacity(ratio), self._settings.undo_buffer_size
-        return capacity if most is None else min(capacity, most)
-
-    def _undo_capacity(self, ratio: float) -> int:
-        """Return the bytes of an undo log for all of the host's elements."""
+    def _undo_bytes(self, ratio: float) -> tuple[int, int]:
+        """Return the bytes of the undo log, and those of one for all of the host's elements."""
         start, stop = self._host_span(ratio)
         if not self._has_undo or start == stop:
-            return 0
+            return 0, 0
         part = self._clipped(start, stop)
         whole = self._whole(part)
         halves = sum(span.nbytes for span in part if span not in whole)
         kept = self._masters(part, needs_copy=True) + halves + self._states(start, stop)
-        return undo_capacity(self._geometry.part(Intervals([(start, stop)]))[0], kept)
+        capacity = undo_capacity(self._geometry.part(Intervals([(start, stop)]))[0], kept)
+        most = self._settings.undo_buffer_size
+        return capacity if most is None else min(capacity, most), capacity
 
     def undo_share(self, ratio: float) -> float:
         """Return the share of the host's elements for which the undo log has room."""
-        capacity = self._undo_capacity(ratio)
-        return self._undo_bytes(ratio) / capacity if capacity else 0.0
+        nbytes, capacity = self._undo_bytes(ratio)
+        return nbytes / capacity if capacity else 0.0
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
         """Return the bytes on the compute device by kind. See [Note: planned bytes]."""

@@ -47,10 +47,7 @@ class LocalPart:
             )
 
     def version(self) -> tuple[int, int]:
-        """Return counters that change with every write except through ``data``.
-
-        A write to a DTensor increments its own counter, not that of its local part.
-        """
+        """Return counters of all writes except through ``data``: a DTensor has its own."""
         return self.param._version, self.shard._version
 
     def flatten(self, values: Tensor) -> Tensor:

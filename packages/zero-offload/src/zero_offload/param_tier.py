@@ -52,14 +52,9 @@ Shards = Sequence[tuple[int, int, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class ParamSettings:
-    """Settings of the block ``offload_param``.
+    """Settings of the block ``offload_param``. Without ``nvme_path`` all is in host memory.
 
-    Attributes:
-        nvme_path: folder of the file; None keeps everything in host memory.
-        max_in_cpu: elements that stay in host memory although there is a file.
-        buffer_count: host buffers for shards that are read ahead of use and kept afterwards.
-        buffer_size: most elements of a shard in such a buffer.
-        pin_memory: page-lock host memory if the device is an accelerator.
+    ``max_in_cpu`` and ``buffer_size`` are elements.
     """
 
     nvme_path: str | None = None
@@ -280,10 +275,7 @@ class FileShards:
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:
-        """Read these shards ahead, as many as there are buffers.
-
-        In order, up to one that is being written: what is read before it would take its buffer.
-        """
+        """Read these shards ahead, in order, up to the first that is being written."""
         with self._lock:
             sooner: set[int] = set()
             for segment in segments:

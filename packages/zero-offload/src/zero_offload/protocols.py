@@ -7,7 +7,7 @@ repeat the part of the engine's protocols that is used here, under the same name
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,6 +66,31 @@ class UploadCodec(Protocol):
         """
 
 
+class PassOptions(TypedDict, total=False):
+    """Keywords that every update of a kernel has.
+
+    The gradient is multiplied by ``grad_scale`` (1) first. ``out`` (None; fp32, bf16 or fp16)
+    receives the rounded weights. ``num_threads`` is None for the kernel's default.
+    """
+
+    grad_scale: float
+    out: Any
+    num_threads: int | None
+
+
+class AdamHyper(PassOptions):
+    """Keywords of an Adam update. ``step`` counts it, from 1. The last two are True if left out."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adamw_mode: NotRequired[bool]
+    bias_correction: NotRequired[bool]
+
+
 @runtime_checkable
 class AdamKernel(Protocol):
     """Adam in one pass over flat host memory.
@@ -75,29 +100,12 @@ class AdamKernel(Protocol):
     """
 
     def adam_step(
-        self,
-        master: Any,
-        grad: Any,
-        exp_avg: Any,
-        exp_avg_sq: Any,
-        *,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        adamw_mode: bool = True,
-        bias_correction: bool = True,
-        grad_scale: float = 1.0,
-        out: Any = None,
-        num_threads: int | None = None,
+        self, master: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, **hyper: Unpack[AdamHyper]
     ) -> None:
         """Apply one Adam update in place.
 
         ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32, 1-D and contiguous and are updated;
-        ``grad`` is fp32, bf16 or fp16 and is multiplied by ``grad_scale`` first; ``out`` (fp32,
-        bf16 or fp16) receives the rounded master; ``step`` counts this update, from 1.
+        ``grad`` is fp32, bf16 or fp16.
         """
 
 
@@ -129,18 +137,8 @@ class CopyingKernel(Protocol):
         exp_avg: Any,
         exp_avg_sq: Any,
         *,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        adamw_mode: bool = True,
-        bias_correction: bool = True,
-        grad_scale: float = 1.0,
-        out: Any = None,
         copies: Sequence[tuple[Any, Any]] = (),
-        num_threads: int | None = None,
+        **hyper: Unpack[AdamHyper],
     ) -> None:
         """Do as `AdamKernel.adam_step`.
 
@@ -163,11 +161,9 @@ class EightBitAdamKernel(Protocol):
         exp_avg_sq_scale: Any,
         *,
         remainder: Any = None,
-        out: Any = None,
-        num_threads: int | None = None,
-        **hyper: Any,
+        **hyper: Unpack[AdamHyper],
     ) -> None:
-        """Apply one Adam update in place, with ``hyper`` as in `AdamKernel.adam_step`.
+        """Apply one Adam update in place.
 
         ``exp_avg`` (int8), ``exp_avg_sq`` (uint8) and their fp32 scales, one per 128 elements, are
         the codes of [Note: 8-bit codes] in `zero_offload.rules.codes`. ``param`` is fp32 without
@@ -189,9 +185,7 @@ class Bf16AdamKernel(Protocol):
         *,
         seed: int = 0,
         remainder: Any = None,
-        out: Any = None,
-        num_threads: int | None = None,
-        **hyper: Any,
+        **hyper: Unpack[AdamHyper],
     ) -> None:
         """Apply one Adam update in place, with stochastically rounded bf16 moments.
 
@@ -215,9 +209,7 @@ class AdagradKernel(Protocol):
         lr_decay: float = 0.0,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
-        grad_scale: float = 1.0,
-        out: Any = None,
-        num_threads: int | None = None,
+        **options: Unpack[PassOptions],
     ) -> None:
         """Apply one update in place, as torch.optim.Adagrad, with arguments as in `AdamKernel`."""
 
@@ -238,9 +230,7 @@ class SgdKernel(Protocol):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        grad_scale: float = 1.0,
-        out: Any = None,
-        num_threads: int | None = None,
+        **options: Unpack[PassOptions],
     ) -> None:
         """Apply one update in place, as torch.optim.SGD, with arguments as in `AdamKernel`.
 
@@ -262,9 +252,7 @@ class LionKernel(Protocol):
         beta1: float = 0.9,
         beta2: float = 0.99,
         weight_decay: float = 0.0,
-        grad_scale: float = 1.0,
-        out: Any = None,
-        num_threads: int | None = None,
+        **options: Unpack[PassOptions],
     ) -> None:
         """Apply one update in place with decoupled weight decay, arguments as in `AdamKernel`."""
 

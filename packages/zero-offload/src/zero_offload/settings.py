@@ -100,23 +100,15 @@ _KNOWN = {
 class OffloadSettings:
     """Settings of the host's part, with at most one of the keys that select its elements.
 
+    They are named as the arguments of `OffloadedOptimizer` and the keys of ``offload_optimizer``.
+
     Attributes:
-        ratio: share of the elements that the host updates, or "auto" for the fastest; 1 where
-            another key says which elements.
-        host_share: the end at which they lie, also those of ``device_budget``.
-        pin_memory: page-lock the host's transfer buffers.
-        pin_memory_bytes: most bytes to lock on this rank; None for no limit.
-        nvme_path: folder on the NVMe disk for a file of the host's part of the state, which ranks
-            of a host may share; None keeps the state in host memory.
+        ratio: 1 where another key says which elements.
+        nvme_path: None keeps the state in host memory.
         buffer_count: blocks of the file in host memory at once; 3 or more read, update and write
             together.
-        state_dtype: of Adam's moments on the host, one of `STATE_DTYPES`.
-        parameters: the host updates the parameters whose names match one of these patterns.
-        device_budget: the host updates the elements beyond this many bytes of state in device
-            memory.
         undo_buffer_size: most bytes of the undo log of updates ahead of a step's decision; None for
             room for all of them.
-        lossless_upload: send new parameters to an accelerator as lossless differences.
     """
 
     ratio: float | Literal["auto"] = 1.0

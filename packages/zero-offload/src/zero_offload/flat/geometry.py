@@ -121,10 +121,7 @@ class Geometry:
             raise ValueError(f"[{start}, {stop}) is not within the flat space [0, {self.numel})")
 
     def align(self, share: Intervals, alignment: int) -> Intervals:
-        """Move a share's split points down to multiples of ``alignment`` elements of their pieces.
-
-        Those between pieces stay.
-        """
+        """Move split points within a piece down to a multiple of ``alignment`` from its start."""
         return Intervals(
             (self._align_down(start, alignment), self._align_down(stop, alignment))
             for start, stop in share.spans
@@ -238,9 +235,6 @@ def _plain(value: Any) -> Any:
 
 
 def freeze_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Return copies of the groups without parameters, with tensors turned into numbers.
-
-    The worker reads them while a scheduler may already change the originals.
-    """
+    """Return copies that a scheduler cannot change: no parameters, and numbers for tensors."""
     left_out = ("params", "param_names")
     return [{k: _plain(v) for k, v in group.items() if k not in left_out} for group in groups]

@@ -9,7 +9,7 @@ is taken in the master weights' dtype (fp32, as a rule), in the order in which t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class GradLedger:
 
     def append(self, start: int, stop: int, source: Tensor, base: int) -> None:
         """Record that ``source[start - base : stop - base]`` is one more term of the range."""
-        for a, b, terms in self._spans(start, stop):
+        for a, b, terms in list(self._spans(start, stop)):
             self._terms.put(a, b, (*terms, (source, base)))
 
     def discard(self, start: int, stop: int) -> None:
@@ -43,15 +43,16 @@ class GradLedger:
         """Return ``(a, b, count)`` parts that cover ``[start, stop)``, in order."""
         return [(a, b, len(terms)) for a, b, terms in self._spans(start, stop)]
 
-    def _spans(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, _Terms]]:
         """The terms of all parts of a range, none where nothing was offered."""
-        found: list[tuple[int, int, _Terms]] = []
         end = start
         for a, b, terms in self._terms.overlaps(start, stop):
-            found += [(end, a, ())] if end < a else []
-            found.append((a, b, terms))
+            if end < a:
+                yield end, a, ()
+            yield a, b, terms
             end = b
-        return [*found, (end, stop, ())] if end < stop else found
+        if end < stop:
+            yield end, stop, ()
 
     def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
         """Move the gradients of the spans to a new ledger and return it, or raise ValueError."""
@@ -78,19 +79,15 @@ class GradLedger:
     def _covering(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
         """The terms of a range in order. Adjacent ones of the same memory are one."""
         found: list[tuple[int, int, _Terms]] = []
-        end = start
-        for a, b, terms in self._terms.overlaps(start, stop):
-            if a > end:
-                break
+        for a, b, terms in self._spans(start, stop):
+            if not terms:
+                raise ValueError(
+                    f"no gradient was offered for [{a}, {stop}), which a piece listed in `active` "
+                    f"needs; call offer_grad before step"
+                )
             if found and _is_same(found[-1][2], terms):
                 a = found.pop()[0]
             found.append((a, b, terms))
-            end = b
-        if end < stop:
-            raise ValueError(
-                f"no gradient was offered for [{end}, {stop}), which a piece listed in `active` "
-                f"needs; call offer_grad before step"
-            )
         return found
 
     def gather(self, start: int, stop: int, dtype: torch.dtype, grad_scale: float) -> Tensor:
@@ -123,10 +120,7 @@ class GradLedger:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of ``terms`` to ``out``, in the dtype of that and in order.
-
-    The first may be ``out`` itself.
-    """
+    """Write the sum of ``terms``, in order and in its dtype, to ``out``, which may be the first."""
     first, *others = terms
     if first.data_ptr() != out.data_ptr():
         out.copy_(first)

@@ -42,10 +42,7 @@ class HostMemory:
         return self.pinned_bytes + self.pageable_bytes
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised 1-D tensor on the CPU.
-
-        Warns once, when memory that should be locked is not.
-        """
+        """Return an uninitialised 1-D CPU tensor. Warns once if it cannot be locked."""
         make = partial(torch.empty, numel, dtype=dtype, device="cpu")
         return self._allocate(numel * dtype.itemsize, make)
 

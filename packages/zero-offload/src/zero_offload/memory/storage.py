@@ -34,57 +34,12 @@ _SPAN_BYTES = 4 << 20
 """Bytes per system call: few enough that the checksum finds them in a processor's cache."""
 
 
-class TransferMeter:
-    """Counters of transfers, from any thread.
-
-    Attributes:
-        bytes_read: bytes of blocks read from the file so far. The disk moves each block rounded up
-            to `direct_io.ALIGNMENT`.
-        bytes_written: bytes of blocks written to the file so far.
-        io_s: seconds during which at least one transfer was running.
-        waited_s: seconds that callers spent in `Transfer.wait`. ``io_s`` less this was hidden.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_running = 0
-        self._since = 0.0
-        self.bytes_read = 0
-        self.bytes_written = 0
-        self.io_s = 0.0
-        self.waited_s = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count the time within as ``io_s``, once however many transfers run."""
-        with self._lock:
-            if not self._num_running:
-                self._since = time.perf_counter()
-            self._num_running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                if not self._num_running:
-                    self.io_s += time.perf_counter() - self._since
-
-    def count(self, *, num_read: int = 0, num_written: int = 0) -> None:
-        with self._lock:
-            self.bytes_read += num_read
-            self.bytes_written += num_written
-
-    def waited(self, seconds: float) -> None:
-        with self._lock:
-            self.waited_s += seconds
-
-
 class Transfer:
     """Handle of a read or write under way. The tensor is the file's until `wait` returns."""
 
-    def __init__(self, future: Future[None], meter: TransferMeter) -> None:
+    def __init__(self, future: Future[None], file: BlockFile) -> None:
         self._future = future
-        self._meter = meter
+        self._file = file
 
     @property
     def is_done(self) -> bool:
@@ -98,7 +53,7 @@ class Transfer:
             try:
                 self._future.result()
             finally:
-                self._meter.waited(time.perf_counter() - begin)
+                self._file.waited(time.perf_counter() - begin)
         self._future.result()
 
     def settle(self) -> None:
@@ -106,7 +61,7 @@ class Transfer:
         wait([self._future])
 
 
-class BlockFile(TransferMeter):
+class BlockFile:
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
 
     The file is unlinked when it is created, so that nothing is left on the disk however the process
@@ -115,6 +70,13 @@ class BlockFile(TransferMeter):
 
     A block that was never written reads as zeros, without a transfer. Transfers of different blocks
     run at the same time and in no order. Of one block only one may be under way.
+
+    Attributes:
+        bytes_read: bytes of blocks read from the file so far. The disk moves each block rounded up
+            to `direct_io.ALIGNMENT`.
+        bytes_written: bytes of blocks written to the file so far.
+        io_s: seconds during which at least one transfer was running.
+        waited_s: seconds that callers spent in `Transfer.wait`. ``io_s`` less this was hidden.
     """
 
     def __init__(
@@ -125,7 +87,11 @@ class BlockFile(TransferMeter):
         name: str = "blocks",
         num_threads: int = 4,
     ) -> None:
-        super().__init__()
+        self.bytes_read = self.bytes_written = 0
+        self.io_s = self.waited_s = 0.0
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._since = 0.0
         self.block_bytes = tuple(block_bytes)
         self._offsets: list[int] = []
         self.num_bytes = 0
@@ -159,6 +125,30 @@ class BlockFile(TransferMeter):
         Should that fail, the block is lost: reading it raises the same error.
         """
         return self._start(self.write_block, block, tensor)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time within as ``io_s``, once however many transfers run."""
+        with self._lock:
+            if not self._num_running:
+                self._since = time.perf_counter()
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if not self._num_running:
+                    self.io_s += time.perf_counter() - self._since
+
+    def count(self, *, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            self.bytes_read += read
+            self.bytes_written += written
+
+    def waited(self, seconds: float) -> None:
+        with self._lock:
+            self.waited_s += seconds
 
     def fileno(self) -> int:
         return self._scratch.fd
@@ -203,7 +193,7 @@ class BlockFile(TransferMeter):
             for span, address, offset in self._spans(block, tensor):
                 self._scratch.read(span, address, offset)
                 checksum.update(span)
-        self.count(num_read=self.block_bytes[block])
+        self.count(read=self.block_bytes[block])
         found = checksum.intdigest()
         if found != expected:
             raise StorageCorruptError(
@@ -227,7 +217,7 @@ class BlockFile(TransferMeter):
             raise
         self._lost.pop(block, None)
         self._checksums[block] = checksum.intdigest()
-        self.count(num_written=self.block_bytes[block])
+        self.count(written=self.block_bytes[block])
 
     def _spans(self, block: int, tensor: Tensor) -> Iterator[tuple[memoryview, int, int]]:
         """Memory, address and file offset of each system call's share of a block."""

@@ -55,10 +55,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
 
 
 def block_until(event: torch.Event) -> None:
-    """Block this thread until an event has fired, and leave its core to others meanwhile.
-
-    ``torch.Event.synchronize`` spins on CUDA.
-    """
+    """Block until an event has fired, without the spinning of ``synchronize`` on CUDA."""
     pause_s = _SHORTEST_PAUSE_S
     while not event.query():
         time.sleep(pause_s)
@@ -81,11 +78,7 @@ def enter_device(device: torch.device) -> None:
 
 
 class HostStreams:
-    """Copies on a CPU: immediate, without events.
-
-    Attributes:
-        is_timing: whether later copies are timed, on an accelerator.
-    """
+    """Copies on a CPU: immediate, without events. ``is_timing``: time later copies."""
 
     is_timing = False
 
@@ -98,21 +91,9 @@ class HostStreams:
         target.copy_(source)
         return None
 
-    def release(self, event: torch.Event) -> None:
-        """Let the caller enqueue overwrites of the memory that `to_host` copies from."""
-        raise AssertionError("copies within host memory leave no events")
-
     def mark_readers(self) -> torch.Event | None:
         """Return an event after what the caller has enqueued, or None if that is done already."""
         return None
-
-    def follow(self, event: torch.Event) -> None:
-        """Let later `to_device` calls begin after an event of `mark_readers`."""
-        raise AssertionError("a caller on a CPU leaves no events")
-
-    def wait(self, event: torch.Event) -> None:
-        """Block this thread until a copy is done."""
-        raise AssertionError("copies within host memory leave no events")
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event | None:
         """Start to copy new values up and return an event, or None if they have arrived."""
@@ -142,16 +123,15 @@ class HostStreams:
         codec.decode(difference, target)
         return None
 
-    def arrive(self, event: torch.Event) -> None:
-        """Make the caller's current stream wait for a `to_device`."""
+    def wait(self, event: torch.Event) -> None:
+        """Block this thread until a copy is done. Those within host memory leave no events."""
         raise AssertionError("copies within host memory leave no events")
+
+    release = follow = arrive = wait
 
 
 class AcceleratorStreams(HostStreams):
-    """Copies on an accelerator, on streams of their own. See [Note: order of the streams].
-
-    ``down`` is the stream of gradients, ``up`` that of parameters.
-    """
+    """Copies on the streams ``down`` and ``up``. See [Note: order of the streams]."""
 
     def __init__(self, device: torch.device, down: torch.Stream, up: torch.Stream) -> None:
         self.device = device
@@ -198,6 +178,7 @@ class AcceleratorStreams(HostStreams):
         return event
 
     def release(self, event: torch.Event) -> None:
+        """Let the caller enqueue overwrites of the memory that `to_host` copies from."""
         self.current().wait_event(event)  # 3: the caller waits for down
         if any(own is event for own, _ in self._reading):  # copies down are in order
             while self._reading.popleft()[0] is not event:
@@ -207,6 +188,7 @@ class AcceleratorStreams(HostStreams):
         return self.current().record_event()
 
     def follow(self, event: torch.Event) -> None:
+        """Let later `to_device` calls begin after an event of `mark_readers`."""
         for stream in self._followers:
             stream.wait_event(event)  # 4 and 7: up and checksums wait for the readers
 
@@ -255,6 +237,7 @@ class AcceleratorStreams(HostStreams):
         return self._written_on_up(target)
 
     def arrive(self, event: torch.Event) -> None:
+        """Make the caller's current stream wait for a `to_device`."""
         self.current().wait_event(event)  # 6: the caller waits for up
 
 

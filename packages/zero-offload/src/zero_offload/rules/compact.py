@@ -106,7 +106,7 @@ class Bf16AdamRule(_CompactAdamRule):
         return dict.fromkeys(MOMENTS, (torch.bfloat16, numel))
 
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
-        kernel: Bf16AdamKernel = self._kernel  # type: ignore[assignment]
+        kernel: Bf16AdamKernel = self._kernel
         for start in range(0, param.numel(), self.block):
             part = slice(start, start + self.block)
             moments = (stored[name][part] for name in MOMENTS)
@@ -133,7 +133,7 @@ class EightBitAdamRule(_CompactAdamRule):
         }
 
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
-        kernel: EightBitAdamKernel = self._kernel  # type: ignore[assignment]
+        kernel: EightBitAdamKernel = self._kernel
         moments = (stored[name] for name in (*MOMENTS, *_SCALES.values()))
         kernel.adam_step_8bit(param, grad, *moments, **kw)
 

@@ -30,7 +30,6 @@ class AdamRule(Rule):
 
     def __init__(self, kernel: AdamKernel, *, is_decoupled: bool) -> None:
         super().__init__(kernel)
-        self._kernel = kernel
         self._is_decoupled = is_decoupled
 
     @classmethod
@@ -62,10 +61,7 @@ class AdagradRule(Rule):
 
     states = MappingProxyType({"sum": torch.float32})
     scalars = ("step",)
-
-    def __init__(self, kernel: AdagradKernel) -> None:
-        super().__init__(kernel)
-        self._kernel = kernel
+    _kernel: AdagradKernel
 
     def initial(self, name: str, group: Mapping[str, Any]) -> float:
         return float(group.get("initial_accumulator_value", 0.0))
@@ -83,7 +79,6 @@ class SgdRule(Rule):
 
     def __init__(self, kernel: SgdKernel, *, has_momentum: bool) -> None:
         super().__init__(kernel)
-        self._kernel = kernel
         self.states = {"momentum_buffer": torch.float32} if has_momentum else {}
 
     def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -111,10 +106,7 @@ class LionRule(Rule):
     """Lion by ``kernel.lion_step`` (Chen et al., 2023, arXiv 2302.06675, algorithm 2)."""
 
     states = MappingProxyType({"exp_avg": torch.float32})
-
-    def __init__(self, kernel: LionKernel) -> None:
-        super().__init__(kernel)
-        self._kernel = kernel
+    _kernel: LionKernel
 
     def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
         decay = setting(group, "weight_decay", default=0.0)

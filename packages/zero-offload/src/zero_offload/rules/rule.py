@@ -61,6 +61,7 @@ class Rule(ABC):
         self.summing: SummingKernel | None = None
         if isinstance(kernel, SummingKernel) and kernel.sums_grads:
             self.summing = kernel
+        self._kernel: Any = kernel
         self._is_copying = isinstance(kernel, CopyingKernel) and kernel.copies_first
 
     def for_params(self, dtype: torch.dtype) -> Rule:
@@ -81,16 +82,10 @@ class Rule(ABC):
 
     @abstractmethod
     def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
-        """Call the kernel for one span, see `update`.
-
-        ``kw`` are its keywords, with ``out``, and with ``copies`` where there are any.
-        """
+        """Call the kernel for one span, see `update`. ``kw`` are the kernel's keywords."""
 
     def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
-        """Return the settings of update number ``step`` (from 1). Equal ones may share a call.
-
-        They are the kernel's keywords and the factor on the gradient that ``maximize`` means.
-        """
+        """Return the settings of update number ``step``, from 1. Equal ones may share a call."""
         sign = -1.0 if group.get("maximize", False) else 1.0  # exact, in every rule
         return tuple(self.keywords(group, step).items()), sign
 

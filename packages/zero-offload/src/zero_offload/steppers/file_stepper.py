@@ -98,10 +98,7 @@ class FileStepper(RuleStepper):
         return found
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
-        """Read past the pipeline, whose buffers belong to the thread that updates.
-
-        What the pipeline has put is in the file when a step has ended.
-        """
+        """Read past the pipeline, whose buffers belong to the thread that updates."""
         found = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for index, a, b in self.layout.overlaps(start, stop):
             block, stored = self.layout.blocks[index], {}

@@ -75,15 +75,15 @@ class MemoryStepper(RuleStepper):
             geometry, self.device, is_in_place=is_in_place, upper_halves=halves
         )
         self.is_in_place = self._masters.is_in_place
-        self._buffers = {n: self._make(n) for n in self.layout.names if n not in (MASTER, PARAM)}
+        self._buffers: dict[str, Sequence[Tensor]] = {}  # divided among the blocks
+        for name in self.layout.names:
+            if name not in (MASTER, PARAM):
+                kept = [block.kept.get(name) for block in self.layout.blocks]
+                sizes = [0 if found is None else found[1] for found in kept]
+                dtype = next((found[0] for found in kept if found is not None), torch.uint8)
+                whole = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
+                self._buffers[name] = torch.split(whole, sizes)
         self.fill_fresh()
-
-    def _make(self, name: str) -> Sequence[Tensor]:
-        """One flat buffer of zeros, divided among the blocks."""
-        kept = [block.kept.get(name) for block in self.layout.blocks]
-        sizes = [0 if found is None else found[1] for found in kept]
-        dtype = next((found[0] for found in kept if found is not None), torch.uint8)
-        return torch.split(torch.zeros(sum(sizes), dtype=dtype, device="cpu"), sizes)
 
     def num_bytes(self) -> StateBytes:
         bytes_of = {name: sum(t.nbytes for t in found) for name, found in self._buffers.items()}
@@ -114,10 +114,7 @@ class MemoryStepper(RuleStepper):
     def update_tentatively(
         self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
     ) -> Record | None:
-        """Update a chunk as `update` does, but leave the shards as they are.
-
-        If the ring has no room, nothing is updated and there is no record.
-        """
+        """Update a chunk but leave the shards. Do nothing, and return None, if the ring is full."""
         spans = [
             (run, start, stop, block, block.clip(self.take(index), start, stop))
             for run in chunk.runs

@@ -8,7 +8,7 @@ that can be refused. `Stepper.update` then runs chunk by chunk, on the host tier
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Run
 from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.memory.storage import BlockFile
-from zero_offload.protocols import Groups
+from zero_offload.protocols import ChangeWatcher, Groups
 
 _SQUARED_NUMEL = 1 << 20
 """Elements whose squares are summed at once: bounds the sum of gradients to 4 MiB."""
@@ -29,13 +29,15 @@ SpanMemory = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Runs that are updated in one go, then published one by one.
-
-    ``settings`` belongs to the stepper.
-    """
+    """Runs that are updated in one go, then published one by one."""
 
     runs: tuple[Run, ...]
     settings: Any = None
+
+
+def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """Return the elements of all runs."""
+    return [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
 
 
 class ShardMasters:
@@ -102,12 +104,9 @@ class ShardMasters:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes that a stepper's master weights and state take, in the memory that it works in.
+    """Bytes of a stepper's master weights and states, in the memory that it works in.
 
-    Attributes:
-        masters: of the master weights, including shards that are their own.
-        master_copies: of these, the bytes that are not the memory of a shard.
-        states: of the elementwise state, in the form that is kept.
+    ``master_copies`` are those of ``masters`` that are not the memory of a shard.
     """
 
     masters: int
@@ -129,6 +128,7 @@ class Stepper(ABC):
         num_steps: updates of each piece.
         is_sequential: whether chunks must be updated in the order in which they were planned.
         file: the file of master weights and state, if they are not in memory.
+        watcher: called before states change.
     """
 
     has_kernel: bool
@@ -141,6 +141,13 @@ class Stepper(ABC):
         self.geometry = geometry
         self.device = device
         self.num_steps = [0] * len(geometry.pieces)
+        self.watcher: ChangeWatcher | None = None
+
+    def announce(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Call the watcher. It precedes every change of states."""
+        if self.watcher is not None:
+            for span in spans:
+                self.watcher.before_change(*span)
 
     @abstractmethod
     def num_bytes(self) -> StateBytes: ...
@@ -151,10 +158,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
-        """Update a chunk and write each run's rounded values to ``out(run.start, run.stop)``.
-
-        In place nothing is written: the shards have been updated.
-        """
+        """Update a chunk. Write the rounded values of each run to ``out``, unless in place."""
 
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
         """Write master weights from ``start`` on to ``out``, rounded as by an update."""
@@ -162,10 +166,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of a known state or of ``master_weight`` over any range.
-
-        It is 1-D, on the CPU, and zero where there is none.
-        """
+        """Return a 1-D CPU copy of a state or of ``master_weight``, zero where there is none."""
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
         """Do as `read`, in any thread, for a range that is not being updated."""

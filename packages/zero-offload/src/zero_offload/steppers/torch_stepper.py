@@ -48,11 +48,7 @@ _PROBE_NUMEL = 2
 def make_optimizer(
     optimizer_class: OptimizerClass, param_groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The optimizer over groups that carry every setting themselves.
-
-    The constructor gets the first group's settings too: some count there alone, as Adagrad's
-    ``initial_accumulator_value``.
-    """
+    """Return the optimizer. Some settings of the first group count in the constructor alone."""
     names = list(inspect.signature(optimizer_class).parameters)[1:]
     settings = {name: param_groups[0][name] for name in names if name in param_groups[0]}
     return optimizer_class(param_groups, **settings)
@@ -71,7 +67,10 @@ class EntryTemplate:
 
     def fresh(self, numel: int) -> dict[str, Any]:
         """An entry as the constructor makes it, for a piece of ``numel`` elements."""
-        return {k: _resized(v, numel) for k, v in self.initial.items()}
+        return {
+            k: v.new_full((numel,), v[0].item()) if is_elementwise(v, _PROBE_NUMEL) else deepcopy(v)
+            for k, v in self.initial.items()
+        }
 
     def scalars(self) -> set[str]:
         """Names of the states that are no elementwise ones."""
@@ -112,12 +111,6 @@ def is_elementwise(value: Any, numel: int) -> bool:
             f"its update is not elementwise and cannot be offloaded"
         )
     return False
-
-
-def _resized(value: Any, numel: int) -> Any:
-    if is_elementwise(value, _PROBE_NUMEL):
-        return value.new_full((numel,), value[0].item())
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _with_value(template: Any, value: float | None) -> Any:

@@ -23,7 +23,7 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.ring import HostRing
 from zero_offload.steppers.memory_stepper import MemoryStepper, Record
-from zero_offload.steppers.stepper import Chunk, SpanMemory
+from zero_offload.steppers.stepper import Chunk, SpanMemory, spans_of
 
 
 class UndoLog:
@@ -84,7 +84,7 @@ class UndoLog:
                 home.copy_(old)
 
     def _of(self, chunk: Chunk) -> list[Record]:
-        spans = [(run.start, run.stop) for run in chunk.runs]
+        spans = spans_of([chunk])
         found = [record for span in spans for *_, record in self._records.overlaps(*span)]
         return list(dict.fromkeys(found))
 

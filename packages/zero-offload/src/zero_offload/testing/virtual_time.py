@@ -46,14 +46,7 @@ class Span:
 
 @dataclass(slots=True)
 class VirtualTime:
-    """The clocks of one simulation. See [Note: clocks].
-
-    Attributes:
-        caller: seconds on the caller's clock.
-        worker: seconds on the worker's clock.
-        is_worker: whether it is the worker that runs now.
-        spans: what each lane has done.
-    """
+    """The clocks of one simulation, in seconds, and what each lane has done. See [Note: clocks]."""
 
     caller: float = 0.0
     worker: float = 0.0
@@ -117,12 +110,7 @@ class VirtualEvent:
 
 
 class VirtualStream(torch.Stream):
-    """A stream whose work takes given times.
-
-    Args:
-        time: the clocks.
-        lane: name of what it keeps busy.
-    """
+    """A stream whose work takes given times and keeps ``lane`` busy."""
 
     time: VirtualTime
     lane: str
@@ -156,12 +144,9 @@ class VirtualStream(torch.Stream):
 
 
 class VirtualStreams(AcceleratorStreams):
-    """An accelerator's streams, on which a copied element takes a given time.
+    """An accelerator's streams. An element takes ``down_s`` seconds to the host, ``up_s`` back.
 
-    Args:
-        compute: the caller's stream.
-        down_s: seconds per element that goes to the host.
-        up_s: seconds per element that goes back.
+    ``compute`` is the caller's stream.
     """
 
     def __init__(self, compute: VirtualStream, down_s: float, up_s: float) -> None:

@@ -34,7 +34,6 @@ from zero_offload.transfers.mover import HostMover, Release
 SEPARATE_BYTES = 8
 """Most bytes per element for layers: four of 16 bits."""
 
-_Parts = list[tuple[int, int, list[Tensor]]]
 T = TypeVar("T")
 
 
@@ -51,7 +50,7 @@ class GradSums:
     def __init__(self, mover: HostMover, stepper: Stepper) -> None:
         self._mover = mover
         self._stepper = stepper
-        self._num_micro_steps = 1
+        self.num_micro_steps = 1
         self._folds: SpanMap[Future[None]] = SpanMap()  # over folded ranges
         self._running: set[Future[Any]] = set()
         self._executor = ThreadPoolExecutor(
@@ -61,21 +60,15 @@ class GradSums:
             initargs=(with_index(mover.device),),
         )
 
-    def expect_micro_steps(self, count: int) -> None:
-        self._num_micro_steps = count
-
     def reserve(self, dtypes: Collection[torch.dtype]) -> None:
         """Allocate layers and sums for gradients of these dtypes."""
         for dtype in dtypes:
-            layers, has_sum = num_layers(self._num_micro_steps, self._mover.kept_dtype(dtype))
+            layers, has_sum = num_layers(self.num_micro_steps, self._mover.kept_dtype(dtype))
             self._mover.reserve(dtype, layers, has_sum=has_sum)
 
     def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
-        """Start to copy one more term of a range to a free layer.
-
-        Return None, or a call to make before the memory of ``grad`` is written again.
-        """
-        layers, has_sum = num_layers(self._num_micro_steps, self._mover.kept_dtype(grad.dtype))
+        """Start to copy one more term of a range to a free layer. Returns a release, or None."""
+        layers, has_sum = num_layers(self.num_micro_steps, self._mover.kept_dtype(grad.dtype))
         stop, release = start + grad.numel(), None
         for a, b, count in ledger.num_terms(start, stop):
             if not count:
@@ -93,44 +86,40 @@ class GradSums:
 
     def _fold(self, start: int, stop: int, ledger: GradLedger) -> None:
         """Start to add the terms of a range to the sum. It is the only term from now on."""
-        arrived = self._mover.close_grads()
-        jobs: list[tuple[int, Tensor, _Parts]] = []
-        for a, b, base, total in list(self._mover.sum_memory(start, stop)):
+        jobs: list[tuple[int, Tensor, list[tuple[int, int, list[Tensor]]]]] = []
+        for a, b, (base, total) in self._mover.sums().overlaps(start, stop):
             jobs.append((a, total[a - base : b - base], ledger.segments(a, b)))
             ledger.add(a, b, total, base)
-        self._folds.put(start, stop, self._submit(self._run_fold, arrived, jobs))
 
-    def _run_fold(
-        self, arrived: torch.Event | None, jobs: list[tuple[int, Tensor, _Parts]]
-    ) -> None:
-        if arrived is not None:
-            self._mover.streams.wait(arrived)
-        for start, total, parts in jobs:
-            for a, b, terms in parts:
-                add_up(terms, total[a - start : b - start])
+        def fold() -> None:
+            for at, total, parts in jobs:
+                for a, b, terms in parts:
+                    add_up(terms, total[a - at : b - at])
+
+        self._folds.put(start, stop, self._submit(fold))
 
     def square_sum(self, start: int, stop: int, ledger: GradLedger) -> Future[float]:
         """Start to compute the sum of the squares of a range's gradient, in double precision."""
-        parts, arrived = ledger.segments(start, stop), self._mover.close_grads()
-        future = self._submit(self._run_square_sum, arrived, parts)
-        self._mover.note_read(arrived, future)
+        parts, square_sum = ledger.segments(start, stop), self._stepper.square_sum
+        future = self._submit(lambda: sum(square_sum(terms) for _, _, terms in parts))
+        self._mover.note_read(future)
         return future
 
-    def _run_square_sum(self, arrived: torch.Event | None, parts: _Parts) -> float:
-        if arrived is not None:
-            self._mover.streams.wait(arrived)
-        return sum(self._stepper.square_sum(terms) for _, _, terms in parts)
+    def _submit(self, job: Callable[[], T]) -> Future[T]:
+        """Have the thread do a job once all gradients that were offered have arrived."""
+        arrived, streams = self._mover.arrived, self._mover.streams
 
-    def _submit(self, job: Callable[..., T], *args: object) -> Future[T]:
-        future = self._executor.submit(job, *args)
+        def run() -> T:
+            if arrived is not None:
+                streams.wait(arrived)
+            return job()
+
+        future = self._executor.submit(run)
         self._running = {f for f in self._running if not f.done()} | {future}
         return future
 
     def replaced(self, start: int, stop: int) -> None:
-        """Forget that a range is folded, and wait until its memory is not in use.
-
-        A square sum under way is that of the gradients before.
-        """
+        """Forget that a range is folded, and wait until its memory is not in use."""
         wait(self._running)
         self._folds.discard(start, stop)
 

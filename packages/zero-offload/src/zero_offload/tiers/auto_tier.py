@@ -23,7 +23,7 @@ from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import Groups
 from zero_offload.tiers.auto_ratio import AutoRatio, RatioReport, Sample
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.part import Part
+from zero_offload.tiers.part import AnyPart
 from zero_offload.tiers.twin import TwinTier
 
 _log = logging.getLogger(__name__)
@@ -76,10 +76,7 @@ def read_memory(device: torch.device) -> MemoryReading | None:
 
 
 class DeviceRoom:
-    """Bound on the ratio: the smallest whose device share fits beside everything else.
-
-    Everything else is the peak so far less the state that was on the device then.
-    """
+    """Bound on the ratio: the smallest whose device share fits beside everything else."""
 
     def __init__(self, numel: int, element_bytes: int) -> None:
         self.element_bytes = element_bytes
@@ -88,10 +85,7 @@ class DeviceRoom:
         self._numel_at_peak = 0
 
     def bound(self, now: MemoryReading | None, device_numel: int) -> float:
-        """Return the bound, from 0 to 1. It is 0 where ``now`` is None.
-
-        ``device_numel`` elements were on the device since the last call.
-        """
+        """Return the bound, 0 to 1. ``device_numel`` were on the device since the last call."""
         if now is None or not self._numel or not self.element_bytes:
             return 0.0
         if now.peak > self._peak:
@@ -102,10 +96,7 @@ class DeviceRoom:
 
 
 class AutoTier(TwinTier):
-    """A StateTier whose host share starts with everything and ends where steps are fastest.
-
-    ``element_bytes`` is the bytes of an element's state on the device.
-    """
+    """A StateTier whose host share begins with everything and ends where steps are fastest."""
 
     def __init__(
         self,
@@ -139,13 +130,13 @@ class AutoTier(TwinTier):
         wider = self.geometry.master_dtype.itemsize - narrowest
         self._room = DeviceRoom(self.geometry.numel, self._element_bytes + wider)
 
-    def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
+    def step_part(self, part: AnyPart, active: Sequence[int], grad_scale: float) -> None:
         with nullcontext() if part.is_host else self._updates.measure():
             super().step_part(part, active, grad_scale)
         pieces = part.geometry.pieces
         self._num_updated[part.is_host] += sum(pieces[i].stop - pieces[i].start for i in active)
 
-    def wait_part(self, part: Part, start: int, stop: int) -> None:
+    def wait_part(self, part: AnyPart, start: int, stop: int) -> None:
         is_late = part.is_host and not part.tier.are_params_ready(start, stop)
         with self._stalls.measure() if is_late else nullcontext():
             super().wait_part(part, start, stop)
@@ -177,4 +168,4 @@ class AutoTier(TwinTier):
         return sample
 
     def _drain_host(self) -> float:
-        return sum(part.drain() for part in self.parts)
+        return 0.0 if self._host_part is None else self._host_part.drain()

@@ -28,7 +28,8 @@ from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import SpanMemory, Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.tiers.clock import DeviceClock, HostClock
-from zero_offload.tiers.flat_tier import DeviceTier, HostTier
+from zero_offload.tiers.flat_tier import DeviceTier
+from zero_offload.tiers.speculation import SpeculativeHostTier
 from zero_offload.transfers.differences import SHORTEST_NBYTES
 from zero_offload.transfers.mover import HostMover, Mover
 
@@ -96,10 +97,7 @@ class OffloadTiers:
         return self.rule is not None and self._settings.nvme_path is None
 
     def alignment(self, groups: Groups) -> int:
-        """Return of how many elements of a parameter a split point must be a multiple.
-
-        At such multiples a split changes no bit on a CPU.
-        """
+        """Return the alignment of split points in elements: they change no bit on a CPU."""
         if self.device.type != "cpu":
             return 1
         if self.rule is not None:
@@ -110,7 +108,7 @@ class OffloadTiers:
         """Create a clock for work that the caller enqueues."""
         return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> SpeculativeHostTier:
         """Create a tier in host memory with a worker of its own. ``share`` is in all elements."""
         is_on_cpu = self.device.type == "cpu"
         memory = HostMemory(
@@ -135,7 +133,7 @@ class OffloadTiers:
             assert self.rule is not None, "refused by the constructor"
             frozen = freeze_groups(groups)
             stepper = FileStepper(part, self.rule, frozen, folder=folder, buffer_count=count)
-        return HostTier(part, stepper, mover)
+        return SpeculativeHostTier(part, stepper, mover)
 
     def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> StateTier:
         """Create a tier on the compute device. On a CPU its update is that of the host's."""

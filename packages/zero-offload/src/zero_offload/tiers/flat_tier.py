@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -18,15 +18,12 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
 from zero_offload.flat.grads import GradLedger, add_up
-from zero_offload.memory.ring import HostRing
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
-from zero_offload.steppers.memory_stepper import MemoryStepper
-from zero_offload.steppers.stepper import Chunk, Stepper
-from zero_offload.steppers.undo import UndoLog
+from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
 from zero_offload.tiers.accumulation import GradSums
 from zero_offload.tiers.progress import Progress
-from zero_offload.tiers.worker import HostThread, Job, Phase, Speculation, UpdateThread, Worker
+from zero_offload.tiers.worker import HostThread, Job, Phase, UpdateThread, Worker
 from zero_offload.transfers.mover import Arrival, HostMover, Mover, Release
 
 
@@ -36,31 +33,31 @@ class TierReport:
 
     Attributes:
         has_kernel: whether a host kernel computes the update, and not torch.
-        bytes_d2h: gradient bytes copied to the host.
-        bytes_h2d: parameter bytes brought back to the compute device.
-        stall_s: seconds that callers were blocked because a step was not done.
         update_s: seconds spent on updates, without waiting for gradients or memory.
         host_bytes: host memory of master weights and states, transfer buffers apart. Parameter
             shards that are master weights, or the upper halves of some, count.
+        memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
+            "optimizer states", "gradient copies", "published weights" and "undo log".
+        bytes_d2h: gradient bytes copied to the host.
+        bytes_h2d: parameter bytes brought back to the compute device.
+        stall_s: seconds that callers were blocked because a step was not done.
         num_kept: elements updated before the decision of their step, and kept.
         num_undone: elements updated before the decision of their step, and undone.
         num_differences: parts of new parameters that were sent to the device as differences.
         num_changed: parts that were sent whole because the device did not have what was sent last.
-        memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
-            "optimizer states", "gradient copies", "published weights" and "undo log".
     """
 
     has_kernel: bool
-    bytes_d2h: int
-    bytes_h2d: int
-    stall_s: float
     update_s: float
     host_bytes: int
-    num_kept: int
-    num_undone: int
-    num_differences: int
-    num_changed: int
     memory: Mapping[str, int]
+    bytes_d2h: int = 0
+    bytes_h2d: int = 0
+    stall_s: float = 0.0
+    num_kept: int = 0
+    num_undone: int = 0
+    num_differences: int = 0
+    num_changed: int = 0
 
 
 class FlatTier(ABC):
@@ -72,56 +69,36 @@ class FlatTier(ABC):
     """
 
     def __init__(
-        self,
-        geometry: Geometry,
-        stepper: Stepper,
-        mover: Mover,
-        progress: Progress,
-        now: Callable[[], float],
+        self, geometry: Geometry, stepper: Stepper, mover: Mover, progress: Progress
     ) -> None:
         self.geometry = geometry
-        self.file = stepper.file
-        self._stepper = stepper
         self.mover = mover
-        self._grads = GradLedger()
+        self._stepper = stepper
         self._progress = progress
-        self._now = now
-        self.worker = Worker(stepper, mover, progress, now)
-        self._stall_s = 0.0
+        self._grads = GradLedger()
+
+    @property
+    @abstractmethod
+    def update_s(self) -> float:
+        """Seconds spent on updates so far."""
 
     @abstractmethod
-    def _launch(self, job: Job) -> None:
-        """Have the worker update a step's chunks, now or in the background."""
+    def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
+        """Update a step's chunks and publish them, now or in the background."""
 
     def report(self) -> TierReport:
         """Return counters and sizes, without waiting for a step."""
-        stepper, num_bytes = self._stepper, self._stepper.num_bytes()
-        is_on_host = stepper.device.type == "cpu"
-        log, sent = self.worker.log, self.mover.differences
+        num_bytes, is_on_host = self._stepper.num_bytes(), self._stepper.device.type == "cpu"
         return TierReport(
-            has_kernel=stepper.has_kernel,
-            bytes_d2h=self.mover.bytes_d2h,
-            bytes_h2d=self.mover.bytes_h2d,
-            stall_s=self._stall_s,
-            update_s=self.worker.update_s,
+            has_kernel=self._stepper.has_kernel,
+            update_s=self.update_s,
             host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
-            num_kept=0 if log is None else log.num_kept,
-            num_undone=0 if log is None else log.num_undone,
-            num_differences=0 if sent is None else sent.num_differences,
-            num_changed=0 if sent is None else sent.num_changed,
             memory={
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
-                "gradient copies": self.mover.grad_bytes,
-                "published weights": 0 if sent is None else sent.num_bytes,
-                "undo log": 0 if log is None else log.num_bytes,
+                "gradient copies": 0,
             },
         )
-
-    def drain(self) -> float:
-        """Wait for the steps under way, and return the seconds spent on updates so far."""
-        self._progress.drain()
-        return self.worker.update_s
 
     def _settle(self) -> None:
         """Wait until master weights and states are those after the last step."""
@@ -145,17 +122,11 @@ class FlatTier(ABC):
             )
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
-        self._wait(start, stop)
+        self._progress.wait(start, stop)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a copy of the gradient offered for a range, 1-D, on the CPU, in its dtype.
-
-        A sum of several is in the dtype of the master weights.
-        """
+        """Return a CPU copy of a gradient in its dtype, or of a sum in the master weights'."""
         self.geometry.check_range(start, stop)
-        arrived = self.mover.close_grads()
-        if arrived is not None:
-            self.mover.streams.wait(arrived)
         found = [torch.empty(0)]
         for a, b, terms in self._grads.segments(start, stop):
             total = terms[0].cpu()
@@ -186,39 +157,16 @@ class FlatTier(ABC):
         grads = self._take(spans_of(chunks))
         with self._progress.launching():
             self._stepper.count(indices)
-            self._enqueue(Phase.WHOLE, chunks, grads, grad_scale)
-
-    def _enqueue(
-        self, phase: Phase, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float
-    ) -> None:
-        """Have the worker update chunks and publish them."""
-        self.mover.close_grads()
-        entries, before = self._progress.begin(spans_of(chunks))
-        of_run = iter(entries)
-        of_chunk = [[next(of_run) for _ in chunk.runs] for chunk in chunks]
-        arrivals, readers = self._arrivals(chunks), self.mover.streams.mark_readers()
-        self._launch(Job(phase, chunks, grads, grad_scale, arrivals, before, of_chunk, readers))
-
-    def _arrivals(self, chunks: Sequence[Chunk]) -> list[Arrival | None]:
-        return [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
+            self._launch(chunks, grads, grad_scale)
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
         """Return the gradients of ``spans``, which are no longer offered."""
         return self._grads.take(spans)
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Return once the parameter shards in ``[start, stop)`` hold their new values.
-
-        On an accelerator: once the current stream is ordered after their arrival.
-        """
-        for event in self._wait(start, stop):
+        """Return once the caller, or its stream, is ordered after the new values of a range."""
+        for event in self._progress.wait(start, stop):
             self.mover.arrive(event)
-
-    def _wait(self, start: int, stop: int) -> list[torch.Event]:
-        started = self._now()
-        events = self._progress.wait(start, stop)
-        self._stall_s += self._now() - started
-        return events
 
     def are_params_ready(self, start: int, stop: int) -> bool:
         return self._progress.is_over(start, stop)
@@ -241,44 +189,36 @@ class FlatTier(ABC):
     def watch_changes(self, watcher: ChangeWatcher) -> None:
         """Call ``watcher`` before each run of an update, in the thread that updates."""
         self._settle()
-        self.worker.watcher = watcher
+        self._stepper.watcher = watcher
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what `read_state` does, of a range that is not being updated, in any thread."""
+        """Do as `read_state` for a range that is not being updated, in any thread."""
         self._check_state(name, start, stop)
         return self._stepper.peek(name, start, stop)
-
-    def _announce(self, start: int, stop: int) -> None:
-        watcher = self.worker.watcher
-        if watcher is not None:
-            watcher.before_change(start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well."""
         self._settle()
         stop = start + values.numel()
         self._check_state(name, start, stop)
-        self._announce(start, stop)
+        self._stepper.announce([(start, stop)])
         with torch.no_grad():
             self._stepper.write(name, start, values)
-            if name == MASTER:
-                self._publish_master(start, values)
-
-    def _publish_master(self, start: int, values: Tensor) -> None:
-        readers = self.mover.streams.mark_readers()
-        if readers is not None:
-            self.mover.streams.follow(readers)
-        shards = self.geometry.overlaps(start, start + values.numel())
-        covered = [Run(low, high, ()) for low, high, _ in shards]
-        for run in split_runs(covered, self.geometry.published_numel):
-            span = (run.start, run.stop)
-            self.mover.open_spans([span])
-            if not self._stepper.is_in_place:
-                part = values[run.start - start : run.stop - start]
-                self._stepper.round_values(run.start, part, self.mover.out(*span))
-            event = self.mover.publish(*span)
-            if event is not None:
-                self.mover.arrive(event)
+            if name != MASTER:
+                return
+            readers = self.mover.streams.mark_readers()
+            if readers is not None:
+                self.mover.streams.follow(readers)
+            covered = [Run(low, high, ()) for low, high, _ in self.geometry.overlaps(start, stop)]
+            for run in split_runs(covered, self.geometry.published_numel):
+                self.mover.open_spans([(run.start, run.stop)])
+                if not self._stepper.is_in_place:
+                    part = values[run.start - start : run.stop - start]
+                    out = self.mover.out(run.start, run.stop)
+                    self._stepper.round_values(run.start, part, out)
+                event = self.mover.publish(run.start, run.stop)
+                if event is not None:
+                    self.mover.arrive(event)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """Return ``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
@@ -290,7 +230,7 @@ class FlatTier(ABC):
         self._settle()
         self._stepper.check_scalars(piece, scalars)
         span = self.geometry.pieces[piece]
-        self._announce(span.start, span.stop)
+        self._stepper.announce([(span.start, span.stop)])
         self._stepper.write_scalars(piece, scalars)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
@@ -302,17 +242,12 @@ class FlatTier(ABC):
 
 
 class HostTier(FlatTier):
-    """Master weights and state in host memory, updated in one background thread.
+    """Master weights and state in host memory, updated in a background thread.
 
-    ``step`` returns at once, and may be called again before the last one is done: steps queue up.
-    Parameters are published run by run, those first that forward needs first. See
-    `zero_offload.tiers.worker`.
-
-    [Note: speculation]
-    `speculate` begins a step before it is decided. Only the thread that updates sees it. ``step``
-    with the same settings and factor goes on with it. Anything else (another factor, a gradient
-    that is replaced or dropped, a state that is read or written) undoes it first.
+    ``step`` returns at once, and steps queue up. See `zero_offload.tiers.worker` for their order.
     """
+
+    mover: HostMover
 
     def __init__(
         self,
@@ -321,20 +256,53 @@ class HostTier(FlatTier):
         mover: HostMover,
         thread: UpdateThread | None = None,
     ) -> None:
-        thread = HostThread(mover.device) if thread is None else thread
-        super().__init__(geometry, stepper, mover, Progress(thread.changed), thread.now)
-        self._thread = thread
-        self._host_mover = mover
+        self._thread = HostThread(mover.device) if thread is None else thread
+        progress = Progress(self._thread.changed, self._thread.now)
+        super().__init__(geometry, stepper, mover, progress)
+        self.file = stepper.file
+        self.worker = Worker(stepper, mover, progress, self._thread.now)
         self._sums = GradSums(mover, stepper)
-        self._speculation: Speculation | None = None
+
+    @property
+    def update_s(self) -> float:
+        return self.worker.update_s
+
+    def report(self) -> TierReport:
+        found, mover, log = super().report(), self.mover, self.worker.log
+        sent = mover.differences
+        return replace(
+            found,
+            memory={
+                **found.memory,
+                "gradient copies": mover.grad_bytes,
+                "published weights": 0 if sent is None else sent.num_bytes,
+                "undo log": 0 if log is None else log.num_bytes,
+            },
+            bytes_d2h=mover.bytes_d2h,
+            bytes_h2d=mover.bytes_h2d,
+            stall_s=self._progress.stall_s,
+            num_kept=0 if log is None else log.num_kept,
+            num_undone=0 if log is None else log.num_undone,
+            num_differences=0 if sent is None else sent.num_differences,
+            num_changed=0 if sent is None else sent.num_changed,
+        )
+
+    def drain(self) -> float:
+        """Wait for the steps under way, and return the seconds spent on updates so far."""
+        self._progress.drain()
+        return self.worker.update_s
 
     def expect_micro_steps(self, count: int) -> None:
         """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone."""
-        self._sums.expect_micro_steps(count)
+        self._sums.num_micro_steps = count
 
-    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
-        """Allocate what gradients and parameters pass through, as `TwinTier.reserve`."""
-        self._sums.reserve({dtype for *_, dtype in grads})
+    def reserve(self, dtypes: Collection[torch.dtype]) -> None:
+        """Allocate what gradients of these dtypes, and parameters, pass through."""
+        self._sums.reserve(dtypes)
+
+    def offer_grad(self, start: int, grad: Tensor) -> Release | None:
+        self._sums.replaced(start, start + grad.numel())
+        return super().offer_grad(start, grad)
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
         """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`."""
@@ -347,21 +315,16 @@ class HostTier(FlatTier):
 
     def drop_grads(self, start: int, stop: int) -> None:
         """Forget the gradient of a range, so that the next one added is the first."""
-        self._undo_within(start, stop)
         self._sums.replaced(start, stop)
         self._grads.discard(start, stop)
 
-    def offer_grad(self, start: int, grad: Tensor) -> Release | None:
-        self._undo_within(start, start + grad.numel())
-        self._sums.replaced(start, start + grad.numel())
-        return super().offer_grad(start, grad)
-
     def read_grad(self, start: int, stop: int) -> Tensor:
         self._sums.settle(start, stop)
+        if self.mover.arrived is not None:
+            self.mover.streams.wait(self.mover.arrived)
         return super().read_grad(start, stop)
 
     def discard_grads(self) -> None:
-        self._undo()
         self._sums.close()
         super().discard_grads()
 
@@ -370,124 +333,42 @@ class HostTier(FlatTier):
             self._sums.settle(*span)
         return super()._take(spans)
 
-    def enable_undo(self, most_bytes: int | None) -> bool:
-        """Prepare for `speculate`, with an undo log of at most ``most_bytes``, None for no limit.
+    def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
+        self._enqueue(Phase.WHOLE, chunks, grads, grad_scale)
 
-        Return whether this tier's updates can be undone: those of a kernel, in host memory.
-        """
-        stepper = self._stepper
-        if not isinstance(stepper, MemoryStepper):
-            return False
-        capacity = stepper.undo_capacity()
-        if most_bytes is not None:
-            capacity = min(capacity, most_bytes)
-        self.worker.log = UndoLog(stepper, HostRing(capacity))
-        self._host_mover.add_staging()
-        return True
-
-    def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Begin a step over the pieces ``active`` before it is decided. See [Note: speculation].
-
-        It may be called several times before ``step``, each time for other pieces.
-        """
-        if self.worker.log is None:
-            raise RuntimeError("speculate without enable_undo: call that once before")
-        self._progress.check()
-        indices, frozen = check_active(self.geometry, active), freeze_groups(groups)
-        if not indices:
-            return
-        # It may refuse: before there is a speculation, which must have chunks.
-        chunks = self._stepper.plan(indices, frozen, self._grads)
-        spans = spans_of(chunks)
-        for span in spans:
-            self._sums.settle(*span)
-        found = self._speculation
-        if found is not None and (found.groups, found.grad_scale) != (frozen, grad_scale):
-            self._undo()
-        if self._speculation is None:
-            self._speculation = Speculation(frozen, grad_scale, self._thread.changed)
-        speculation = self._speculation
-        self.mover.close_grads()
-        with self._progress.launching():
-            before = self._progress.begin_unpublished(spans)
-            speculation.pieces.update(indices)
-            speculation.chunks += chunks
-            grads = self._grads.copy(spans)
-            arrivals = self._arrivals(chunks)
-            job = Job(Phase.TENTATIVE, chunks, grads, grad_scale, arrivals, before)
-            job.speculation = speculation
-            self._launch(job)
-
-    def _undo(self) -> None:
-        """End the speculation, if there is one, and restore states in the background."""
-        speculation = self._speculation
-        if speculation is None:
-            return
-        speculation.end()
-        speculation.wait()  # Ctrl-C may break it off: then the next call undoes
-        chunks = speculation.chunks
-        with self._progress.launching():
-            before = self._progress.begin_unpublished(())
-            arrivals = [None] * len(chunks)
-            scale = speculation.grad_scale
-            self._launch(Job(Phase.UNDO, chunks, GradLedger(), scale, arrivals, before))
-            self._speculation = None
-
-    def _settle(self) -> None:
-        self._undo()
-        super()._settle()
-
-    def _undo_within(self, start: int, stop: int) -> None:
-        """Undo the speculation if it reads a gradient of ``[start, stop)``."""
-        speculation = self._speculation
-        if speculation is not None and any(
-            a < stop and start < b for a, b in spans_of(speculation.chunks)
-        ):
-            self._undo()
-
-    def _admit(self, start: int, grad: Tensor) -> None:
-        self._undo_within(start, start + grad.numel())
-        super()._admit(start, grad)
-
-    def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update the pieces in ``active``, as `FlatTier.step`. See [Note: speculation]."""
-        speculation = self._speculation
-        if speculation is None:
-            super().step(groups, active, grad_scale=grad_scale)
-            return
-        rest = [i for i in active if i not in speculation.pieces]
-        is_kept = (speculation.groups, speculation.grad_scale) == (
-            freeze_groups(groups),
-            grad_scale,
-        ) and len(rest) + len(speculation.pieces) == len(active)
-        if not is_kept:
-            self._undo()
-            super().step(groups, active, grad_scale=grad_scale)
-            return
-        super().step(groups, rest, grad_scale=grad_scale)
-        with self._progress.launching():
-            self._speculation = None
-            speculation.end()
-            self._stepper.count(sorted(speculation.pieces))
-            chunks = sorted(speculation.chunks, key=lambda chunk: chunk.runs[0].start)
-            self._enqueue(Phase.KEEP, chunks, self._take(spans_of(chunks)), grad_scale)
-
-    def _launch(self, job: Job) -> None:
+    def _enqueue(
+        self, phase: Phase, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float
+    ) -> None:
+        """Have the worker update chunks and publish them."""
+        entries, before = self._progress.begin(spans_of(chunks))
+        of_run = iter(entries)
+        of_chunk = [[next(of_run) for _ in chunk.runs] for chunk in chunks]
+        arrivals, readers = self._arrivals(chunks), self.mover.streams.mark_readers()
+        job = Job(phase, chunks, grads, grad_scale, arrivals, before, of_chunk, readers)
         self._thread.submit(self.worker, job)
 
-
-def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return the elements of all runs."""
-    return [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
+    def _arrivals(self, chunks: Sequence[Chunk]) -> list[Arrival | None]:
+        return [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
 
 
 class DeviceTier(FlatTier):
     """Master weights and state on the compute device, updated in the caller's thread."""
 
-    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
-        super().__init__(geometry, stepper, mover, Progress(), perf_counter)
+    update_s = 0.0
 
-    def _launch(self, job: Job) -> None:
-        self.worker.add(job)
-        for _ in job.chunks:
-            self.worker.run_next()
+    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+        super().__init__(geometry, stepper, mover, Progress())
+
+    @torch.no_grad()
+    def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
+        self.mover.close_grads()
+        entries = iter(self._progress.begin(spans_of(chunks))[0])
+        for chunk in chunks:
+            self._stepper.announce(spans_of([chunk]))
+            started = perf_counter()
+            self._stepper.update(chunk, grads, grad_scale, self.mover.out)
+            for run in chunk.runs:
+                event = self.mover.publish(run.start, run.stop)
+                self._progress.publish(next(entries), event)
+            self.update_s += perf_counter() - started
+        self._progress.finish()

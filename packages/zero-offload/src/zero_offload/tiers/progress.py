@@ -8,9 +8,10 @@ overlaps it is published, and no longer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -30,21 +31,24 @@ class Progress:
     """Runs of all steps under way, published by one thread and awaited by others.
 
     ``changed`` guards it and is notified whenever a run is published or a step ends. ``error`` is
-    that of the first step that failed. Steps that queue behind it must not run.
+    that of the first step that failed. Steps that queue behind it must not run. ``stall_s`` are the
+    seconds of `wait` so far.
     """
 
-    def __init__(self, changed: threading.Condition | None = None) -> None:
+    def __init__(
+        self,
+        changed: threading.Condition | None = None,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
         self._changed = changed or threading.Condition()
+        self._now = now
+        self.stall_s = 0.0
         self._runs: SpanMap[Published] = SpanMap()  # the last one of each element
         self._num_open = 0
         self.error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
-        """Add a step with these disjoint runs, and return an entry per run and earlier ones.
-
-        A run is published by its entry once it is updated. The second list has the entries of
-        earlier steps that must be published before any of these.
-        """
+        """Add a step. Return an entry per run, and earlier ones that must be published first."""
         with self._changed:
             new = [Published() for _ in runs]
             before: list[Published] = []
@@ -55,10 +59,7 @@ class Progress:
         return new, before
 
     def begin_unpublished(self, runs: Sequence[tuple[int, int]]) -> list[Published]:
-        """Add work on these runs that publishes nothing. `finish` ends it, too.
-
-        Return the entries of earlier steps that must be published before it.
-        """
+        """Add work that publishes nothing. Return entries that must be published before it."""
         with self._changed:
             self._num_open += 1
             overlapping = [entry for run in runs for entry in self._overlapping(*run)]
@@ -91,17 +92,16 @@ class Progress:
 
     def wait(self, start: int, stop: int) -> list[torch.Event]:
         """Block until all runs that overlap a range are published, and return their events."""
+        started = self._now()
         with self._changed:
             hits = self._overlapping(start, stop)
             self._changed.wait_for(lambda: self.error or all(e.is_published for e in hits))
         self.check()
+        self.stall_s += self._now() - started
         return [entry.event for entry in hits if entry.event is not None]
 
     def is_over(self, start: int, stop: int) -> bool:
-        """Return whether every run that overlaps ``[start, stop)`` is published and has arrived.
-
-        None is after a step that failed: `wait` raises.
-        """
+        """Return whether all runs in a range have arrived. False after a step that failed."""
         with self._changed:
             if self.error is not None:
                 return False

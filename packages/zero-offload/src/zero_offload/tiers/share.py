@@ -77,10 +77,7 @@ def within_budget(
     is_accelerated: bool,
     adds_grads: bool = False,
 ) -> Intervals:
-    """Return as few elements of one end as leave no more than ``budget`` bytes on the device.
-
-    ``adds_grads``: the tier adds up the gradients of several micro-steps.
-    """
+    """Return as few elements of one end as leave at most ``budget`` bytes on the device."""
     low, high = 0, geometry.numel
     while low < high:  # fewer on the host are more bytes on the device
         middle = (low + high) // 2

@@ -38,11 +38,10 @@ import torch
 
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.streams import enter_device, with_index
-from zero_offload.protocols import ChangeWatcher
-from zero_offload.steppers.stepper import Chunk, Stepper
+from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
 from zero_offload.steppers.undo import UndoLog
 from zero_offload.tiers.progress import Progress, Published
-from zero_offload.transfers.mover import Arrival, Mover
+from zero_offload.transfers.mover import Arrival, HostMover
 
 _MAX_UPDATES = 256
 
@@ -61,11 +60,7 @@ class Phase(Enum):
 
 
 class Speculation:
-    """Tentative updates of one step: its frozen settings, the pieces and their chunks.
-
-    The caller adds to it and ends it. The worker enters it with each chunk. ``changed`` guards it
-    and is notified when the worker leaves.
-    """
+    """Tentative updates of one step, guarded by ``changed``. The worker enters it per chunk."""
 
     def __init__(
         self, groups: list[dict[str, Any]], grad_scale: float, changed: threading.Condition
@@ -77,6 +72,10 @@ class Speculation:
         self._changed = changed
         self._is_over = False
         self._is_entered = False
+
+    def is_of(self, groups: list[dict[str, Any]], grad_scale: float) -> bool:
+        """Return whether a step with these frozen settings goes on with it."""
+        return (self.groups, self.grad_scale) == (groups, grad_scale)
 
     def enter(self) -> bool:
         """Begin a chunk, in the thread that updates. Return whether it is still wanted."""
@@ -103,18 +102,13 @@ class Speculation:
 
 @dataclass(slots=True)
 class Job:
-    """The chunks of one call of ``step``, on their way through a worker.
+    """The chunks of one call of ``step``, in ascending order, on their way through a worker.
 
     Attributes:
-        phase: what is done with them.
-        chunks: in ascending order.
-        grads: the gradients of all chunks.
-        grad_scale: factor on them.
         arrivals: of each chunk's gradient; None if it is in the tier's memory.
         before: entries of earlier steps over the same elements that were not updated yet.
         entries: of each chunk's runs, in `Progress`, if they are published.
         readers: fires when the parameters may be overwritten; None if they may be.
-        speculation: of a tentative job.
         num_left: chunks that were not updated yet.
     """
 
@@ -145,16 +139,14 @@ class Worker:
     Attributes:
         update_s: seconds spent on updates so far, without waiting for gradients or memory.
         updates: start and end of the last updates, by the clock ``now``.
-        watcher: called before each run is updated.
         log: of tentative updates; None if there are none.
     """
 
     def __init__(
-        self, stepper: Stepper, mover: Mover, progress: Progress, now: Callable[[], float]
+        self, stepper: Stepper, mover: HostMover, progress: Progress, now: Callable[[], float]
     ) -> None:
         self.update_s = 0.0
         self.updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
-        self.watcher: ChangeWatcher | None = None
         self.log: UndoLog | None = None
         self._stepper = stepper
         self._mover = mover
@@ -205,11 +197,7 @@ class Worker:
         self._ready.clear()
 
     def _pop(self) -> _Ready:
-        """Return the ready chunk that is needed first.
-
-        If that only has to be published, and an update would have to wait for copies up then, the
-        first other one. Copies go on while it is updated.
-        """
+        """Return the ready chunk that is needed first. Kept ones may wait for copies up."""
         if self._is_kept(self._ready[0]) and self._mover.is_full:
             others = [ready for ready in self._ready if not self._is_kept(ready)]
             if others:
@@ -253,11 +241,6 @@ class Worker:
         self.update_s += ended - started
         self.updates.append((started, ended))
 
-    def _announce(self, chunk: Chunk) -> None:
-        if self.watcher is not None:
-            for run in chunk.runs:
-                self.watcher.before_change(run.start, run.stop)
-
     def _update_tentatively(self, job: Job, index: int) -> float:
         """Update a chunk such that it can be undone, if that is still wanted. Return the start."""
         speculation, log, chunk = job.speculation, self.log, job.chunks[index]
@@ -266,7 +249,7 @@ class Worker:
         started = self._now()
         if speculation.enter():
             try:
-                self._announce(chunk)
+                self._stepper.announce(spans_of([chunk]))
                 self._mover.make_way()
                 started = self._now()
                 log.update(chunk, job.grads, job.grad_scale)
@@ -278,7 +261,7 @@ class Worker:
         """Restore what was before a chunk's tentative update, if there is one. Return the start."""
         assert self.log is not None, "there are tentative updates"
         if self.log.has(chunk):
-            self._announce(chunk)
+            self._stepper.announce(spans_of([chunk]))
         started = self._now()
         self.log.undo(chunk)
         return started
@@ -289,9 +272,9 @@ class Worker:
         if job.readers is not None:
             mover.streams.follow(job.readers)
             job.readers = None
-        self._announce(chunk)
+        self._stepper.announce(spans_of([chunk]))
         mover.make_way()
-        mover.open_spans([(run.start, run.stop) for run in chunk.runs])
+        mover.open_spans(spans_of([chunk]))
         started = self._now()
         if job.phase is Phase.KEEP and self.log is not None and self.log.keep(chunk):
             if not self._stepper.is_in_place:

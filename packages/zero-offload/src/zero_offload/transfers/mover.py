@@ -26,7 +26,7 @@ that are handed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -69,22 +69,11 @@ class Mover:
 
     Args:
         geometry: the flat space; its shards lie on ``device``, on the CPU or on meta.
-
-    Attributes:
         streams: of copies; those of a CPU where nothing is copied.
-        bytes_d2h: gradient bytes copied from the compute device to the host so far.
-        bytes_h2d: parameter bytes brought from the host to the compute device so far.
-        grad_bytes: bytes of the gradient staging.
-        differences: sends new values as differences; None if they are sent whole.
 
     Raises:
         ValueError: there is a shard on meta and no store.
     """
-
-    bytes_d2h: int = 0
-    bytes_h2d: int = 0
-    grad_bytes: int = 0
-    differences: UploadDifferences | None = None
 
     def __init__(
         self,
@@ -118,48 +107,25 @@ class Mover:
         ledger.add(start, start + grad.numel(), grad, start)
         return None
 
-    def close_grads(self) -> torch.Event | None:
-        """End the offers for a step: the stepping stream waits for those that made gradients.
-
-        Returns:
-            An event that fires when they have arrived, or None if they have.
-        """
+    def close_grads(self) -> None:
+        """End the offers for a step: the stepping stream waits for those that made gradients."""
         for event in self._offered:
             self.arrive(event)
         self._offered.clear()
-        return None
-
-    def arrival(self, spans: Sequence[tuple[int, int]]) -> Arrival | None:
-        """Return the arrival of the last gradient offered for ``spans``, or None if it is there."""
-        return None
-
-    def make_way(self) -> None:
-        """Block the updating thread while others read gradients that the caller waits for."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether one of the next two calls of `open_spans` would wait for copies up now."""
-        return False
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds for which `publish` has waited for the device so far."""
-        return 0.0 if self.differences is None else self.differences.waited_s
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Block the updating thread until there is memory for the values of ``spans``.
 
         Each span lies in one shard. Where values are sent as differences, it also starts to check
-        what the device has.
+        what the device has. Parameters that are written directly need none.
         """
 
     def out(self, start: int, stop: int) -> Tensor:
         """Return memory for the rounded values of ``[start, stop)``, one of the open spans."""
         view = self.geometry.view(start, stop)
         if view.is_meta:
-            self._rounded[start] = torch.empty(stop - start, dtype=view.dtype, device="cpu")
-            return self._rounded[start]
-        return view if self._is_offloaded(view) else self.place(start, view)
+            view = self._rounded[start] = torch.empty(stop - start, dtype=view.dtype, device="cpu")
+        return view
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
         """Copy what was written to `out` to the shards. Returns an event if that takes time."""
@@ -167,19 +133,11 @@ class Mover:
         if view.is_meta:
             assert self._store is not None, "checked at construction"
             self._store.write(start, self._rounded.pop(start))
-        return None if self._is_offloaded(view) else self.send(start, view)
+        return None if self._is_offloaded(view) else self._record()
 
     def _is_offloaded(self, shard: Tensor) -> bool:
         """Whether a shard is off the device. In host memory an update writes it directly."""
         return shard.is_meta or (shard.is_cpu and self.device.type != "cpu")
-
-    def place(self, start: int, view: Tensor) -> Tensor:
-        """Return memory for the new values of ``view``, the shard's elements from ``start`` on."""
-        return view
-
-    def send(self, start: int, view: Tensor) -> torch.Event | None:
-        """Copy what was written to `place` to ``view``, as `publish`."""
-        return self._record()
 
     def arrive(self, event: torch.Event) -> None:
         """Make the caller's current stream wait for a `publish`."""
@@ -215,8 +173,16 @@ class _Staging:
 class HostMover(Mover):
     """Copies gradients to host buffers and parameters back.
 
-    ``is_staged``: shards in host memory are staged too, as those of an accelerator. Without a codec
-    new values are sent whole.
+    Args:
+        is_staged: shards in host memory are staged too, as those of an accelerator.
+        codec: of differences; without one new values are sent whole.
+
+    Attributes:
+        bytes_d2h: gradient bytes copied from the compute device to the host so far.
+        bytes_h2d: parameter bytes brought from the host to the compute device so far.
+        grad_bytes: bytes of the gradient staging.
+        differences: sends new values as differences; None if they are sent whole.
+        arrived: fires when all gradients offered so far have arrived; None if they have.
     """
 
     def __init__(
@@ -231,10 +197,12 @@ class HostMover(Mover):
         codec: UploadCodec | None = None,
     ) -> None:
         super().__init__(geometry, device, store, streams or open_streams(device))
+        self.bytes_d2h = self.bytes_h2d = self.grad_bytes = 0
+        self.differences: UploadDifferences | None = None
+        self.arrived: torch.Event | None = None
         self._memory = memory
         self._is_staged = is_staged
         self._grads: dict[tuple[torch.dtype, int], SpanMap[tuple[int, Tensor]]] = {}
-        self._arrived: torch.Event | None = None
         self._reads: tuple[tuple[torch.Event | None, Future[Any]], ...] = ()
         self._arrivals: SpanMap[Arrival] = SpanMap()
         self._num_copies = 0
@@ -257,10 +225,7 @@ class HostMover(Mover):
         return self.append(start, grad, ledger, 0)
 
     def append(self, start: int, grad: Tensor, ledger: GradLedger, layer: int) -> Release | None:
-        """Start the copy down of one more term of a range, into a layer of its dtype's staging.
-
-        A copy is no longer than a chunk of the update, which then need not wait for the rest.
-        """
+        """Start the copy down of one more term, in pieces no longer than a chunk of the update."""
         event = None
         staging = self._staging_of(self.kept_dtype(grad.dtype), layer)
         longest = self.geometry.published_numel
@@ -276,20 +241,16 @@ class HostMover(Mover):
         self.bytes_d2h += grad.numel() * grad.element_size()
         if event is None:
             return None
-        self._arrived = event  # copies down are in order: the last event stands for all
+        self.arrived = event  # copies down are in order: the last event stands for all
         return partial(self.streams.release, event)
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``dtype`` are kept."""
         return dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype
 
-    def sum_memory(self, start: int, stop: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Yield ``(a, b, base, sum)`` of the memory for a range's sum, in the masters' dtype.
-
-        ``sum[0]`` is that of element ``base``.
-        """
-        staging = self._staging_of(self.geometry.master_dtype, _SUM)
-        return ((a, b, base, total) for a, b, (base, total) in staging.overlaps(start, stop))
+    def sums(self) -> SpanMap[tuple[int, Tensor]]:
+        """Return the memory for sums: by span its first element and a tensor of masters' dtype."""
+        return self._staging_of(self.geometry.master_dtype, _SUM)
 
     def _staging_of(self, dtype: torch.dtype, layer: int) -> SpanMap[tuple[int, Tensor]]:
         key = dtype, layer
@@ -306,24 +267,22 @@ class HostMover(Mover):
         for layer in range(num_layers):
             self._staging_of(self.kept_dtype(dtype), layer)
         if has_sum:
-            self._staging_of(self.geometry.master_dtype, _SUM)
+            self.sums()
         needs = self._staged_numel([(start, start + 1) for start, _ in self.geometry.shards])
         for staging in self._staging:
             staging.open(needs, self._memory)
 
-    def close_grads(self) -> torch.Event | None:
-        """Return the event of the last copy down. The caller's stream goes on."""
-        return self._arrived
-
     def arrival(self, spans: Sequence[tuple[int, int]]) -> Arrival | None:
+        """Return the arrival of the last gradient offered for ``spans``, or None if it is there."""
         found = [value for span in spans for *_, value in self._arrivals.overlaps(*span)]
         return max(found, key=attrgetter("number"), default=None)
 
-    def note_read(self, arrived: torch.Event | None, read: Future[Any]) -> None:
-        """Note that another thread will ``read`` gradients once they have ``arrived``."""
-        self._reads = (*(r for r in self._reads if not r[1].done()), (arrived, read))
+    def note_read(self, read: Future[Any]) -> None:
+        """Note that another thread will ``read`` the gradients so far once they have arrived."""
+        self._reads = (*(r for r in self._reads if not r[1].done()), (self.arrived, read))
 
     def make_way(self) -> None:
+        """Block the updating thread while others read gradients that the caller waits for."""
         for arrived, read in self._reads:
             if arrived is None or arrived.query():
                 wait([read])
@@ -333,7 +292,13 @@ class HostMover(Mover):
         self._staging = (*self._staging, _Staging())
 
     @property
+    def waited_s(self) -> float:
+        """Seconds for which `publish` has waited for the device so far."""
+        return 0.0 if self.differences is None else self.differences.waited_s
+
+    @property
     def is_full(self) -> bool:
+        """Whether one of the next two calls of `open_spans` would wait for copies up now."""
         return not all(e.query() for staging in self._staging[-2:] for e in staging.sent)
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
@@ -382,16 +347,23 @@ class HostMover(Mover):
         base, _ = self.geometry.shards[index]
         return self._held[index][start - base : stop - base]
 
-    def place(self, start: int, view: Tensor) -> Tensor:
+    def out(self, start: int, stop: int) -> Tensor:
+        view = self.geometry.view(start, stop)
+        return super().out(start, stop) if self._is_offloaded(view) else self._place(start, view)
+
+    def _place(self, start: int, view: Tensor) -> Tensor:
         """Return staging memory, held memory, or the shard itself where it is host memory."""
         if not self._must_stage(view) or self.geometry.shard_at(start) in self._held:
             return self.hold(start, start + view.numel())
         return self._staging[0].reserve(start, view.numel(), view.dtype)
 
-    def send(self, start: int, view: Tensor) -> torch.Event | None:
+    def publish(self, start: int, stop: int) -> torch.Event | None:
+        view = self.geometry.view(start, stop)
+        if self._is_offloaded(view):
+            return super().publish(start, stop)
         nbytes, event = view.numel() * view.element_size(), None
         if self._must_stage(view):
-            values = self.place(start, view)
+            values = self._place(start, view)
             if self.differences is None:
                 event = self.streams.to_device(view, values)
             else:
