@@ -38,11 +38,13 @@ import torch
 
 from zero_comm.collectives.feedback import STORED
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
-from zero_comm.differences.expectation import expected_difference_bits, expected_message_nbytes
-from zero_comm.differences.message import is_worthwhile, max_message_nbytes
+from zero_comm.lossless.expectation import (
+    expected_difference_bits,
+    expected_difference_nbytes,
+    expected_gradient_nbytes,
+)
+from zero_comm.lossless.message import GradientMessages, is_worthwhile, max_message_nbytes
 from zero_comm.quantizer.message import Packing
-from zero_comm.values.message import GradientMessages
-from zero_comm.values.message import expected_message_nbytes as expected_coded_nbytes
 
 _FP32_NBYTES = torch.float32.itemsize
 
@@ -86,7 +88,7 @@ def comm_footprint(
         world_size: number of ranks.
         ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
         learning_rate: of the optimizer, on which lossless differences depend: see
-            `zero_comm.differences.expectation`. None counts the most that they and coded gradients
+            `zero_comm.lossless.expectation`. None counts the most that they and coded gradients
             may take.
 
     Raises:
@@ -151,7 +153,7 @@ class CommFootprint:
             if self.num_groups > 1 and is_worthwhile(dtype, numel):
                 across = numel * dtype.itemsize  # at most: a whole shard's
                 if self._learning_rate is not None:
-                    expected = expected_message_nbytes(numel, dtype, self._learning_rate)
+                    expected = expected_difference_nbytes(numel, dtype, self._learning_rate)
                     across = min(across, expected)
                 within = numel * dtype.itemsize if self._is_gathered else across
                 return GatherFootprint(
@@ -201,7 +203,7 @@ class CommFootprint:
         most = messages.max_nbytes(dtype, numel)
         if dtype == torch.float16 or self._learning_rate is None:
             return most, most
-        return expected_coded_nbytes(numel, dtype.itemsize), most
+        return expected_gradient_nbytes(numel, dtype.itemsize), most
 
     def memory(
         self,

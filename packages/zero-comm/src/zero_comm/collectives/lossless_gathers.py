@@ -2,7 +2,7 @@
 
 Most 16-bit weights keep their bits in a step of fine-tuning, or move to a neighbouring number. A
 rank sends what changed since the version that it published last, in the messages of
-`zero_comm.differences.message`. Groups and phases are those of [Note: the two phases] in
+`zero_comm.lossless.message`. Groups and phases are those of [Note: the two phases] in
 `zero_comm.collectives.weight_gathers`.
 
 [Note: what differences start from]
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.collectives.weight_gathers import SecondaryGather, WeightGather
-from zero_comm.differences.message import max_message_nbytes, pack_difference, unpack_difference
+from zero_comm.lossless.message import max_message_nbytes, pack, unpack
 from zero_comm.quantizer.checksum import checksum_of, checksums
 
 _NONE: Final = -1
@@ -48,7 +48,7 @@ class LosslessSecondaryGather(SecondaryGather):
         most = max_message_nbytes(shard.numel(), shard.element_size())
         message = self._take_bytes("message", (most,), device)
         if before is not None:
-            length = pack_difference(own, shard, message, versions=(before, now))
+            length = pack("differences", own, shard, message=message, versions=(before, now))
         sent = torch.tensor([length, _NONE if before is None else before], device=device)
         found = torch.empty(grid.num_groups, 2, dtype=torch.int64, device=device)
         grid.gather_inter_group(found, sent, unit=unit, backward=backward)
@@ -61,7 +61,7 @@ class LosslessSecondaryGather(SecondaryGather):
         grid.gather_inter_group(rows, message[:length], unit=unit, backward=backward)
         for row, values, sender in zip(rows, secondary, grid.peers, strict=True):
             if sender != self._transport.rank:
-                unpack_difference(row, values, versions=(before, now), sender=sender)
+                unpack("differences", row, values, sender=sender, versions=(before, now))
         own.copy_(shard)
 
 
@@ -110,7 +110,7 @@ class PublishedGather(WeightGather):
         message = self._take_bytes("message", (most,), device)
         length, held = 0, torch.zeros((), dtype=torch.int64, device=device)
         if before is not None:
-            length = pack_difference(published, shard, message, versions=(before, now))
+            length = pack("differences", published, shard, message=message, versions=(before, now))
             held = _checksum([published if n == rank else part for n, part in enumerate(slices)])
         known = torch.tensor([length, _NONE if before is None else before], device=device)
         own = torch.cat([known, held[None]])  # kept until it has been read
@@ -128,7 +128,7 @@ class PublishedGather(WeightGather):
         for sender, values in enumerate(slices):
             if sender != rank:
                 row = arrived[sender % size, sender // size]
-                unpack_difference(row, values, versions=(before, now), sender=sender)
+                unpack("differences", row, values, sender=sender, versions=(before, now))
         return True
 
 

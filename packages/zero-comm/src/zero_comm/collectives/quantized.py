@@ -25,7 +25,7 @@ from zero_comm.collectives.lossless_gathers import LosslessSecondaryGather, Publ
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import Grid, MessageGather, SecondaryGather, WeightGather
-from zero_comm.differences.message import is_worthwhile
+from zero_comm.lossless.message import GradientMessages, is_worthwhile
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import (
     AddingCollectives,
@@ -36,7 +36,6 @@ from zero_comm.transport.protocol import (
 )
 from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork
-from zero_comm.values.message import GradientMessages
 
 _log = logging.getLogger(__name__)
 _PUBLISHED = "published"  # the key of a gather, beside the formats

@@ -1,11 +1,11 @@
-"""Expected bytes of lossless differences, from the learning rate.
+"""Expected bytes of lossless messages: of differences from the learning rate, and of gradients.
 
 A step of Adam moves each weight by about the learning rate ``lr``. How many bits that changes
 depends on how far apart neighbouring numbers are, which is proportional to the weight. So the bits
 of a difference are a function of ``lr * 2**p / std`` alone, where p is the precision of the dtype
 in bits (8 for bf16, 11 for fp16, 24 for fp32) and std the standard deviation of the weights.
 
-`_TYPICAL` is what `zero_comm.differences` takes per weight for normal weights that move by 0.3 lr
+`_TYPICAL` is what differences take per weight for normal weights that move by 0.3 lr
 times a normal number. It was made by encoding 2**21 weights. The first steps of Adam, which move
 all weights by lr, take up to 2.5 times as much (recorded steps: the project's docs/benchmarks.md).
 """
@@ -17,7 +17,9 @@ from typing import Final
 
 import torch
 
-from zero_comm.differences.sealed import HEADER_NBYTES
+from zero_comm.lossless.block_frame import BLOCK_NUMEL, descriptors_nbytes, num_blocks
+from zero_comm.lossless.message import HEADER_NBYTES, message_nbytes
+from zero_comm.lossless.value_format import fixed_nbytes
 
 TYPICAL_STD: Final = 0.02
 """Of initial weights in most transformers."""
@@ -60,6 +62,16 @@ def expected_difference_bits(
     return min(most, _TYPICAL[low] + (place - low) * (_TYPICAL[low + 1] - _TYPICAL[low]))
 
 
-def expected_message_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
-    """Return the expected bytes of a message of ``numel`` weights, for `TYPICAL_STD`."""
+def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
+    """Return the expected bytes of a message of differences of weights, for `TYPICAL_STD`."""
     return HEADER_NBYTES + math.ceil(numel * expected_difference_bits(dtype, learning_rate) / 8)
+
+
+def expected_gradient_nbytes(numel: int, itemsize: int) -> int:
+    """Return the bytes of a message of bfloat16 or float32 gradients of a normal distribution.
+
+    Of 256 of them the largest is between 2 and 4 standard deviations, so a code of 7 or more stands
+    for less than 1/32 of one: 1 element in 40.
+    """
+    coded = fixed_nbytes(3, itemsize) + BLOCK_NUMEL // 40
+    return message_nbytes(descriptors_nbytes(numel) + num_blocks(numel) * coded)
