@@ -20,7 +20,7 @@ from zero_comm.lossless.codec import (
     encode_difference,
     encode_values,
 )
-from zero_comm.quantizer.backend import backend
+from zero_comm.quantizer.backend import backend, warn_without_kernels
 from zero_comm.quantizer.block_format import DEFAULT_BLOCK_SIZE, BlockFormat, quantized_nbytes
 from zero_comm.quantizer.message import CorruptMessageError
 from zero_comm.quantizer.quantize import (
@@ -59,6 +59,8 @@ __all__ = [
 ]
 
 __version__ = _version("zero-comm")
+
+warn_without_kernels()
 
 
 def __getattr__(name: str) -> ModuleType:
