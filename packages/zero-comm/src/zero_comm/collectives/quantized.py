@@ -213,11 +213,12 @@ class QuantizedCollectives:
         """Bytes held between exchanges, by kind."""
         found = Counter({"message buffers": self._scratch.nbytes})
         for gather in self._gathers.values():
-            found[gather.kept_kind] += gather.nbytes
+            found[gather.kept_kind] += sum(kept.nbytes for kept in gather.tensors)
         if self._reduction is not None:
             found["message buffers"] += self._reduction.nbytes
             if self._reduction.feedback is not None:
-                found["error feedback"] = self._reduction.feedback.nbytes
+                errors = self._reduction.feedback.tensors
+                found["error feedback"] = sum(error.nbytes for error in errors)
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def device_tensors(self) -> dict[str, list[Tensor]]:

@@ -28,6 +28,16 @@ _NBYTES_MASK: Final = (1 << MODE_SHIFT) - 1
 INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 
 
+class NotBlocksError(ValueError):
+    """Bytes are not those of blocks."""
+
+
+def require(holds: Tensor) -> None:
+    """Raise `NotBlocksError` unless all of ``holds`` are true."""
+    if not bool(holds.all()):
+        raise NotBlocksError
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Mode, bytes, begin in the codes, and elements of some blocks: int64, a number per block."""
@@ -61,11 +71,8 @@ class TorchCodec(ABC):
         """Write the blocks of further modes into ``out``, which holds zeros there."""
 
     @abstractmethod
-    def _read(self, codes: Tensor, bits: Tensor, blocks: Blocks) -> Tensor | None:
-        """Return the new bits of all but raw blocks, or None if the bytes are not those of blocks.
-
-        ``bits`` are the old ones.
-        """
+    def _read(self, codes: Tensor, bits: Tensor, blocks: Blocks) -> Tensor:
+        """Return the new bits of all but raw blocks. ``bits`` are the old ones."""
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         numel, end = operands[0].numel(), descriptors_nbytes(operands[0].numel())
@@ -103,40 +110,38 @@ class TorchCodec(ABC):
         return descriptors.to(torch.int32).to(torch.int16), out.to(torch.uint8)
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        return torch.tensor(self._decode(buffer, values), device=values.device)
+        try:
+            self._decode(buffer, values)
+        except NotBlocksError:
+            return torch.tensor(False, device=values.device)
+        return torch.tensor(True, device=values.device)
 
-    def _decode(self, buffer: Tensor, values: Tensor) -> bool:
+    def _decode(self, buffer: Tensor, values: Tensor) -> None:
         start = descriptors_nbytes(values.numel())
         if buffer.numel() < start:
-            return False
+            raise NotBlocksError
         descriptors = buffer[:start].view(torch.int16).to(torch.int64) & 0xFFFF
         codes, nbytes = buffer[start:], descriptors & _NBYTES_MASK
         if int(nbytes.sum()) != codes.numel():
-            return False
+            raise NotBlocksError
         offsets = nbytes.cumsum(0) - nbytes
         for first in range(0, len(descriptors), _CHUNK_BLOCKS):
             chunk = slice(first, first + _CHUNK_BLOCKS)
             elements = values[first * BLOCK_NUMEL : (first + _CHUNK_BLOCKS) * BLOCK_NUMEL]
             begin = int(offsets[first])
             own = codes[begin : begin + int(nbytes[chunk].sum())]
-            if not self._decode_chunk(own, descriptors[chunk], offsets[chunk] - begin, elements):
-                return False
-        return True
+            self._decode_chunk(own, descriptors[chunk], offsets[chunk] - begin, elements)
 
     def _decode_chunk(
         self, codes: Tensor, descriptors: Tensor, offsets: Tensor, values: Tensor
-    ) -> bool:
-        """Change some blocks. Returns whether the bytes are those of blocks."""
+    ) -> None:
         itemsize, codes = values.element_size(), codes.to(torch.int64)
         mode, nbytes = descriptors >> MODE_SHIFT, descriptors & _NBYTES_MASK
         present = _present_in(len(mode), values)
-        is_wrong = (mode == EMPTY) & (nbytes != 0) | (mode == RAW) & (nbytes != present * itemsize)
-        if bool(is_wrong.any()):
-            return False
+        require((mode != EMPTY) | (nbytes == 0))
+        require((mode != RAW) | (nbytes == present * itemsize))
         blocks = Blocks(mode, nbytes, offsets, present, itemsize)
         new = self._read(codes, _bits(values), blocks)
-        if new is None:
-            return False
         new = new.flatten()[: values.numel()]
         # Through 64 bits: a narrower integer would refuse the upper half of the patterns.
         signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
@@ -145,7 +150,6 @@ class TorchCodec(ABC):
         rows, places = ragged(nbytes[raw])
         taken = codes[offsets[raw][rows] + places].to(torch.uint8)
         values.view(torch.uint8)[raw[rows] * BLOCK_NUMEL * itemsize + places] = taken
-        return True
 
 
 def _bits(values: Tensor) -> Tensor:

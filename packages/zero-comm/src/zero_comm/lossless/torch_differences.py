@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_comm.lossless.block_frame import BLOCK_NUMEL, EMPTY, RAW
 from zero_comm.lossless.difference_format import BITMAP, BITMAP_NBYTES, DENSE, LIST, num_starts
-from zero_comm.lossless.torch_codec import IMPOSSIBLE, Blocks, TorchCodec, ragged
+from zero_comm.lossless.torch_codec import IMPOSSIBLE, Blocks, TorchCodec, ragged, require
 
 
 class TorchDifferences(TorchCodec):
@@ -56,7 +56,7 @@ class TorchDifferences(TorchCodec):
             out[offsets[rows] + 1 + ragged(counts)[1]] = at
             _write_levels(out, offsets + 1 + counts, rows, values, start, blocks.itemsize)
 
-    def _read(self, codes: Tensor, bits: Tensor, blocks: Blocks) -> Tensor | None:
+    def _read(self, codes: Tensor, bits: Tensor, blocks: Blocks) -> Tensor:
         z = torch.zeros_like(bits)
         known = (blocks.mode == EMPTY) | (blocks.mode == RAW)
         for start in range(num_starts(blocks.itemsize)):
@@ -68,12 +68,8 @@ class TorchDifferences(TorchCodec):
                     continue
                 begin = blocks.offsets[of_mode]
                 end = begin + blocks.nbytes[of_mode]
-                found = read(codes, begin, end, start, blocks.itemsize)
-                if found is None:
-                    return None
-                z[of_mode] = found
-        if not bool(known.all()):
-            return None
+                z[of_mode] = read(codes, begin, end, start, blocks.itemsize)
+        require(known)
         mask = (1 << 8 * blocks.itemsize) - 1
         z &= mask
         moved = torch.where(z % 2 == 1, -(z + 1) // 2, z // 2)
@@ -148,37 +144,27 @@ def _write_levels(
         offsets, width = offsets + q, 2 * width
 
 
-def _read_dense(
-    codes: Tensor, begin: Tensor, end: Tensor, start: int, itemsize: int
-) -> Tensor | None:
-    """Return ``z`` of dense blocks, or None if their bytes are not those of such blocks."""
+def _read_dense(codes: Tensor, begin: Tensor, end: Tensor, start: int, itemsize: int) -> Tensor:
+    """Return ``z`` of dense blocks."""
     counts = torch.full_like(begin, BLOCK_NUMEL)
     values = _read_levels(codes, begin, end, counts, 2 << start, itemsize)
-    return None if values is None else values.view(-1, BLOCK_NUMEL)
+    return values.view(-1, BLOCK_NUMEL)
 
 
-def _read_bitmap(
-    codes: Tensor, begin: Tensor, end: Tensor, start: int, itemsize: int
-) -> Tensor | None:
-    if not bool((end - begin >= BITMAP_NBYTES).all()):
-        return None
+def _read_bitmap(codes: Tensor, begin: Tensor, end: Tensor, start: int, itemsize: int) -> Tensor:
+    require(end - begin >= BITMAP_NBYTES)
     at = torch.arange(BLOCK_NUMEL, device=codes.device)
     bitmap = codes[begin[:, None] + at // 8] >> at % 8 & 1
     return _spread(codes, bitmap, begin + BITMAP_NBYTES, end, start, itemsize)
 
 
-def _read_list(
-    codes: Tensor, begin: Tensor, end: Tensor, start: int, itemsize: int
-) -> Tensor | None:
-    if not bool((end > begin).all()):
-        return None
+def _read_list(codes: Tensor, begin: Tensor, end: Tensor, start: int, itemsize: int) -> Tensor:
+    require(end > begin)
     counts = codes[begin]
-    if not bool((end - begin > counts).all()):
-        return None
+    require(end - begin > counts)
     rows, places = ragged(counts)
     at = codes[begin[rows] + 1 + places]
-    if not bool(((at[1:] > at[:-1]) | (rows[1:] != rows[:-1])).all()):
-        return None
+    require((at[1:] > at[:-1]) | (rows[1:] != rows[:-1]))
     bitmap = torch.zeros(len(begin), BLOCK_NUMEL, dtype=torch.int64, device=codes.device)
     bitmap[rows, at] = 1
     return _spread(codes, bitmap, begin + 1 + counts, end, start, itemsize)
@@ -186,26 +172,21 @@ def _read_list(
 
 def _spread(
     codes: Tensor, bitmap: Tensor, offsets: Tensor, end: Tensor, start: int, itemsize: int
-) -> Tensor | None:
+) -> Tensor:
     """Return ``z`` where ``bitmap``, [blocks, 256], is set: one more than the levels there hold."""
     counts = bitmap.sum(1)
-    if not bool((counts > 0).all()):
-        return None
-    values = _read_levels(codes, offsets, end, counts, 2 << start, itemsize)
-    if values is None:
-        return None
+    require(counts > 0)
     z = torch.zeros_like(bitmap)
-    z[bitmap > 0] = values + 1
+    z[bitmap > 0] = _read_levels(codes, offsets, end, counts, 2 << start, itemsize) + 1
     return z
 
 
 def _read_levels(
     codes: Tensor, offsets: Tensor, ends: Tensor, counts: Tensor, width: int, itemsize: int
-) -> Tensor | None:
+) -> Tensor:
     """Return the integers of a ragged list with levels at bytes ``offsets`` to ``ends``."""
     q = _level_nbytes(counts, width)
-    if not bool((offsets + q <= ends).all()):
-        return None
+    require(offsets + q <= ends)
     rows, places = ragged(counts)
     values = torch.zeros_like(rows)
     for byte, shift, low in _code_places(places, q[rows], width):
@@ -217,14 +198,9 @@ def _read_levels(
         is_longer = torch.zeros_like(is_longer)
     counts = torch.bincount(rows[is_longer], minlength=len(offsets))
     is_last = counts == 0
-    if not bool((offsets[is_last] == ends[is_last]).all()):
-        return None
+    require(offsets[is_last] == ends[is_last])
     others = torch.nonzero(~is_last)[:, 0]
     if len(others):
-        more = _read_levels(
-            codes, offsets[others], ends[others], counts[others], 2 * width, itemsize
-        )
-        if more is None:
-            return None
-        values[is_longer] += more
+        rest = offsets[others], ends[others], counts[others]
+        values[is_longer] += _read_levels(codes, *rest, 2 * width, itemsize)
     return values

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.lossless.block_frame import BLOCK_NUMEL, EMPTY, RAW
-from zero_comm.lossless.torch_codec import IMPOSSIBLE, Blocks, TorchCodec
+from zero_comm.lossless.torch_codec import IMPOSSIBLE, Blocks, TorchCodec, require
 from zero_comm.lossless.value_format import CODED, MAX_WIDTH, PLANE_NBYTES, fixed_nbytes
 
 
@@ -50,13 +50,11 @@ class TorchValues(TorchCodec):
                 target = at + fixed.shape[1] + is_escape.cumsum(1) - 1
                 out[target[is_escape]] = tops[is_escape]
 
-    def _read(self, codes: Tensor, bits: Tensor, blocks: Blocks) -> Tensor | None:
+    def _read(self, codes: Tensor, bits: Tensor, blocks: Blocks) -> Tensor:
         itemsize, width = blocks.itemsize, blocks.mode - CODED
         escapes = blocks.nbytes - fixed_nbytes(0, itemsize) - width * PLANE_NBYTES
         is_coded = (width >= 0) & (width <= MAX_WIDTH) & (blocks.present == BLOCK_NUMEL)
-        known = (blocks.mode == EMPTY) | (blocks.mode == RAW) | (is_coded & (escapes >= 0))
-        if not bool(known.all()):
-            return None
+        require((blocks.mode == EMPTY) | (blocks.mode == RAW) | (is_coded & (escapes >= 0)))
         filled = torch.zeros_like(bits)
         for number in range(MAX_WIDTH + 1):
             rows = torch.nonzero(width == number)[:, 0]
@@ -71,8 +69,7 @@ class TorchValues(TorchCodec):
             less = (each << torch.arange(number, device=bits.device)[:, None]).sum(1)
             tops = (own[:, :1] - less) & 0xFF
             is_escape = less == (1 << number) - 1 if number else torch.zeros_like(less).bool()
-            if not bool((is_escape.sum(1) == escapes[rows]).all()):
-                return None
+            require(is_escape.sum(1) == escapes[rows])
             tops[is_escape] = codes[(at + size + is_escape.cumsum(1) - 1)[is_escape]]
             rotated = tops << 8 * (itemsize - 1)
             for k in range(itemsize - 1):
