@@ -109,6 +109,10 @@ def apply(
             reduction: Any = _ReduceScatter(fmt, ranks_per_node, reducers, index)
             part.set_custom_reduce_scatter(reduction)
             _REDUCING.add(part)
+    if packing is None:
+        _GATHERING.difference_update(modules)
+    if fmt is None:
+        _REDUCING.difference_update(modules)
 
 
 class _Comm:

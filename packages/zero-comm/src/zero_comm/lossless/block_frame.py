@@ -26,7 +26,6 @@ from typing import Final, Literal
 Coding = Literal["differences", "values"]
 
 BLOCK_NUMEL: Final = 256
-DESCRIPTOR_NBYTES: Final = 2
 MODE_SHIFT: Final = 11
 EMPTY: Final = 0
 RAW: Final = 1
@@ -40,7 +39,7 @@ def num_blocks(numel: int) -> int:
 
 def descriptors_nbytes(numel: int) -> int:
     """Return the bytes of all descriptors, which is the offset of the codes."""
-    return num_blocks(numel) * DESCRIPTOR_NBYTES
+    return num_blocks(numel) * 2
 
 
 def max_buffer_nbytes(numel: int, itemsize: int) -> int:

@@ -21,49 +21,29 @@ from zero_comm.lossless.block_frame import BLOCK_NUMEL, descriptors_nbytes, num_
 from zero_comm.lossless.message import HEADER_NBYTES, message_nbytes
 from zero_comm.lossless.value_format import fixed_nbytes
 
-TYPICAL_STD: Final = 0.02
-"""Of initial weights in most transformers."""
+_STD: Final = 0.02  # of initial weights in most transformers
 _FIRST_POWER, _POWER_STEP = -10, 2
+# fmt: off
 _TYPICAL: Final = (
-    0.09,
-    0.14,
-    0.26,
-    0.59,
-    1.43,
-    2.21,
-    3.97,
-    6.53,
-    9.2,
-    12.3,
-    16.1,
-    16.5,
-    18.2,
-    24.3,
+    0.09, 0.14, 0.26, 0.59, 1.43, 2.21, 3.97, 6.53, 9.2, 12.3, 16.1, 16.5, 18.2, 24.3,
 )
+# fmt: on
 
 
-def expected_difference_bits(
-    dtype: torch.dtype, learning_rate: float, *, std: float = TYPICAL_STD
-) -> float:
-    """Return the bits per weight that a step's difference is expected to take.
-
-    Args:
-        dtype: of the weights that are sent: fp32, bf16 or fp16.
-        learning_rate: of the step.
-        std: standard deviation of the weights.
-    """
-    most = 8.0 * dtype.itemsize
+def expected_difference_bits(dtype: torch.dtype, learning_rate: float) -> float:
+    """Return the bits per weight, fp32, bf16 or fp16, that a step's difference should take."""
     if learning_rate <= 0.0:
         return 0.0625  # a descriptor of 16 bits per block
     precision = 1 - math.log2(torch.finfo(dtype).eps)
-    power = math.log2(learning_rate / std) + precision
+    power = math.log2(learning_rate / _STD) + precision
     place = min(max((power - _FIRST_POWER) / _POWER_STEP, 0.0), len(_TYPICAL) - 1.0)
     low = min(int(place), len(_TYPICAL) - 2)
-    return min(most, _TYPICAL[low] + (place - low) * (_TYPICAL[low + 1] - _TYPICAL[low]))
+    expected = _TYPICAL[low] + (place - low) * (_TYPICAL[low + 1] - _TYPICAL[low])
+    return min(8.0 * dtype.itemsize, expected)
 
 
 def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
-    """Return the expected bytes of a message of differences of weights, for `TYPICAL_STD`."""
+    """Return the expected bytes of a message of differences of weights."""
     return HEADER_NBYTES + math.ceil(numel * expected_difference_bits(dtype, learning_rate) / 8)
 
 
