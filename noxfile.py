@@ -29,6 +29,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _pip_links = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
 if _found := subprocess.run(_pip_links, capture_output=True, text=True, check=False).stdout:
     os.environ.setdefault("UV_FIND_LINKS", ",".join(_found.split()))
+# Where its kernels cannot be compiled, zero-comm would be built without them.
+os.environ.setdefault("ZERO_COMM_REQUIRE_KERNELS", "1")
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
 FOLDERS = {**{name: f"packages/{name}" for name in PACKAGES}, "integration": "integration"}

@@ -14,11 +14,11 @@ from typing import Any
 import cpu_adam
 from zero_comm import create_collectives
 from zero_comm.collectives import ExactGradients, QuantizedCollectives
-from zero_comm.differences.upload import UploadCodec as LosslessUploadCodec
 from zero_comm.footprint import CommFootprint, comm_footprint, upload_nbytes
+from zero_comm.lossless.message import GradientMessages
+from zero_comm.lossless.upload import UploadCodec as LosslessUploadCodec
 from zero_comm.transport.protocol import CodingCollectives
 from zero_comm.transport.protocol import TransportCollectives as CommTransport
-from zero_comm.values.message import GradientMessages
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
 from zero_core.footprint.footprints import (
@@ -176,9 +176,9 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.host.HostCollectives": (HostCollectives, TransportCollectives),
     "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
-    "zero_comm.values.message.GradientMessages": (GradientMessages, SliceCodec),
-    "zero_comm.differences.upload.UploadCodec": (LosslessUploadCodec, UploadCodec),
-    "zero_comm.differences.upload.UploadCodec, for a tier": (
+    "zero_comm.lossless.message.GradientMessages": (GradientMessages, SliceCodec),
+    "zero_comm.lossless.upload.UploadCodec": (LosslessUploadCodec, UploadCodec),
+    "zero_comm.lossless.upload.UploadCodec, for a tier": (
         LosslessUploadCodec,
         OffloadUploadCodec,
     ),

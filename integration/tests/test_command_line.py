@@ -222,6 +222,7 @@ def test_doctor_finds_everything_and_shows_the_same_names_as_json() -> None:
     for group in doctor.ENTRY_POINTS:
         assert found[group].state == "ok", found[group]
     assert found["CPU Adam"].value.split()[0] in {"scalar", "avx2", "avx512", "neon"}
+    assert found["CPU quantizer"].value == "native"
     findings = json.loads(run_here("doctor", "--json"))
     assert {"topic", "name", "value", "state", "advice"} == set(findings[0])
     table = run_here("doctor")

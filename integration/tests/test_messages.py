@@ -18,7 +18,7 @@ from torch import nn
 
 import zero_core
 from tests.support.delayed import build
-from zero_comm.values.message import GradientMessages
+from zero_comm.lossless.message import GradientMessages
 from zero_core.testing import (
     Case,
     SimulatedRanks,

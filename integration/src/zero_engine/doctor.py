@@ -142,6 +142,7 @@ def _backends() -> Iterator[Finding]:
         yield Finding("compute", "GPU", f"none found (CUDA {torch.version.cuda})", "note", advice)
     yield from _device_of_ranks()
     yield _cpu_adam()
+    yield _comm_kernels()
     yield _backend("gloo", is_there=dist.is_available() and dist.is_gloo_available())
     yield _backend("nccl", is_there=dist.is_available() and dist.is_nccl_available())
 
@@ -176,6 +177,17 @@ def _cpu_adam() -> Finding:
     except Exception as error:  # told in the line above: the package is missing or broken
         return Finding("compute", "CPU Adam", f"unknown ({type(error).__name__})", "missing")
     return Finding("compute", "CPU Adam", f"{active} (also here: {', '.join(others) or 'none'})")
+
+
+def _comm_kernels() -> Finding:
+    try:
+        backend = str(importlib.import_module("zero_comm").backend())
+    except Exception as error:  # told in the line above: the package is missing or broken
+        return Finding("compute", "CPU quantizer", f"unknown ({type(error).__name__})", "missing")
+    if backend != "torch":
+        return Finding("compute", "CPU quantizer", backend)
+    advice = "unset ZERO_COMM_BACKEND, or install a C++ compiler and then zero-comm again"
+    return Finding("compute", "CPU quantizer", "plain torch, which is slower", "note", advice)
 
 
 def _machine() -> Iterator[Finding]:

@@ -1,10 +1,10 @@
 // Codes blocks of differences between two tensors: one source, compiled once for each instruction
 // set. Modes and bytes are those of [Note: the difference buffer] in difference_format.py;
-// torch_codec.py is the definition. Included inside an anonymous namespace, after codec.inl.
+// torch_differences.py is the definition. Included inside an anonymous namespace, after codec.inl.
 // Loops over a block are plain, so that compilers turn them into vector code. What they cannot
 // (keeping some elements, and putting them back) has a variant for AVX-512's VBMI2.
 
-constexpr int kBlock = kDifferenceBlock;
+constexpr int kBlock = kFrameBlock;
 constexpr int kBitmapNbytes = kBlock / 8;
 // Positions of more elements take more bytes than a bitmap.
 constexpr int kMostListed = kBitmapNbytes;
@@ -574,7 +574,7 @@ ZERO_COMM_INLINE int smallest(int n, const int* counts, int prefix, int first_mo
 
 // Codes one block of `size` elements, of which there are 256 in memory. Returns its descriptor.
 template <class T>
-ZERO_COMM_INLINE std::uint16_t encode_block(const T* old, const T* now, int size,
+ZERO_COMM_INLINE std::uint16_t encode_block(DifferenceCoding, const T* old, const T* now, int size,
                                             std::uint8_t* out) {
   alignas(64) T values[kRoom];
   alignas(64) T z[kRoom];
@@ -609,11 +609,11 @@ ZERO_COMM_INLINE std::uint16_t encode_block(const T* old, const T* now, int size
 // Changes one block of `size` elements, of which there are 256 in memory. Returns whether its
 // bytes are those of a block.
 template <class T>
-ZERO_COMM_INLINE bool decode_block(std::uint16_t descriptor, const std::uint8_t* codes, int size,
-                                   T* x) {
+ZERO_COMM_INLINE bool decode_block(DifferenceCoding, std::uint16_t descriptor,
+                                   const std::uint8_t* codes, int size, T* x) {
   const int mode = descriptor >> kModeShift;
   const int nbytes = descriptor & ((1 << kModeShift) - 1);
-  if (mode == kSame) return nbytes == 0;
+  if (mode == kEmpty) return nbytes == 0;
   if (mode == kRaw) {
     if (nbytes != size * static_cast<int>(sizeof(T))) return false;
     std::memcpy(x, codes, static_cast<std::size_t>(nbytes));
@@ -657,50 +657,6 @@ ZERO_COMM_INLINE bool decode_block(std::uint16_t descriptor, const std::uint8_t*
   if (!read_levels<T>(codes, end, changed, start, values)) return false;
   spread<T>(bitmap, values, z);
   apply_differences<T>(z, x);
-  return true;
-}
-
-template <class T>
-std::int64_t encode_blocks(const void* old, const void* now, std::int64_t numel,
-                           std::uint16_t* descriptors, std::uint8_t* out) {
-  const std::uint8_t* const begin = out;
-  for (std::int64_t start = 0; start < numel; start += kBlock) {
-    const T* const a = static_cast<const T*>(old) + start;
-    const T* const b = static_cast<const T*>(now) + start;
-    const int size = static_cast<int>(numel - start < kBlock ? numel - start : kBlock);
-    std::uint16_t descriptor;
-    if (size == kBlock) {
-      descriptor = encode_block<T>(a, b, size, out);
-    } else {
-      T padded[2][kBlock] = {};
-      std::memcpy(padded[0], a, static_cast<std::size_t>(size) * sizeof(T));
-      std::memcpy(padded[1], b, static_cast<std::size_t>(size) * sizeof(T));
-      descriptor = encode_block<T>(padded[0], padded[1], size, out);
-    }
-    *descriptors++ = descriptor;
-    out += descriptor & ((1 << kModeShift) - 1);
-  }
-  return out - begin;
-}
-
-template <class T>
-bool decode_blocks(const std::uint16_t* descriptors, const std::uint8_t* codes, std::int64_t numel,
-                   void* values) {
-  for (std::int64_t start = 0; start < numel; start += kBlock) {
-    T* const x = static_cast<T*>(values) + start;
-    const int size = static_cast<int>(numel - start < kBlock ? numel - start : kBlock);
-    const std::uint16_t descriptor = *descriptors++;
-    if (size == kBlock) {
-      if (!decode_block<T>(descriptor, codes, size, x)) return false;
-    } else {
-      T padded[kBlock] = {};
-      const std::size_t nbytes = static_cast<std::size_t>(size) * sizeof(T);
-      std::memcpy(padded, x, nbytes);
-      if (!decode_block<T>(descriptor, codes, size, padded)) return false;
-      std::memcpy(x, padded, nbytes);
-    }
-    codes += descriptor & ((1 << kModeShift) - 1);
-  }
   return true;
 }
 

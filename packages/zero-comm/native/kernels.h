@@ -60,48 +60,29 @@ using DecodeFunction = void (*)(const Format& format, int dtype, const DecodeRow
 using SumFunction = void (*)(const Format& format, const DecodeRow* rows, std::int64_t num_rows,
                              float* out, std::int64_t first, std::int64_t last, float* scratch);
 
-// ---- differences: [Note: the difference buffer] in difference_format.py ----
+// ---- lossless codings: [Note: the block frame] in block_frame.py ----
 
-constexpr int kDifferenceBlock = 256;  // elements
-constexpr int kModeShift = 11;         // a descriptor is mode << 11 | bytes
-enum Mode : int { kSame = 0, kRaw = 1, kList = 2, kBitmap = 6, kDense = 10 };
+constexpr int kFrameBlock = 256;  // elements
+constexpr int kModeShift = 11;    // a descriptor is mode << 11 | bytes
+enum Coding : int { kDifferences = 0, kValues = 1, kNumCodings = 2 };  // as in native_codec.py
+enum FrameMode : int { kEmpty = 0, kRaw = 1 };
+enum DifferenceMode : int { kList = 2, kBitmap = 6, kDense = 10 };
+enum ValueMode : int { kCoded = 2 };  // kCoded + bits of a code
 
-// Codes the differences between `numel` elements of `old` and `now`: a descriptor per block, and
-// the blocks' bytes one after another. Returns the number of bytes.
-using EncodeDifferenceFunction = std::int64_t (*)(const void* old, const void* now,
-                                                  std::int64_t numel, std::uint16_t* descriptors,
-                                                  std::uint8_t* out);
-
-// Changes `numel` elements by the differences. Returns whether the bytes are those of blocks; some
-// elements are changed even if not. Lengths have been checked.
-using DecodeDifferenceFunction = bool (*)(const std::uint16_t* descriptors,
-                                          const std::uint8_t* codes, std::int64_t numel,
-                                          void* values);
-
-// For elements of one size.
-struct DifferenceTable {
-  EncodeDifferenceFunction encode;
-  DecodeDifferenceFunction decode;
-};
-
-// ---- values: [Note: the value buffer] in value_format.py ----
-
-enum ValueMode : int { kZero = 0, kRawValues = 1, kCoded = 2 };  // kCoded + bits of a code
-
-// Codes `numel` elements: a descriptor per block, and the blocks' bytes one after another. Returns
-// the number of bytes.
-using EncodeValuesFunction = std::int64_t (*)(const void* values, std::int64_t numel,
+// Codes `numel` elements of `now`, differences by `old`: a descriptor per block, and the blocks'
+// bytes one after another. Returns the number of bytes.
+using EncodeBlocksFunction = std::int64_t (*)(const void* old, const void* now, std::int64_t numel,
                                               std::uint16_t* descriptors, std::uint8_t* out);
 
-// Fills `numel` elements. Returns whether the bytes are those of blocks; some elements are filled
-// even if not. Lengths have been checked.
-using DecodeValuesFunction = bool (*)(const std::uint16_t* descriptors, const std::uint8_t* codes,
+// Changes or fills `numel` elements. Returns whether the bytes are those of blocks; some elements
+// are changed even if not. Lengths have been checked.
+using DecodeBlocksFunction = bool (*)(const std::uint16_t* descriptors, const std::uint8_t* codes,
                                       std::int64_t numel, void* values);
 
 // For elements of one size.
-struct ValueTable {
-  EncodeValuesFunction encode;
-  DecodeValuesFunction decode;
+struct CodingTable {
+  EncodeBlocksFunction encode;
+  DecodeBlocksFunction decode;
 };
 
 // Sums 64-bit words, each times an odd number of its place: checksum.py. `odd` has 1,024 of them.
@@ -114,8 +95,7 @@ struct KernelTable {
   EncodeFunction encode;
   DecodeFunction decode;
   SumFunction decode_sum;
-  DifferenceTable differences_of_16_bits, differences_of_32_bits;
-  ValueTable values_of_16_bits, values_of_32_bits;
+  CodingTable codings[kNumCodings][2];  // of 16 bits, of 32 bits
   ChecksumFunction checksum;
 };
 

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "difference_driver.h"
 #include "dispatch.h"
 #include "driver.h"
+#include "lossless_driver.h"
 
 namespace py = pybind11;
 
@@ -79,52 +79,26 @@ void decode_sum(int isa, const Shape& shape, std::uint64_t rows, std::int64_t st
                  num_threads);
 }
 
-template <class Table>
-const Table& of_itemsize(std::int64_t itemsize, const Table& of_16_bits, const Table& of_32_bits) {
-  if (itemsize == 2) return of_16_bits;
-  if (itemsize == 4) return of_32_bits;
-  throw py::value_error("itemsize: must be 2 or 4");
+const CodingTable& coding_table_of(int isa, int coding, std::int64_t itemsize) {
+  if (coding < 0 || coding >= kNumCodings) throw py::value_error("coding: no such coding");
+  if (itemsize != 2 && itemsize != 4) throw py::value_error("itemsize: must be 2 or 4");
+  return table_of(isa).codings[coding][itemsize / 4];
 }
 
-const DifferenceTable& difference_table_of(int isa, std::int64_t itemsize) {
-  const KernelTable& table = table_of(isa);
-  return of_itemsize(itemsize, table.differences_of_16_bits, table.differences_of_32_bits);
-}
-
-std::int64_t encode_difference(int isa, std::int64_t itemsize, std::uint64_t old, std::uint64_t now,
-                               std::int64_t numel, std::uint64_t out, int num_threads) {
-  const DifferenceTable& table = difference_table_of(isa, itemsize);
+std::int64_t encode_blocks(int isa, int coding, std::int64_t itemsize, std::uint64_t old,
+                           std::uint64_t now, std::int64_t numel, std::uint64_t out,
+                           int num_threads) {
+  const CodingTable& table = coding_table_of(isa, coding, itemsize);
   const py::gil_scoped_release released;
-  return run_encode_difference(table, itemsize, pointer<const char>(old), pointer<const char>(now),
-                               numel, pointer<std::uint8_t>(out), num_threads);
+  return run_encode_blocks(table, itemsize, pointer<const char>(old), pointer<const char>(now),
+                           numel, pointer<std::uint8_t>(out), num_threads);
 }
 
-bool decode_difference(int isa, std::int64_t itemsize, std::uint64_t codes, std::int64_t nbytes,
-                       std::uint64_t values, std::int64_t numel, int num_threads) {
-  const DifferenceTable& table = difference_table_of(isa, itemsize);
+bool decode_blocks(int isa, int coding, std::int64_t itemsize, std::uint64_t codes,
+                   std::int64_t nbytes, std::uint64_t values, std::int64_t numel, int num_threads) {
+  const CodingTable& table = coding_table_of(isa, coding, itemsize);
   const py::gil_scoped_release released;
-  return run_decode_difference(table, itemsize, pointer<const std::uint8_t>(codes), nbytes,
-                               pointer<char>(values), numel, num_threads);
-}
-
-const ValueTable& value_table_of(int isa, std::int64_t itemsize) {
-  const KernelTable& table = table_of(isa);
-  return of_itemsize(itemsize, table.values_of_16_bits, table.values_of_32_bits);
-}
-
-std::int64_t encode_values(int isa, std::int64_t itemsize, std::uint64_t values, std::int64_t numel,
-                           std::uint64_t out, int num_threads) {
-  const ValueTable& table = value_table_of(isa, itemsize);
-  const py::gil_scoped_release released;
-  return run_encode_values(table, itemsize, pointer<const char>(values), numel,
-                           pointer<std::uint8_t>(out), num_threads);
-}
-
-bool decode_values(int isa, std::int64_t itemsize, std::uint64_t codes, std::int64_t nbytes,
-                   std::uint64_t values, std::int64_t numel, int num_threads) {
-  const ValueTable& table = value_table_of(isa, itemsize);
-  const py::gil_scoped_release released;
-  return run_decode_values(table, itemsize, pointer<const std::uint8_t>(codes), nbytes,
+  return run_decode_blocks(table, itemsize, pointer<const std::uint8_t>(codes), nbytes,
                            pointer<char>(values), numel, num_threads);
 }
 
@@ -160,13 +134,10 @@ PYBIND11_MODULE(_kernels, m) {
         num_threads);
   m.def("decode", &decode, isa, shape, rows, stride, count, out, num_threads);
   m.def("decode_sum", &decode_sum, isa, shape, rows, stride, count, out, num_threads);
-  const auto itemsize = py::arg("itemsize"), numel = py::arg("numel");
-  m.def("encode_difference", &encode_difference, isa, itemsize, py::arg("old"), py::arg("now"),
+  const auto coding = py::arg("coding"), itemsize = py::arg("itemsize"), numel = py::arg("numel");
+  m.def("encode_blocks", &encode_blocks, isa, coding, itemsize, py::arg("old"), py::arg("now"),
         numel, out, num_threads);
-  m.def("decode_difference", &decode_difference, isa, itemsize, py::arg("codes"), py::arg("nbytes"),
-        py::arg("values"), numel, num_threads);
-  m.def("encode_values", &encode_values, isa, itemsize, py::arg("values"), numel, out, num_threads);
-  m.def("decode_values", &decode_values, isa, itemsize, py::arg("codes"), py::arg("nbytes"),
+  m.def("decode_blocks", &decode_blocks, isa, coding, itemsize, py::arg("codes"), py::arg("nbytes"),
         py::arg("values"), numel, num_threads);
   m.def("checksum", &checksum, isa, py::arg("words"), count, py::arg("odd"));
 }

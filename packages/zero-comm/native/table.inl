@@ -1,17 +1,23 @@
 // The kernels of one instruction set as a table. Included within its unnamed namespace.
 
+// Chooses between the functions of a block by overloading.
+struct DifferenceCoding {};
+struct ValueCoding {};
+
 #include "codec.inl"
 #include "difference.inl"
 #include "values.inl"
+#include "frame.inl"
+
+template <class Coding, class T>
+constexpr zero_comm::CodingTable kCoding = {encode_blocks<Coding, T>, decode_blocks<Coding, T>};
 
 constexpr zero_comm::KernelTable table(const char* name) {
   return {name,
           encode,
           decode,
           decode_sum,
-          {encode_blocks<std::uint16_t>, decode_blocks<std::uint16_t>},
-          {encode_blocks<std::uint32_t>, decode_blocks<std::uint32_t>},
-          {encode_value_blocks<std::uint16_t>, decode_value_blocks<std::uint16_t>},
-          {encode_value_blocks<std::uint32_t>, decode_value_blocks<std::uint32_t>},
+          {{kCoding<DifferenceCoding, std::uint16_t>, kCoding<DifferenceCoding, std::uint32_t>},
+           {kCoding<ValueCoding, std::uint16_t>, kCoding<ValueCoding, std::uint32_t>}},
           sum_words};
 }

@@ -1,6 +1,6 @@
 // Codes blocks of values, without any loss: one source, compiled once for each instruction set.
-// Modes and bytes are those of [Note: the value buffer] in value_format.py; torch_codec.py beside
-// it is the definition. Included inside an anonymous namespace, after difference.inl.
+// Modes and bytes are those of [Note: the value buffer] in value_format.py; torch_values.py is the
+// definition. Included inside an anonymous namespace, after difference.inl.
 
 // The top byte of a number without its sign: of bfloat16 and float32 the exponent.
 template <class T>
@@ -152,12 +152,13 @@ ZERO_COMM_INLINE bool read_planes(const std::uint8_t* planes, int width, int num
 // Codes one block of `size` elements, of which there are 256 in memory, absent ones zero. Returns
 // its descriptor.
 template <class T>
-ZERO_COMM_INLINE std::uint16_t encode_value_block(const T* x, int size, std::uint8_t* out) {
+ZERO_COMM_INLINE std::uint16_t encode_block(ValueCoding, const T*, const T* x, int size,
+                                            std::uint8_t* out) {
   constexpr int kTopShift = Word<T>::kBits - 8;
   constexpr int kLowNbytes = static_cast<int>(sizeof(T)) - 1;
   T any = 0;
   for (int i = 0; i < kBlock; ++i) any = static_cast<T>(any | x[i]);
-  if (any == 0) return kZero << kModeShift;
+  if (any == 0) return kEmpty << kModeShift;
   const int raw_nbytes = size * static_cast<int>(sizeof(T));
   int best_width = -1;
   alignas(64) std::uint8_t tops[kBlock];
@@ -186,7 +187,7 @@ ZERO_COMM_INLINE std::uint16_t encode_value_block(const T* x, int size, std::uin
   }
   if (best_width < 0) {
     std::memcpy(out, x, static_cast<std::size_t>(raw_nbytes));
-    return static_cast<std::uint16_t>((kRawValues << kModeShift) | raw_nbytes);
+    return static_cast<std::uint16_t>((kRaw << kModeShift) | raw_nbytes);
   }
   *out++ = base;
   for (int k = 0; k < kLowNbytes; ++k) {
@@ -204,17 +205,17 @@ ZERO_COMM_INLINE std::uint16_t encode_value_block(const T* x, int size, std::uin
 // Fills one block of `size` elements, of which there are 256 in memory. Returns whether its bytes
 // are those of a block.
 template <class T>
-ZERO_COMM_INLINE bool decode_value_block(std::uint16_t descriptor, const std::uint8_t* codes,
-                                         int size, T* x) {
+ZERO_COMM_INLINE bool decode_block(ValueCoding, std::uint16_t descriptor,
+                                   const std::uint8_t* codes, int size, T* x) {
   constexpr int kTopShift = Word<T>::kBits - 8;
   constexpr int kLowNbytes = static_cast<int>(sizeof(T)) - 1;
   const int mode = descriptor >> kModeShift;
   const int nbytes = descriptor & ((1 << kModeShift) - 1);
-  if (mode == kZero) {
+  if (mode == kEmpty) {
     std::memset(x, 0, kBlock * sizeof(T));
     return nbytes == 0;
   }
-  if (mode == kRawValues) {
+  if (mode == kRaw) {
     if (nbytes != size * static_cast<int>(sizeof(T))) return false;
     std::memcpy(x, codes, static_cast<std::size_t>(nbytes));
     return true;
@@ -232,46 +233,6 @@ ZERO_COMM_INLINE bool decode_value_block(std::uint16_t descriptor, const std::ui
       bits = static_cast<T>(bits | static_cast<T>(static_cast<T>(low[k * kBlock + i]) << (8 * k)));
     }
     x[i] = turned_back<T>(bits);
-  }
-  return true;
-}
-
-template <class T>
-std::int64_t encode_value_blocks(const void* values, std::int64_t numel, std::uint16_t* descriptors,
-                                 std::uint8_t* out) {
-  const std::uint8_t* const begin = out;
-  for (std::int64_t start = 0; start < numel; start += kBlock) {
-    const T* const x = static_cast<const T*>(values) + start;
-    const int size = static_cast<int>(numel - start < kBlock ? numel - start : kBlock);
-    std::uint16_t descriptor;
-    if (size == kBlock) {
-      descriptor = encode_value_block<T>(x, size, out);
-    } else {
-      T padded[kBlock] = {};
-      std::memcpy(padded, x, static_cast<std::size_t>(size) * sizeof(T));
-      descriptor = encode_value_block<T>(padded, size, out);
-    }
-    *descriptors++ = descriptor;
-    out += descriptor & ((1 << kModeShift) - 1);
-  }
-  return out - begin;
-}
-
-template <class T>
-bool decode_value_blocks(const std::uint16_t* descriptors, const std::uint8_t* codes,
-                         std::int64_t numel, void* values) {
-  for (std::int64_t start = 0; start < numel; start += kBlock) {
-    T* const x = static_cast<T*>(values) + start;
-    const int size = static_cast<int>(numel - start < kBlock ? numel - start : kBlock);
-    const std::uint16_t descriptor = *descriptors++;
-    if (size == kBlock) {
-      if (!decode_value_block<T>(descriptor, codes, size, x)) return false;
-    } else {
-      T padded[kBlock];
-      if (!decode_value_block<T>(descriptor, codes, size, padded)) return false;
-      std::memcpy(x, padded, static_cast<std::size_t>(size) * sizeof(T));
-    }
-    codes += descriptor & ((1 << kModeShift) - 1);
   }
   return true;
 }

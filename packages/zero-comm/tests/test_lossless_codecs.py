@@ -31,12 +31,11 @@ from support.lossless import (
 )
 from torch import Tensor
 
-from zero_comm import CorruptMessageError, encode_values
-from zero_comm.differences.codec import encode_difference
-from zero_comm.differences.message import unpack_difference
-from zero_comm.differences.upload import UploadCodec
+from zero_comm import CorruptMessageError, encode_difference, encode_values
+from zero_comm.lossless.expectation import expected_gradient_nbytes
+from zero_comm.lossless.message import GradientMessages, unpack
+from zero_comm.lossless.upload import UploadCodec
 from zero_comm.quantizer.checksum import checksum_of, checksums
-from zero_comm.values.message import GradientMessages, expected_message_nbytes
 
 both_formats = pytest.mark.parametrize("fmt", [DIFFERENCES, VALUES], ids=lambda fmt: fmt.name)
 both_sizes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -124,7 +123,7 @@ def test_values_of_normal_numbers_take_the_bits_that_the_format_note_says(
     found = 8 * encode_values(values).numel() / values.numel()
     assert found <= bits
     if dtype != torch.float16:
-        expected = 8 * expected_message_nbytes(values.numel(), dtype.itemsize) / values.numel()
+        expected = 8 * expected_gradient_nbytes(values.numel(), dtype.itemsize) / values.numel()
         assert found == pytest.approx(expected, rel=0.01)
 
 
@@ -166,7 +165,7 @@ def test_a_message_of_other_versions_is_refused_with_both(versions: tuple[int, i
     old, new = DIFFERENCES.pair(1000, torch.bfloat16, 0.3, 5, 0)
     message = DIFFERENCES.message(old, new)
     with pytest.raises(CorruptMessageError, match=r"says .* 7, 8\); expected .*\) *\. If"):
-        unpack_difference(message, old, versions=versions, sender=SENDER)
+        unpack("differences", message, old, versions=versions, sender=SENDER)
 
 
 def test_bytes_that_are_not_those_of_their_checksum_are_refused() -> None:
@@ -315,11 +314,11 @@ def test_encoding_and_uploads_wait_for_nothing_on_the_device() -> None:
     room = torch.empty_like(out, device=CPU)
     difference = room[: upload.encode(old, new, room, num_threads=1)].to(DEVICE)
     ours, tried = old.to(DEVICE), old.to(DEVICE)
-    first = codec.encode(*there, out)  # compiles, as the next two do
+    first = codec.encode(*there, out=out)  # compiles, as the next two do
     upload.decode(difference, tried)
     before = upload.checksum(ours)
     with no_waiting():
-        again = codec.encode(*there, out)
+        again = codec.encode(*there, out=out)
         upload.checksum(ours)
         upload.decode(difference, ours)
     assert int(first) == int(again) < out.numel()

@@ -291,7 +291,7 @@ def test_a_device_is_served_by_the_fastest_backend_and_by_the_one_that_is_forced
 
 
 def test_a_backend_that_does_not_exist_or_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ZERO_COMM_BACKEND", "fpga")
     with pytest.raises(ValueError, match=r"one of torch, native, triton, got 'fpga'"):
@@ -301,6 +301,8 @@ def test_a_backend_that_does_not_exist_or_is_not_there_is_refused(
     monkeypatch.setenv("ZERO_COMM_BACKEND", "native")
     with pytest.raises(ValueError, match=r"'native', but the compiled module .* isn't there"):
         zero_comm.backend()
+    module.warn_without_kernels()
+    assert "without its compiled kernels" in caplog.text
 
 
 def quantize_with_isa(rank: int, isa: str, folder: str) -> None:

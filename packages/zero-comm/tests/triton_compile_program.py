@@ -12,10 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from zero_comm import BlockFormat
-from zero_comm.differences import triton_blocks, triton_codec
+from zero_comm.lossless import triton_codec, triton_differences, triton_values
 from zero_comm.quantizer import triton_backend, triton_checksum, triton_tiles
-from zero_comm.values import triton_blocks as value_blocks
-from zero_comm.values import triton_codec as value_codec
 
 CUDA, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 HIP = GPUTarget("hip", "gfx942", 64)
@@ -77,11 +75,11 @@ def decode_sum(fmt: BlockFormat) -> str:
     return assembly(triton_tiles.decode_sum_kernel, CUDA, constants, out_ptr="*fp32")
 
 
-def lossless(blocks: Any, codec: Any, name: str, itemsize: int, target: GPUTarget) -> str:
+def lossless(blocks: Any, name: str, itemsize: int, target: GPUTarget) -> str:
     """One of the kernels of lossless differences, or of coded values."""
     kernel, element = getattr(blocks, f"{name}_kernel"), f"*i{8 * itemsize}"
     elements = dict.fromkeys(("old_ptr", "new_ptr", "values_ptr"), element)
-    return assembly(kernel, target, codec.constants_of(itemsize), numel="i64", **elements)
+    return assembly(kernel, target, triton_codec.constants_of(itemsize), numel="i64", **elements)
 
 
 def checksum(target: GPUTarget) -> str:
@@ -100,12 +98,11 @@ def main() -> None:
         "decode_sum e4m3": decode_sum(FLOAT8),
     }
     hip = {"encode rotated": encode(ROTATED, "bf16", HIP, is_stochastic=True)}
-    formats = (triton_blocks, triton_codec), (value_blocks, value_codec)
     coded = {
-        f"{codec.__name__}: {name} {8 * itemsize} bits {target.arch}": lossless(
-            blocks, codec, name, itemsize, target
+        f"{blocks.__name__}: {name} {8 * itemsize} bits {target.arch}": lossless(
+            blocks, name, itemsize, target
         )
-        for blocks, codec in formats
+        for blocks in (triton_differences, triton_values)
         for name in ("choose", "encode", "decode")
         for itemsize in (2, 4)
         for target in (CUDA, HOPPER, HIP)

@@ -13,9 +13,14 @@ from types import ModuleType
 from zero_comm.collectives.feedback import LocoSettings
 from zero_comm.collectives.quantized import create_collectives
 from zero_comm.ddp_hook import ddp_comm_hook
-from zero_comm.differences.codec import apply_difference, encode_difference
 from zero_comm.functional import quantized_all_gather, quantized_reduce_scatter
-from zero_comm.quantizer.backend import backend
+from zero_comm.lossless.codec import (
+    apply_difference,
+    decode_values,
+    encode_difference,
+    encode_values,
+)
+from zero_comm.quantizer.backend import backend, warn_without_kernels
 from zero_comm.quantizer.block_format import DEFAULT_BLOCK_SIZE, BlockFormat, quantized_nbytes
 from zero_comm.quantizer.message import CorruptMessageError
 from zero_comm.quantizer.quantize import (
@@ -27,7 +32,6 @@ from zero_comm.quantizer.quantize import (
     quantize_rows,
 )
 from zero_comm.transport.torch_collectives import TorchCollectives
-from zero_comm.values.codec import decode_values, encode_values
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
@@ -55,6 +59,8 @@ __all__ = [
 ]
 
 __version__ = _version("zero-comm")
+
+warn_without_kernels()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -21,16 +21,24 @@ def decode(
 def decode_sum(
     isa: int, shape: _Shape, rows: int, stride: int, count: int, out: int, num_threads: int
 ) -> None: ...
-def encode_difference(
-    isa: int, itemsize: int, old: int, now: int, numel: int, out: int, num_threads: int
+def encode_blocks(
+    isa: int,
+    coding: int,
+    itemsize: int,
+    old: int,
+    now: int,
+    numel: int,
+    out: int,
+    num_threads: int,
 ) -> int: ...
-def decode_difference(
-    isa: int, itemsize: int, codes: int, nbytes: int, values: int, numel: int, num_threads: int
-) -> bool: ...
-def encode_values(
-    isa: int, itemsize: int, values: int, numel: int, out: int, num_threads: int
-) -> int: ...
-def decode_values(
-    isa: int, itemsize: int, codes: int, nbytes: int, values: int, numel: int, num_threads: int
+def decode_blocks(
+    isa: int,
+    coding: int,
+    itemsize: int,
+    codes: int,
+    nbytes: int,
+    values: int,
+    numel: int,
+    num_threads: int,
 ) -> bool: ...
 def checksum(isa: int, words: int, count: int, odd: int) -> int: ...

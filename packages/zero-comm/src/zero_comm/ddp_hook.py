@@ -82,13 +82,7 @@ def ddp_comm_hook(
         has_checksum=has_checksum,
     )
     packing = None if gathered is None else Packing(gathered, has_checksum=has_checksum)
-    averager = _BucketAverager(_own_group(group, timeout), fmt, packing, ranks_per_node)
-
-    def quantized_average(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        parameters = tuple(map(id, bucket.parameters()))
-        return averager.start(bucket.index(), parameters, bucket.buffer())
-
-    return quantized_average
+    return _BucketAverager(_own_group(group, timeout), fmt, packing, ranks_per_node).average
 
 
 def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
@@ -147,14 +141,17 @@ class _BucketAverager:
         self._queue: CommQueue | None = None
         self._parameters: dict[int, tuple[int, ...]] = {}
 
-    def start(self, index: int, parameters: tuple[int, ...], values: Tensor) -> Future[Tensor]:
-        """Start to average ``values`` (flat), gradients of ``parameters``, in place."""
+    def average(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Start to average a bucket's gradients in place. ``state`` is DDP's, unused."""
+        values = bucket.buffer()
         if self._collectives.world_size == 1:
             future: Future[Tensor] = Future()
             future.set_result(values)
             return future
         if self._queue is None:
             self._queue = open_queue(values.device)
+        # The bucket is DDP's own again once this returns.
+        index, parameters = bucket.index(), tuple(map(id, bucket.parameters()))
         return self._queue.run(lambda: self._average(index, parameters, values))
 
     def _average(self, index: int, parameters: tuple[int, ...], values: Tensor) -> Tensor:

@@ -5,25 +5,15 @@ Entry points ``collectives`` and ``uploads`` of the group ``zero_core.footprints
 sections 3.1 to 3.3; weight differences: SDP4Bit (arXiv 2410.15526).
 
 [Note: phases and hops]
-W ranks, R of them per node, N = W / R nodes. Each rank holds a shard of s elements of a segment.
+Phases of gathers are those of [Note: the two phases] in `zero_comm.collectives.weight_gathers`:
+phase 1 runs **across** groups, phase 2 **within** one. With secondary shards phase 2 carries exact
+elements, without them both phases carry messages. Hops of reductions are those of [Note: the two
+hops] in `zero_comm.collectives.two_hop`. A shard that no message would shorten travels exactly.
 
-Weights are gathered in two **phases** by groups of G consecutive ranks: hpZ's partition, or else a
-node. Phase 1 runs **across** the W / G groups, among ranks of equal place; phase 2 runs **within**
-the group. With secondary shards phase 1 runs once per version of the weights, its result of
-W / G * s elements is kept, and phase 2 carries exact elements. Without them both phases carry
-messages. Where all ranks form one group there is no phase 1 and no secondary shard.
-
-Lossless differences have the same phases. At stage 3 they are phase 1, and secondary shards are
-kept. At stages 1 and 2, where every rank keeps all weights, both phases carry messages; not counted
-are 16 bytes per rank of lengths and checksums.
-
-Losslessly coded gradients are a matter of the engine's own reduction, which sends a message to
-another node in the place of a slice, or of a partial sum.
-
-Gradients are reduced in two **hops**: within the node each rank sends N messages to each of its
-R - 1 neighbours; across nodes it sends one message to the rank of equal place in each other node.
-
-A shard that no message would shorten travels exactly.
+Lossless differences are phase 1 at stage 3, and secondary shards are kept. At stages 1 and 2, where
+every rank keeps all weights, both phases carry them; not counted are 16 bytes per rank of lengths
+and checksums. Losslessly coded gradients replace what the engine's own reduction sends to another
+node: a slice, or a partial sum.
 """
 
 from __future__ import annotations
@@ -38,11 +28,13 @@ import torch
 
 from zero_comm.collectives.feedback import STORED
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
-from zero_comm.differences.expectation import expected_difference_bits, expected_message_nbytes
-from zero_comm.differences.message import is_worthwhile, max_message_nbytes
+from zero_comm.lossless.expectation import (
+    expected_difference_bits,
+    expected_difference_nbytes,
+    expected_gradient_nbytes,
+)
+from zero_comm.lossless.message import GradientMessages, is_worthwhile, max_message_nbytes
 from zero_comm.quantizer.message import Packing
-from zero_comm.values.message import GradientMessages
-from zero_comm.values.message import expected_message_nbytes as expected_coded_nbytes
 
 _FP32_NBYTES = torch.float32.itemsize
 
@@ -86,7 +78,7 @@ def comm_footprint(
         world_size: number of ranks.
         ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
         learning_rate: of the optimizer, on which lossless differences depend: see
-            `zero_comm.differences.expectation`. None counts the most that they and coded gradients
+            `zero_comm.lossless.expectation`. None counts the most that they and coded gradients
             may take.
 
     Raises:
@@ -116,8 +108,8 @@ class CommFootprint:
     """Phases, hops and memory of one configuration's collectives.
 
     Attributes:
-        group_size: G of [Note: phases and hops].
-        num_groups: W / G.
+        group_size: ranks of a group of gathers.
+        num_groups: number of these groups.
     """
 
     def __init__(
@@ -151,7 +143,7 @@ class CommFootprint:
             if self.num_groups > 1 and is_worthwhile(dtype, numel):
                 across = numel * dtype.itemsize  # at most: a whole shard's
                 if self._learning_rate is not None:
-                    expected = expected_message_nbytes(numel, dtype, self._learning_rate)
+                    expected = expected_difference_nbytes(numel, dtype, self._learning_rate)
                     across = min(across, expected)
                 within = numel * dtype.itemsize if self._is_gathered else across
                 return GatherFootprint(
@@ -201,7 +193,7 @@ class CommFootprint:
         most = messages.max_nbytes(dtype, numel)
         if dtype == torch.float16 or self._learning_rate is None:
             return most, most
-        return expected_coded_nbytes(numel, dtype.itemsize), most
+        return expected_gradient_nbytes(numel, dtype.itemsize), most
 
     def memory(
         self,
@@ -219,8 +211,12 @@ class CommFootprint:
         for numel, dtype, is_trainable in shards:
             gather = self.gather(numel, dtype, is_trainable=is_trainable)
             if gather is not None:
-                kind, nbytes = self._kept(numel, dtype, gather)
-                kept[kind] += nbytes
+                if gather.is_kept:
+                    kept["secondary shards"] += gather.within_nbytes
+                elif gather.format == LOSSLESS:
+                    kept["published weights"] += numel * dtype.itemsize
+                else:
+                    kept["quantized weights"] += gather.across_nbytes
                 buffers |= self._gather_buffers(numel, dtype, gather)
         for numel, dtype, summed in reduced:
             reduction = self.reduction(numel, dtype)
@@ -231,14 +227,6 @@ class CommFootprint:
         found = {**kept, "message buffers": sum(buffers.values())}
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
-    def _kept(self, numel: int, dtype: torch.dtype, gather: GatherFootprint) -> tuple[str, int]:
-        """Return kind and bytes of what is kept of a unit's weights."""
-        if gather.is_kept:
-            return "secondary shards", gather.within_nbytes
-        if gather.format == LOSSLESS:
-            return "published weights", numel * dtype.itemsize
-        return "quantized weights", gather.across_nbytes
-
     def _gather_buffers(
         self, numel: int, dtype: torch.dtype, gather: GatherFootprint
     ) -> Counter[object]:
@@ -247,14 +235,12 @@ class CommFootprint:
         found: Counter[object] = Counter()
         if gather.format is not None and groups > 1:
             found["messages"] = groups * gather.across_nbytes
-        if not gather.is_kept:
-            found["all messages"] = size * groups * gather.across_nbytes
-            if gather.format == LOSSLESS:
-                found["message"] = max_message_nbytes(numel, dtype.itemsize)
-            return found
         if gather.format == LOSSLESS:
             found["message"] = max_message_nbytes(numel, dtype.itemsize)
-        elif gather.format is not None:
+        if not gather.is_kept:
+            found["all messages"] = size * groups * gather.across_nbytes
+            return found
+        if gather.format not in (None, LOSSLESS):
             found["message"] = gather.across_nbytes
         if gather.format == DIFFERENCE:
             found["change"] = numel * _FP32_NBYTES

@@ -22,7 +22,7 @@ beforehand, see [Note: one order] in `zero_comm.transport.torch_collectives`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -41,9 +41,9 @@ from zero_comm.quantizer.message import Packing
 from zero_comm.transport.torch_collectives import TorchCollectives
 from zero_comm.transport.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
 
-# Modules whose gathers or reductions were replaced here and may be restored.
-_GATHERING: WeakSet[nn.Module] = WeakSet()
-_REDUCING: WeakSet[nn.Module] = WeakSet()
+# Modules whose gathers or reductions were replaced here: the others keep what they have.
+_GATHERING: WeakSet[FSDPModule] = WeakSet()
+_REDUCING: WeakSet[FSDPModule] = WeakSet()
 
 
 def apply(
@@ -89,7 +89,7 @@ def apply(
             "module holds no FSDPModule; call torch.distributed.fsdp.fully_shard on it first"
         )
     packing = None if weights is None else Packing(weights, has_checksum=has_checksum)
-    reducers = None
+    fmt = None
     if gradients is not None:
         fmt = GradientFormat.make(
             gradients,
@@ -98,32 +98,21 @@ def apply(
             error_feedback=error_feedback,
             has_checksum=has_checksum,
         )
-        reducers = _Reducers(fmt, ranks_per_node)
-    # By shape: the base classes that FSDP2's stubs ask for have no public name.
-    for part in _update_record(modules, _GATHERING, is_quantized=packing is not None):
-        gather: Any = _Gather(packing)
-        part.set_custom_all_gather(gather)
-    reducing = _update_record(modules, _REDUCING, is_quantized=reducers is not None)
-    for index, part in enumerate(reducing):
-        reduction: Any = _ReduceScatter(reducers, index)
-        part.set_custom_reduce_scatter(reduction)
-
-
-def _update_record(
-    modules: Sequence[FSDPModule], changed: WeakSet[nn.Module], *, is_quantized: bool
-) -> Iterator[FSDPModule]:
-    """Yield the modules to change, and record in ``changed`` which are.
-
-    To restore FSDP2's own collectives, only those that were changed are yielded.
-    """
-    for module in modules:
-        assert isinstance(module, nn.Module)
-        if is_quantized:
-            yield module
-            changed.add(module)
-        elif module in changed:
-            yield module
-            changed.remove(module)
+    reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer] = {}
+    for index, part in enumerate(modules):
+        # By shape: the base classes that FSDP2's stubs ask for have no public name.
+        if packing is not None or part in _GATHERING:
+            gather: Any = _Gather(packing)
+            part.set_custom_all_gather(gather)
+            _GATHERING.add(part)
+        if fmt is not None or part in _REDUCING:
+            reduction: Any = _ReduceScatter(fmt, ranks_per_node, reducers, index)
+            part.set_custom_reduce_scatter(reduction)
+            _REDUCING.add(part)
+    if packing is None:
+        _GATHERING.difference_update(modules)
+    if fmt is None:
+        _REDUCING.difference_update(modules)
 
 
 class _Comm:
@@ -189,29 +178,21 @@ class _Arrival(dist.Work):
         return True
 
 
-class _Reducers:
-    """Reducers of each process group and stream, shared by the modules that reduce there."""
+class _ReduceScatter(_Comm):
+    """Reduces messages (see [Note: FSDP2's buffers]), or without a format exact gradients.
 
-    def __init__(self, fmt: GradientFormat, ranks_per_node: int | DeviceMesh | None) -> None:
+    ``reducers`` are those of each process group and stream, shared by the modules of one `apply`.
+    """
+
+    def __init__(
+        self,
+        fmt: GradientFormat | None,
+        ranks_per_node: int | DeviceMesh | None,
+        reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer],
+        index: int,
+    ) -> None:
         self._format = fmt
         self._ranks_per_node = ranks_per_node
-        self._reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer] = {}
-
-    def over(self, group: dist.ProcessGroup, device: torch.device) -> SliceReducer:
-        """Return the group's reducer. All ranks of the group must make the first call."""
-        on_host = device.type == "cpu"
-        place = (group, None if on_host else torch.accelerator.current_stream(device))
-        if place not in self._reducers:
-            self._reducers[place] = SliceReducer(
-                TorchCollectives(group), self._format, ranks_per_node=self._ranks_per_node
-            )
-        return self._reducers[place]
-
-
-class _ReduceScatter(_Comm):
-    """Reduces messages (see [Note: FSDP2's buffers]), or without reducers exact gradients."""
-
-    def __init__(self, reducers: _Reducers | None, index: int) -> None:
         self._reducers = reducers
         self._index = index
 
@@ -223,15 +204,21 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self._reducers is None:
+        if self._format is None:
             return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
         if async_op:
             raise ValueError(
                 "async_op=True was asked of a reduction; FSDP2 reduces on a stream of its own, "
                 "with async_op=False"
             )
-        scale = _scale_of(op, group.size())
-        reducer = self._reducers.over(group, input_tensor.device)
+        scale, on_host = _scale_of(op, group.size()), input_tensor.device.type == "cpu"
+        stream = None if on_host else torch.accelerator.current_stream(input_tensor.device)
+        reducer = self._reducers.get((group, stream))
+        if reducer is None:
+            reducer = SliceReducer(
+                TorchCollectives(group), self._format, ranks_per_node=self._ranks_per_node
+            )
+            self._reducers[group, stream] = reducer
         reducer.reduce(output_tensor, input_tensor, scale=scale, key=self._index)
         return None
 

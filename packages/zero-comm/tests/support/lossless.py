@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support import lossless_reference
-from zero_comm import decode_values, encode_values
-from zero_comm.differences import message as difference_message
-from zero_comm.differences import torch_codec as difference_codec
-from zero_comm.differences.codec import apply_difference, encode_difference, find_codec
-from zero_comm.differences.difference_format import descriptors_nbytes, max_difference_nbytes
-from zero_comm.values import torch_codec as value_codec
-from zero_comm.values.codec import find_value_codec
-from zero_comm.values.message import GradientMessages
-from zero_comm.values.value_format import max_values_nbytes
+from zero_comm import apply_difference, decode_values, encode_difference, encode_values
+from zero_comm.lossless.block_frame import Coding, descriptors_nbytes, max_buffer_nbytes
+from zero_comm.lossless.codec import find_codec
+from zero_comm.lossless.message import GradientMessages, max_message_nbytes, pack, unpack
+from zero_comm.lossless.torch_differences import TorchDifferences
+from zero_comm.lossless.torch_values import TorchValues
 
 DTYPES = (torch.bfloat16, torch.float16, torch.int16, torch.float32, torch.int32)
 GAP = 16  # bytes, or elements, that belong to someone else
@@ -45,14 +42,11 @@ def any_bits(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tens
 class Lossless:
     """A format, its codecs and its tensors."""
 
-    name: str
+    name: Coding
     modes: ClassVar[dict[int, set[int]]]  # by the bytes of an element
     shares: ClassVar[Sequence[float]]  # for `pair`
-    find: Callable[[torch.device], Any]
-    max_nbytes: Callable[[int, int], int]
     reference: Any  # plain torch's codec
     by_definition: Callable[[Tensor, Tensor], bytes]
-    encode: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
     pair: Callable[
         [int, torch.dtype, float, float, int], Pair
     ]  # numel, dtype, share, octaves, seed
@@ -62,6 +56,10 @@ class Lossless:
     decode_checked: Callable[[Tensor, Tensor], None]
     message: Callable[[Tensor, Tensor], Tensor]
     unpack: Callable[[Tensor, Tensor], None]
+
+    def find(self, device: torch.device) -> Any:
+        """The codec in use."""
+        return find_codec(self.name, device)
 
     def cases(self) -> Iterator[Pair]:
         """All modes in each size of element, and lengths around whole blocks and tiles."""
@@ -97,9 +95,10 @@ class Lossless:
 
     def encoded(self, codec: Any, old: Tensor, new: Tensor) -> Tensor:
         """The bytes, made between bytes that must stay as they are."""
-        nbytes = self.max_nbytes(old.numel(), old.element_size())
+        nbytes = max_buffer_nbytes(old.numel(), old.element_size())
         out = torch.full((GAP + nbytes + GAP,), 7, dtype=torch.uint8, device=old.device)
-        length = self.encode(codec, old, new, out[GAP : GAP + nbytes])
+        operands = (old, new) if self.name == "differences" else (new,)
+        length = codec.encode(*operands, out=out[GAP : GAP + nbytes])
         assert (length.dtype, length.dim(), length.device) == (torch.int64, 0, old.device)
         assert int(length) <= nbytes
         assert (out[:GAP] == 7).all()
@@ -137,17 +136,12 @@ class Differences(Lossless):
     name = "differences"
     modes: ClassVar = {2: {0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12}, 4: set(range(14))}
     shares = (0.0, 0.01, 0.1, 0.5, 1.0)
-    find = staticmethod(find_codec)
-    max_nbytes = staticmethod(max_difference_nbytes)
-    reference = difference_codec.TorchCodec()
+    reference = TorchDifferences()
     encode_checked = staticmethod(encode_difference)
 
     def by_definition(self, old: Tensor, new: Tensor) -> bytes:
         bits = 8 * old.element_size()
         return lossless_reference.difference_buffer(patterns_of(old), patterns_of(new), bits)
-
-    def encode(self, codec: Any, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
-        return codec.encode(old, new, out)  # type: ignore[no-any-return]
 
     def pair(self, numel: int, dtype: torch.dtype, share: float, octaves: float, seed: int) -> Pair:
         generator = torch.Generator().manual_seed(seed)
@@ -174,12 +168,12 @@ class Differences(Lossless):
         apply_difference(values, buffer)
 
     def message(self, old: Tensor, new: Tensor) -> Tensor:
-        nbytes = difference_message.max_message_nbytes(old.numel(), old.element_size())
+        nbytes = max_message_nbytes(old.numel(), old.element_size())
         room = torch.full((nbytes,), 9, dtype=torch.uint8, device=old.device)
-        return room[: difference_message.pack_difference(old, new, room, versions=VERSIONS)]
+        return room[: pack("differences", old, new, message=room, versions=VERSIONS)]
 
     def unpack(self, message: Tensor, values: Tensor) -> None:
-        difference_message.unpack_difference(message, values, versions=VERSIONS, sender=SENDER)
+        unpack("differences", message, values, versions=VERSIONS, sender=SENDER)
 
 
 class Values(Lossless):
@@ -191,16 +185,11 @@ class Values(Lossless):
     name = "values"
     modes: ClassVar = {2: set(range(9)), 4: set(range(9))}
     shares = (0.0, 0.02, 0.5, 1.0)
-    find = staticmethod(find_value_codec)
-    max_nbytes = staticmethod(max_values_nbytes)
-    reference = value_codec.TorchCodec()
+    reference = TorchValues()
     decode_checked = staticmethod(decode_values)
 
     def by_definition(self, old: Tensor, new: Tensor) -> bytes:
         return lossless_reference.value_buffer(patterns_of(new), 8 * new.element_size())
-
-    def encode(self, codec: Any, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
-        return codec.encode(new, out)  # type: ignore[no-any-return]
 
     def pair(self, numel: int, dtype: torch.dtype, share: float, octaves: float, seed: int) -> Pair:
         generator = torch.Generator().manual_seed(seed)

@@ -85,9 +85,4 @@ class ErrorFeedback:
     @property
     def tensors(self) -> list[Tensor]:
         """Kept errors."""
-        return list(self._errors.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(error.nbytes for error in tuple(self._errors.values()))
+        return [*self._errors.values()]

@@ -2,7 +2,7 @@
 
 Most 16-bit weights keep their bits in a step of fine-tuning, or move to a neighbouring number. A
 rank sends what changed since the version that it published last, in the messages of
-`zero_comm.differences.message`. Groups and phases are those of [Note: the two phases] in
+`zero_comm.lossless.message`. Groups and phases are those of [Note: the two phases] in
 `zero_comm.collectives.weight_gathers`.
 
 [Note: what differences start from]
@@ -18,13 +18,13 @@ what it kept is never in another collective than the others.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Unpack
 
 import torch
 from torch import Tensor
 
-from zero_comm.collectives.weight_gathers import SecondaryGather, WeightGather
-from zero_comm.differences.message import max_message_nbytes, pack_difference, unpack_difference
+from zero_comm.collectives.weight_gathers import Origin, SecondaryGather, WeightGather
+from zero_comm.lossless.message import max_message_nbytes, pack, unpack
 from zero_comm.quantizer.checksum import checksum_of, checksums
 
 _NONE: Final = -1
@@ -40,28 +40,24 @@ class LosslessSecondaryGather(SecondaryGather):
         shard: Tensor,
         *,
         versions: tuple[int | None, int],
-        unit: int,
-        backward: bool,
+        **origin: Unpack[Origin],
     ) -> None:
         grid, device, (before, now) = self._grid, shard.device, versions
-        own, length = secondary[grid.group], 0
-        most = max_message_nbytes(shard.numel(), shard.element_size())
-        message = self._take_bytes("message", (most,), device)
-        if before is not None:
-            length = pack_difference(own, shard, message, versions=(before, now))
+        own = secondary[grid.group]
+        message, length = _packed(self, own, shard, versions)
         sent = torch.tensor([length, _NONE if before is None else before], device=device)
         found = torch.empty(grid.num_groups, 2, dtype=torch.int64, device=device)
-        grid.gather_inter_group(found, sent, unit=unit, backward=backward)
+        grid.gather_inter_group(found, sent, **origin)
         lengths, held = zip(*found.tolist(), strict=True)
         length = max(lengths)
         if before is None or len(set(held)) > 1 or length >= shard.nbytes:
-            grid.gather_inter_group(secondary, shard, unit=unit, backward=backward)
+            grid.gather_inter_group(secondary, shard, **origin)
             return
-        rows = self._take_bytes("messages", (grid.num_groups, length), device)
-        grid.gather_inter_group(rows, message[:length], unit=unit, backward=backward)
+        rows = self.take_bytes("messages", (grid.num_groups, length), device)
+        grid.gather_inter_group(rows, message[:length], **origin)
         for row, values, sender in zip(rows, secondary, grid.peers, strict=True):
             if sender != self._transport.rank:
-                unpack_difference(row, values, versions=(before, now), sender=sender)
+                unpack("differences", row, values, sender=sender, versions=(before, now))
         own.copy_(shard)
 
 
@@ -74,17 +70,13 @@ class PublishedGather(WeightGather):
 
     kept_kind = "published weights"
 
-    def gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> None:
-        entry = self._entry(unit, shard.numel(), shard.dtype, shard.device)
+    def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
+        entry = self._entry(origin["unit"], shard.numel(), shard.dtype, shard.device)
         before, entry.version = entry.version, None
         if not self._send_differences(
-            out, shard, entry.values, versions=(before, version), unit=unit, backward=backward
+            out, shard, entry.values, versions=(before, version), **origin
         ):
-            self._transport.all_gather(
-                out, shard, unit=unit, version=version, backward=backward
-            ).wait()
+            self._transport.all_gather(out, shard, version=version, **origin).wait()
         entry.values.copy_(shard)
         entry.version = version
 
@@ -100,38 +92,43 @@ class PublishedGather(WeightGather):
         published: Tensor,
         *,
         versions: tuple[int | None, int],
-        unit: int,
-        backward: bool,
+        **origin: Unpack[Origin],
     ) -> bool:
         """Update the other ranks' slices of ``out``. Returns whether all ranks could."""
         grid, device, rank = self._grid, shard.device, self._transport.rank
         slices, (before, now) = out.view(self._transport.world_size, -1), versions
-        most = max_message_nbytes(shard.numel(), shard.element_size())
-        message = self._take_bytes("message", (most,), device)
-        length, held = 0, torch.zeros((), dtype=torch.int64, device=device)
+        message, length = _packed(self, published, shard, versions)
+        held = torch.zeros((), dtype=torch.int64, device=device)
         if before is not None:
-            length = pack_difference(published, shard, message, versions=(before, now))
-            held = _checksum([published if n == rank else part for n, part in enumerate(slices)])
+            parts = [published if n == rank else part for n, part in enumerate(slices)]
+            held = checksums(torch.stack([*map(checksum_of, parts)]).view(torch.uint8))
         known = torch.tensor([length, _NONE if before is None else before], device=device)
         own = torch.cat([known, held[None]])  # kept until it has been read
         found = torch.empty(3 * len(slices), dtype=torch.int64, device=device)
-        self._transport.all_gather(found, own, unit=unit, version=now, backward=backward).wait()
+        self._transport.all_gather(found, own, version=now, **origin).wait()
         lengths, *same = zip(*found.view(-1, 3).tolist(), strict=True)
         length = max(lengths)
         if before is None or any(len(set(of)) > 1 for of in same) or length >= shard.nbytes:
             return False
         groups, size = grid.num_groups, grid.group_size
-        rows = self._take_bytes("messages", (groups, length), device)
-        grid.gather_inter_group(rows, message[:length], unit=unit, backward=backward)
-        arrived = self._take_bytes("all messages", (size, groups, length), device)
-        grid.gather_intra_group(arrived, rows, unit=unit, backward=backward)
+        rows = self.take_bytes("messages", (groups, length), device)
+        grid.gather_inter_group(rows, message[:length], **origin)
+        arrived = self.take_bytes("all messages", (size, groups, length), device)
+        grid.gather_intra_group(arrived, rows, **origin)
         for sender, values in enumerate(slices):
             if sender != rank:
                 row = arrived[sender % size, sender // size]
-                unpack_difference(row, values, versions=(before, now), sender=sender)
+                unpack("differences", row, values, sender=sender, versions=(before, now))
         return True
 
 
-def _checksum(slices: list[Tensor]) -> Tensor:
-    """Return one checksum of values: int64, without dimensions, on their device."""
-    return checksums(torch.stack([checksum_of(part) for part in slices]).view(torch.uint8))
+def _packed(
+    gather: WeightGather, old: Tensor, new: Tensor, versions: tuple[int | None, int]
+) -> tuple[Tensor, int]:
+    """Return a message buffer, and the bytes of the difference in it: 0 without an old version."""
+    before, now = versions
+    most = max_message_nbytes(new.numel(), new.element_size())
+    message = gather.take_bytes("message", (most,), new.device)
+    if before is None:
+        return message, 0
+    return message, pack("differences", old, new, message=message, versions=(before, now))

@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from zero_comm.collectives.lossless_gathers import LosslessSecondaryGather, Publ
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import Grid, MessageGather, SecondaryGather, WeightGather
-from zero_comm.differences.message import is_worthwhile
+from zero_comm.lossless.message import GradientMessages, is_worthwhile
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import (
     AddingCollectives,
@@ -36,7 +36,6 @@ from zero_comm.transport.protocol import (
 )
 from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork
-from zero_comm.values.message import GradientMessages
 
 _log = logging.getLogger(__name__)
 _PUBLISHED = "published"  # the key of a gather, beside the formats
@@ -214,11 +213,12 @@ class QuantizedCollectives:
         """Bytes held between exchanges, by kind."""
         found = Counter({"message buffers": self._scratch.nbytes})
         for gather in self._gathers.values():
-            found[gather.kept_kind] += gather.nbytes
+            found[gather.kept_kind] += sum(kept.nbytes for kept in gather.tensors)
         if self._reduction is not None:
             found["message buffers"] += self._reduction.nbytes
             if self._reduction.feedback is not None:
-                found["error feedback"] = self._reduction.feedback.nbytes
+                errors = self._reduction.feedback.tensors
+                found["error feedback"] = sum(error.nbytes for error in errors)
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
@@ -242,28 +242,24 @@ class QuantizedCollectives:
 
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
         """Make the gather of each format, with the key None for exact values."""
-        transport, scratch = self._transport, self._scratch
         group_size = self._settings.group_size(ranks_per_node)
-        is_one_group = group_size == transport.world_size
-        gathers: dict[str | None, WeightGather] = {}
-        is_lossless = self._settings.is_lossless and not is_one_group
+        is_one_group = group_size == self._transport.world_size
         if is_one_group and not self._packings:
-            return gathers
+            return {}
+        shared = self._transport, Grid(self._transport, group_size), self._scratch
         has_secondary = self._settings.partition_size > 1 and not is_one_group
-        grid = Grid(transport, group_size)
-        if is_lossless:
-            gathers[LOSSLESS] = LosslessSecondaryGather(transport, grid, scratch)
-            gathers[_PUBLISHED] = PublishedGather(transport, grid, scratch)
+        gathers: dict[str | None, WeightGather] = {}
+        if self._settings.is_lossless and not is_one_group:
+            gathers[LOSSLESS] = LosslessSecondaryGather(*shared)
+            gathers[_PUBLISHED] = PublishedGather(*shared)
         for kind, packing in self._packings.items():
-            is_difference = kind == DIFFERENCE
-            if has_secondary or (is_difference and not is_one_group):
-                gathers[kind] = SecondaryGather(
-                    transport, grid, scratch, packing, sends_differences=is_difference
-                )
-            elif not is_difference:  # in one group there is nobody to send differences to
-                gathers[kind] = MessageGather(transport, grid, scratch, packing)
+            if kind != DIFFERENCE and not has_secondary:
+                gathers[kind] = MessageGather(*shared, packing)
+            elif not is_one_group:  # in one group there is nobody to send differences to
+                is_difference = kind == DIFFERENCE
+                gathers[kind] = SecondaryGather(*shared, packing, sends_differences=is_difference)
         if has_secondary:
-            gathers[None] = SecondaryGather(transport, grid, scratch)
+            gathers[None] = SecondaryGather(*shared)
         return gathers
 
     def _gather_for(self, shard: Tensor, unit: int, *, is_kept: bool) -> WeightGather | None:
@@ -283,23 +279,11 @@ class QuantizedCollectives:
 
 
 class ExactGradients(QuantizedCollectives):
-    """`QuantizedCollectives` that send and add gradients as the transport does."""
-
-    def __init__(
-        self,
-        transport: AddingCollectives,
-        settings: CommSettings,
-        *,
-        ranks_per_node: int,
-        frozen: Collection[int] = frozenset(),
-    ) -> None:
-        assert settings.gradients is None
-        super().__init__(transport, settings, ranks_per_node=ranks_per_node, frozen=frozen)
-        self._adding = transport
+    """`QuantizedCollectives` that send and add gradients as the transport does, which can add."""
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
-        return self._adding.reduce_add(out, full, unit=unit)
+        return cast(AddingCollectives, self._transport).reduce_add(out, full, unit=unit)
 
 
 class _Exchange:

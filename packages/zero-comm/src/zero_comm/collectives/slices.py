@@ -1,7 +1,6 @@
 """Quantized slices of a process group for DDP, FSDP2 and the plain functions.
 
-Reductions are a thin layer over `zero_comm.collectives.two_hop`: what the caller chose, one reducer
-per process group. What no message would shorten travels exactly.
+What no message would shorten travels exactly.
 """
 
 from __future__ import annotations

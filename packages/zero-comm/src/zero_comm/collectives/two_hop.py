@@ -33,15 +33,7 @@ from zero_comm.transport.scratch import Scratch
 
 @dataclass(frozen=True, slots=True)
 class GradientFormat:
-    """Formats and options of gradient messages.
-
-    Args:
-        intra_node: format of messages within a node.
-        inter_node: format of messages between nodes.
-        is_stochastic: whether they are rounded stochastically.
-        error_feedback: settings of error feedback; None for none.
-        has_checksum: whether messages carry a checksum.
-    """
+    """Formats of gradient messages within a node and between nodes, and their options."""
 
     intra_node: BlockFormat
     inter_node: BlockFormat

@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -39,6 +40,13 @@ from torch import Tensor
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
+
+
+class Origin(TypedDict):
+    """Arguments of a gather that its exchanges get, too."""
+
+    unit: int
+    backward: bool
 
 
 class Grid:
@@ -55,23 +63,22 @@ class Grid:
         own_group = [self.group * size + i for i in range(size)]
         self._intra_group = transport.subgroup(own_group) if size > 1 else None
 
-    def gather_inter_group(self, rows: Tensor, row: Tensor, *, unit: int, backward: bool) -> None:
+    def gather_inter_group(self, rows: Tensor, row: Tensor, **origin: Unpack[Origin]) -> None:
         """Fill ``rows`` ([groups, n], any dtype) with the ``row`` of every group: phase 1."""
-        _gather(self._inter_group, rows, row, unit=unit, backward=backward)
+        _gather(self._inter_group, rows.view(-1), row.view(-1), origin)
 
-    def gather_intra_group(self, out: Tensor, rows: Tensor, *, unit: int, backward: bool) -> None:
+    def gather_intra_group(self, out: Tensor, rows: Tensor, **origin: Unpack[Origin]) -> None:
         """Fill ``out`` ([G, groups, n]) with the ``rows`` of every rank of the group: phase 2."""
-        _gather(self._intra_group, out, rows, unit=unit, backward=backward)
+        _gather(self._intra_group, out.view(-1), rows.view(-1), origin)
 
 
 def _gather(
-    transport: TransportCollectives | None, out: Tensor, own: Tensor, *, unit: int, backward: bool
+    transport: TransportCollectives | None, out: Tensor, own: Tensor, origin: Origin
 ) -> None:
     if transport is None:  # this rank is alone
-        out.view(-1).copy_(own.view(-1))
-        return
-    flat_out, flat = out.view(-1), own.view(-1)
-    transport.all_gather(flat_out, flat, unit=unit, version=0, backward=backward).wait()
+        out.copy_(own)
+    else:
+        transport.all_gather(out, own, version=0, **origin).wait()
 
 
 @dataclass(slots=True)
@@ -99,9 +106,7 @@ class WeightGather(ABC):
         self._entries: dict[int, _Entry] = {}
 
     @abstractmethod
-    def gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> None:
+    def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
         """Fill flat ``out`` with the weights of all ranks' ``shard``. A collective."""
 
     def forget(self) -> None:
@@ -112,12 +117,7 @@ class WeightGather(ABC):
     @property
     def tensors(self) -> list[Tensor]:
         """Memory kept between gathers."""
-        return [entry.values for entry in self._entries.values()]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept between gathers."""
-        return sum(entry.values.nbytes for entry in tuple(self._entries.values()))
+        return [entry.values for entry in tuple(self._entries.values())]
 
     def _entry(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> _Entry:
         """Return the unit's entry, or a new one of no version if its form has changed."""
@@ -132,7 +132,8 @@ class WeightGather(ABC):
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._transport.zeros(numel, dtype, device)
 
-    def _take_bytes(self, purpose: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    def take_bytes(self, purpose: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return a scratch buffer of this shape."""
         return self._scratch.take(purpose, math.prod(shape), torch.uint8, device).view(shape)
 
 
@@ -147,11 +148,9 @@ class MessageGather(WeightGather):
         super().__init__(transport, grid, scratch)
         self._packing = packing
 
-    def gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> None:
+    def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
         nbytes, device = self._packing.nbytes(shard.numel()), shard.device
-        entry = self._entry(unit, nbytes, torch.uint8, device)
+        entry = self._entry(origin["unit"], nbytes, torch.uint8, device)
         if entry.version != version:
             entry.version = None
             self._packing.pack(shard, entry.values.view(1, -1))
@@ -159,10 +158,10 @@ class MessageGather(WeightGather):
         groups, size = self._grid.num_groups, self._grid.group_size
         rows = entry.values.view(1, nbytes)
         if groups > 1:
-            rows = self._take_bytes("messages", (groups, nbytes), device)
-            self._grid.gather_inter_group(rows, entry.values, unit=unit, backward=backward)
-        everything = self._take_bytes("all messages", (size, groups, nbytes), device)
-        self._grid.gather_intra_group(everything, rows, unit=unit, backward=backward)
+            rows = self.take_bytes("messages", (groups, nbytes), device)
+            self._grid.gather_inter_group(rows, entry.values, **origin)
+        everything = self.take_bytes("all messages", (size, groups, nbytes), device)
+        self._grid.gather_intra_group(everything, rows, **origin)
         self._packing.unpack(everything.transpose(0, 1), out, senders=range(groups * size))
 
 
@@ -188,22 +187,22 @@ class SecondaryGather(WeightGather):
         self._packing = packing
         self._sends_differences = sends_differences
 
-    def gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> None:
+    def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
         grid = self._grid
-        entry = self._entry(unit, grid.num_groups * shard.numel(), shard.dtype, shard.device)
+        entry = self._entry(
+            origin["unit"], grid.num_groups * shard.numel(), shard.dtype, shard.device
+        )
         secondary = entry.values.view(grid.num_groups, -1)
         if entry.version != version:
             versions, entry.version = (entry.version, version), None
-            self._refresh(secondary, shard, versions=versions, unit=unit, backward=backward)
+            self._refresh(secondary, shard, versions=versions, **origin)
             entry.version = version
         if grid.group_size == 1:  # in the order of ranks already
-            grid.gather_intra_group(out, secondary, unit=unit, backward=backward)
+            grid.gather_intra_group(out, secondary, **origin)
             return
         shape = (grid.group_size, grid.num_groups, shard.numel())
         arrived = self._scratch.take("values", out.numel(), out.dtype, out.device).view(shape)
-        grid.gather_intra_group(arrived, secondary, unit=unit, backward=backward)
+        grid.gather_intra_group(arrived, secondary, **origin)
         out.view(grid.num_groups, grid.group_size, -1).copy_(arrived.transpose(0, 1))
 
     def _refresh(
@@ -212,8 +211,7 @@ class SecondaryGather(WeightGather):
         shard: Tensor,
         *,
         versions: tuple[int | None, int],
-        unit: int,
-        backward: bool,
+        **origin: Unpack[Origin],
     ) -> None:
         """Fill ``secondary``, [groups, s], with the current shards of its groups: phase 1.
 
@@ -222,17 +220,17 @@ class SecondaryGather(WeightGather):
         """
         packing, grid, device = self._packing, self._grid, shard.device
         if packing is None or (self._sends_differences and versions[0] is None):
-            grid.gather_inter_group(secondary, shard, unit=unit, backward=backward)
+            grid.gather_inter_group(secondary, shard, **origin)
             return
         sent = shard
         if self._sends_differences:
             sent = self._scratch.take("change", shard.numel(), torch.float32, device)
             sent.copy_(shard).sub_(secondary[grid.group])
         nbytes = packing.nbytes(shard.numel())
-        message = self._take_bytes("message", (1, nbytes), device)
+        message = self.take_bytes("message", (1, nbytes), device)
         packing.pack(sent, message)
-        rows = self._take_bytes("messages", (grid.num_groups, nbytes), device)
-        grid.gather_inter_group(rows, message, unit=unit, backward=backward)
+        rows = self.take_bytes("messages", (grid.num_groups, nbytes), device)
+        grid.gather_inter_group(rows, message, **origin)
         if not self._sends_differences:
             packing.unpack(rows, secondary.view(-1), senders=grid.peers)
             return

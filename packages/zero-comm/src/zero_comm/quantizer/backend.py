@@ -13,6 +13,7 @@ at every call. Forcing one that is not available is an error.
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from importlib import import_module
@@ -25,6 +26,7 @@ from torch import Tensor
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.torch_backend import BACKEND
 
+_log = logging.getLogger(__name__)
 _VARIABLE: Final = "ZERO_COMM_BACKEND"
 
 
@@ -86,6 +88,16 @@ def find_backend_name(device: torch.device) -> str:
         problem = _BACKENDS[forced][1]
         raise ValueError(f"{_VARIABLE} is {forced!r}, but {problem}; unset it, or set 'torch'")
     return forced
+
+
+def warn_without_kernels() -> None:
+    """Log a warning if the package was built where there was no compiler."""
+    if not _is_available("native"):
+        _log.warning(
+            "zero_comm was installed without its compiled kernels: plain torch quantizes host "
+            "memory, with the same bytes but slower; to have them, install a C++ compiler and then "
+            "zero-comm again"
+        )
 
 
 # By type of device. torch's name of ROCm's devices is "cuda".

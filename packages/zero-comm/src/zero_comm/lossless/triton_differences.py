@@ -1,30 +1,38 @@
 """Triton kernels of lossless differences, each of which handles one tile of consecutive blocks.
 
-[Note: the difference buffer] in `difference_format` has the modes and bytes. A **tile** is a matrix
-with a block of 256 elements per row. Elements are passed as int16 or int32 and handled as uint32. A
-block's **members** are the elements whose integers its levels hold; a member's **rank** is its
-number among them. Blocks of a tile have modes and widths of their own: every width is a step that
-all take, masked.
+[Note: the difference buffer] in `difference_format` has the modes and bytes, `triton_frame` what
+both codings have. A block's **members** are the elements whose integers its levels hold; a member's
+**rank** is its number among them. Blocks of a tile have modes and widths of their own: every width
+is a step that all take, masked.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
 import triton
 import triton.language as tl
 
-from zero_comm.differences import difference_format
+from zero_comm.lossless import difference_format
+from zero_comm.lossless.triton_frame import (
+    BLOCK,
+    EMPTY,
+    RAW,
+    blocks_of_tile,
+    load_tile,
+    load_wide,
+    place_of,
+    present_in,
+    report_bad,
+    store_descriptors,
+    store_wide,
+    total_of,
+    unsigned,
+)
 
-BLOCK = tl.constexpr(difference_format.BLOCK_NUMEL)
 BITMAP_NBYTES = tl.constexpr(difference_format.BITMAP_NBYTES)
-MODE_SHIFT = tl.constexpr(difference_format.MODE_SHIFT)
-NBYTES_MASK = tl.constexpr((1 << difference_format.MODE_SHIFT) - 1)
-SAME = tl.constexpr(difference_format.SAME)
-RAW = tl.constexpr(difference_format.RAW)
 LIST = tl.constexpr(difference_format.LIST)
 BITMAP = tl.constexpr(difference_format.BITMAP)
 DENSE = tl.constexpr(difference_format.DENSE)
 
 
-# Descriptors and codes begin at any even address: one compiled kernel serves all.
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr"])
 def choose_kernel(
     old_ptr: tl.tensor,
@@ -32,10 +40,10 @@ def choose_kernel(
     descriptors_ptr: tl.tensor,
     numel: tl.tensor,
     BITS: tl.constexpr,
-    NUM_STARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
     """Store the descriptors of a tile, int16."""
+    NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
     block = blocks_of_tile(BLOCKS)
     present = present_in(block, numel)
     z = _differences(
@@ -50,9 +58,7 @@ def choose_kernel(
         best = tl.minimum(best, listed * 16 + (LIST + START))
         best = tl.minimum(best, (of_changed + BITMAP_NBYTES) * 16 + (BITMAP + START))
         best = tl.minimum(best, of_all * 16 + (DENSE + START))
-    best = tl.where(changed > 0, best, SAME)
-    descriptors = ((best & 15) << MODE_SHIFT) + (best >> 4)
-    tl.store(descriptors_ptr + block, descriptors.to(tl.int16), mask=present > 0)
+    store_descriptors(descriptors_ptr, block, present, best, changed == 0)
 
 
 @triton.jit(
@@ -66,10 +72,10 @@ def encode_kernel(
     codes_ptr: tl.tensor,
     numel: tl.tensor,
     BITS: tl.constexpr,
-    NUM_STARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
     """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
+    NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
     block = blocks_of_tile(BLOCKS)
     present = present_in(block, numel)
     mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
@@ -83,7 +89,7 @@ def encode_kernel(
     is_raw = mode == RAW
     if tl.max(is_raw.to(tl.int32), 0) > 0:
         is_element = is_raw[:, None] & (lane < present[:, None])
-        _store_wide(row_ptr + lane * (BITS // 8), new, is_element, BITS)
+        store_wide(row_ptr + lane * (BITS // 8), new, is_element, BITS)
 
     is_member = ((z > 0) & (is_list | is_bitmap)[:, None]) | is_dense[:, None]
     count = tl.sum(is_member.to(tl.int32), 1)
@@ -125,7 +131,6 @@ def decode_kernel(
     numel: tl.tensor,
     codes_nbytes: tl.tensor,
     BITS: tl.constexpr,
-    NUM_STARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
     """Change the elements of a tile in place.
@@ -133,6 +138,7 @@ def decode_kernel(
     A block that no encoder wrote stays as it was and sets ``is_bad``, int32; so do all of them if
     they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
     """
+    NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
     block = blocks_of_tile(BLOCKS)
     present = present_in(block, numel)
     mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
@@ -144,7 +150,7 @@ def decode_kernel(
     row_ptr = begin_ptr[:, None]
 
     is_good = (total_of(ends_ptr, numel, block) == codes_nbytes) & (
-        has_levels | is_raw | ((mode == SAME) & (nbytes == 0))
+        has_levels | is_raw | ((mode == EMPTY) & (nbytes == 0))
     )
     is_good = is_good & ((is_raw == 0) | (nbytes == present * (BITS // 8)))
     is_good = is_good & (nbytes >= _header_nbytes(is_list, is_bitmap, 0))
@@ -192,47 +198,14 @@ def decode_kernel(
     first_ptr = values_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     element_ptr = first_ptr + (tl.arange(0, BLOCKS)[:, None] * BLOCK + place)
     old = tl.load(element_ptr, mask=is_changed, other=0)
-    new = _moved(_unsigned(old, BITS), z, BITS)
+    new = _moved(unsigned(old, BITS), z, BITS)
     if tl.max(is_raw.to(tl.int32), 0) > 0:
         is_element = is_inside & is_raw[:, None]
-        raw = _load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
+        raw = load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
         new = tl.where(is_raw[:, None], raw, new)
         is_changed = is_changed | is_element
     tl.store(element_ptr, new.to(old.dtype), mask=is_changed)
-    num_bad = tl.sum(((present > 0) & (is_good == 0)).to(tl.int32), 0)
-    tl.store(is_bad_ptr, 1, mask=num_bad > 0)
-
-
-@triton.jit
-def blocks_of_tile(BLOCKS: tl.constexpr) -> tl.tensor:
-    """Return the numbers of the blocks of this program's tile, as int64."""
-    return tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-
-
-@triton.jit
-def present_in(block: tl.tensor, numel: tl.tensor) -> tl.tensor:
-    """Return how many elements of each block there are, none of one past the last."""
-    return tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
-
-
-@triton.jit
-def load_tile(
-    ptr: tl.tensor, numel: tl.tensor, BITS: tl.constexpr, BLOCKS: tl.constexpr
-) -> tl.tensor:
-    """Return the bits of a tile, zeros past the end. Only a tile that has an end is masked."""
-    first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
-    offsets = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    num_inside = tl.minimum(numel - first, BLOCKS * BLOCK).to(tl.int32)
-    if num_inside < BLOCKS * BLOCK:
-        raw = tl.load(ptr + first + offsets, mask=offsets < num_inside, other=0)
-    else:
-        raw = tl.load(ptr + first + offsets)
-    return _unsigned(raw, BITS)
-
-
-@triton.jit
-def _unsigned(raw: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    return raw.to(tl.uint32) & ((1 << BITS) - 1)
+    report_bad(is_bad_ptr, present, is_good)
 
 
 @triton.jit
@@ -280,26 +253,6 @@ def _levels_nbytes(
 
 
 @triton.jit
-def place_of(
-    descriptors_ptr: tl.tensor, ends_ptr: tl.tensor, block: tl.tensor, present: tl.tensor
-) -> tl.tensor:
-    """Return mode, bytes and end of each block."""
-    descriptors = tl.load(descriptors_ptr + block, mask=present > 0, other=0).to(tl.int32)
-    end = tl.load(ends_ptr + block, mask=present > 0, other=0)
-    return (descriptors >> MODE_SHIFT) & 31, descriptors & NBYTES_MASK, end
-
-
-@triton.jit
-def total_of(ends_ptr: tl.tensor, numel: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Return the bytes of all blocks, for each block of the tile.
-
-    One number would do, but Triton 3.9's interpreter makes integers of a condition that joins it.
-    """
-    last = tl.cdiv(numel.to(tl.int64), BLOCK) - 1
-    return tl.load(ends_ptr + last + tl.zeros_like(block))
-
-
-@triton.jit
 def _layout(mode: tl.tensor, NUM_STARTS: tl.constexpr) -> tl.tensor:
     """Return whether each block is a list, a bitmap or dense, and its ``s``."""
     is_list = (mode >= LIST) & (mode < LIST + NUM_STARTS)
@@ -336,7 +289,7 @@ def _write_level(
     codes = tl.minimum(rest, (1 << WIDTH) - 1)
     rank = _ranks(is_here)
     if WIDTH >= 8:
-        _store_wide(level_ptr + rank * (WIDTH // 8), codes, is_here, WIDTH)
+        store_wide(level_ptr + rank * (WIDTH // 8), codes, is_here, WIDTH)
     else:
         q = _level_nbytes(count, WIDTH)
         packed = _packed(codes, rank, count, q, WIDTH)
@@ -376,26 +329,10 @@ def _read_level(
     """Return the codes of one level as uint32, zeros for what has none."""
     rank = _ranks(is_here)
     if WIDTH >= 8:
-        codes = _load_wide(level_ptr + rank * (WIDTH // 8), is_here, WIDTH)
+        codes = load_wide(level_ptr + rank * (WIDTH // 8), is_here, WIDTH)
     else:
         q = _level_nbytes(count, WIDTH)
         part = _part(rank, q, WIDTH)
         byte = tl.load(level_ptr + (rank - part * q), mask=is_here, other=0).to(tl.uint32)
         codes = (byte >> (part * WIDTH).to(tl.uint32)) & ((1 << WIDTH) - 1)
     return codes
-
-
-@triton.jit
-def _store_wide(ptr: tl.tensor, values: tl.tensor, mask: tl.tensor, WIDTH: tl.constexpr) -> None:
-    """Store integers of ``WIDTH`` bits at any address, the lowest byte first."""
-    for BYTE in tl.static_range(WIDTH // 8):
-        tl.store(ptr + BYTE, (values >> (8 * BYTE)).to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _load_wide(ptr: tl.tensor, mask: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return integers of ``WIDTH`` bits from any address as uint32, zeros where masked."""
-    values = tl.load(ptr, mask=mask, other=0).to(tl.uint32)
-    for BYTE in tl.static_range(1, WIDTH // 8):
-        values = values | (tl.load(ptr + BYTE, mask=mask, other=0).to(tl.uint32) << (8 * BYTE))
-    return values

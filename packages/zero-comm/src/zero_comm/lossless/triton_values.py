@@ -1,28 +1,29 @@
 """Triton kernels of coded values, each of which handles one tile of consecutive blocks.
 
-[Note: the value buffer] in `value_format` has the modes and bytes. A **tile** is a matrix with a
-block of 256 elements per row. Elements are passed as int16 or int32 and handled as uint32. Blocks
-of a tile have widths of their own: every plane is a step that all take, masked.
+[Note: the value buffer] in `value_format` has the modes and bytes, `triton_frame` what both codings
+have. Blocks of a tile have widths of their own: every plane is a step that all take, masked.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
 import triton
 import triton.language as tl
 
-from zero_comm.differences import difference_format
-from zero_comm.differences.triton_blocks import (
+from zero_comm.lossless import value_format
+from zero_comm.lossless.triton_frame import (
+    BLOCK,
+    EMPTY,
+    RAW,
     blocks_of_tile,
     load_tile,
+    load_wide,
     place_of,
     present_in,
+    report_bad,
+    store_descriptors,
+    store_wide,
     total_of,
 )
-from zero_comm.values import value_format
 
-BLOCK = tl.constexpr(difference_format.BLOCK_NUMEL)
-MODE_SHIFT = tl.constexpr(difference_format.MODE_SHIFT)
-ZERO = tl.constexpr(value_format.ZERO)
-RAW = tl.constexpr(value_format.RAW)
 CODED = tl.constexpr(value_format.CODED)
 MAX_WIDTH = tl.constexpr(value_format.MAX_WIDTH)
 PLANE_NBYTES = tl.constexpr(value_format.PLANE_NBYTES)
@@ -51,9 +52,7 @@ def choose_kernel(
         escaped = tl.sum((code >= (1 << WIDTH) - 1).to(tl.int32), 1)
         found = (_fixed_nbytes(WIDTH, BITS) + escaped) * 16 + (CODED + WIDTH)
         best = tl.where(is_whole, tl.minimum(best, found), best)
-    descriptors = ((best & 15) << MODE_SHIFT) + (best >> 4)
-    descriptors = tl.where(tl.max(bits, 1) == 0, ZERO, descriptors)
-    tl.store(descriptors_ptr + block, descriptors.to(tl.int16), mask=present > 0)
+    store_descriptors(descriptors_ptr, block, present, best, tl.max(bits, 1) == 0)
 
 
 @triton.jit(
@@ -76,9 +75,7 @@ def encode_kernel(
     bits = load_tile(values_ptr, numel, BITS, BLOCKS)
     row_ptr = codes_ptr + (end - nbytes)[:, None]
     is_raw = (mode == RAW)[:, None] & (lane < present[:, None])
-    for BYTE in tl.static_range(BITS // 8):
-        place = lane * (BITS // 8) + BYTE
-        tl.store(row_ptr + place, (bits >> (8 * BYTE)).to(tl.uint8), mask=is_raw)
+    store_wide(row_ptr + lane * (BITS // 8), bits, is_raw, BITS)
 
     is_coded = mode >= CODED
     width = (mode - CODED)[:, None]
@@ -131,7 +128,7 @@ def decode_kernel(
     num_escapes = nbytes - _coded_nbytes(mode - CODED, BITS)
     is_coded = (mode >= CODED) & (mode <= CODED + MAX_WIDTH) & (present == BLOCK)
     is_coded = is_coded & (num_escapes >= 0)
-    is_good = is_raw | is_coded | ((mode == ZERO) & (nbytes == 0))
+    is_good = is_raw | is_coded | ((mode == EMPTY) & (nbytes == 0))
     is_good = is_good & (total_of(ends_ptr, numel, block) == codes_nbytes)
     is_coded = is_coded & is_good
     is_raw = is_raw & is_good
@@ -154,18 +151,14 @@ def decode_kernel(
         low = tl.load(row_ptr + 1 + BYTE * BLOCK + lane, mask=is_coded[:, None], other=0)
         rotated = rotated | (low.to(tl.uint32) << (8 * BYTE))
     bits = (rotated >> 1) | ((rotated & 1) << (BITS - 1))
-    raw = tl.zeros([BLOCKS, BLOCK], tl.uint32)
     is_element = is_raw[:, None] & (lane < present[:, None])
-    for BYTE in tl.static_range(BITS // 8):
-        byte = tl.load(row_ptr + lane * (BITS // 8) + BYTE, mask=is_element, other=0)
-        raw = raw | (byte.to(tl.uint32) << (8 * BYTE))
-    bits = tl.where(is_raw[:, None], raw, tl.where((mode == ZERO)[:, None], 0, bits))
+    raw = load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
+    bits = tl.where(is_raw[:, None], raw, tl.where((mode == EMPTY)[:, None], 0, bits))
     is_filled = is_good[:, None] & (lane < present[:, None])
     first_ptr = values_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     element_ptr = first_ptr + (tl.arange(0, BLOCKS)[:, None] * BLOCK + lane)
     tl.store(element_ptr, bits.to(values_ptr.dtype.element_ty), mask=is_filled)
-    num_bad = tl.sum(((present > 0) & (is_good == 0)).to(tl.int32), 0)
-    tl.store(is_bad_ptr, 1, mask=num_bad > 0)
+    report_bad(is_bad_ptr, present, is_good)
 
 
 @triton.jit

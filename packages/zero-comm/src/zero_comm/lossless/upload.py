@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zero_comm.differences.codec import find_codec
-from zero_comm.differences.difference_format import ITEMSIZES, max_difference_nbytes
+from zero_comm.lossless.block_frame import ITEMSIZES, max_buffer_nbytes
+from zero_comm.lossless.codec import find_codec
 from zero_comm.quantizer.checksum import checksum_of
 
 
 class UploadCodec:
-    """`zero_offload.protocols.UploadCodec` by the codecs of `zero_comm.differences.codec`.
+    """`zero_offload.protocols.UploadCodec` by `zero_comm.lossless.codec`.
 
     Tensors are 1-D and contiguous.
     """
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
         """Return the most bytes of a difference, or 0 where elements are neither 2 nor 4 bytes."""
-        return max_difference_nbytes(numel, itemsize) if itemsize in ITEMSIZES else 0
+        return max_buffer_nbytes(numel, itemsize) if itemsize in ITEMSIZES else 0
 
     def checksum(self, values: Tensor) -> Tensor:
         """Return a checksum of the bytes of ``values``: int64, without dimensions, beside them."""
@@ -34,8 +34,9 @@ class UploadCodec:
 
         ``out`` is uint8, `max_nbytes` long, at an even address, undefined past the result.
         """
-        return int(find_codec(old.device).encode(old, new, out, num_threads=num_threads))
+        codec = find_codec("differences", old.device)
+        return int(codec.encode(old, new, out=out, num_threads=num_threads))
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
         """Change ``values`` from the old to the new ones, on their device's current stream."""
-        find_codec(values.device).decode(difference, values)
+        find_codec("differences", values.device).decode(difference, values)

@@ -1,1 +1,0 @@
-"""Lossless differences between two versions of a tensor."""

@@ -1,0 +1,1 @@
+"""Lossless coding of tensors: as differences from an earlier version, or as values alone."""

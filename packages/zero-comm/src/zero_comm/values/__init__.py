@@ -1,1 +1,0 @@
-"""Lossless coding of values themselves, such as gradients: format, backends and messages."""
