@@ -13,8 +13,7 @@ import pydantic
 import torch
 from torch import nn
 
-import zero_core
-from zero_core import engine_of
+from zero_core import ShardedModel, build, engine_of
 from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, tag_matrices
 from zero_core.config import OptimizerConfig, explain, load_config
 from zero_core.errors import ConfigError
@@ -37,7 +36,7 @@ from zero_engine.deepspeed.zero.partition_parameters import suspended_init
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.deepspeed.zero.saved import serve_saved
 
-DeepSpeedConfigError = zero_core.ConfigError
+DeepSpeedConfigError = ConfigError
 TESTED = (
     *("Adam", "AdamW", "Adagrad", "FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad"),
     *("DeepSpeedCPULion", "FusedLion", "MuonWithAuxAdam"),
@@ -160,7 +159,7 @@ def initialize(
         leave_partitioned(one)
     made: list[_Made] = []
 
-    def attach(core: zero_core.ShardedModel) -> None:
+    def attach(core: ShardedModel) -> None:
         core.name_cures(CURES)
         mark_configured(model, core.config.zero_optimization.leaf_module)
         if core.config.zero_optimization.stage == 3:
@@ -188,7 +187,7 @@ def initialize(
     try:
         for param in untrained:
             param.requires_grad_(False)
-        zero_core.build(
+        build(
             model,
             of_core,
             optimizer=given,
