@@ -20,8 +20,7 @@ from conftest import CAPTURED, environment, run_program
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tests.support.deepspeed_names import TABLE as NAMES
-from tests.support.deepspeed_names import deepspeeds_folder, public_names
+from tests.support.deepspeed_names import deepspeeds_folder
 from zero_core.config import UNNEEDED as UNNEEDED_BY_CORE
 from zero_core.config import Config, load_config
 from zero_core.errors import ConfigError
@@ -399,7 +398,6 @@ def test_every_method_name_and_module_is_served_or_refused() -> None:
     names = {m.name for m in methods if isinstance(m, ast.FunctionDef) and m.name[0] != "_"}
     own = {name for name in names if hasattr(deepspeed.DeepSpeedEngine, name)}
     assert names - own == UNSERVED
-    assert public_names(FOLDER) == json.loads(NAMES.read_text(encoding="utf-8"))
     modules = [
         ".".join(path.relative_to(FOLDER).with_suffix("").parts).removesuffix(".__init__")
         for path in FOLDER.rglob("*.py")
