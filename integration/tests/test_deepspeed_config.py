@@ -19,8 +19,7 @@ from zero_core.errors import ConfigError
 from zero_engine import deepspeed
 from zero_engine.deepspeed.config.announce import apply, describe
 from zero_engine.deepspeed.config.hjson import parse_hjson
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings, read
 from zero_engine.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 BASE = {"train_batch_size": 4}

@@ -30,8 +30,7 @@ from zero_core.schedules import SCHEDULERS, make_scheduler
 from zero_engine import deepspeed
 from zero_engine.deepspeed.config.announce import describe
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings, read
 from zero_engine.deepspeed.engine.facts import UNSERVED
 from zero_engine.deepspeed.served import reason_to_refuse
 

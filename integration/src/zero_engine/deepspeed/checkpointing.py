@@ -16,8 +16,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.source import Source
+from zero_engine.deepspeed.config.reader import Source, read
 from zero_engine.deepspeed.errors import NotServedError
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,7 @@ from zero_core.config import OptimizerConfig, explain, load_config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.announce import apply, describe
 from zero_engine.deepspeed.config.names import keep_bf16_moments
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.settings import Settings
-from zero_engine.deepspeed.config.source import Source
+from zero_engine.deepspeed.config.reader import Settings, Source, read
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
@@ -34,7 +32,6 @@ from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
 from zero_engine.deepspeed.zero.described import describe_engine
 from zero_engine.deepspeed.zero.partition_parameters import suspended_init
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-from zero_engine.deepspeed.zero.saved import serve_saved
 
 DeepSpeedConfigError = ConfigError
 TESTED = (
@@ -166,7 +163,6 @@ def initialize(
             core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
             core.keep_small_params()
             describe_engine(core)
-            serve_saved(core)
             # as DeepSpeed's: OpenRLHF reads the names on rank 0
             core.allow_empty_entries(EMPTY_ENTRIES)
         if core.rank == 0:

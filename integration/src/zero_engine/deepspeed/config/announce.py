@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from zero_core.config import Config, find_unneeded
-from zero_engine.deepspeed.config.settings import PATHS, Settings
+from zero_engine.deepspeed.config.reader import PATHS, Settings
 from zero_engine.deepspeed.utils.logging import speak
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -10,9 +10,7 @@ import torch
 
 from zero_core.adapters import find_ranks
 from zero_core.config import Config, load_config
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.settings import Settings
-from zero_engine.deepspeed.config.source import Source
+from zero_engine.deepspeed.config.reader import Settings, Source, read
 from zero_engine.deepspeed.errors import NotServedError
 
 ADAGRAD_OPTIMIZER = "adagrad"

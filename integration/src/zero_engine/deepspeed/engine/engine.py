@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from zero_core import Engine, ShardedModel
 from zero_core.adapters import ObjectMethods
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
 from zero_engine.deepspeed.engine.facts import UNSERVED, value_of
@@ -181,14 +182,18 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             raise RuntimeError("step() within coalesce_grad_reduction(): step after it")
         is_boundary = core.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
-        arguments = _SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
+        scheduler: Any = core.lr_scheduler
         self._is_stepping = True
         try:
-            with self.watch.part("step"), arguments:
+            with self.watch.part("step"):
+                if lr_kwargs and scheduler is not None:
+                    core.lr_scheduler = SimpleNamespace(step=partial(scheduler.step, **lr_kwargs))
                 core.step()
                 if is_boundary:
                     self.fill_small_params()
         finally:
+            if lr_kwargs:
+                core.lr_scheduler = scheduler
             self._is_stepping = False
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
@@ -537,22 +542,3 @@ def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)
-
-
-class _SteppedWith:
-    """A context in which the step of ``core``'s scheduler gets ``arguments``, such as a metric."""
-
-    def __init__(self, core: ShardedModel, arguments: Mapping[str, Any]) -> None:
-        self._core = core
-        self._scheduler: Any = core.lr_scheduler
-        self._arguments = arguments
-
-    def __enter__(self) -> None:
-        if self._scheduler is not None:
-            self._core.lr_scheduler = self  # type: ignore[assignment]
-
-    def step(self) -> None:
-        self._scheduler.step(**self._arguments)
-
-    def __exit__(self, *error: object) -> None:
-        self._core.lr_scheduler = self._scheduler

@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_core import Config, Engine, ShardedModel
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
 _UNSERVED = """

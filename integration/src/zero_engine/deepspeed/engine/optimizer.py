@@ -17,10 +17,6 @@ from zero_engine.deepspeed.engine.facts import value_of
 _EXTERNAL = "ds_external_parameters"
 
 
-def _no_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    return iter(())
-
-
 class ParameterOffload:
     """Holder of stage 3's hooks, which programs remove to generate with whole parameters.
 
@@ -39,7 +35,7 @@ class ParameterOffload:
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
         self.register(module)
-        vars(module)[_EXTERNAL] = _no_parameters  # besides the module's own
+        vars(module)[_EXTERNAL] = lambda: iter(())  # besides the module's own
 
     def remove(self) -> None:
         """Take ``ds_external_parameters`` off the module."""
@@ -159,11 +155,8 @@ class ShownState:
 class Stepping(Protocol):
     """Protocol of the engine that `DeepSpeedOptimizer` steps, which imports this file."""
 
-    def optimizer_step(self) -> None:
-        """End a step, at an accumulation boundary."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step."""
+    def optimizer_step(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
