@@ -18,14 +18,14 @@ from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, 
 from zero_core.config import OptimizerConfig, explain, load_config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.announce import apply, describe
-from zero_engine.deepspeed.config.names import keep_bf16_moments
+from zero_engine.deepspeed.config.keys import keep_bf16_moments
 from zero_engine.deepspeed.config.reader import Settings, Source, read
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import ModelMissingError, NotServedError, UntestedOptimizerError
-from zero_engine.deepspeed.ops.optimizers import DeepSpeedCPUAdam, name_as_deepspeed
+from zero_engine.deepspeed.ops.optimizers import CLASSES, DeepSpeedCPUAdam, made_as
 from zero_engine.deepspeed.served import VERSION
 from zero_engine.deepspeed.utils.logging import log_dist
 from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
@@ -208,14 +208,13 @@ def _name_optimizer(engine: DeepSpeedEngine) -> None:
     zero, view = config.zero_optimization, engine.optimizer
     if named is None or view is None:
         return
+    on_device, on_host = CLASSES.get(named.type.lower(), (None, None))
+    chosen = on_device if zero.offload_optimizer.device == "none" else on_host
+    if chosen is None or named.params.get("torch_adam"):  # which asks for torch's own class
+        return
     is_bare = zero.stage == 0 and config.compute_dtype is None
     for optimizer in (view.optimizer, view) if is_bare else (view.optimizer,):
-        name_as_deepspeed(
-            optimizer,
-            named.type,
-            is_torch=bool(named.params.get("torch_adam")),
-            is_offloaded=zero.offload_optimizer.device != "none",
-        )
+        made_as[optimizer] = chosen
 
 
 def _option(args: Any, name: str) -> Any:

@@ -80,41 +80,35 @@ _OWN = (
 )
 """Modules at DeepSpeed's own path, besides ``utils.zero_to_fp32``, which is a program too."""
 
+_PATHS_BY_SOURCE = {
+    "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module": "utils",
+    "zero.partition_parameters zero.tiling": "zero",
+    "accelerator": (
+        "accelerator.abstract_accelerator accelerator.cpu_accelerator accelerator.real_accelerator"
+    ),
+    "checkpoint": "checkpoint.utils",
+    "comm": "comm.comm",
+    "launcher": "launcher.runner",
+    "monitor": "monitor.config monitor.monitor",
+    "ops.optimizers": (
+        "ops.adagrad ops.adagrad.cpu_adagrad ops.adam ops.adam.cpu_adam ops.adam.fused_adam "
+        "ops.lion ops.lion.cpu_lion ops.lion.fused_lion"
+    ),
+    "ops.op_builder": "ops.aio ops.op_builder.all_ops ops.op_builder.builder",
+    "checkpointing": "runtime.activation_checkpointing.checkpointing",
+    "engine.optimizer": "runtime.base_optimizer",
+    "initialize config.deepspeed_config": "runtime.config",
+    "dataloader": "runtime.dataloader",
+    "engine.engine": "runtime.engine",
+    "lr_schedules": "runtime.lr_schedules",
+    "zero": "runtime.zero",
+    "zero.offload_config": "runtime.zero.offload_config",
+    "zero.partition_parameters": "runtime.zero.partition_parameters",
+    "zero.tiling": "runtime.zero.tiling",
+    "utils.usage": "runtime.utils utils.init_on_device utils.nvtx",
+}
 ALIASES: Mapping[str, str] = {
-    "utils": "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module",
-    "zero": "zero.partition_parameters zero.tiling",
-    "accelerator.abstract_accelerator": "accelerator",
-    "accelerator.cpu_accelerator": "accelerator",
-    "accelerator.real_accelerator": "accelerator",
-    "checkpoint.utils": "checkpoint",
-    "comm.comm": "comm",
-    "launcher.runner": "launcher",
-    "monitor.config": "monitor",
-    "monitor.monitor": "monitor",
-    "ops.adagrad": "ops.optimizers",
-    "ops.adagrad.cpu_adagrad": "ops.optimizers",
-    "ops.adam": "ops.optimizers",
-    "ops.adam.cpu_adam": "ops.optimizers",
-    "ops.adam.fused_adam": "ops.optimizers",
-    "ops.lion": "ops.optimizers",
-    "ops.lion.cpu_lion": "ops.optimizers",
-    "ops.lion.fused_lion": "ops.optimizers",
-    "ops.aio": "ops.op_builder",
-    "ops.op_builder.all_ops": "ops.op_builder",
-    "ops.op_builder.builder": "ops.op_builder",
-    "runtime.activation_checkpointing.checkpointing": "checkpointing",
-    "runtime.base_optimizer": "engine.optimizer",
-    "runtime.config": "initialize config.deepspeed_config",
-    "runtime.dataloader": "dataloader",
-    "runtime.engine": "engine.engine",
-    "runtime.lr_schedules": "lr_schedules",
-    "runtime.utils": "utils.usage",
-    "runtime.zero": "zero",
-    "runtime.zero.offload_config": "zero.offload_config",
-    "runtime.zero.partition_parameters": "zero.partition_parameters",
-    "runtime.zero.tiling": "zero.tiling",
-    "utils.init_on_device": "utils.usage",
-    "utils.nvtx": "utils.usage",
+    path: sources for sources, paths in _PATHS_BY_SOURCE.items() for path in paths.split()
 }
 """DeepSpeed's path, and the modules whose names it has. A row may use those above it."""
 

@@ -225,7 +225,13 @@ def read_universal(place: Path) -> Source:
     optimizer = load_file(place / FOLDER / "optimizer_state.pt")
     ties = {**storage_ties(model), **(model["shared_params"] or {})}
     shapes = dict(param_groups(model))
-    step_of = _steps(model, optimizer)
+    by_group = optimizer.get("optimizer_state_dict", {}).get("state", {})
+    step_of = {  # of parameters without a file of theirs: stage 3's, by sub-group
+        name: int(by_group[index]["step"])
+        for index, group in enumerate(model["param_shapes"])
+        if "step" in by_group.get(index, {})
+        for name in group
+    }
     params = []
     for first, names in named_like(model, ties).items():
         dtype = model["module"][first].dtype
@@ -263,14 +269,3 @@ def _value(path: Path) -> Tensor:
     if not isinstance(content, Tensor):
         raise CheckpointCorruptError(f"{path} has no tensor")
     return flat(content, str(path))
-
-
-def _steps(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the steps of parameters without a file of theirs: stage 3's, by sub-group."""
-    states = optimizer.get("optimizer_state_dict", {}).get("state", {})
-    return {
-        name: int(states[index]["step"])
-        for index, shapes in enumerate(model["param_shapes"])
-        if "step" in states.get(index, {})
-        for name in shapes
-    }

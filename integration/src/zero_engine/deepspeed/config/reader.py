@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pydantic
 
@@ -32,9 +32,13 @@ from zero_core.config import (
 )
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.hjson import parse_hjson
-from zero_engine.deepspeed.config.keys import FLAGS, HONOURED, REFUSED, UNNEEDED, check_refused
-from zero_engine.deepspeed.config.names import (
+from zero_engine.deepspeed.config.keys import (
+    FLAGS,
+    HONOURED,
+    REFUSED,
+    UNNEEDED,
     as_bool,
+    check_refused,
     core_config,
     keep_updates_to_steps,
     modernise,
@@ -42,14 +46,10 @@ from zero_engine.deepspeed.config.names import (
 )
 from zero_engine.monitoring.settings import (
     COLLECTIVES,
-    CometSettings,
     CommsLoggerSettings,
-    CsvSettings,
     FlopsProfilerSettings,
     MonitorSettings,
-    TensorBoardSettings,
     ThroughputSettings,
-    WandbSettings,
 )
 
 TagValidation = Literal["IGNORE", "WARN", "FAIL"]
@@ -68,14 +68,12 @@ PATHS: Mapping[str, str] = {
 """Where in a configuration fields of `Settings` come from; "" is the top."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """A key that was given and has no effect, or another effect than one might expect."""
 
     path: str
     value: Any
     text: str
-    is_warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +204,7 @@ def read(config: Source) -> Settings:
     return Settings(
         raw=raw,
         core=core,
-        monitors=read_monitors(own),
+        monitors=get_monitor_config(own),
         comms_logger=comms,
         flops_profiler=flops,
         throughput=_parse(ThroughputSettings, own, "timers.throughput"),
@@ -223,18 +221,14 @@ def read(config: Source) -> Settings:
     )
 
 
-def read_monitors(blocks: Mapping[str, Any]) -> MonitorSettings:
-    """Return the monitors among ``blocks``.
+def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
+    """Return the monitors that a configuration asks for. Its other keys are ignored.
 
     Raises:
         ConfigError: a block has a key or a value that it may not have.
     """
-    return MonitorSettings(
-        tensorboard=_parse(TensorBoardSettings, blocks, "tensorboard"),
-        csv_monitor=_parse(CsvSettings, blocks, "csv_monitor"),
-        wandb=_parse(WandbSettings, blocks, "wandb"),
-        comet=_parse(CometSettings, blocks, "comet"),
-    )
+    kinds = {name: type(block) for name, block in MonitorSettings()}
+    return MonitorSettings(**{name: _parse(kinds[name], param_dict, name) for name in kinds})
 
 
 class _Sorter:
@@ -245,8 +239,8 @@ class _Sorter:
         self.own: dict[str, Any] = {}
         self.notes: list[Note] = []
 
-    def tell(self, path: str, value: Any, text: str, *, is_warning: bool = False) -> None:
-        self.notes.append(Note(path, value, text, is_warning))
+    def tell(self, path: str, value: Any, text: str) -> None:
+        self.notes.append(Note(path, value, text))
 
     def sort(self, given: Mapping[str, Any]) -> None:
         for key, value in given.items():
@@ -291,7 +285,7 @@ class _Sorter:
         known = {*Config.model_fields, *HONOURED, *UNNEEDED, *REFUSED}
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
         hint = f": did you mean {close[0]!r}?" if close else ""
-        self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
+        self.tell(path, value, f"not a key of DeepSpeed's{hint}")
 
 
 def _mapping(path: str, value: Any) -> Mapping[str, Any]:

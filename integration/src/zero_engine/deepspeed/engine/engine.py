@@ -23,7 +23,7 @@ from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
-from zero_engine.deepspeed.engine.facts import UNSERVED, value_of
+from zero_engine.deepspeed.engine.facts import value_of
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NoSyncError, NotScalarError, NotServedError
@@ -111,10 +111,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if name in UNSERVED:
-                raise NotServedError(f"DeepSpeedEngine.{name}") from None
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(text) from None
+            if name.startswith("_"):
+                text = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(text) from None
+            hint = "the model has no such attribute either: remove it, or use DeepSpeed itself"
+            raise NotServedError(f"DeepSpeedEngine.{name}", hint) from None
 
     # ---------------------------------------------------------------- training
 
@@ -512,8 +513,17 @@ class Averaging:
 
     def __init__(self, params: Iterable[nn.Parameter], steps: Callable[[], int]) -> None:
         """Hook ``params``, some of which may be frozen for now. ``steps`` is called each time."""
-        self._steps = steps
-        self.handles = [self._hook(param) for param in params]
+
+        def divide(grad: Tensor) -> Tensor | None:
+            num_steps = steps()
+            return None if Averaging._running or num_steps == 1 else grad / num_steps
+
+        self.handles: list[Any] = []
+        for param in params:
+            is_required = param.requires_grad
+            param.requires_grad_(True)  # torch hooks no other; the hook stays when it is off again
+            self.handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
+            param.requires_grad_(is_required)
 
     @classmethod
     @contextmanager
@@ -524,17 +534,6 @@ class Averaging:
             yield
         finally:
             Averaging._running -= 1
-
-    def _hook(self, param: nn.Parameter) -> Any:
-        is_required = param.requires_grad
-        param.requires_grad_(True)  # torch hooks no other; the hook stays when it is switched off
-        handle = param.register_hook(self._divide)  # type: ignore[no-untyped-call]
-        param.requires_grad_(is_required)
-        return handle
-
-    def _divide(self, grad: Tensor) -> Tensor | None:
-        steps = self._steps()
-        return None if self._running or steps == 1 else grad / steps
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:

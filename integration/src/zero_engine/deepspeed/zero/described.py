@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -117,7 +117,7 @@ def describe_engine(engine: ShardedModel) -> None:
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     engine.remove_at_end(
         # Torch's own class, or one that the engine has given, may be derived from.
-        _Class(param)
+        _shard(param)
         if (own := own_class(param)) is nn.Parameter or issubclass(own, EngineParameter)
         else _OwnClass(param)
         for param in params
@@ -125,16 +125,21 @@ def describe_engine(engine: ShardedModel) -> None:
     engine.remove_at_end([_Saved(params)])
 
 
-class _Class:
-    """The class of one parameter, a `ShardedParameter` until `remove`."""
+class AtEnd:
+    """A clean-up that an engine runs at its end."""
 
-    def __init__(self, param: nn.Parameter) -> None:
-        self._param = param
-        self._before = own_class(param)
-        use_class([param], derive(ShardedParameter, self._before))
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
 
     def remove(self) -> None:
-        use_class([self._param], self._before)
+        self._undo()
+
+
+def _shard(param: nn.Parameter) -> AtEnd:
+    """Make the class of ``param`` a `ShardedParameter`."""
+    before = own_class(param)
+    use_class([param], derive(ShardedParameter, before))
+    return AtEnd(lambda: use_class([param], before))
 
 
 class _OwnClass:
