@@ -54,7 +54,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         lr_scheduler: stepped at each optimizer step that is taken, or None.
         training_dataloader: of ``training_data``, or None.
         global_samples: samples of all steps so far.
-        watch: the observers of its steps, and the last step's times.
+        watch: the observers of its steps.
     """
 
     module: nn.Module

@@ -101,9 +101,3 @@ class Watch:
         self.tput_timer.step_done(facts)
         for observer in self.observers:
             observer.step_done(facts)
-
-    @property
-    def last_ms(self) -> dict[str, float]:
-        """Times of the last step in milliseconds, empty where they are not taken."""
-        clocks = [one for one in self.observers if isinstance(one, WallClock)]
-        return dict(clocks[0].last_ms) if clocks else {}

@@ -506,9 +506,12 @@ def partitioned_init(
     make the same modules. Parameters of a class of their own stay whole, and so do integers, which
     have no NaN by which a read would be noticed.
 
-    ``process_group`` are the ranks to share parameters among, by default all, or one rank alone.
-    Floating parameters are cast to ``dtype`` at the end, if it is given. Yields the modules and
-    parameters made so far.
+    Args:
+        process_group: the ranks to share parameters among; default: all, or one rank alone.
+        dtype: floating parameters are cast to it at the end; default: they are left as made.
+
+    Yields:
+        The modules and parameters made so far.
 
     Raises:
         ConfigError: torch.distributed is not initialised where several ranks were started.
