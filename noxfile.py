@@ -272,8 +272,12 @@ def compat(session: nox.Session, part: str) -> None:
     run_compat(session, "compile_deepspeed.py")
     if part == "peers":
         # That each of its modules is served or refused can be told only where it is installed.
-        beside = ("test_deepspeed_config_table.py", "slow/test_deepspeed_launcher.py")
-        session.run(*PYTEST, *(f"integration/tests/{name}" for name in beside))
+        beside = (
+            "test_deepspeed_names",
+            "test_deepspeed_config_table",
+            "slow/test_deepspeed_launcher",
+        )
+        session.run(*PYTEST, *(f"integration/tests/{name}.py" for name in beside))
         session.run(*PYTEST, "integration/compat/checks")
         run_compat(session, "compare.py", *session.posargs)
         run_compat(session, "trl_grid.py")

@@ -19,8 +19,7 @@ from zero_core.errors import ConfigError
 from zero_engine import deepspeed
 from zero_engine.deepspeed.config.announce import apply, describe
 from zero_engine.deepspeed.config.hjson import parse_hjson
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings, read
 from zero_engine.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 BASE = {"train_batch_size": 4}
@@ -34,8 +33,8 @@ def _zero(**keys) -> dict:
     return _core(**keys)["zero_optimization"]
 
 
-def _notes(settings: Settings, *, warnings: bool = False) -> dict[str, str]:
-    return {note.path: note.text for note in settings.notes if note.is_warning or not warnings}
+def _notes(settings: Settings) -> dict[str, str]:
+    return {note.path: note.text for note in settings.notes}
 
 
 def _told(**more: Any) -> str:
@@ -241,17 +240,17 @@ def test_key_without_effect_beside_another_one_is_told():
 
 def test_unknown_keys_and_misspelt_words_are_told_or_refused() -> None:
     settings = read({**BASE, "_comment": "x", "gradient_cliping": 2.0, "aio": {"depth": 8}})
-    told = _notes(settings, warnings=True)
+    told = _notes(settings)
     assert set(told) == {"_comment", "gradient_cliping", "aio.depth"}
     assert "did you mean 'gradient_clipping'?" in told["gradient_cliping"]
     with pytest.raises(ConfigError, match="did you mean 'stage'"):
         load_config(_core(stag=1), world_size=1)
     misspelt = read({"optimizer": {"type": "SGD", "param": {"lr": 0.1}}})
-    (text,) = _notes(misspelt, warnings=True).values()
+    (text,) = _notes(misspelt).values()
     assert "expected type and params" in text
     block = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "cubic"}}
     settings = read({**BASE, "scheduler": block})
-    assert list(_notes(settings, warnings=True)) == ["scheduler.params.warmup_type"]
+    assert list(_notes(settings)) == ["scheduler.params.warmup_type"]
     # It is the logarithmic one, as in DeepSpeed.
     assert settings.core["scheduler"]["params"] == {"warmup_num_steps": 4, "warmup_type": "log"}
     with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):

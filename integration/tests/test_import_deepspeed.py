@@ -37,18 +37,12 @@ from zero_core.checkpoint.manifest import read_manifest
 from zero_core.errors import CheckpointCorruptError
 from zero_engine import deepspeed
 from zero_engine.checkpoints import convert
-from zero_engine.deepspeed_import.importing import import_checkpoint
-from zero_engine.deepspeed_import.isolation import (
-    die_with_parent,
-    leave_network,
-    limit_processor_time,
-    printable,
-)
-from zero_engine.deepspeed_import.reading import find_place, read_source
+from zero_engine.deepspeed_import.child import die_with_parent, leave_network, limit
+from zero_engine.deepspeed_import.importing import find_place, import_checkpoint, read_source
 from zero_engine.deepspeed_import.source import MASTER
 from zero_engine.deepspeed_import.torch_files import load_file
-from zero_engine.deepspeed_import.universal import read_universal
-from zero_engine.deepspeed_import.writing import write_source
+from zero_engine.deepspeed_import.writing import printable, write_source
+from zero_engine.deepspeed_import.zero_stages import read_universal
 
 
 class Model(nn.Module):
@@ -420,7 +414,7 @@ def test_pickle_that_takes_for_ever_ends_with_its_processor_time(tmp_path: Path)
     _with_pickle(tmp_path / "a.pt", _ENDLESS)
     child = os.fork()
     if child == 0:
-        limit_processor_time(0, spare_s=0)
+        limit(0, spare_s=0)
         load_file(tmp_path / "a.pt")
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGXCPU

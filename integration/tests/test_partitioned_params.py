@@ -21,9 +21,10 @@ from zero_engine.deepspeed.zero.partitioned import (
     gathered_params,
     is_partitioned,
     leave_partitioned,
+    partition_module,
+    partitioned_init,
     value_of,
 )
-from zero_engine.deepspeed.zero.partitioned_init import partition_module, partitioned_init
 from zero_engine.deepspeed.zero.quantized_loading import _check_whole, sharded_loading
 
 CONFIG = {

@@ -1,20 +1,15 @@
-"""The public names of DeepSpeed's modules, read from its source without importing it.
-
-``python tests/support/deepspeed_names.py`` writes the table of `zero_engine.deepspeed.served`.
-"""
+"""The public names of DeepSpeed's modules, read from its source without importing it."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 from functools import cache
 from pathlib import Path
 
 from zero_engine.deepspeed.served import ALIASES
 
 HOME = Path(__file__).parents[2] / "src" / "zero_engine"
-TABLE = HOME / "deepspeed" / "deepspeed_names.json"
 
 
 @cache
@@ -106,9 +101,3 @@ def _passed_on(root: Path, file: Path, node: ast.ImportFrom) -> set[str]:
         other = _file(root, source)
         names = (names - {"*"}) | (set(_names(root, other)) if other else set())
     return names
-
-
-if __name__ == "__main__":
-    folder = deepspeeds_folder()
-    assert folder is not None, "DeepSpeed is not installed"
-    TABLE.write_text(json.dumps(public_names(folder), indent=0) + "\n", encoding="utf-8")

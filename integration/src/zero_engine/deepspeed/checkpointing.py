@@ -9,27 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.source import Source
+from zero_engine.deepspeed.config.reader import Source, read
 from zero_engine.deepspeed.errors import NotServedError
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class _State:
-    is_configured: bool = False
-    is_on_cpu: bool = False
-
-
-_state = _State()
+_is_configured = _is_on_cpu = False
 
 
 def configure(
@@ -54,6 +46,7 @@ def configure(
         synchronize: has no effect on results; torch orders the streams.
         profile: not served.
     """
+    global _is_configured, _is_on_cpu
     without_effect = {
         "partition_activations": partition_activations,
         "contiguous_checkpointing": contiguous_checkpointing,
@@ -65,14 +58,14 @@ def configure(
         if value:
             _log.info("checkpointing.configure: %s = %r has no effect here", key, value)
     if deepspeed_config is not None:
-        _state.is_on_cpu = read(deepspeed_config).cpu_checkpointing
+        _is_on_cpu = read(deepspeed_config).cpu_checkpointing
     if checkpoint_in_cpu is not None:
-        _state.is_on_cpu = checkpoint_in_cpu
-    _state.is_configured = True
+        _is_on_cpu = checkpoint_in_cpu
+    _is_configured = True
 
 
 def is_configured() -> bool:
-    return _state.is_configured
+    return _is_configured
 
 
 def reset() -> None:
@@ -85,7 +78,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Tensors among ``args`` are kept, in host memory if so configured.
     """
     is_pinned = torch.accelerator.is_available()
-    with save_on_cpu(is_pinned) if _state.is_on_cpu else nullcontext():
+    with save_on_cpu(is_pinned) if _is_on_cpu else nullcontext():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 

@@ -23,6 +23,12 @@ from zero_engine.deepspeed.distributed import init_distributed as init_distribut
 from zero_engine.monitoring.communication import log_summary as log_summary
 
 LOG_ARGUMENTS = ("prof", "log_name", "debug")
+_ALIKE = """
+    all_gather all_gather_object all_reduce all_to_all barrier batch_isend_irecv broadcast
+    broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter scatter
+    send
+"""
+"""Functions whose parameters have torch's names."""
 
 destroy_process_group = dist.destroy_process_group
 get_rank = dist.get_rank
@@ -56,29 +62,15 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 # foreign: the same.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-all_gather = _as_torch(dist.all_gather)
+for _name in _ALIKE.split():
+    globals()[_name] = _as_torch(getattr(dist, _name))
+inference_all_reduce = _as_torch(dist.all_reduce)
 all_gather_into_tensor = _as_torch(_all_gather_single, "output_tensor", "tensor")
-all_gather_object = _as_torch(dist.all_gather_object)
-all_reduce = inference_all_reduce = _as_torch(dist.all_reduce)
-all_to_all = _as_torch(dist.all_to_all)
 all_to_all_single = _as_torch(dist.all_to_all_single, "output", "tensor")
 allgather_fn = _as_torch(_all_gather_single, "output_tensor", "input_tensor")
-barrier = _as_torch(dist.barrier)
-batch_isend_irecv = _as_torch(dist.batch_isend_irecv)
-broadcast = _as_torch(dist.broadcast)
-broadcast_object_list = _as_torch(dist.broadcast_object_list)
-gather = _as_torch(dist.gather)
-irecv = _as_torch(dist.irecv)
-isend = _as_torch(dist.isend)
-monitored_barrier = _as_torch(dist.monitored_barrier)
-recv = _as_torch(dist.recv)
-reduce = _as_torch(dist.reduce)
-reduce_scatter = _as_torch(dist.reduce_scatter)
 reduce_scatter_fn = reduce_scatter_tensor = _as_torch(
     _reduce_scatter_single, "output_tensor", "tensor"
 )
-scatter = _as_torch(dist.scatter)
-send = _as_torch(dist.send)
 
 
 def get_local_rank() -> int:

@@ -13,31 +13,27 @@ import pydantic
 import torch
 from torch import nn
 
-import zero_core
-from zero_core import engine_of
+from zero_core import ShardedModel, build, engine_of
 from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, tag_matrices
 from zero_core.config import OptimizerConfig, explain, load_config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.announce import apply, describe
-from zero_engine.deepspeed.config.names import keep_bf16_moments
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.settings import Settings
-from zero_engine.deepspeed.config.source import Source
+from zero_engine.deepspeed.config.keys import keep_bf16_moments
+from zero_engine.deepspeed.config.reader import Settings, Source, read
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import ModelMissingError, NotServedError, UntestedOptimizerError
-from zero_engine.deepspeed.ops.optimizers import DeepSpeedCPUAdam, name_as_deepspeed
+from zero_engine.deepspeed.ops.optimizers import CLASSES, DeepSpeedCPUAdam, made_as
 from zero_engine.deepspeed.served import VERSION
 from zero_engine.deepspeed.utils.logging import log_dist
 from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
 from zero_engine.deepspeed.zero.described import describe_engine
 from zero_engine.deepspeed.zero.partition_parameters import suspended_init
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-from zero_engine.deepspeed.zero.saved import serve_saved
 
-DeepSpeedConfigError = zero_core.ConfigError
+DeepSpeedConfigError = ConfigError
 TESTED = (
     *("Adam", "AdamW", "Adagrad", "FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad"),
     *("DeepSpeedCPULion", "FusedLion", "MuonWithAuxAdam"),
@@ -160,14 +156,13 @@ def initialize(
         leave_partitioned(one)
     made: list[_Made] = []
 
-    def attach(core: zero_core.ShardedModel) -> None:
+    def attach(core: ShardedModel) -> None:
         core.name_cures(CURES)
         mark_configured(model, core.config.zero_optimization.leaf_module)
         if core.config.zero_optimization.stage == 3:
             core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
             core.keep_small_params()
             describe_engine(core)
-            serve_saved(core)
             # as DeepSpeed's: OpenRLHF reads the names on rank 0
             core.allow_empty_entries(EMPTY_ENTRIES)
         if core.rank == 0:
@@ -188,7 +183,7 @@ def initialize(
     try:
         for param in untrained:
             param.requires_grad_(False)
-        zero_core.build(
+        build(
             model,
             of_core,
             optimizer=given,
@@ -213,14 +208,13 @@ def _name_optimizer(engine: DeepSpeedEngine) -> None:
     zero, view = config.zero_optimization, engine.optimizer
     if named is None or view is None:
         return
+    on_device, on_host = CLASSES.get(named.type.lower(), (None, None))
+    chosen = on_device if zero.offload_optimizer.device == "none" else on_host
+    if chosen is None or named.params.get("torch_adam"):  # which asks for torch's own class
+        return
     is_bare = zero.stage == 0 and config.compute_dtype is None
     for optimizer in (view.optimizer, view) if is_bare else (view.optimizer,):
-        name_as_deepspeed(
-            optimizer,
-            named.type,
-            is_torch=bool(named.params.get("torch_adam")),
-            is_offloaded=zero.offload_optimizer.device != "none",
-        )
+        made_as[optimizer] = chosen
 
 
 def _option(args: Any, name: str) -> Any:

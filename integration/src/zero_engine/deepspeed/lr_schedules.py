@@ -26,102 +26,68 @@ WARMUP_LR = "WarmupLR"
 WARMUP_DECAY_LR = "WarmupDecayLR"
 WARMUP_COSINE_LR = "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-
-LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
-LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
-LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
-
 EDGE_VALUE = "edge_value"
 MID_VALUE = "mid_value"
-
-CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
-CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
-CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
-CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
-DECAY_STEP_SIZE = "decay_step_size"
-
-CYCLE_MIN_LR = "cycle_min_lr"
-CYCLE_MAX_LR = "cycle_max_lr"
-DECAY_LR_RATE = "decay_lr_rate"
-
-CYCLE_MIN_MOM = "cycle_min_mom"
-CYCLE_MAX_MOM = "cycle_max_mom"
-DECAY_MOM_RATE = "decay_mom_rate"
-
-WARMUP_MIN_LR = "warmup_min_lr"
-WARMUP_MAX_LR = "warmup_max_lr"
-WARMUP_NUM_STEPS = "warmup_num_steps"
-WARMUP_TYPE = "warmup_type"
 WARMUP_LOG_RATE = "log"
 WARMUP_LINEAR_RATE = "linear"
-
-WARMUP_MIN_RATIO = "warmup_min_ratio"
-COS_MIN_RATIO = "cos_min_ratio"
-
 TOTAL_NUM_STEPS = "total_num_steps"
 
-_RANGE_TEST_ARGUMENTS = (
-    (LR_RANGE_TEST_MIN_LR, 0.001, "rate of the first step"),
-    (LR_RANGE_TEST_STEP_RATE, 1.0, "what each interval adds, in the first rate"),
-    (LR_RANGE_TEST_STEP_SIZE, 1000, "training steps per interval"),
-    (LR_RANGE_TEST_STAIRCASE, False, "count whole intervals alone"),
-)
-_CYCLE_ARGUMENTS = (
-    (CYCLE_FIRST_STEP_SIZE, 1000, "training steps up"),
-    (CYCLE_FIRST_STAIR_COUNT, -1, "stairs on the way up"),
-    (CYCLE_SECOND_STEP_SIZE, -1, "training steps down"),
-    (CYCLE_SECOND_STAIR_COUNT, -1, "stairs on the way down"),
-    (DECAY_STEP_SIZE, 1000, "training steps per interval of the decay after the cycle"),
-    (CYCLE_MIN_LR, 0.01, "lowest rate"),
-    (CYCLE_MAX_LR, 0.1, "highest rate"),
-    (DECAY_LR_RATE, 0.0, "decay of the rate after the cycle"),
-)
-_MOMENTUM_ARGUMENTS = (
-    (CYCLE_MIN_MOM, 0.8, "lowest momentum"),
-    (CYCLE_MAX_MOM, 0.9, "highest momentum"),
-    (DECAY_MOM_RATE, 0.0, "decay of the momentum after the cycle"),
-)
-_WARMUP_ARGUMENTS = (
-    (WARMUP_MIN_LR, 0.0, "rate of the first step"),
-    (WARMUP_MAX_LR, 0.001, "rate after the warm-up"),
-    (WARMUP_NUM_STEPS, 1000, "training steps of the warm-up"),
-    (WARMUP_TYPE, WARMUP_LOG_RATE, "'log' or 'linear'"),
-)
-_COSINE_ARGUMENTS = (
-    (WARMUP_MIN_RATIO, 0.01, "WarmupCosineLR: factor of the rate at the start"),
-    (COS_MIN_RATIO, 0.01, "WarmupCosineLR: factor of the rate at the end"),
-)
-_CYCLE_MOMENTUM_FLAG = ("cycle_momentum", False, "cycle the momentum too")
-
-
-def _names(*tables: Iterable[tuple[str, object, str]]) -> tuple[str, ...]:
-    return tuple(name for table in tables for name, _, _ in table)
-
-
-_WARMUP_NAMES = _names(_WARMUP_ARGUMENTS)
+_RANGE_TEST_ARGUMENTS = {
+    "lr_range_test_min_lr": (0.001, "rate of the first step"),
+    "lr_range_test_step_rate": (1.0, "what each interval adds, in the first rate"),
+    "lr_range_test_step_size": (1000, "training steps per interval"),
+    "lr_range_test_staircase": (False, "count whole intervals alone"),
+}
+_CYCLE_ARGUMENTS = {
+    "cycle_first_step_size": (1000, "training steps up"),
+    "cycle_first_stair_count": (-1, "stairs on the way up"),
+    "cycle_second_step_size": (-1, "training steps down"),
+    "cycle_second_stair_count": (-1, "stairs on the way down"),
+    "decay_step_size": (1000, "training steps per interval of the decay after the cycle"),
+    "cycle_min_lr": (0.01, "lowest rate"),
+    "cycle_max_lr": (0.1, "highest rate"),
+    "decay_lr_rate": (0.0, "decay of the rate after the cycle"),
+}
+_MOMENTUM_ARGUMENTS = {
+    "cycle_min_mom": (0.8, "lowest momentum"),
+    "cycle_max_mom": (0.9, "highest momentum"),
+    "decay_mom_rate": (0.0, "decay of the momentum after the cycle"),
+}
+_WARMUP_ARGUMENTS = {
+    "warmup_min_lr": (0.0, "rate of the first step"),
+    "warmup_max_lr": (0.001, "rate after the warm-up"),
+    "warmup_num_steps": (1000, "training steps of the warm-up"),
+    "warmup_type": (WARMUP_LOG_RATE, "'log' or 'linear'"),
+}
+_COSINE_ARGUMENTS = {
+    "warmup_min_ratio": (0.01, "WarmupCosineLR: factor of the rate at the start"),
+    "cos_min_ratio": (0.01, "WarmupCosineLR: factor of the rate at the end"),
+}
 _NAMES_OF: Mapping[str, tuple[str, ...]] = {
-    LR_RANGE_TEST: _names(_RANGE_TEST_ARGUMENTS),
-    ONE_CYCLE: _names(_CYCLE_ARGUMENTS, _MOMENTUM_ARGUMENTS),
-    WARMUP_LR: _WARMUP_NAMES,
-    WARMUP_DECAY_LR: _WARMUP_NAMES,
-    WARMUP_COSINE_LR: (WARMUP_NUM_STEPS, WARMUP_TYPE, *_names(_COSINE_ARGUMENTS)),
+    LR_RANGE_TEST: (*_RANGE_TEST_ARGUMENTS,),
+    ONE_CYCLE: (*_CYCLE_ARGUMENTS, *_MOMENTUM_ARGUMENTS),
+    WARMUP_LR: (*_WARMUP_ARGUMENTS,),
+    WARMUP_DECAY_LR: (*_WARMUP_ARGUMENTS,),
+    WARMUP_COSINE_LR: ("warmup_num_steps", "warmup_type", *_COSINE_ARGUMENTS),
 }
 """Which arguments become parameters of which schedule."""
+# DeepSpeed has a constant for each argument's name: CYCLE_MIN_LR = "cycle_min_lr".
+globals().update({name.upper(): name for names in _NAMES_OF.values() for name in names})
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--lr_schedule`` and the parameters of the schedules, with DeepSpeed's defaults."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", type=str, help=f"one of {VALID_LR_SCHEDULES}")
-    for name, default, meaning in (
-        *_RANGE_TEST_ARGUMENTS,
-        *_CYCLE_ARGUMENTS,
-        _CYCLE_MOMENTUM_FLAG,
-        *_MOMENTUM_ARGUMENTS,
-        *_WARMUP_ARGUMENTS,
-        *_COSINE_ARGUMENTS,
-    ):
+    arguments: dict[str, tuple[Any, str]] = {
+        **_RANGE_TEST_ARGUMENTS,
+        **_CYCLE_ARGUMENTS,
+        "cycle_momentum": (False, "cycle the momentum too"),
+        **_MOMENTUM_ARGUMENTS,
+        **_WARMUP_ARGUMENTS,
+        **_COSINE_ARGUMENTS,
+    }
+    for name, (default, meaning) in arguments.items():
         if isinstance(default, bool):
             group.add_argument(f"--{name}", action="store_true", help=meaning)
         else:
@@ -159,7 +125,7 @@ def override_1cycle_params(args: Any, params: MutableMapping[str, Any]) -> None:
 
 def override_warmupLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
     """Override ``params`` of WarmupLR and WarmupDecayLR alone."""
-    _override(args, params, _WARMUP_NAMES)
+    _override(args, params, _NAMES_OF[WARMUP_LR])
 
 
 def override_warmupCosineLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
@@ -189,5 +155,5 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
         return None, f"{name} is not a valid LR schedule"
     if name == WARMUP_COSINE_LR:
         return None, f"{name} scales the optimizer's learning rate: its params define none"
-    others = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}
-    return params[others.get(name, WARMUP_MAX_LR)], ""
+    others = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}
+    return params[others.get(name, "warmup_max_lr")], ""

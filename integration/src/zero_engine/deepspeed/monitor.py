@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch.distributed as dist
 
-from zero_engine.deepspeed.config.reader import read_monitors
+from zero_engine.deepspeed.config.reader import get_monitor_config as get_monitor_config
 from zero_engine.monitoring.monitors import Monitor
 from zero_engine.monitoring.settings import (
     CometSettings,
@@ -22,15 +19,6 @@ TensorBoardConfig = TensorBoardSettings
 CSVConfig = CsvSettings
 WandbConfig = WandbSettings
 CometConfig = CometSettings
-
-
-def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
-    """Return the monitors that a configuration asks for. Its other keys are ignored.
-
-    Raises:
-        ConfigError: a block has a key or a value that it may not have.
-    """
-    return read_monitors(param_dict)
 
 
 class MonitorMaster(Monitor):

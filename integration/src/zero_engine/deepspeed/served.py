@@ -1,28 +1,24 @@
 """DeepSpeed's module paths: the module of this package that serves each, or why it is refused.
 
-    served   most modules stand under DeepSpeed's own path
-    aliases  `ALIASES` has the paths whose content stands elsewhere
-    refused  any other module of DeepSpeed can be imported. The first use (a call, a subclass, an
-             attribute, a comparison) raises one error that says what to do
+    served   `_OWN` are modules under DeepSpeed's own path, `ALIASES` those whose content stands
+             elsewhere. Any other public name of a served module is `Unserved`
+    refused  any other module of DeepSpeed can be imported
 
-A served module has all of DeepSpeed's public names, which ``deepspeed_names.json`` lists. The names
-that are not served are `Unserved`. So a module here needs no ``__all__``.
+The first use of what is not served (a call, a subclass, an attribute, a comparison) raises one
+error that says what to do.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import NoReturn
 
-from zero_engine.deepspeed.errors import Unserved
+from zero_engine.deepspeed.errors import NotServedError, Unserved
 
 VERSION = "0.19.8"
 """The release of DeepSpeed whose interface this is."""
@@ -52,7 +48,9 @@ _NAMES_BY_REASON = {
         "ops.random_ltd ops.triton_ops ops.pin_memory"
     ),
     "DeepSpeed has removed MiCS, too; use zero_optimization.zero_hpz_partition_size, which keeps a "
-    "second shard of the parameters on each node": "runtime.zero.MiCS_Init runtime.zero.mics",
+    "second shard of the parameters on each node": (
+        "runtime.zero.MiCS_Init runtime.zero.mics zero.MiCS_Init zero.mics"
+    ),
     "DeepSpeed's data pipeline is not served; use a torch DataLoader": "runtime.data_pipeline",
     "its step depends on the norm of whole parameters, and the engine updates slices: use "
     "FusedAdam or FusedLion": "ops.lamb",
@@ -65,7 +63,7 @@ _NAMES_BY_REASON = {
     INNER: (
         "compat compile constants datastates env_report git_version_info "
         "git_version_info_installed io nvme profiling accelerator checkpoint comm launcher monitor "
-        "ops runtime utils"
+        "ops runtime utils zero"
     ),
 }
 """DeepSpeed's modules (with all that is below them) and top-level names, by why they are refused.
@@ -73,6 +71,46 @@ _NAMES_BY_REASON = {
 A module that `zero_engine.deepspeed` has is served, wherever it stands here.
 """
 _REASONS = {name: reason for reason, names in _NAMES_BY_REASON.items() for name in names.split()}
+
+
+_HOME = "zero_engine.deepspeed"
+_OWN = (
+    "accelerator checkpoint checkpointing comm launcher monitor ops ops.op_builder utils "
+    "utils.groups utils.logging utils.tensor_fragment utils.z3_leaf_module zero"
+)
+"""Modules at DeepSpeed's own path, besides ``utils.zero_to_fp32``, which is a program too."""
+
+_PATHS_BY_SOURCE = {
+    "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module": "utils",
+    "zero.partition_parameters zero.tiling": "zero",
+    "accelerator": (
+        "accelerator.abstract_accelerator accelerator.cpu_accelerator accelerator.real_accelerator"
+    ),
+    "checkpoint": "checkpoint.utils",
+    "comm": "comm.comm",
+    "launcher": "launcher.runner",
+    "monitor": "monitor.config monitor.monitor",
+    "ops.optimizers": (
+        "ops.adagrad ops.adagrad.cpu_adagrad ops.adam ops.adam.cpu_adam ops.adam.fused_adam "
+        "ops.lion ops.lion.cpu_lion ops.lion.fused_lion"
+    ),
+    "ops.op_builder": "ops.aio ops.op_builder.all_ops ops.op_builder.builder",
+    "checkpointing": "runtime.activation_checkpointing.checkpointing",
+    "engine.optimizer": "runtime.base_optimizer",
+    "initialize config.deepspeed_config": "runtime.config",
+    "dataloader": "runtime.dataloader",
+    "engine.engine": "runtime.engine",
+    "lr_schedules": "runtime.lr_schedules",
+    "zero": "runtime.zero",
+    "zero.offload_config": "runtime.zero.offload_config",
+    "zero.partition_parameters": "runtime.zero.partition_parameters",
+    "zero.tiling": "runtime.zero.tiling",
+    "utils.usage": "runtime.utils utils.init_on_device utils.nvtx",
+}
+ALIASES: Mapping[str, str] = {
+    path: sources for sources, paths in _PATHS_BY_SOURCE.items() for path in paths.split()
+}
+"""DeepSpeed's path, and the modules whose names it has. A row may use those above it."""
 
 
 class RefusedModule(ModuleType):
@@ -95,9 +133,13 @@ class RefusedModule(ModuleType):
             _unserved(f"{self._served_name}.{name}", self._reason)()
         super().__setattr__(name, value)
 
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse the call of a function, which `refuse_other_names` may take for a module."""
+        raise NotServedError(self._served_name, self._reason)
+
 
 def reason_to_refuse(name: str) -> str | None:
-    """Return why ``deepspeed.NAME`` is refused, None if DeepSpeed has no such name."""
+    """Return why ``deepspeed.NAME`` is refused, None if nothing is said of it."""
     while name:
         if name in _REASONS:
             return _REASONS[name]
@@ -105,141 +147,58 @@ def reason_to_refuse(name: str) -> str | None:
     return None
 
 
-def complete(module: str, path: str) -> None:
-    """Give ``zero_engine.deepspeed.MODULE`` DeepSpeed's public names.
+def refuse_other_names(path: str) -> None:
+    """Have ``zero_engine.deepspeed.PATH`` give an `Unserved` for each public name that it lacks."""
+    full_name = f"{_HOME}.{path}".removesuffix(".")
+    module = sys.modules[full_name]
 
-    Those that it has become its ``__all__``, unless it has one. The others are `Unserved`.
-
-    Args:
-        module: without "zero_engine.deepspeed."; "" is that package.
-        path: the path of DeepSpeed's module, without "deepspeed.".
-    """
-    full_name = f"zero_engine.deepspeed.{module}".removesuffix(".")
-    found = sys.modules[full_name]
-    names = names_by_module()[path]
-
-    def find(name: str) -> Unserved:
-        dotted = f"{path}.{name}".removeprefix(".")
-        if name not in names and dotted not in _REASONS:
+    def find(name: str) -> Unserved | ModuleType:
+        if name.startswith("_"):
             raise AttributeError(f"module {full_name!r} has no attribute {name!r}")
-        return _unserved(dotted, reason_to_refuse(dotted) or INNER)
+        dotted = f"{path}.{name}".removeprefix(".")
+        reason = reason_to_refuse(dotted)
+        # foreign: a plain module has no path.
+        if reason is not None and name.islower() and hasattr(module, "__path__"):
+            return importlib.import_module(f"{_HOME}.{dotted}")
+        return _unserved(dotted, reason or INNER)
 
-    vars(found)["__getattr__"] = find
-    vars(found).setdefault("__all__", list(served_among(names, found)))
-
-
-def served_among(names: Iterable[str], module: ModuleType) -> dict[str, Any]:
-    """Return those of ``names`` that ``module`` has. Its modules (``dist``) are not DeepSpeed's."""
-    content = vars(module)
-    own = {name: content[name] for name in names if name in content}
-    return {name: value for name, value in own.items() if not isinstance(value, ModuleType)}
-
-
-@cache
-def names_by_module() -> dict[str, list[str]]:
-    """Return the public names of DeepSpeed 0.19.8 by module, for the modules that are served.
-
-    ``tests/support/deepspeed_names.py`` writes the table.
-    """
-    path = Path(__file__).parent / "deepspeed_names.json"
-    table: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
-    return table
+    vars(module)["__getattr__"] = find
 
 
 def _unserved(name: str, reason: str) -> Unserved:
     return Unserved(name, reason, could_be_ours=reason == INNER)
 
 
-_HOME = "zero_engine.deepspeed"
-_CHECKPOINTING = "runtime.activation_checkpointing"
-
-ALIASES: Mapping[str, str] = {
-    "utils": (
-        "dataloader utils.logging utils.tensor_fragment utils.usage "
-        "utils.z3_leaf_module:z3_leaf_module"
-    ),
-    "zero": "zero.partition_parameters:unregister_external_parameter zero.tiling",
-    "accelerator.abstract_accelerator": "accelerator",
-    "accelerator.cpu_accelerator": "accelerator:CpuAccelerator",
-    "accelerator.real_accelerator": "accelerator",
-    "checkpoint.utils": "checkpoint",
-    "comm.comm": "comm",
-    "launcher.runner": "launcher",
-    "monitor.config": "monitor",
-    "monitor.monitor": "monitor",
-    "ops.adagrad": "ops.optimizers",
-    "ops.adagrad.cpu_adagrad": "ops.optimizers",
-    "ops.adam": "ops.optimizers",
-    "ops.adam.cpu_adam": "ops.optimizers",
-    "ops.adam.fused_adam": "ops.optimizers",
-    "ops.lamb": "",
-    "ops.lamb.fused_lamb": "",
-    "ops.lion": "ops.optimizers",
-    "ops.lion.cpu_lion": "ops.optimizers",
-    "ops.lion.fused_lion": "ops.optimizers",
-    "ops.aio": "ops.op_builder",
-    "ops.op_builder.all_ops": "ops.op_builder",
-    "ops.op_builder.builder": "ops.op_builder",
-    "runtime": "",
-    _CHECKPOINTING: "",
-    f"{_CHECKPOINTING}.checkpointing": "checkpointing",
-    "runtime.base_optimizer": "engine.optimizer",
-    "runtime.config": "initialize config.deepspeed_config",
-    "runtime.dataloader": "dataloader",
-    "runtime.engine": "engine.engine",
-    "runtime.lr_schedules": "lr_schedules",
-    "runtime.utils": "utils.usage",
-    "runtime.zero": "zero:unregister_external_parameter",
-    "runtime.zero.offload_config": "zero.offload_config",
-    "runtime.zero.partition_parameters": "zero.partition_parameters",
-    "runtime.zero.tiling": "zero.tiling",
-    "utils.init_on_device": "utils.usage",
-    "utils.nvtx": "utils.usage",
-}
-"""DeepSpeed's path, and the modules that have its names.
-
-"module:name" adds a name that DeepSpeed's module does not have. A row may use those above it.
-"""
-
-_DEEPSPEEDS: Mapping[str, str] = {
-    "checkpointing": f"{_CHECKPOINTING}.checkpointing",
-    "zero": "runtime.zero",
-}
-"""Modules under a name by which DeepSpeed has only an attribute, and their path there."""
-
-
 def serve() -> None:
     """Make the modules of `ALIASES`, and refuse the other modules and names of DeepSpeed."""
     sys.meta_path.append(_Refused())
     for path, sources in ALIASES.items():
-        _fill(_module(path), names_by_module()[_DEEPSPEEDS.get(path, path)], sources)
-    for path in (*names_by_module(), *_DEEPSPEEDS):
-        if f"{_HOME}.{path}".removesuffix(".") in sys.modules:
-            complete(path, _DEEPSPEEDS.get(path, path))
+        module = _module(path)
+        for source in sources.split():
+            content = vars(importlib.import_module(f"{_HOME}.{source}"))
+            vars(module).update(
+                (name, value)
+                for name, value in content.items()
+                if not name.startswith("_") and not isinstance(value, ModuleType)
+            )
+    for path in ("", *_OWN.split()):
+        refuse_other_names(path)
 
 
 def _module(path: str) -> ModuleType:
     """Return the module that serves ``path``, made if there is no such file here."""
-    name = f"{_HOME}.{path}"
+    name = f"{_HOME}.{path}".removesuffix(".")
     if name not in sys.modules:
+        outer, _, last = path.rpartition(".")
+        parent = _module(outer)
         sys.modules[name] = module = ModuleType(name, f"``deepspeed.{path}``.")
         module.__spec__ = ModuleSpec(name, None)
-        outer, _, last = name.rpartition(".")
-        parent = sys.modules[outer]
         assert parent.__spec__ is not None, "it was imported, or made here"
         if parent.__spec__.submodule_search_locations is None:  # one file or none, as yet
             parent.__path__ = parent.__spec__.submodule_search_locations = []
         setattr(parent, last, module)
+        refuse_other_names(path)
     return sys.modules[name]
-
-
-def _fill(module: ModuleType, names: Sequence[str], sources: str) -> None:
-    """Give ``module`` those of ``names`` that ``sources`` have, and those that they add."""
-    found: dict[str, Any] = {}
-    for source in sources.split():
-        home, _, added = source.partition(":")
-        found |= served_among([*names, added], importlib.import_module(f"{_HOME}.{home}"))
-    vars(module).update(found, __all__=list(found))
 
 
 class _Refused(MetaPathFinder, Loader):

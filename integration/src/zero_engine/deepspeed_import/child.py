@@ -1,44 +1,48 @@
 """The process that reads a checkpoint of DeepSpeed's: ``python -m ...child``.
 
 It reads a request, JSON, from stdin. It prints its progress on stderr and one line of JSON on
-stdout: empty, or what is wrong. It is killed when its parent dies.
+stdout: empty, or what is wrong. It has no network, bounded memory and time, and is killed when its
+parent dies.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from zero_engine.deepspeed_import.isolation import (
-    die_with_parent,
-    leave_network,
-    limit_memory,
-    limit_processor_time,
-    printable,
-)
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+_SPARE_BYTES = 4 << 30
+"""Memory beside the mapped files: one parameter at a time, and what Python and torch need."""
+_SPARE_SECONDS = 120
+_SECONDS_PER_GB = 60
+"""Processor time: each byte is summed twice and copied once, which takes a few seconds per GB."""
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
     """Import the checkpoint ``place`` into ``output``, and return the answer."""
-    # Before torch starts threads, which would keep the network.
     if not leave_network():
         print(
             "note: this system permits no network namespace: files are read with the network there",
             file=sys.stderr,
         )
     die_with_parent(request["parent"])  # not before: new credentials may clear it
+    # torch starts threads, which would keep the network.
     from zero_core.errors import ZeroError
-    from zero_engine.deepspeed_import.reading import read_source, size_of
-    from zero_engine.deepspeed_import.writing import write_source
+    from zero_engine.deepspeed_import.importing import read_source, size_of
+    from zero_engine.deepspeed_import.writing import printable, write_source
 
     place = Path(request["place"])
     try:
         size = size_of(place)
-        limit_memory(size)
-        limit_processor_time(size)
+        limit(size)
         print(f"reading {place} ({size / 1e9:.2f} GB)", file=sys.stderr, flush=True)
         source = read_source(place, request["frozen"])
         write_source(source, Path(request["output"]), request["tag"], request["optimizer"])
@@ -50,6 +54,42 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         text = f"{place} is not as DeepSpeed writes its checkpoints: {type(error).__name__} {error}"
         return {"error": printable(text), "kind": "CheckpointCorruptError"}
     return {}
+
+
+def leave_network() -> bool:
+    """Move this process into a network namespace of its own, which has no interface that is up.
+
+    Threads that exist keep the network: call it before any is started. Without privileges it
+    takes a user namespace. Returns whether the system permits it.
+    """
+    unshare = ctypes.CDLL(None, use_errno=True).unshare
+    return any(unshare(flags) == 0 for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies. ``parent`` is its number."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limit(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None:
+    """Bound this process's memory and processor time, generously, for mapping ``read_bytes``.
+
+    A file that takes more memory causes a MemoryError. Reading a pickle of a few bytes can take for
+    ever, for instance a dict key of nested tuples, whose hash visits each path: the process is
+    ended by SIGXCPU. No core is dumped.
+    """
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    seconds = int(sum(os.times()[:2])) + 1 + spare_s + read_bytes * _SECONDS_PER_GB // 10**9
+    for kind, bound in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_AS, pages * resource.getpagesize() + read_bytes + _SPARE_BYTES),
+        (resource.RLIMIT_CPU, seconds),
+    ):
+        _, hard = resource.getrlimit(kind)
+        soft = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.setrlimit(kind, (soft, hard))
 
 
 if __name__ == "__main__":

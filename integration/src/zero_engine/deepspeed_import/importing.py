@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from zero_core import CheckpointError
 from zero_core.checkpoint import MANIFEST, local_path, read_latest
 from zero_core.errors import CheckpointCorruptError
-from zero_engine.deepspeed_import.isolation import MAX_ANSWER_BYTES
-from zero_engine.deepspeed_import.reading import find_place
+from zero_engine.deepspeed_import.source import Source
+from zero_engine.deepspeed_import.stage_0 import read_stage_0
+from zero_engine.deepspeed_import.zero_stages import FOLDER, read_universal, read_zero
 
 _WHAT = "the import of a checkpoint"
 
@@ -64,7 +65,18 @@ def import_checkpoint(
         "frozen": list(frozen),
         "parent": os.getpid(),
     }
-    answer = _ask(request, directory)
+    command = [sys.executable, "-P", "-m", "zero_engine.deepspeed_import.child"]
+    done = subprocess.run(command, input=json.dumps(request).encode(), stdout=subprocess.PIPE)
+    if done.returncode != 0:
+        ended = f"code {done.returncode}; what it printed is above"
+        if done.returncode == -signal.SIGXCPU:
+            ended = "SIGXCPU: it took more processor time than files of this size need"
+        elif done.returncode < 0:
+            ended = signal.Signals(-done.returncode).name
+        raise CheckpointError(
+            f"{directory} is not imported: the process that reads it ended: {ended}"
+        )
+    answer: dict[str, str] = json.loads(done.stdout)
     if "error" in answer:
         is_corrupt = answer["kind"] == CheckpointCorruptError.__name__
         raise (CheckpointCorruptError if is_corrupt else CheckpointError)(answer["error"])
@@ -96,38 +108,74 @@ def _is_ours(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def _ask(request: dict[str, Any], directory: str | Path) -> dict[str, Any]:
-    """Start the process that reads, and return its answer."""
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", "zero_engine.deepspeed_import.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            try:
-                child.stdin.write(json.dumps(request).encode())
-                child.stdin.close()
-            except BrokenPipeError:
-                pass  # it has ended: its code says how
-            data = child.stdout.read(MAX_ANSWER_BYTES + 1)
-            if len(data) > MAX_ANSWER_BYTES:
-                child.kill()
-            child.wait()
-        except BaseException:
-            child.kill()
-            raise
-    if child.returncode == 0:
-        try:
-            answer = json.loads(data)
-        except ValueError:
-            answer = None
-        if isinstance(answer, dict):
-            return answer
-    ended = f"code {child.returncode}; what it printed is above"
-    if child.returncode == -signal.SIGXCPU:
-        ended = "SIGXCPU: it took more processor time than files of this size need"
-    elif child.returncode < 0:
-        ended = signal.Signals(-child.returncode).name
-    raise CheckpointError(f"{directory} is not imported: the process that reads it ended: {ended}")
+_LATEST = ("latest", "latest_universal")
+_MAX_TAG = 1024
+_SPARE_BYTES = 1 << 30
+"""Buffers under several names are written several times."""
+_MAX_RATIO = 4
+"""Of a file's size to what it takes on a disk that compresses. Beyond it, the file has holes."""
+
+
+def find_place(directory: Path, tag: str | None) -> Path:
+    """Return the folder of checkpoint ``tag``, or of the newest one, or ``directory`` itself."""
+    if tag is None:
+        if (directory / FOLDER / "optimizer_state.pt").is_file():
+            return directory
+        named = [directory / name for name in _LATEST if (directory / name).is_file()]
+        if named:
+            with named[0].open(encoding="utf-8", errors="replace") as file:
+                tag = file.read(_MAX_TAG).strip()
+        elif any(directory.glob("*_states.pt")):
+            return directory
+        else:
+            raise CheckpointError(
+                f"{directory} holds no checkpoint of DeepSpeed's: there is neither a file 'latest' "
+                "nor a file *_model_states.pt in it"
+            )
+    if tag in {"", ".", ".."} or Path(tag).name != tag:
+        raise CheckpointError(f"{directory}: {tag!r:.200} is no tag, which is a folder's name")
+    if not (directory / tag).is_dir():
+        raise CheckpointError(f"there is no folder {directory / tag}")
+    return directory / tag
+
+
+def read_source(place: Path, frozen: Sequence[str]) -> Source:
+    """Read the checkpoint in folder ``place``, whatever its form."""
+    for pattern, what in (
+        ("layer_*expert*_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
+        ("expp_rank_*_optim_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
+        ("layer_*-model_*states.pt", "pipeline parallelism"),
+        ("mp_rank_01*_model_states.pt", "tensor parallelism"),
+    ):
+        if any(place.glob(pattern)):
+            raise CheckpointError(f"{place} is a checkpoint of {what}, which is not imported")
+    try:
+        optim_files = sorted(place.glob("*_optim_states.pt"))
+        if (place / FOLDER / "optimizer_state.pt").is_file():
+            source = read_universal(place)
+        elif optim_files:
+            source = read_zero(place, optim_files)
+        else:
+            source = read_stage_0(place, frozen)
+        source.check_extent(size_of(place) + _SPARE_BYTES)
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever values of an attacker's make the program raise
+        raise CheckpointCorruptError(
+            f"{place} is not as DeepSpeed writes its checkpoints: {type(error).__name__} {error}"
+        ) from error
+    return source
+
+
+def size_of(place: Path) -> int:
+    """Return the bytes of the files that are read, without the holes of sparse ones.
+
+    Links are not followed, and a file under several names counts once.
+    """
+    found = {}
+    for path in place.rglob("*.pt"):
+        facts = path.lstat()
+        if stat.S_ISREG(facts.st_mode):
+            on_disk = facts.st_blocks * 512 * _MAX_RATIO
+            found[facts.st_dev, facts.st_ino] = min(facts.st_size, on_disk)
+    return sum(found.values())

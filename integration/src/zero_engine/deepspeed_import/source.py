@@ -146,7 +146,14 @@ def make_source(
     return Source(
         params=params,
         buffers=buffers,
-        groups=hyperparameters(groups),
+        groups=[
+            {
+                k: tuple(v) if k == "betas" else v
+                for k, v in g.items()
+                if k not in _NOT_HYPERPARAMETERS
+            }
+            for g in groups
+        ],
         loss_scale=loss_scale,
         schedule=model.get("lr_scheduler"),
         optimizer=named,
@@ -166,12 +173,6 @@ def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor
             "DeepSpeed's zero_to_fp32.py and zero_core.load_pretrained"
         )
     return {k: flat(v, f"{where}: {k}") for k, v in found.items()}, int(state.get("step", 0))
-
-
-def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups' hyperparameters, without parameters and choices of a kernel."""
-    kept = [{k: v for k, v in g.items() if k not in _NOT_HYPERPARAMETERS} for g in groups]
-    return [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in kept]
 
 
 def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

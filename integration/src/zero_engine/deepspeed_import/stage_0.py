@@ -165,7 +165,10 @@ def _by_flat_masters(
 def _only(where: str, names: Sequence[str]) -> str:
     """Return the one parameter whose weights a master weight rounds to."""
     if not names:
-        raise CheckpointError(f"{where} is of no parameter: {_MEANING}")
+        raise CheckpointError(
+            f"{where} is of no parameter: the weights are not the master weights, rounded; save it "
+            "at stage 1 with DeepSpeed"
+        )
     if len(names) > 1:
         raise CheckpointError(
             f"{where} rounds to the weights of {len(names)} parameters, among them {names[:5]}, "
@@ -173,6 +176,3 @@ def _only(where: str, names: Sequence[str]) -> str:
             "the checkpoint at stage 1 with DeepSpeed"
         )
     return names[0]
-
-
-_MEANING = "the weights are not the master weights, rounded; save it at stage 1 with DeepSpeed"

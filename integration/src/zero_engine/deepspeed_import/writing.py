@@ -28,11 +28,11 @@ from zero_core.checkpoint import (
     write_file,
     write_manifest,
 )
-from zero_engine.deepspeed_import.isolation import printable
 from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source
 
 _SEED = 0
 """Seed of the random generators: DeepSpeed does not save theirs."""
+_MAX_TEXT = 4000
 
 
 def write_source(source: Source, directory: Path, tag: str, optimizer: str | None) -> Path:
@@ -164,3 +164,11 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
 
 def _note(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal: cut, names from a file without escape sequences."""
+    cut = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut
+    )

@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 from zero_core import ConfigError
 from zero_core.config import SchedulerConfig, explain, shown
-from zero_engine.deepspeed.config.source import load
+from zero_engine.deepspeed.config.reader import load
 from zero_engine.presets import PRESETS
 
 _AUTO = "auto"

@@ -36,7 +36,7 @@ import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
 from zero_core.adapters import plain_name
 from zero_core.checkpoint import encode
-from zero_engine.deepspeed.config.source import load
+from zero_engine.deepspeed.config.reader import load
 
 _OF_TRAINER = {
     "train_batch_size": "the batch size of the DataLoader",

@@ -1,6 +1,5 @@
 """DeepSpeed's JSON: reading, defaults, renamed keys, and the configuration in effect."""
 
-from zero_engine.deepspeed.config.reader import read, read_monitors
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings, read
 
-__all__ = ["Settings", "read", "read_monitors"]
+__all__ = ["Settings", "read"]

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from zero_core.config import Config, find_unneeded
-from zero_engine.deepspeed.config.settings import PATHS, Settings
+from zero_engine.deepspeed.config.reader import PATHS, Settings
 from zero_engine.deepspeed.utils.logging import speak
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -43,10 +43,7 @@ def apply(settings: Settings) -> None:
 def describe(settings: Settings, config: Config, world_size: int) -> str:
     """Describe the batch, values that differ from the defaults, keys without effect, and notes.
 
-    Args:
-        settings: as read.
-        config: as resolved by zero-core.
-        world_size: number of ranks.
+    ``config`` is what zero-core has made of ``settings``.
     """
     total, micro, steps = (getattr(config, key) for key in _BATCH)
     lines = [
@@ -93,9 +90,9 @@ def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]
 
 
 def _without_effect(settings: Settings, config: Config) -> Iterator[str]:
-    found = [(note.path, note.value, note.text) for note in settings.notes]
     own = _own_paths()
-    found += [row for row in find_unneeded(settings.core, config) if row[0] not in own]
+    unneeded = [row for row in find_unneeded(settings.core, config) if row[0] not in own]
+    found = [*settings.notes, *unneeded]
     if found:
         yield "  keys without effect, or with another name:"
     for path, value, text in found:

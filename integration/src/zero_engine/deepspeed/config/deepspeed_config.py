@@ -10,9 +10,7 @@ import torch
 
 from zero_core.adapters import find_ranks
 from zero_core.config import Config, load_config
-from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.config.settings import Settings
-from zero_engine.deepspeed.config.source import Source
+from zero_engine.deepspeed.config.reader import Settings, Source, read
 from zero_engine.deepspeed.errors import NotServedError
 
 ADAGRAD_OPTIMIZER = "adagrad"
@@ -139,8 +137,6 @@ class DeepSpeedConfig:
         name, self.optimizer_params = self._named("optimizer")
         lowered = None if name is None else name.lower()
         self.optimizer_name = lowered if lowered in _OWN_OPTIMIZERS else name
-        is_profiled = settings.flops_profiler.enabled
-        self.wall_clock_breakdown = settings.wall_clock_breakdown or is_profiled
         self.scheduler_name, self.scheduler_params = self._named("scheduler")
 
     def _named(self, block: str) -> tuple[str | None, dict[str, Any] | None]:

@@ -9,35 +9,154 @@ blocks that DeepSpeed checks, and has no effect elsewhere.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import difflib
+import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pydantic
 
-from zero_core.config import Config, as_typed, block_of, explain, shown
+from zero_core.config import (
+    Config,
+    as_typed,
+    block_of,
+    check_plain,
+    explain,
+    read_config_text,
+    shown,
+)
 from zero_core.errors import ConfigError
-from zero_engine.deepspeed.config.keys import FLAGS, HONOURED, REFUSED, UNNEEDED, check_refused
-from zero_engine.deepspeed.config.names import (
+from zero_engine.deepspeed.config.hjson import parse_hjson
+from zero_engine.deepspeed.config.keys import (
+    FLAGS,
+    HONOURED,
+    REFUSED,
+    UNNEEDED,
     as_bool,
+    check_refused,
     core_config,
     keep_updates_to_steps,
     modernise,
     without_auto,
 )
-from zero_engine.deepspeed.config.settings import Note, Settings, TagValidation
-from zero_engine.deepspeed.config.source import Source, load
 from zero_engine.monitoring.settings import (
     COLLECTIVES,
-    CometSettings,
     CommsLoggerSettings,
-    CsvSettings,
     FlopsProfilerSettings,
     MonitorSettings,
-    TensorBoardSettings,
     ThroughputSettings,
-    WandbSettings,
 )
+
+TagValidation = Literal["IGNORE", "WARN", "FAIL"]
+
+PATHS: Mapping[str, str] = {
+    "cpu_checkpointing": "activation_checkpointing.cpu_checkpointing",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "monitors": "",
+    "tag_validation": "checkpoint.tag_validation",
+    "throughput": "timers.throughput",
+    "allows_untested_optimizer": "zero_allow_untested_optimizer",
+}
+"""Where in a configuration fields of `Settings` come from; "" is the top."""
+
+
+class Note(NamedTuple):
+    """A key that was given and has no effect, or another effect than one might expect."""
+
+    path: str
+    value: Any
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A configuration, sorted.
+
+    A field is named as its key is, unless `PATHS` has another path for it. What each key does is in
+    docs/deepspeed-config.md.
+
+    Attributes:
+        raw: as given; the very dict, if it was one.
+        core: for `zero_core.build`, with DeepSpeed's defaults where zero-core has others.
+        steps_per_print: None is never.
+        cpu_checkpointing: calls of `deepspeed.checkpointing.checkpoint` keep their inputs in host
+            memory until backward.
+        fp16_auto_cast: cast floating inputs of the model; otherwise they go in as they are.
+        managed_gradient_accumulation: False: each ``step()`` ends an optimizer step, however many
+            backwards came before it.
+        allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested; None
+            is a key that is missing, which allows it here.
+        notes: keys without effect, each with the reason.
+    """
+
+    raw: dict[str, Any]
+    core: dict[str, Any]
+    monitors: MonitorSettings = field(default_factory=MonitorSettings)
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    comms_logger: CommsLoggerSettings = field(default_factory=CommsLoggerSettings)
+    flops_profiler: FlopsProfilerSettings = field(default_factory=FlopsProfilerSettings)
+    throughput: ThroughputSettings = field(default_factory=ThroughputSettings)
+    steps_per_print: int | None = None
+    dataloader_drop_last: bool = False
+    tag_validation: TagValidation = "WARN"
+    gather_16bit_weights_on_model_save: bool = False
+    cpu_checkpointing: bool = False
+    fp16_auto_cast: bool = False
+    dump_state: bool = False
+    managed_gradient_accumulation: bool = True
+    allows_untested_optimizer: bool | None = None
+    log_level: str | None = None
+    disable_python_gc: bool = False
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def zero_stage(self) -> int:
+        zero: Mapping[str, Any] = self.core.get("zero_optimization", {})
+        return int(zero.get("stage", 0))
+
+
+Source = Mapping[str, Any] | str | PathLike[str]
+
+
+def load(source: Source) -> dict[str, Any]:
+    """Return the configuration as a dict: ``source`` itself if it is one.
+
+    Raises:
+        ConfigError: it cannot be read, is not an object in JSON or Hjson, is nested too deeply, or
+            has a number that is not finite.
+    """
+    found = dict(source) if isinstance(source, Mapping) else parse_hjson(*_text_of(source))
+    # accelerate writes Infinity there, for never
+    check_plain({k: v for k, v in found.items() if k != "steps_per_print"})
+    return source if isinstance(source, dict) else found
+
+
+def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
+    """Return the text and a name for messages."""
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return source, "the configuration"
+    path = Path(source)
+    if os.path.isfile(path):  # False where base64 makes too long a name
+        return read_config_text(path), str(path)
+    if isinstance(source, str):
+        try:
+            return base64.urlsafe_b64decode(source).decode("utf-8"), "the base64 configuration"
+        except (binascii.Error, UnicodeError, ValueError):
+            pass  # then it was meant as a path
+    raise ConfigError(
+        f"the configuration {shown(str(source))} is neither a file that exists, nor JSON, nor "
+        "base64 of JSON: pass a dict or the path of a JSON file"
+    )
+
 
 _SHARED = ("data_types", "optimizer")
 """Blocks of which zero-core reads what is not in the tables."""
@@ -85,7 +204,7 @@ def read(config: Source) -> Settings:
     return Settings(
         raw=raw,
         core=core,
-        monitors=read_monitors(own),
+        monitors=get_monitor_config(own),
         comms_logger=comms,
         flops_profiler=flops,
         throughput=_parse(ThroughputSettings, own, "timers.throughput"),
@@ -102,18 +221,14 @@ def read(config: Source) -> Settings:
     )
 
 
-def read_monitors(blocks: Mapping[str, Any]) -> MonitorSettings:
-    """Return the monitors among ``blocks``.
+def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
+    """Return the monitors that a configuration asks for. Its other keys are ignored.
 
     Raises:
         ConfigError: a block has a key or a value that it may not have.
     """
-    return MonitorSettings(
-        tensorboard=_parse(TensorBoardSettings, blocks, "tensorboard"),
-        csv_monitor=_parse(CsvSettings, blocks, "csv_monitor"),
-        wandb=_parse(WandbSettings, blocks, "wandb"),
-        comet=_parse(CometSettings, blocks, "comet"),
-    )
+    kinds = {name: type(block) for name, block in MonitorSettings()}
+    return MonitorSettings(**{name: _parse(kinds[name], param_dict, name) for name in kinds})
 
 
 class _Sorter:
@@ -124,8 +239,8 @@ class _Sorter:
         self.own: dict[str, Any] = {}
         self.notes: list[Note] = []
 
-    def tell(self, path: str, value: Any, text: str, *, is_warning: bool = False) -> None:
-        self.notes.append(Note(path, value, text, is_warning))
+    def tell(self, path: str, value: Any, text: str) -> None:
+        self.notes.append(Note(path, value, text))
 
     def sort(self, given: Mapping[str, Any]) -> None:
         for key, value in given.items():
@@ -170,7 +285,7 @@ class _Sorter:
         known = {*Config.model_fields, *HONOURED, *UNNEEDED, *REFUSED}
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
         hint = f": did you mean {close[0]!r}?" if close else ""
-        self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
+        self.tell(path, value, f"not a key of DeepSpeed's{hint}")
 
 
 def _mapping(path: str, value: Any) -> Mapping[str, Any]:

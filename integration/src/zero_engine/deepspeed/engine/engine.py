@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from zero_core import Engine, ShardedModel
 from zero_core.adapters import ObjectMethods
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
-from zero_engine.deepspeed.engine.facts import UNSERVED, value_of
+from zero_engine.deepspeed.engine.facts import value_of
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NoSyncError, NotScalarError, NotServedError
@@ -53,7 +54,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         lr_scheduler: stepped at each optimizer step that is taken, or None.
         training_dataloader: of ``training_data``, or None.
         global_samples: samples of all steps so far.
-        watch: the observers of its steps, and the last step's times.
+        watch: the observers of its steps.
     """
 
     module: nn.Module
@@ -110,10 +111,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if name in UNSERVED:
-                raise NotServedError(f"DeepSpeedEngine.{name}") from None
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(text) from None
+            if name.startswith("_"):
+                text = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(text) from None
+            hint = "the model has no such attribute either: remove it, or use DeepSpeed itself"
+            raise NotServedError(f"DeepSpeedEngine.{name}", hint) from None
 
     # ---------------------------------------------------------------- training
 
@@ -181,14 +183,18 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             raise RuntimeError("step() within coalesce_grad_reduction(): step after it")
         is_boundary = core.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
-        arguments = _SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
+        scheduler: Any = core.lr_scheduler
         self._is_stepping = True
         try:
-            with self.watch.part("step"), arguments:
+            with self.watch.part("step"):
+                if lr_kwargs and scheduler is not None:
+                    core.lr_scheduler = SimpleNamespace(step=partial(scheduler.step, **lr_kwargs))
                 core.step()
                 if is_boundary:
                     self.fill_small_params()
         finally:
+            if lr_kwargs:
+                core.lr_scheduler = scheduler
             self._is_stepping = False
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
@@ -507,8 +513,17 @@ class Averaging:
 
     def __init__(self, params: Iterable[nn.Parameter], steps: Callable[[], int]) -> None:
         """Hook ``params``, some of which may be frozen for now. ``steps`` is called each time."""
-        self._steps = steps
-        self.handles = [self._hook(param) for param in params]
+
+        def divide(grad: Tensor) -> Tensor | None:
+            num_steps = steps()
+            return None if Averaging._running or num_steps == 1 else grad / num_steps
+
+        self.handles: list[Any] = []
+        for param in params:
+            is_required = param.requires_grad
+            param.requires_grad_(True)  # torch hooks no other; the hook stays when it is off again
+            self.handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
+            param.requires_grad_(is_required)
 
     @classmethod
     @contextmanager
@@ -520,39 +535,9 @@ class Averaging:
         finally:
             Averaging._running -= 1
 
-    def _hook(self, param: nn.Parameter) -> Any:
-        is_required = param.requires_grad
-        param.requires_grad_(True)  # torch hooks no other; the hook stays when it is switched off
-        handle = param.register_hook(self._divide)  # type: ignore[no-untyped-call]
-        param.requires_grad_(is_required)
-        return handle
-
-    def _divide(self, grad: Tensor) -> Tensor | None:
-        steps = self._steps()
-        return None if self._running or steps == 1 else grad / steps
-
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
     """Drop the gradients of ``engine``, as the ``zero_grad`` of its model."""
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)
-
-
-class _SteppedWith:
-    """A context in which the step of ``core``'s scheduler gets ``arguments``, such as a metric."""
-
-    def __init__(self, core: ShardedModel, arguments: Mapping[str, Any]) -> None:
-        self._core = core
-        self._scheduler: Any = core.lr_scheduler
-        self._arguments = arguments
-
-    def __enter__(self) -> None:
-        if self._scheduler is not None:
-            self._core.lr_scheduler = self  # type: ignore[assignment]
-
-    def step(self) -> None:
-        self._scheduler.step(**self._arguments)
-
-    def __exit__(self, *error: object) -> None:
-        self._core.lr_scheduler = self._scheduler

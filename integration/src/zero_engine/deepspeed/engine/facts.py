@@ -13,67 +13,23 @@ from torch import nn
 
 from zero_core import Config, Engine, ShardedModel
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
-_UNSERVED = """
-    aio_config all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_no_retain
-    autotuning_end_profile_step autotuning_metric autotuning_metric_path
-    autotuning_model_info_path autotuning_start_profile_step buffered_allreduce_fallback
-    checkpoint_serialization_enabled checkpoint_writer_enabled clip_fp32_gradients
-    collect_python_gc compile_zero_optimization_stage cpuadam_cores_perc
-    curriculum_learning_config data_efficiency_config data_sampling_config get_autosp_backend
-    get_autotp_backend get_compile_time get_deepcompile_backend get_deepspeed_compile_backend
-    get_optimizer_configuration get_wall_clock_timers is_iterable_style_dataset
-    is_map_style_dataset is_sanity_checks_enabled load_moe_state_dict
-    optimizer_legacy_fusion print_forward_breakdown random_ltd_config random_ltd_initialize
-    register_compile_pass set_custom_curriculum_learning_schedule
-    set_data_post_process_func set_train_micro_batch_size sparse_all_gather sparse_allreduce
-    sparse_allreduce_bucket sparse_allreduce_no_retain swap_tensor_config tensor_parallel_config
-    uses_parallelization_pass_only zenflow_config
-    zero_log_trace_cache_warnings zero_save_muon_momentum_buffer_in_memory
-"""
-UNSERVED = frozenset(_UNSERVED.split())
-"""Public methods of DeepSpeed's engine that this one does not have: asked for, they are refused."""
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SAFE_MODULES = (
     *("torch.nn.modules.linear.Linear", "torch.nn.modules.conv.Conv1d"),
     *("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d"),
 )
-_Method = Callable[[Any], Any]
 
 
-def value_of(path: str) -> _Method:
+def value_of(path: str) -> Callable[[Any], Any]:
     """Return a method that returns the object's ``path``, dotted."""
 
     def method(self: Any) -> Any:
         return reduce(getattr, path.split("."), self)
 
     method.__doc__ = f"Return ``{path}``."
-    return method
-
-
-def _key(path: str) -> _Method:
-    """Return a method that reads the configuration in effect under ``path``."""
-    return value_of(f"core.config.{path}")
-
-
-def _zero(name: str) -> _Method:
-    return _key(f"zero_optimization.{name}")
-
-
-def _as_given(name: str) -> _Method:
-    """Return a method that returns attribute ``name`` of the configuration as it was given."""
-    return value_of(f"_config.{name}")
-
-
-def _always(value: Any, why: str) -> _Method:
-    """Return a method that returns ``value``. ``why`` becomes its docstring."""
-
-    def method(self: Facts) -> Any:
-        return value
-
-    method.__doc__ = f"Return {value}: {why}."
     return method
 
 
@@ -137,35 +93,7 @@ class Facts:
 
     # ------------------------------------------------------------------- ZeRO
 
-    zero_reduce_scatter = _zero("reduce_scatter")
-    zero_overlap_comm = _zero("overlap_comm")
-    zero_sub_group_size = _zero("sub_group_size")
-    zero_reduce_bucket_size = _zero("reduce_bucket_size")
-    zero_multi_rank_bucket_allreduce = _zero("use_multi_rank_bucket_allreduce")
-    zero_allgather_bucket_size = _zero("allgather_bucket_size")
-    zero_allgather_partitions = _zero("allgather_partitions")
-    zero_allgather_sequential = _zero("stage3_allgather_sequential")
-    zero_compute_grad_norm = _zero("compute_grad_norm")
-    zero_contiguous_gradients = _zero("contiguous_gradients")
-    zero_load_from_fp32_weights = _zero("load_from_fp32_weights")
-    zero_elastic_checkpoint = _zero("elastic_checkpoint")
-    zero_max_live_parameters = _zero("stage3_max_live_parameters")
-    zero_max_reuse_distance = _zero("stage3_max_reuse_distance")
-    zero_prefetch_bucket_size = _zero("stage3_prefetch_bucket_size")
-    zero_module_granularity_threshold = _zero("stage3_module_granularity_threshold")
-    zero_param_persistence_threshold = _zero("stage3_param_persistence_threshold")
-    zero_model_persistence_threshold = _zero("stage3_model_persistence_threshold")
-    zero_legacy_stage1 = _zero("legacy_stage1")
-    zero_ignore_unused_parameters = _zero("ignore_unused_parameters")
-    zero_round_robin_gradients = _zero("round_robin_gradients")
-    zero_parameter_alignment = _zero("parameter_alignment")
-    zero_hpz_partition_size = _zero("zero_hpz_partition_size")
-    zero_quantized_weights = _zero("zero_quantized_weights")
-    zero_quantized_nontrainable_weights = _zero("zero_quantized_nontrainable_weights")
-    zero_quantized_gradients = _zero("zero_quantized_gradients")
-    zero_partial_offload = _zero("offload_optimizer.ratio")
-
-    zero_optimization_stage = _zero("stage")
+    zero_optimization_stage = value_of("core.config.zero_optimization.stage")
 
     def zero_optimization(self) -> bool:
         return self.core.config.zero_optimization.stage > 0
@@ -197,24 +125,7 @@ class Facts:
     def zero_nvme_offload_optimizer(self) -> bool:
         return self.core.config.zero_optimization.offload_optimizer.device == "nvme"
 
-    zero_gather_16bit_weights_on_model_save = value_of(
-        "settings.gather_16bit_weights_on_model_save"
-    )
-    zero_allow_untested_optimizer = _as_given("zero_allow_untested_optimizer")
-    zero_force_ds_cpu_optimizer = _as_given("zero_force_ds_cpu_optimizer")
-
     # -------------------------------------------------------------- precision
-
-    fp16_enabled = _key("fp16.enabled")
-    bfloat16_enabled = _key("bf16.enabled")
-    loss_scale = _key("fp16.loss_scale")
-    gradient_clipping = _key("gradient_clipping")
-    fp16_auto_cast = value_of("settings.fp16_auto_cast")
-    fp16_master_weights_and_gradients = _key("fp16.fp16_master_weights_and_grads")
-    bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
-    bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
-    torch_autocast_enabled = _key("torch_autocast.enabled")
-    torch_autocast_dtype = _key("autocast_dtype")
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         """Return the classes that were given, or DeepSpeed's. Autocast chooses by operation."""
@@ -248,49 +159,8 @@ class Facts:
         grads = _DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
         return self.core.config.compute_dtype or torch.float32, grads
 
-    # --------------------------------------------------------------- watching
-
-    steps_per_print = value_of("settings.steps_per_print")
-    wall_clock_breakdown = value_of("settings.wall_clock_breakdown")
-    dump_state = value_of("settings.dump_state")
-    dataloader_drop_last = value_of("settings.dataloader_drop_last")
-    memory_breakdown = value_of("settings.memory_breakdown")
-    log_level = value_of("settings.log_level")
-    flops_profiler_enabled = value_of("settings.flops_profiler.enabled")
-    flops_profiler_recompute_fwd_factor = value_of("settings.flops_profiler.recompute_fwd_factor")
-    flops_profiler_profile_step = value_of("settings.flops_profiler.profile_step")
-    flops_profiler_module_depth = value_of("settings.flops_profiler.module_depth")
-    flops_profiler_top_modules = value_of("settings.flops_profiler.top_modules")
-    flops_profiler_detailed = value_of("settings.flops_profiler.detailed")
-    flops_profiler_output_file = value_of("settings.flops_profiler.output_file")
-
-    checkpoint_tag_validation_enabled = _as_given("checkpoint_tag_validation_enabled")
-    checkpoint_tag_validation_fail = _as_given("checkpoint_tag_validation_fail")
-    load_universal_checkpoint = _as_given("load_universal_checkpoint")
-    use_node_local_storage = _as_given("use_node_local_storage")
-    data_efficiency_enabled = _as_given("data_efficiency_enabled")
-
-    # ------------------------------------------------------- what there is not
-
-    mp_world_size = property(_always(1, "every rank is a data-parallel one"))
-    get_model_parallel_rank = _always(0, "every rank is a data-parallel one")
-    get_tensor_parallel_rank = _always(0, "every rank is a data-parallel one")
-    sparse_tensor_module_names = property(_always(frozenset(), "gradients are dense"))
-    get_sequence_parallel_group = _always(None, "every rank is a data-parallel one")
-    autotp_size = _always(0, "no layer is split")
-    managed_gradient_accumulation = value_of("settings.managed_gradient_accumulation")
-    postscale_gradients = _always(True, "sums are in fp32, either order gives the same")
-    gradient_predivide_factor = _always(1.0, "sums are in fp32")
-    autotuning_enabled = _always(False, "zero-engine plan says what fits")
-    autotuning_profile_model_info = _always(False, "zero-engine plan says what fits")
-    curriculum_learning_enabled = _always(False, "give a sampler of your own")
-    data_sampling_enabled = _always(False, "give a sampler of your own")
-    random_ltd_enabled = _always(False, "it is not served")
-    super_offload = _always(False, "it is not served")
-    compile_autosp = _always(False, "DeepCompile is not served")
-    compile_autotp = _always(False, "DeepCompile is not served")
-    is_deepcompile_enabled = _always(False, "DeepCompile is not served")
-    is_deepcompile_active = _always(False, "DeepCompile is not served")
+    mp_world_size = property(lambda self: 1)  # every rank is a data-parallel one
+    sparse_tensor_module_names = property(lambda self: frozenset())  # gradients are dense
 
     # ------------------------------------------------- the configuration as given
 
@@ -300,6 +170,84 @@ class Facts:
             return type(self.client_optimizer).__name__
         return self._config.optimizer_name
 
-    optimizer_params = _as_given("optimizer_params")
-    scheduler_name = _as_given("scheduler_name")
-    scheduler_params = _as_given("scheduler_params")
+
+_ZERO = """
+    reduce_scatter overlap_comm sub_group_size reduce_bucket_size allgather_bucket_size
+    allgather_partitions compute_grad_norm contiguous_gradients load_from_fp32_weights
+    elastic_checkpoint legacy_stage1 ignore_unused_parameters round_robin_gradients
+    parameter_alignment
+"""
+"""Keys of ``zero_optimization`` that are asked for as ``zero_KEY()``."""
+_STAGE3 = """
+    allgather_sequential max_live_parameters max_reuse_distance prefetch_bucket_size
+    module_granularity_threshold param_persistence_threshold model_persistence_threshold
+"""
+"""Keys ``stage3_KEY`` of ``zero_optimization`` that are asked for as ``zero_KEY()``."""
+_FLOPS = """
+    enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
+"""
+"""Keys of ``flops_profiler`` that are asked for as ``flops_profiler_KEY()``."""
+_SETTINGS = """
+    fp16_auto_cast steps_per_print wall_clock_breakdown dump_state dataloader_drop_last
+    memory_breakdown log_level managed_gradient_accumulation
+"""
+"""Fields of `Settings` that are asked for by their names."""
+_AS_GIVEN = """
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer checkpoint_tag_validation_enabled
+    checkpoint_tag_validation_fail load_universal_checkpoint use_node_local_storage
+    data_efficiency_enabled optimizer_params scheduler_name scheduler_params
+"""
+"""Attributes of `DeepSpeedConfig`, values as they were given, that are asked for by their names."""
+_PATHS = {
+    **{f"zero_{key}": f"core.config.zero_optimization.{key}" for key in _ZERO.split()},
+    **{f"zero_{key}": f"core.config.zero_optimization.stage3_{key}" for key in _STAGE3.split()},
+    **{
+        key: f"core.config.zero_optimization.{key}"
+        for key in (
+            *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
+            "zero_quantized_nontrainable_weights",
+        )
+    },
+    "zero_multi_rank_bucket_allreduce": (
+        "core.config.zero_optimization.use_multi_rank_bucket_allreduce"
+    ),
+    "zero_partial_offload": "core.config.zero_optimization.offload_optimizer.ratio",
+    "zero_gather_16bit_weights_on_model_save": "settings.gather_16bit_weights_on_model_save",
+    "fp16_enabled": "core.config.fp16.enabled",
+    "bfloat16_enabled": "core.config.bf16.enabled",
+    "loss_scale": "core.config.fp16.loss_scale",
+    "gradient_clipping": "core.config.gradient_clipping",
+    "fp16_master_weights_and_gradients": "core.config.fp16.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "core.config.bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "core.config.bf16.bf16_optimizer_states",
+    "torch_autocast_enabled": "core.config.torch_autocast.enabled",
+    "torch_autocast_dtype": "core.config.autocast_dtype",
+    **{f"flops_profiler_{key}": f"settings.flops_profiler.{key}" for key in _FLOPS.split()},
+    **{name: f"settings.{name}" for name in _SETTINGS.split()},
+    **{name: f"_config.{name}" for name in _AS_GIVEN.split()},
+}
+_ABSENT = {
+    **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), 0),
+    "get_sequence_parallel_group": None,
+    "postscale_gradients": True,  # sums are in fp32: either order gives the same
+    "gradient_predivide_factor": 1.0,
+    **dict.fromkeys(
+        (
+            *("autotuning_enabled", "autotuning_profile_model_info", "curriculum_learning_enabled"),
+            *("data_sampling_enabled", "random_ltd_enabled", "super_offload", "compile_autosp"),
+            *("compile_autotp", "is_deepcompile_enabled", "is_deepcompile_active"),
+        ),
+        False,
+    ),
+}
+"""What is asked of parts that are not served, and the answer."""
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda self: value
+
+
+for _name, _path in _PATHS.items():
+    setattr(Facts, _name, value_of(_path))
+for _name, _value in _ABSENT.items():
+    setattr(Facts, _name, _always(_value))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zero_core import ShardedModel
-from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.monitoring import (
     CommunicationLog,
     FlopsProfiler,
@@ -101,9 +101,3 @@ class Watch:
         self.tput_timer.step_done(facts)
         for observer in self.observers:
             observer.step_done(facts)
-
-    @property
-    def last_ms(self) -> dict[str, float]:
-        """Times of the last step in milliseconds, empty where they are not taken."""
-        clocks = [one for one in self.observers if isinstance(one, WallClock)]
-        return dict(clocks[0].last_ms) if clocks else {}

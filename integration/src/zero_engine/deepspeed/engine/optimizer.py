@@ -13,12 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
 from zero_engine.deepspeed.engine.facts import value_of
+from zero_engine.deepspeed.zero.described import AtEnd
 
 _EXTERNAL = "ds_external_parameters"
-
-
-def _no_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    return iter(())
 
 
 class ParameterOffload:
@@ -39,7 +36,7 @@ class ParameterOffload:
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
         self.register(module)
-        vars(module)[_EXTERNAL] = _no_parameters  # besides the module's own
+        vars(module)[_EXTERNAL] = lambda: iter(())  # besides the module's own
 
     def remove(self) -> None:
         """Take ``ds_external_parameters`` off the module."""
@@ -144,26 +141,11 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         return self._core.states.scalars(name)["num_steps"] > 0
 
 
-class ShownState:
-    """`OptimizerState` as the ``state`` of the optimizer that was given, until `remove`."""
-
-    def __init__(self, given: torch.optim.Optimizer, state: Any) -> None:
-        self._given, self._own = given, given.state
-        given.state = state
-
-    def remove(self) -> None:
-        """Restore the optimizer's own state."""
-        self._given.state = self._own
-
-
 class Stepping(Protocol):
     """Protocol of the engine that `DeepSpeedOptimizer` steps, which imports this file."""
 
-    def optimizer_step(self) -> None:
-        """End a step, at an accumulation boundary."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step."""
+    def optimizer_step(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -194,7 +176,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         trained = (core.owns(p) for group in self.param_groups for p in group["params"])
         names = [name for name in trained if name is not None]
         if not any(map(core.states.is_whole, names)):  # of those it holds the state itself
-            core.remove_at_end([ShownState(given, self.state)])
+            own, vars(given)["state"] = given.state, self.state
+            core.remove_at_end([AtEnd(lambda: vars(given).update(state=own))])
         self.loss_scaler = LossScaler(core)
         if not core.config.zero_optimization.stage and core.config.compute_dtype:
             self.loss_scale_config = self.loss_scaler

@@ -40,52 +40,17 @@ class OpBuilder:
         return self.module
 
 
-class CPUAdamBuilder(OpBuilder):
-    """Adam on the host: cpu_adam."""
-
-    NAME = "cpu_adam"
-    module: ClassVar[ModuleType | None] = cpu_adam
+def _builder(class_name: str, name: str, module: ModuleType | None) -> type[OpBuilder]:
+    return type(class_name, (OpBuilder,), {"NAME": name, "module": module, "__module__": __name__})
 
 
-class CPUAdagradBuilder(OpBuilder):
-    """Adagrad on the host: cpu_adam."""
-
-    NAME = "cpu_adagrad"
-    module: ClassVar[ModuleType | None] = cpu_adam
-
-
-class CPULionBuilder(OpBuilder):
-    """Lion on the host: cpu_adam."""
-
-    NAME = "cpu_lion"
-    module: ClassVar[ModuleType | None] = cpu_adam
-
-
-class FusedAdamBuilder(OpBuilder):
-    """Adam on the device: torch's."""
-
-    NAME = "fused_adam"
-    module: ClassVar[ModuleType | None] = torch.optim
-
-
-class FusedLionBuilder(OpBuilder):
-    """Lion on the device: torch operations."""
-
-    NAME = "fused_lion"
-    module: ClassVar[ModuleType | None] = torch
-
-
-class FusedLambBuilder(OpBuilder):
-    """Lamb, which is not served."""
-
-    NAME = "fused_lamb"
-
-
-class AsyncIOBuilder(OpBuilder):
-    """DeepSpeed's asynchronous files, which are not served."""
-
-    NAME = "async_io"
-
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", cpu_adam)
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", cpu_adam)
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", cpu_adam)
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", torch.optim)
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", torch)
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", None)
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", None)
 
 ALL_OPS: dict[str, OpBuilder] = {
     builder.NAME: builder()
@@ -94,5 +59,3 @@ ALL_OPS: dict[str, OpBuilder] = {
         *(FusedAdamBuilder, FusedLionBuilder, FusedLambBuilder, AsyncIOBuilder),
     )
 }
-SERVED = frozenset(name for name, builder in ALL_OPS.items() if builder.is_compatible())
-"""Names of the operations that `OpBuilder.load` gives."""

@@ -28,7 +28,8 @@ from cpu_adam import CPUAdam
 from zero_core import Lion
 from zero_core.adapters import Adam
 
-_made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
+made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
+"""The class here that an optimizer of the configuration is an instance of."""
 
 
 class _Named(ABCMeta):
@@ -37,24 +38,7 @@ class _Named(ABCMeta):
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
             return True
-        return isinstance(instance, torch.optim.Optimizer) and _made_as.get(instance) is cls
-
-
-def name_as_deepspeed(
-    optimizer: torch.optim.Optimizer, named: str, *, is_torch: bool, is_offloaded: bool
-) -> None:
-    """Let an ``optimizer`` of the configuration be an instance of the class that DeepSpeed makes.
-
-    Args:
-        optimizer: made by the engine, or the view of it that `initialize` returns.
-        named: ``optimizer.type``.
-        is_torch: ``torch_adam`` asks for torch's own class.
-        is_offloaded: a host updates it.
-    """
-    on_device, on_host = _CLASSES.get(named.lower(), (None, None))
-    chosen = on_host if is_offloaded else on_device
-    if chosen is not None and not is_torch:
-        _made_as[optimizer] = chosen
+        return isinstance(instance, torch.optim.Optimizer) and made_as.get(instance) is cls
 
 
 class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
@@ -218,7 +202,7 @@ class FusedLion(_Fused, Lion):
         self.set_grad_none = set_grad_none
 
 
-_CLASSES: Mapping[str, tuple[type | None, type]] = {
+CLASSES: Mapping[str, tuple[type | None, type]] = {
     "adam": (FusedAdam, DeepSpeedCPUAdam),
     "adamw": (FusedAdam, DeepSpeedCPUAdam),
     "adagrad": (None, DeepSpeedCPUAdagrad),

@@ -44,11 +44,8 @@ def _get_sequence_parallel_group() -> None:
 def secondary_group(num_ranks: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the ranks of hpZ's secondary shards if these are all ranks, else None.
 
-    Makes no process group: the engine's secondary shards do without.
-
-    Args:
-        num_ranks: ``zero_hpz_partition_size``.
-        group: the ranks that share the parameters, None for all.
+    ``num_ranks`` is ``zero_hpz_partition_size``. ``group`` are the ranks that share the parameters,
+    None for all. Makes no process group: the engine's secondary shards do without.
     """
     world = get_data_parallel_group()
     if world is None or group not in (None, world) or num_ranks != dist.get_world_size():

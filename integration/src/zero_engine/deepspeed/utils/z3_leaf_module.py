@@ -91,18 +91,18 @@ def mark_configured(model: nn.Module, leaf_module: LeafModuleConfig | None) -> N
 def _set_by_class(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    found = [m for m in model.modules() if any(_is_of(m, c) for c in classes)]
+    kinds = tuple(kind for kind in classes if isinstance(kind, type))
+    found = [
+        m
+        for m in model.modules()
+        if isinstance(m, kinds)
+        or type(m).__name__ in classes
+        or f"{type(m).__module__}.{type(m).__qualname__}" in classes
+    ]
     _set_all(found, flag)
     if not found and raise_if_not_found:
         raise ValueError(f"no module of {list(classes)} in {type(model).__name__}")
     return found
-
-
-def _is_of(module: nn.Module, wanted: type | str) -> bool:
-    if isinstance(wanted, type):
-        return isinstance(module, wanted)
-    own = type(module)
-    return wanted in (own.__name__, f"{own.__module__}.{own.__qualname__}")
 
 
 def _set_by_name(

@@ -24,7 +24,7 @@ from zero_core.adapters import is_refused, open_all
 from zero_core.checkpoint import read_buffers, read_weights
 from zero_core.protocols import PartitionedParam
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
-from zero_engine.deepspeed.served import complete
+from zero_engine.deepspeed.served import refuse_other_names
 from zero_engine.machine import parse_bytes
 
 _log = logging.getLogger(__name__)
@@ -187,4 +187,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 else:
-    complete("utils.zero_to_fp32", "utils.zero_to_fp32")
+    refuse_other_names("utils.zero_to_fp32")

@@ -5,6 +5,19 @@ looked up in the engine when they are asked for. A parameter of another class th
 as its own operators dispatch on that; that class has descriptors of these names meanwhile. Before,
 ``ds_status`` is what `GatheredParameters` says. DeepSpeed's sharded parameter has no elements. Here
 it keeps its shape, and ``ds_shape`` and ``ds_numel`` say the same as ``shape`` and ``numel()``.
+
+[Note: parameters in an autograd.Function]
+DeepSpeed's parameter is saved as the object it is, so the backward of an ``autograd.Function``
+finds ``ds_status`` and the like on ``ctx.saved_tensors``. Here a saved parameter is unpacked as a
+view of its gathered unit: torch makes a new tensor of whatever a hook returns, and drops its
+attributes. So from the first engine of stage 3 to the end of the last one, ``ctx.saved_tensors`` is
+a property of the class of these contexts. It gives tensors that have the address and the shape of a
+parameter the parameter's attributes. ``torch.Tensor`` has no such names: torch.compile takes what
+that class has for an attribute of every tensor.
+
+`torch.utils.checkpoint` without reentrance saves the arguments of the function that it calls again.
+Their frame's ``get_inputs`` gives them back, and so is replaced as long. Releases of torch without
+it save them by an ``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -12,14 +25,17 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import _CheckpointFrame
 
 from zero_core import ShardedModel, engine_of
-from zero_core.adapters import EngineParameter, derive, own_class, use_class
+from zero_core.adapters import EngineParameter, derive, is_refused, own_class, use_class
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
 """Attribute that has `GatheredParameters` look for edits that would be lost."""
@@ -96,28 +112,34 @@ def describe(
 
 
 def describe_engine(engine: ShardedModel) -> None:
-    """Describe the parameters of ``engine``, of stage 3, until it ends."""
+    """Describe the parameters of ``engine``, of stage 3, unpacked ones too, until it ends."""
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     engine.remove_at_end(
         # Torch's own class, or one that the engine has given, may be derived from.
-        _Class(param)
+        _shard(param)
         if (own := own_class(param)) is nn.Parameter or issubclass(own, EngineParameter)
         else _OwnClass(param)
         for param in params
     )
+    engine.remove_at_end([_Saved(params)])
 
 
-class _Class:
-    """The class of one parameter, a `ShardedParameter` until `remove`."""
+class AtEnd:
+    """A clean-up that an engine runs at its end."""
 
-    def __init__(self, param: nn.Parameter) -> None:
-        self._param = param
-        self._before = own_class(param)
-        use_class([param], derive(ShardedParameter, self._before))
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
 
     def remove(self) -> None:
-        use_class([self._param], self._before)
+        self._undo()
+
+
+def _shard(param: nn.Parameter) -> AtEnd:
+    """Make the class of ``param`` a `ShardedParameter`."""
+    before = own_class(param)
+    use_class([param], derive(ShardedParameter, before))
+    return AtEnd(lambda: use_class([param], before))
 
 
 class _OwnClass:
@@ -157,3 +179,60 @@ def _engine(param: nn.Parameter, name: str) -> ShardedModel:
     if engine is None:
         raise AttributeError(f"the parameter belongs to no engine and has no {name!r}")
     return engine
+
+
+NAMES = (
+    *("ds_active_sub_modules", "ds_id", "ds_numel", "ds_param_type", "ds_persist", "ds_shape"),
+    *ASKED,
+)
+"""The attributes by which scripts know a sharded parameter."""
+
+_engines: list[_Saved] = []
+_get_inputs: Any = vars(_CheckpointFrame).get("get_inputs")
+
+
+class _Saved:
+    """The parameters of one engine, by shape, until `remove`."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for param in params:
+            if param.numel():
+                self.by_shape.setdefault(param.shape, []).append(param)
+        if not _engines:
+            BackwardCFunction.saved_tensors = property(_saved_tensors)  # type: ignore[assignment]
+            if _get_inputs is not None:
+                _CheckpointFrame.get_inputs = _inputs  # type: ignore[method-assign]
+        _engines.append(self)
+
+    def remove(self) -> None:
+        _engines.remove(self)
+        if not _engines:
+            del BackwardCFunction.saved_tensors
+            if _get_inputs is not None:
+                _CheckpointFrame.get_inputs = _get_inputs  # type: ignore[method-assign]
+
+
+def _saved_tensors(context: BackwardCFunction) -> tuple[Any, ...]:
+    saved: tuple[Any, ...] = super(BackwardCFunction, context).saved_tensors
+    _describe(saved)
+    return saved
+
+
+def _inputs(frame: _CheckpointFrame) -> list[Any]:
+    inputs: list[Any] = _get_inputs(frame)
+    _describe(inputs)
+    return inputs
+
+
+def _describe(unpacked: Iterable[Any]) -> None:
+    """Give tensors that are parameters' gathered values the parameters' attributes."""
+    for tensor in unpacked:
+        if type(tensor) is not Tensor:
+            continue
+        alike = [param for engine in _engines for param in engine.by_shape.get(tensor.shape, ())]
+        here = (param for param in alike if not is_refused(param))
+        param = next((param for param in here if param.data_ptr() == tensor.data_ptr()), None)
+        if param is not None:
+            vars(tensor).update({name: getattr(param, name) for name in NAMES})
+            vars(tensor)["ds_status"] = ZeroParamStatus.AVAILABLE

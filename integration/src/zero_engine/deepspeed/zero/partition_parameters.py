@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zero_core import ShardedModel, engine_of
 from zero_core.adapters import gathered_slices, is_recorded_innermost, note_reader, stored_tensors
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
-from zero_engine.deepspeed.config.source import load
+from zero_engine.deepspeed.config.reader import load
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.utils.groups import secondary_group
@@ -35,8 +35,14 @@ from zero_engine.deepspeed.zero.described import (
 )
 from zero_engine.deepspeed.zero.described import ZeroParamType as ZeroParamType
 from zero_engine.deepspeed.zero.described import is_zero_param as is_zero_param
-from zero_engine.deepspeed.zero.partitioned import gathered_params, is_partitioned, value_of
-from zero_engine.deepspeed.zero.partitioned_init import Made, partition_module, partitioned_init
+from zero_engine.deepspeed.zero.partitioned import (
+    Made,
+    gathered_params,
+    is_partitioned,
+    partition_module,
+    partitioned_init,
+    value_of,
+)
 
 _log = logging.getLogger(__name__)
 _orig_torch_arange = torch.arange
