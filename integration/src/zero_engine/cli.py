@@ -18,7 +18,8 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 import zero_engine
-from zero_engine.presets import EXAMPLES
+from zero_engine.extras import require
+from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.train.options import RunSettings, Start, flag_of
 
 app = typer.Typer(
@@ -105,6 +106,8 @@ def train(
     if overwrite:
         start = Start.OVERWRITE
     try:
+        libraries = ("transformers", "tokenizers", "filelock", "matplotlib", "tensorboard")
+        require("train", "zero-engine train", *libraries)
         if is_under_launcher():
             from zero_engine.train.program import train as train_on_this_rank
 
@@ -251,6 +254,7 @@ def plan(
     if model is not None and named is not None:
         raise typer.BadParameter("MODEL is given twice: leave --model out")
     try:
+        require("train", "zero-engine plan", "transformers", *["matplotlib"] * (png is not None))
         with working("planning"), quiet():
             from zero_engine.plan_command import PlanRequest
 
@@ -436,8 +440,6 @@ def config(
 
         text = SCHEMA_FILE.read_text(encoding="utf-8")
     else:
-        from zero_engine.train.settings import default_config_text
-
         text = default_config_text()
     print(text, end="")
 

@@ -6,7 +6,6 @@ that no browser runs, without the characters that could end it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,6 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, NamedTuple
 
-import jinja2
-from markupsafe import Markup
-
-from zero_core.errors import MissingPartError
 from zero_engine.report.charts import Spec
 
 _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
@@ -118,11 +113,11 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML.
+    """Return the page as HTML. The extra "report" must be installed."""
+    import jinja2
+    from markupsafe import Markup
+    from vl_convert import javascript_bundle
 
-    Raises:
-        MissingPartError: the package vl-convert-python, which has the charts' library, is missing.
-    """
     charts: list[Spec] = []
     numbered = []
     for section in page.sections:
@@ -133,6 +128,9 @@ def render(page: Page) -> str:
                 charts.append(block.spec)
             blocks.append(block)
         numbered.append(Section(section.title, blocks))
+    # Vega, Vega-Lite and Vega-Embed; the package's types have no default of its argument
+    library: str = javascript_bundle()  # type: ignore[call-arg]
+    assert "</script" not in library.lower(), "it could not stand within a script element"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
@@ -145,7 +143,7 @@ def render(page: Page) -> str:
         charts=Markup(text),
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
-        library=Markup(_library()),
+        library=Markup(library),
     )
 
 
@@ -158,20 +156,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(inner) for inner in value]
     return value
-
-
-def _library() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script, from the package that bundles them."""
-    try:
-        vl_convert: Any = importlib.import_module("vl_convert")
-    except ImportError as error:
-        raise MissingPartError(
-            "a report's charts need the package vl-convert-python, which does not import "
-            f"({error}): pip install vl-convert-python"
-        ) from error
-    text: str = vl_convert.javascript_bundle()
-    assert "</script" not in text.lower(), "it could not stand within a script element"
-    return text
 
 
 def _asset(name: str) -> str:

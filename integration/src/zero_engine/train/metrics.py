@@ -24,7 +24,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
-from torch.utils.tensorboard import SummaryWriter
 
 from zero_core.adapters import OUTSIDE, Place
 from zero_core.checkpoint import newest_step
@@ -65,6 +64,8 @@ class Reporter:
         self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
     ) -> None:
         """``place``: where this rank is within a step."""
+        from torch.utils.tensorboard import SummaryWriter  # a report reads logs without it
+
         self._settings = settings
         self._place = place
         self._said_at = time.monotonic()

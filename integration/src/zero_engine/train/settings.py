@@ -17,10 +17,10 @@ from typing import Any
 from zero_core.checkpoint import Location, holds_checkpoint, local_path, location_of
 from zero_core.config import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
+from zero_engine.presets import default_config_text
 from zero_engine.train.options import RunSettings, Start, flag_of
 from zero_engine.train.sizes import DEFAULTS, largest_unit, parse_size, shape_of
 
-DEFAULT_CONFIG = "default_config.json"
 LARGE_CONFIG = "large_config.json"
 """What a run with a ``size`` takes where no ``--config`` is given."""
 AUTO = "auto"
@@ -210,11 +210,6 @@ def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
     values = {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 5)}
     filled = {k: values.get(k, v) if v == AUTO else v for k, v in params.items()}
     return {**config, "scheduler": {**scheduler, "params": filled}}
-
-
-def default_config_text() -> str:
-    """Return the JSON that is used where no ``--config`` is given."""
-    return _text_of(DEFAULT_CONFIG)
 
 
 def _text_of(name: str) -> str:
