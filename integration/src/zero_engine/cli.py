@@ -9,9 +9,9 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from inspect import Parameter, signature
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -52,13 +52,13 @@ class _ResumeCommand(TyperCommand):
 
 def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command`` an option for each of `RunSettings`, which it gets by ``**options``."""
-    own, kinds = signature(command, eval_str=True), get_type_hints(RunSettings)
+    own = signature(command, eval_str=True)
     others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     settings = []
-    for setting in fields(RunSettings):
-        name, flag, kind = setting.name, flag_of(setting.name), kinds[setting.name]
+    for name, field in RunSettings.model_fields.items():
+        flag, kind = flag_of(name), field.annotation
         flags = [f"{flag}/--no-{name}"] if kind is bool else [flag]
-        option = typer.Option(*flags, help=setting.metadata["help"], show_default=False)
+        option = typer.Option(*flags, help=field.description, show_default=False)
         hint = Annotated[kind | None, option]  # type: ignore[valid-type]
         settings.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=hint))
     vars(command)["__signature__"] = own.replace(parameters=[*settings, *others])
@@ -113,10 +113,9 @@ def train(
 
             code = train_on_this_rank(options, start)
         else:
-            from zero_engine.train.launch import check_request, launch, plan_request
+            from zero_engine.train.launch import check_request, launch
 
             num_ranks = check_request(options, start, ranks)
-            options = plan_request(options, start, num_ranks)
             arguments = []
             for name, value in options.items():
                 if isinstance(value, bool):
@@ -124,12 +123,7 @@ def train(
                 elif value is not None:
                     arguments.append(f"{flag_of(name)}={value}")
             command = ["train", *arguments, *start.arguments]
-            code = launch(
-                command,
-                num_ranks=num_ranks,
-                max_restarts=max_restarts,
-                is_tight=options["size"] is not None,
-            )
+            code = launch(command, num_ranks=num_ranks, max_restarts=max_restarts)
     except ZeroError as error:
         fail(error)
     sys.exit(code)

@@ -24,7 +24,6 @@ from zero_engine.calibration.kept import KeptRates, kept_rates
 from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
 from zero_engine.machine import parse_bytes
 from zero_engine.planning import Calibration, TimedPlan
-from zero_engine.train.options import RunSettings
 from zero_engine.train.settings import AUTO, engine_config
 
 GB = 10**9
@@ -120,7 +119,7 @@ class PlanRequest:
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration, with the batch that was asked for."""
-        found = engine_config(RunSettings(config=self.config))
+        found = engine_config(self.config)
         if AUTO in json.dumps(found.get("scheduler", {})):  # the run's length would complete it
             del found["scheduler"]
         given = {
@@ -140,7 +139,7 @@ class PlanRequest:
         """Write the best choice's configuration, if it is asked for and anything fits."""
         if self.fit is None or plan.best is None:
             return
-        settings = engine_config(RunSettings(config=self.config))
+        settings = engine_config(self.config)
         schedule = {key: settings[key] for key in ("scheduler",) if key in settings}
         content = json.dumps(plan.best.apply(self.settings() | schedule), indent=2)
         try:
