@@ -18,8 +18,12 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 import zero_engine
+from zero_core.errors import ZeroError
 from zero_engine.extras import require
+from zero_engine.launch.orphans import end_with_launcher
 from zero_engine.presets import EXAMPLES, default_config_text
+from zero_engine.progress import quiet, working
+from zero_engine.terminal import refuse
 from zero_engine.train.options import RunSettings, Start, flag_of
 
 app = typer.Typer(
@@ -95,11 +99,8 @@ def train(
         raise typer.BadParameter(f"--resume {resume}: leave the value out, or give 'auto'")
     if ranks is not None and ranks < 1:
         raise typer.BadParameter("--ranks must be at least 1")
-    from zero_engine.launch.orphans import end_with_launcher
-
     end_with_launcher()  # before seconds of imports, in which the launcher may end
     # torch and transformers take seconds to import: only the commands that need them pay.
-    from zero_core.errors import ZeroError
     from zero_engine.launch.ranks import fail, is_under_launcher
 
     start = {None: Start.NEW, "yes": Start.RESUME, "auto": Start.AUTO}[resume]
@@ -122,7 +123,9 @@ def train(
                     arguments.append(flag_of(name) if value else f"--no-{name}")
                 elif value is not None:
                     arguments.append(f"{flag_of(name)}={value}")
-            command = ["train", *arguments, *start.arguments]
+            arguments += ["--overwrite"] * overwrite
+            arguments += [f"--resume={resume}"] * (resume is not None)
+            command = ["train", *arguments]
             code = launch(command, num_ranks=num_ranks, max_restarts=max_restarts)
     except ZeroError as error:
         fail(error)
@@ -147,10 +150,7 @@ def run(
     zero-engine run accelerate launch --config_file FILE SCRIPT.PY, zero-engine run bash train.sh,
     in which deepspeed is this command. Ends with the exit code of the script.
     """
-    from zero_engine.progress import working
-
     with working("starting"):  # seconds of imports
-        from zero_core.errors import ZeroError
         from zero_engine.launch.ranks import fail
         from zero_engine.script.run import run_program
 
@@ -239,10 +239,6 @@ def plan(
 
     Ends with code 1 if nothing fits the memory that was given.
     """
-    from zero_core.errors import ZeroError
-    from zero_engine.progress import quiet, working
-    from zero_engine.terminal import refuse
-
     given = dict(invocation.params)
     named = given.pop("model_option")
     if model is not None and named is not None:
@@ -382,10 +378,6 @@ def doctor(
     as_json: _Json = False,
 ) -> None:
     """Show what is installed, what this machine offers, and what is missing."""
-    from zero_core.errors import ZeroError
-    from zero_engine.progress import quiet, working
-    from zero_engine.terminal import refuse
-
     if measure:
         try:
             with working("measuring this machine"), quiet():

@@ -250,7 +250,8 @@ def draw_plan(plan: TimedPlan, path: Path) -> None:
     """Bars of device and host memory per rank, stacked by kind, as a PNG at ``path``."""
     from matplotlib.figure import Figure  # seconds, and few ask for a picture
 
-    axes = Figure(figsize=(7, 5), layout="constrained").add_subplot()
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.add_subplot()
     places = {"device": plan.memory.device, "host": plan.memory.host}
     kinds = dict.fromkeys(kind for place in places.values() for kind in place)
     bottoms = [0.0, 0.0]
@@ -264,6 +265,4 @@ def draw_plan(plan: TimedPlan, path: Path) -> None:
     axes.set_ylabel("memory per rank (GB)")
     axes.set_title(f"{plan.configured}, {plan.world_size} ranks")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure = axes.figure
-    assert isinstance(figure, Figure)
     figure.savefig(path, dpi=120)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -19,39 +19,29 @@ _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
 """A number with its unit, which stay on one line."""
 
 
-class Block:
-    """Part of a section. The template knows it by its ``kind``."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the class, in lower case."""
-        return type(self).__name__.lower()
-
-
 @dataclass(frozen=True)
-class Text(Block):
+class Text:
     """A paragraph."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Code(Block):
+class Code:
     """Lines of a configuration or a program."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Chart(Block):
-    """A chart, and its number on the page."""
+@dataclass(frozen=True, eq=False)
+class Chart:
+    """A chart."""
 
     spec: Spec
-    number: int = -1
 
 
 @dataclass(frozen=True)
-class Table(Block):
+class Table:
     """A table of texts."""
 
     headings: Sequence[str]
@@ -68,10 +58,14 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Moves(Block):
+class Moves:
     """Changes, the one to begin with first."""
 
     moves: Sequence[Move]
+
+
+Block = Text | Code | Chart | Table | Moves
+"""Part of a section. The template knows it by the name of its class."""
 
 
 class Fact(NamedTuple):
@@ -118,16 +112,8 @@ def render(page: Page) -> str:
     from markupsafe import Markup
     from vl_convert import javascript_bundle
 
-    charts: list[Spec] = []
-    numbered = []
-    for section in page.sections:
-        blocks: list[Block] = []
-        for block in section.blocks:
-            if isinstance(block, Chart):
-                block = Chart(block.spec, len(charts))
-                charts.append(block.spec)
-            blocks.append(block)
-        numbered.append(Section(section.title, blocks))
+    blocks = [block for section in page.sections for block in section.blocks]
+    charts = [block for block in blocks if isinstance(block, Chart)]
     # Vega, Vega-Lite and Vega-Embed; the package's types have no default of its argument
     library: str = javascript_bundle()  # type: ignore[call-arg]
     assert "</script" not in library.lower(), "it could not stand within a script element"
@@ -135,11 +121,14 @@ def render(page: Page) -> str:
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
     # JSON that can stand within a script element, whatever its texts are
-    text = json.dumps(_rounded(charts), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(
+        _rounded([chart.spec for chart in charts]), separators=(",", ":"), allow_nan=False
+    )
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return template.render(
-        page=replace(page, sections=numbered),
+        page=page,
+        numbers={chart: number for number, chart in enumerate(charts)},
         charts=Markup(text),
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),

@@ -26,7 +26,6 @@ from rich.progress import (
 from rich.text import Text
 
 from zero_core.adapters import OUTSIDE, Place
-from zero_core.checkpoint import newest_step
 from zero_engine.train.options import RunSettings
 from zero_engine.train.settings import RunFolder
 
@@ -165,17 +164,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:  # the process died while it wrote this line
             break
     return entries
-
-
-def last_finished_step(folder: RunFolder, settings: RunSettings) -> int:
-    """Return the last step after which all was done that the run is to leave of it."""
-    entries = read_metrics(folder.metrics) if folder.metrics.exists() else []
-    step = max((entry["step"] for entry in entries if "loss" in entry), default=0)
-    is_last = step == settings.steps
-    is_evaluated = any("held_out_loss" in entry for entry in entries if entry["step"] == step)
-    lacks_evaluation = (is_last or step % settings.eval_every == 0) and not is_evaluated
-    lacks_save = settings.is_save_due(step) and newest_step(folder.checkpoint) < step
-    return step - 1 if lacks_evaluation or lacks_save else step
 
 
 def _cut_log(path: Path, last_step: int) -> None:

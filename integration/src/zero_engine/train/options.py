@@ -32,13 +32,6 @@ class Start(StrEnum):
     AUTO = "auto"
     """From the newest checkpoint, or as a new run if there is none."""
 
-    @property
-    def arguments(self) -> list[str]:
-        """Arguments of the command line that say the same."""
-        words = {Start.OVERWRITE: "--overwrite", Start.RESUME: "--resume"}
-        words[Start.AUTO] = "--resume=auto"
-        return [words[self]] if self in words else []
-
 
 def flag_of(name: str) -> str:
     """Return the option that sets ``name``, a field of `RunSettings`."""

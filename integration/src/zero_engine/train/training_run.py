@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.models.gpt2 import GPT2LMHeadModel
 
 import zero_core
+from zero_core.checkpoint import newest_step
 from zero_engine.launch.ranks import (
     StopRequest,
     from_first_rank,
@@ -33,7 +34,7 @@ from zero_engine.machine import memory_limit_bytes, used_bytes
 from zero_engine.progress import working
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
-from zero_engine.train.metrics import Reporter, StepRecord, last_finished_step
+from zero_engine.train.metrics import Reporter, StepRecord, read_metrics
 from zero_engine.train.options import RunSettings, Start
 from zero_engine.train.run_lock import (
     RunLock,
@@ -101,7 +102,14 @@ class TrainingRun:
     @property
     def last_finished_step(self) -> int:
         """The last step after which all was done that the run is to leave of it."""
-        return last_finished_step(self._folder, self.settings)
+        path, settings = self._folder.metrics, self.settings
+        entries = read_metrics(path) if path.exists() else []
+        step = max((entry["step"] for entry in entries if "loss" in entry), default=0)
+        is_last = step == settings.steps
+        is_evaluated = any("held_out_loss" in entry for entry in entries if entry["step"] == step)
+        lacks_evaluation = (is_last or step % settings.eval_every == 0) and not is_evaluated
+        lacks_save = settings.is_save_due(step) and newest_step(self.checkpoints) < step
+        return step - 1 if lacks_evaluation or lacks_save else step
 
     def client_state(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint keeps of the run."""
