@@ -132,7 +132,7 @@ def test_alone(session: nox.Session, part: str) -> None:
 def test_slow(session: nox.Session) -> None:
     """Programs around the packages, and what tests leave out of the gate: decision 228."""
     tested = ("zero-core", "zero-comm", "integration")
-    install_everything(session, extras="[ray]", tests_of=tested)
+    install_everything(session, extras=("ray",), tests_of=tested)
     run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long pages
     run_tests(session, "integration", "tests/slow", "--ignore=tests/slow/test_doc_runs.py")
     for package in tested:
@@ -141,11 +141,11 @@ def test_slow(session: nox.Session) -> None:
 
 def run_examples(session: nox.Session) -> None:
     """Run the examples, each by the command that stands in it; each asserts that its loss fell."""
-    install_everything(session, "accelerate>=1.13", extras="[lightning,ray]")
+    install_everything(session, "accelerate>=1.13", extras=("lightning", "ray"))
     environment = {"OMP_NUM_THREADS": "1"}  # two ranks, and CI has few cores
     for path in sorted(Path("integration", "examples").rglob("*.py")):
-        if path.stem == "lesson":
-            continue  # what the tutorials share is no program
+        if path.stem in ("lesson", "wide_products"):
+            continue  # what programs import
         description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = description.split("\n\n")[1]
         session.run(*shlex.split(command), env=environment)
@@ -153,7 +153,7 @@ def run_examples(session: nox.Session) -> None:
 
 def start_experiments(session: nox.Session) -> None:
     """Import every benchmark and every experiment of the lab, and print their help."""
-    install_everything(session, extras="[bench]")
+    install_everything(session, extras=("bench",))
     for folder in ("benchmarks", "lab"):
         session.run("python", f"integration/{folder}/run.py", "--dry-run", silent=True)
 
@@ -168,7 +168,7 @@ def check_clusters(session: nox.Session) -> None:
 
 def look_at_report(session: nox.Session) -> None:
     """Go a new user's path, and look at a report's page in Debian's chromium or CHROMIUM."""
-    install_everything(session, extras="[hf]", tests_of=("integration",))
+    install_everything(session, extras=("hf",), tests_of=("integration",))
     session.run(*PYTEST, "integration/browser")
 
 
@@ -243,14 +243,14 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run a benchmark, e.g. ``nox -s bench -- engine``; DeepSpeed is installed to compare with."""
-    install_everything(session, extras="[bench]")
+    install_everything(session, extras=("bench",))
     session.run("python", "integration/benchmarks/run.py", *session.posargs)
 
 
 @nox.session
 def lab(session: nox.Session) -> None:
     """Run an experiment of the lab."""
-    install_everything(session, extras="[bench]")
+    install_everything(session, extras=("bench",))
     session.run("python", "integration/lab/run.py", *session.posargs)
 
 
@@ -263,7 +263,7 @@ def compat(session: nox.Session, part: str) -> None:
     that had silent bugs.
     """
     peers = ("trl>=1.16", "bitsandbytes>=0.50", "torchao>=0.18")
-    install_everything(session, *peers, extras="[bench,ray]", tests_of=("integration",))
+    install_everything(session, *peers, extras=("bench", "ray"), tests_of=("integration",))
     if part == "scars":
         session.run("python", "integration/lab/releases.py", *session.posargs)
         return
@@ -350,7 +350,7 @@ def matrix(session: nox.Session, torch: str) -> None:
     """
     tools = [*(tool for package in FOLDERS for tool in group("test", package)), *group("runners")]
     pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))
-    session.install("--quiet", *own(session, *FOLDERS), *pinned, *tools)
+    session.install("--quiet", *own(session, *PACKAGES, with_commands()), *pinned, *tools)
     for package in FOLDERS:
         run_tests(session, package)
 
@@ -359,7 +359,8 @@ def matrix(session: nox.Session, torch: str) -> None:
 @parts(*FOLDERS)
 def minimum(session: nox.Session, part: str) -> None:
     """Test a package with the lowest releases of all that its pyproject.toml declares."""
-    packages = FOLDERS if part == "integration" else ["cpu-adam[torch]" if "cpu" in part else part]
+    alone = ["cpu-adam[torch]" if "cpu" in part else part]
+    packages = [*PACKAGES, with_commands()] if part == "integration" else alone
     lowest = ("--quiet", "--resolution=lowest-direct")
     session.install(*lowest, *own(session, *packages), *group("test", part))
     session.install("--quiet", *group("runners"))  # they may be any release
@@ -375,12 +376,20 @@ def run_tests(session: nox.Session, package: str, *arguments: str) -> None:
 
 
 def install_everything(
-    session: nox.Session, *further: str, extras: str = "", tests_of: tuple[str, ...] = ()
+    session: nox.Session,
+    *further: str,
+    extras: tuple[str, ...] = (),
+    tests_of: tuple[str, ...] = (),
 ) -> None:
     """Install the packages, ``further`` requirements, and the test tools of ``tests_of``."""
-    packages = own(session, "cpu-adam[torch]", *PACKAGES[1:], f"integration{extras}")
+    packages = own(session, "cpu-adam[torch]", *PACKAGES[1:], with_commands(*extras))
     tools = [tool for name in tests_of for tool in (*group("test", name), *group("runners"))]
     session.install(*CONSTRAINTS, *packages, *further, *tools)
+
+
+def with_commands(*extras: str) -> str:
+    """Name integration with what all its commands need, and with ``extras``."""
+    return f"integration[{','.join(('report', 'train', *extras))}]"
 
 
 def own(session: nox.Session, *packages: str) -> tuple[str, str]:

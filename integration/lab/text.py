@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.report import Axes, Panel
+from zero_engine.presets import default_config_text
 from zero_engine.train.data import prepare_corpus, read_text
-from zero_engine.train.settings import default_config_text, fill_auto
+from zero_engine.train.settings import fill_auto
 
 LAST_STEPS = 50
 """The training loss is the mean over this many steps at the end."""

@@ -7,11 +7,14 @@ import importlib
 import importlib.metadata
 import io
 import json
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import own_lines, run_here, run_program
+from conftest import CAPTURED, own_lines, run_here, run_program
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -52,13 +55,39 @@ def test_version_is_that_of_the_distribution() -> None:
         assert importlib.import_module(name).__version__ == importlib.metadata.version(name)
 
 
-def test_the_extra_all_has_every_extra_of_users() -> None:
-    found: dict[str, set[str]] = {}
-    for text in importlib.metadata.requires("zero-engine") or []:
-        what, _, extra = text.partition("; extra == ")
-        found.setdefault(extra.strip("'\""), set()).add(what)
-    assert found["all"] == found["hf"] | found["lightning"] | found["ray"]
-    assert found.keys() - {"", "bench"} == {"all", "hf", "lightning", "ray"}
+def test_the_extra_all_has_every_extra_of_users_and_eight_packages_are_enough_without() -> None:
+    file = Path(__file__).parents[1] / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    of_users = sorted(extras.keys() - {"all", "bench"})
+    assert extras["all"] == [f"zero-engine[{','.join(of_users)}]"]
+    assert len(project["dependencies"]) <= 8
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        *(("train", name, "train") for name in ("transformers", "filelock", "tensorboard")),
+        ("plan --layers=1", "transformers", "train"),
+        ("plan --layers=1 --png=@/x.png", "matplotlib", "train"),
+        *(("report @", name, "report") for name in ("jinja2", "vl_convert")),
+    ],
+)
+def test_a_command_without_its_extra_ends_with_the_line_that_installs_it(
+    command, module, extra, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    code, _, error = _run(*command.replace("@", str(tmp_path)).split())
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"needs the package {module}, which is not installed: pip install" in error
+    assert f"integration[{extra}]" in error
+
+
+@pytest.mark.parametrize("words", [["--help"], ["config"], ["config", "--schema"]])
+def test_help_and_configurations_need_no_torch(words: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "zero_engine", *words]
+    imported = subprocess.run(command, **{**CAPTURED, "check": True}).stderr
+    assert {line.split()[-1] for line in imported.splitlines()} & {"rich", "torch"} == {"rich"}
 
 
 @pytest.mark.parametrize("verb", ["plan --layers=1", "doctor", "version"])

@@ -1,11 +1,9 @@
-"""The train program: its data, models by size, and the files that it leaves behind."""
+"""The train program: its data, and the files that it leaves behind."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from support.late import simulate_late
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.pytorch_utils import Conv1D
 
 import zero_core
 from zero_core.errors import ConfigError
@@ -27,21 +24,13 @@ from zero_core.testing import Case, Tower, rows, run_alone, spawn
 from zero_core.watch.place import Place
 from zero_engine.report.charts import loss_series
 from zero_engine.report.run import read_run
-from zero_engine.train import metrics, program
+from zero_engine.train import metrics
 from zero_engine.train.data import Corpus, prepare_corpus
-from zero_engine.train.launch import RETURN_MEMORY, plan_request, rank_environment
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.options import RunSettings, Start
-from zero_engine.train.preview import preview
-from zero_engine.train.products import widen_products
-from zero_engine.train.program import build_model, take_step
-from zero_engine.train.settings import (
-    RunFolder,
-    engine_config,
-    fresh_run,
-    write_resolved,
-)
-from zero_engine.train.sizes import largest_unit
+from zero_engine.train.program import take_step
+from zero_engine.train.settings import RunFolder, fresh_run, write_resolved
+from zero_engine.train.training_run import open_corpus
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
@@ -94,11 +83,11 @@ def test_run_leaves_its_files_figures_settings_and_losses(finished_run):
 
 def _open_each_its_own(rank: int, _world_size: int, folder: str) -> None:
     cpu = torch.device("cpu")
-    same = program.open_corpus(Path(folder, "0"), 0, cpu)
-    assert program.open_corpus(Path(folder, "same", str(rank)), 0, cpu).train.equal(same.train)
+    same = open_corpus(Path(folder, "0"), 0, cpu)
+    assert open_corpus(Path(folder, "same", str(rank)), 0, cpu).train.equal(same.train)
     for other in ("another", "missing"):
         with pytest.raises(ConfigError, match=r"on ranks \[1\]: give all ranks the same folder"):
-            program.open_corpus(Path(folder, other, str(rank)), 0, cpu)
+            open_corpus(Path(folder, other, str(rank)), 0, cpu)
 
 
 def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> None:
@@ -217,100 +206,8 @@ def test_every_rank_evaluates_equally_often(folder: Path, world_size: int) -> No
     assert len(counts) == 1
 
 
-LIMIT = "zero_engine.train.preview.memory_limit_bytes"
-
-
-def _fresh(folder: Path, size: str, **options: Any) -> RunSettings:
-    return fresh_run({"size": size, "output": str(folder / "run"), **options}, Start.NEW)
-
-
-def test_states_go_to_files_where_memory_does_not_hold_them(tmp_path, monkeypatch):
-    settings = _fresh(tmp_path, "60m")
-    whole = preview(settings, 1)
-    assert whole.settings.states == "memory"
-    # bf16 values, the lower halves of masters, moments of 8 bits, gradients
-    engine_bytes = whole.rank_bytes - whole.process_bytes
-    assert 8.06 <= engine_bytes / whole.plan.num_parameters <= 9
-    limit = whole.rank_bytes - 100_000_000
-    monkeypatch.setattr(LIMIT, lambda: limit)
-    streamed = preview(settings, 1)
-    assert streamed.settings.states == "files"
-    assert streamed.rank_bytes <= limit
-    config = engine_config(streamed.settings)["zero_optimization"]
-    assert config["offload_param"]["device"] == config["offload_optimizer"]["device"] == "nvme"
-    monkeypatch.setattr(LIMIT, lambda: streamed.rank_bytes - 50_000_000)  # the process varies
-    with pytest.raises(ConfigError, match="choose a smaller size, or fewer --ranks"):
-        preview(settings, 1)
-    monkeypatch.setattr(LIMIT, lambda: None)  # and 14 bytes a parameter are twice the free ones
-    with pytest.raises(ConfigError, match=r"--output .*: states and results take .* free"):
-        preview(_fresh(tmp_path, f"{shutil.disk_usage(tmp_path).free // 7}"), 1)
-
-
-def test_largest_unit_fits_the_buffers_of_files(tmp_path: Path) -> None:
-    settings = _fresh(tmp_path, "1m")
-    with torch.device("meta"):
-        model = build_model(settings, settings.vocab)
-    blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer.h]
-    rest = sum(p.numel() for p in model.parameters()) - sum(blocks)
-    shape = (settings.width, settings.vocab, settings.context)
-    assert largest_unit(*shape) == max(*blocks, rest)
-    large = engine_config(_fresh(tmp_path, "6b", states="files"))["zero_optimization"]
-    assert large["offload_param"]["buffer_size"] > 100_000_000  # the default
-
-
-def test_files_are_counted_as_they_are_kept(tmp_path: Path) -> None:
-    options = {"states": "files", "export": False}
-    alone = preview(_fresh(tmp_path, "60m", **options, save=False), 1)
-    # bf16 values twice, the lower halves of masters, moments of 8 bits; then fp32 checkpoints
-    assert alone.disk_bytes / alone.plan.num_parameters == pytest.approx(2 + 2 + 2 + 2.06, rel=0.01)
-    saved = preview(_fresh(tmp_path, "60m", **options), 1)
-    per_param = (saved.disk_bytes - alone.disk_bytes) / saved.plan.num_parameters
-    assert per_param == pytest.approx(12, rel=0.01)
-
-
-def test_plan_is_shown_before_a_run_which_keeps_its_size(tmp_path, capfd, monkeypatch):
-    options = {"size": "1m", "output": str(tmp_path / "run")}
-    assert plan_request(options, Start.NEW, 2) == {**options, "states": "memory"}
-    shown = capfd.readouterr().out
-    assert shown.startswith("plan: 0.00 billion parameters, states in memory, memory per rank:")
-    assert "2 ranks take" in shown
-    assert plan_request({"output": str(tmp_path)}, Start.NEW, 2) == {"output": str(tmp_path)}
-    assert capfd.readouterr().out == ""
-    options = {"size": "1m", "output": str(tmp_path / "run")}
-    settings = fresh_run(options, Start.NEW)
-    write_resolved(RunFolder.of(options), settings, config={})
-    monkeypatch.setattr(RunFolder, "has_checkpoint", True)
-    resumed = {"output": options["output"], "size": None}
-    assert plan_request(resumed, Start.RESUME, 1) == options
-    assert capfd.readouterr().out == ""
-
-
-def test_ranks_of_a_large_model_return_freed_memory() -> None:
-    assert rank_environment(2, is_tight=True).items() >= RETURN_MEMORY.items()
-    assert not rank_environment(2).keys() & RETURN_MEMORY.keys()
-
-
-def test_widened_products_are_those_of_fp32_rounded_once() -> None:
-    torch.manual_seed(0)
-    wide = Conv1D(24, 17).to(torch.bfloat16)
-    torch.nn.init.normal_(wide.bias)
-    exact = copy.deepcopy(wide).float()
-    x = torch.randn(2, 5, 17).to(torch.bfloat16).requires_grad_()
-    given = x.detach().float().requires_grad_()
-    widen_products(wide)
-    found, expected = wide(x), exact(given)
-    assert torch.equal(found, expected.to(torch.bfloat16))
-    grad = torch.randn(2, 5, 24).to(torch.bfloat16)
-    found.backward(grad)
-    expected.backward(grad.float())
-    for ours, theirs in ((x, given), *zip(wide.parameters(), exact.parameters(), strict=True)):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(ours.grad, theirs.grad.to(torch.bfloat16), rtol=0.008, atol=1e-6)
-
-
 def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
-    options = {"size": "1m", "output": str(tmp_path / "run"), "save": False}
+    options = {"output": str(tmp_path / "run"), "save": False}
     folder = RunFolder.of(options)
     settings = fresh_run(options, Start.NEW)
     folder.root.mkdir()

@@ -50,16 +50,8 @@ TRAIN = [
     ("--output @", "holds no run"),
     ("--output @ --overwrite", "holds no run"),
     ("--resume", "no checkpoint to continue from"),
-    *(
-        (f"--size={size}", f"--size {size}: expected parameters")
-        for size in ("", "large", "2.2", "-1b", "2000b", "1k", "2bb", "1e9")
-    ),
-    ("--size 1m --layers 3 --heads 2", "--size and --layers, --heads exclude each other"),
-    ("--size 1m --states disk", "--states disk: must be memory or files"),
-    ("--size 1m --states files --config @/none.json", "--states files belongs to --size"),
-    ("--states files", "--states files belongs to --size"),
-    ("--size 1m --no-save --keep-last 2", "--no-save and --keep-last exclude each other"),
-    ("--size 1m --sample-tokens 128", "--sample-tokens 128: must be below --context 128"),
+    ("--no-save --keep-last 2", "--no-save and --keep-last exclude each other"),
+    ("--sample-tokens 128", "--sample-tokens 128: must be below --context 128"),
     ("--checkpoints nothing-like-it://x", "--checkpoints nothing-like-it://x cannot be opened"),
     ("--config @/nothing.json", "nothing.json"),
     ("--config /dev/zero", "not a regular file"),

@@ -9,16 +9,21 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from inspect import Parameter, signature
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
 import zero_engine
-from zero_engine.presets import EXAMPLES
+from zero_core.errors import ZeroError
+from zero_engine.extras import require
+from zero_engine.launch.orphans import end_with_launcher
+from zero_engine.presets import EXAMPLES, default_config_text
+from zero_engine.progress import quiet, working
+from zero_engine.terminal import refuse
 from zero_engine.train.options import RunSettings, Start, flag_of
 
 app = typer.Typer(
@@ -51,13 +56,13 @@ class _ResumeCommand(TyperCommand):
 
 def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command`` an option for each of `RunSettings`, which it gets by ``**options``."""
-    own, kinds = signature(command, eval_str=True), get_type_hints(RunSettings)
+    own = signature(command, eval_str=True)
     others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     settings = []
-    for setting in fields(RunSettings):
-        name, flag, kind = setting.name, flag_of(setting.name), kinds[setting.name]
+    for name, field in RunSettings.model_fields.items():
+        flag, kind = flag_of(name), field.annotation
         flags = [f"{flag}/--no-{name}"] if kind is bool else [flag]
-        option = typer.Option(*flags, help=setting.metadata["help"], show_default=False)
+        option = typer.Option(*flags, help=field.description, show_default=False)
         hint = Annotated[kind | None, option]  # type: ignore[valid-type]
         settings.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=hint))
     vars(command)["__signature__"] = own.replace(parameters=[*settings, *others])
@@ -94,39 +99,34 @@ def train(
         raise typer.BadParameter(f"--resume {resume}: leave the value out, or give 'auto'")
     if ranks is not None and ranks < 1:
         raise typer.BadParameter("--ranks must be at least 1")
-    from zero_engine.launch.orphans import end_with_launcher
-
     end_with_launcher()  # before seconds of imports, in which the launcher may end
     # torch and transformers take seconds to import: only the commands that need them pay.
-    from zero_core.errors import ZeroError
     from zero_engine.launch.ranks import fail, is_under_launcher
 
     start = {None: Start.NEW, "yes": Start.RESUME, "auto": Start.AUTO}[resume]
     if overwrite:
         start = Start.OVERWRITE
     try:
+        libraries = ("transformers", "tokenizers", "filelock", "matplotlib", "tensorboard")
+        require("train", "zero-engine train", *libraries)
         if is_under_launcher():
             from zero_engine.train.program import train as train_on_this_rank
 
             code = train_on_this_rank(options, start)
         else:
-            from zero_engine.train.launch import check_request, launch, plan_request
+            from zero_engine.train.launch import check_request, launch
 
             num_ranks = check_request(options, start, ranks)
-            options = plan_request(options, start, num_ranks)
             arguments = []
             for name, value in options.items():
                 if isinstance(value, bool):
                     arguments.append(flag_of(name) if value else f"--no-{name}")
                 elif value is not None:
                     arguments.append(f"{flag_of(name)}={value}")
-            command = ["train", *arguments, *start.arguments]
-            code = launch(
-                command,
-                num_ranks=num_ranks,
-                max_restarts=max_restarts,
-                is_tight=options["size"] is not None,
-            )
+            arguments += ["--overwrite"] * overwrite
+            arguments += [f"--resume={resume}"] * (resume is not None)
+            command = ["train", *arguments]
+            code = launch(command, num_ranks=num_ranks, max_restarts=max_restarts)
     except ZeroError as error:
         fail(error)
     sys.exit(code)
@@ -150,10 +150,7 @@ def run(
     zero-engine run accelerate launch --config_file FILE SCRIPT.PY, zero-engine run bash train.sh,
     in which deepspeed is this command. Ends with the exit code of the script.
     """
-    from zero_engine.progress import working
-
     with working("starting"):  # seconds of imports
-        from zero_core.errors import ZeroError
         from zero_engine.launch.ranks import fail
         from zero_engine.script.run import run_program
 
@@ -242,15 +239,12 @@ def plan(
 
     Ends with code 1 if nothing fits the memory that was given.
     """
-    from zero_core.errors import ZeroError
-    from zero_engine.progress import quiet, working
-    from zero_engine.terminal import refuse
-
     given = dict(invocation.params)
     named = given.pop("model_option")
     if model is not None and named is not None:
         raise typer.BadParameter("MODEL is given twice: leave --model out")
     try:
+        require("train", "zero-engine plan", "transformers", *["matplotlib"] * (png is not None))
         with working("planning"), quiet():
             from zero_engine.plan_command import PlanRequest
 
@@ -384,10 +378,6 @@ def doctor(
     as_json: _Json = False,
 ) -> None:
     """Show what is installed, what this machine offers, and what is missing."""
-    from zero_core.errors import ZeroError
-    from zero_engine.progress import quiet, working
-    from zero_engine.terminal import refuse
-
     if measure:
         try:
             with working("measuring this machine"), quiet():
@@ -436,8 +426,6 @@ def config(
 
         text = SCHEMA_FILE.read_text(encoding="utf-8")
     else:
-        from zero_engine.train.settings import default_config_text
-
         text = default_config_text()
     print(text, end="")
 

@@ -30,14 +30,16 @@ PACKAGES = {
 }
 LIBRARIES = {
     "torch": "torch",
-    "transformers": "transformers",
-    "tokenizers": "tokenizers",
     "safetensors": "safetensors",
-    "tensorboard": "tensorboard",
-    "matplotlib": "matplotlib",
-    "vl-convert-python": "vl_convert",
 }
 OPTIONAL = {
+    "transformers": "zero-engine train and plan, and Hugging Face's Trainer",
+    "tokenizers": "zero-engine train",
+    "filelock": "zero-engine train",
+    "matplotlib": "zero-engine train, and the pictures of plans",
+    "tensorboard": "zero-engine train",
+    "jinja2": "zero-engine report",
+    "vl-convert-python": "zero-engine report",
     "accelerate": "scripts of Hugging Face's Trainer",
     "lightning": "Lightning's strategies",
 }

@@ -24,7 +24,6 @@ from zero_engine.calibration.kept import KeptRates, kept_rates
 from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
 from zero_engine.machine import parse_bytes
 from zero_engine.planning import Calibration, TimedPlan
-from zero_engine.train.options import RunSettings
 from zero_engine.train.settings import AUTO, engine_config
 
 GB = 10**9
@@ -120,7 +119,7 @@ class PlanRequest:
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration, with the batch that was asked for."""
-        found = engine_config(RunSettings(config=self.config))
+        found = engine_config(self.config)
         if AUTO in json.dumps(found.get("scheduler", {})):  # the run's length would complete it
             del found["scheduler"]
         given = {
@@ -140,7 +139,7 @@ class PlanRequest:
         """Write the best choice's configuration, if it is asked for and anything fits."""
         if self.fit is None or plan.best is None:
             return
-        settings = engine_config(RunSettings(config=self.config))
+        settings = engine_config(self.config)
         schedule = {key: settings[key] for key in ("scheduler",) if key in settings}
         content = json.dumps(plan.best.apply(self.settings() | schedule), indent=2)
         try:
@@ -251,7 +250,8 @@ def draw_plan(plan: TimedPlan, path: Path) -> None:
     """Bars of device and host memory per rank, stacked by kind, as a PNG at ``path``."""
     from matplotlib.figure import Figure  # seconds, and few ask for a picture
 
-    axes = Figure(figsize=(7, 5), layout="constrained").add_subplot()
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.add_subplot()
     places = {"device": plan.memory.device, "host": plan.memory.host}
     kinds = dict.fromkeys(kind for place in places.values() for kind in place)
     bottoms = [0.0, 0.0]
@@ -265,6 +265,4 @@ def draw_plan(plan: TimedPlan, path: Path) -> None:
     axes.set_ylabel("memory per rank (GB)")
     axes.set_title(f"{plan.configured}, {plan.world_size} ranks")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure = axes.figure
-    assert isinstance(figure, Figure)
     figure.savefig(path, dpi=120)

@@ -1,8 +1,9 @@
-"""Configurations by name, for ``zero-engine config --example`` and ``ZeroTrainer(zero=...)``."""
+"""Configurations by name, for ``zero-engine config`` and ``ZeroTrainer(zero=...)``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
 _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -45,3 +46,9 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     }.items()
 }
 """Whole configurations by name, to save and change: a preset, in bf16 with AdamW."""
+
+
+def default_config_text() -> str:
+    """Return the JSON that is used where no ``--config`` is given."""
+    file = resources.files("zero_engine.train").joinpath("default_config.json")
+    return file.read_text(encoding="utf-8")

@@ -54,9 +54,7 @@ SMALLER = {
     "zero-engine train": TINY_RUN,
     "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": TINY_RUN,
     "zero-engine train --data my.txt --output runs/mine": TINY_RUN,
-    "zero-engine train --size 2.2b --steps 3 --ranks 1 --output runs/large": (
-        "--size=1m --context=32 --vocab=300"
-    ),
+    "python integration/examples/large_model/large_model.py --size 2.2e9 --steps 3": "--size 1e6",
     "zero-engine run --nproc-per-node 2 finetune_trainer.py --fp16 --deepspeed zero.json": (
         "--model_name_or_path t5 --output_dir tuned --do_train --max_steps 2 --use_cpu"
     ),

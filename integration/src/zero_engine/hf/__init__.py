@@ -7,6 +7,15 @@
 configuration, or the path of its JSON file.
 """
 
+try:
+    import accelerate as _accelerate  # type: ignore[import-untyped]  # noqa: F401
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "zero_engine.hf needs the packages transformers and accelerate, which cannot be imported "
+        f'({error}): pip install "./integration[hf]" in a checkout'
+    ) from error
+
 from zero_engine.hf.trainer import ZeroSeq2SeqTrainer, ZeroTrainer
 from zero_engine.presets import PRESETS
 

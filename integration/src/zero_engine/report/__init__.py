@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero_core.errors import ConfigError, ZeroError
+from zero_engine.extras import require
 
 
 def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None = None) -> Path:
@@ -20,8 +21,9 @@ def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None 
 
     Raises:
         ConfigError: there are no records, or the page cannot be written.
-        MissingPartError: a package that draws is not installed.
+        MissingPartError: the extra "report" is not installed.
     """
+    require("report", "a report", "jinja2", "vl_convert")
     from zero_engine.report.compose import compose
     from zero_engine.report.page import render
     from zero_engine.report.run import read_run

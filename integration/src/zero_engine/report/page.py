@@ -6,57 +6,42 @@ that no browser runs, without the characters that could end it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
-import jinja2
-from markupsafe import Markup
-
-from zero_core.errors import MissingPartError
 from zero_engine.report.charts import Spec
 
 _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
 """A number with its unit, which stay on one line."""
 
 
-class Block:
-    """Part of a section. The template knows it by its ``kind``."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the class, in lower case."""
-        return type(self).__name__.lower()
-
-
 @dataclass(frozen=True)
-class Text(Block):
+class Text:
     """A paragraph."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Code(Block):
+class Code:
     """Lines of a configuration or a program."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Chart(Block):
-    """A chart, and its number on the page."""
+@dataclass(frozen=True, eq=False)
+class Chart:
+    """A chart."""
 
     spec: Spec
-    number: int = -1
 
 
 @dataclass(frozen=True)
-class Table(Block):
+class Table:
     """A table of texts."""
 
     headings: Sequence[str]
@@ -73,10 +58,14 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Moves(Block):
+class Moves:
     """Changes, the one to begin with first."""
 
     moves: Sequence[Move]
+
+
+Block = Text | Code | Chart | Table | Moves
+"""Part of a section. The template knows it by the name of its class."""
 
 
 class Fact(NamedTuple):
@@ -118,34 +107,32 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML.
+    """Return the page as HTML. The extra "report" must be installed."""
+    import jinja2
+    from markupsafe import Markup
+    from vl_convert import javascript_bundle
 
-    Raises:
-        MissingPartError: the package vl-convert-python, which has the charts' library, is missing.
-    """
-    charts: list[Spec] = []
-    numbered = []
-    for section in page.sections:
-        blocks: list[Block] = []
-        for block in section.blocks:
-            if isinstance(block, Chart):
-                block = Chart(block.spec, len(charts))
-                charts.append(block.spec)
-            blocks.append(block)
-        numbered.append(Section(section.title, blocks))
+    blocks = [block for section in page.sections for block in section.blocks]
+    charts = [block for block in blocks if isinstance(block, Chart)]
+    # Vega, Vega-Lite and Vega-Embed; the package's types have no default of its argument
+    library: str = javascript_bundle()  # type: ignore[call-arg]
+    assert "</script" not in library.lower(), "it could not stand within a script element"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
     # JSON that can stand within a script element, whatever its texts are
-    text = json.dumps(_rounded(charts), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(
+        _rounded([chart.spec for chart in charts]), separators=(",", ":"), allow_nan=False
+    )
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return template.render(
-        page=replace(page, sections=numbered),
+        page=page,
+        numbers={chart: number for number, chart in enumerate(charts)},
         charts=Markup(text),
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
-        library=Markup(_library()),
+        library=Markup(library),
     )
 
 
@@ -158,20 +145,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(inner) for inner in value]
     return value
-
-
-def _library() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script, from the package that bundles them."""
-    try:
-        vl_convert: Any = importlib.import_module("vl_convert")
-    except ImportError as error:
-        raise MissingPartError(
-            "a report's charts need the package vl-convert-python, which does not import "
-            f"({error}): pip install vl-convert-python"
-        ) from error
-    text: str = vl_convert.javascript_bundle()
-    assert "</script" not in text.lower(), "it could not stand within a script element"
-    return text
 
 
 def _asset(name: str) -> str:

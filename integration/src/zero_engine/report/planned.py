@@ -10,6 +10,7 @@ import torch
 
 from zero_core.errors import ConfigError, ZeroError
 from zero_core.footprint import Plan, Traffic, TrafficChoice, format_bytes, plan
+from zero_engine.extras import require
 from zero_engine.report import charts
 from zero_engine.report.measured import Measured, sent_bytes
 from zero_engine.report.page import Block, Chart, Table, Text
@@ -53,6 +54,7 @@ def plan_of(run: Run, limit: int | None) -> tuple[Plan | None, str]:
 
 def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
     """Return inputs of a micro-batch as recorded, if the model is a causal language model."""
+    require("train", "a plan", "transformers")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     steps, micro = run.ranks[0].steps, run.run.config["train_micro_batch_size_per_gpu"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
@@ -16,9 +15,6 @@ from zero_core.checkpoint import LATEST, discard, list_checkpoints
 from zero_engine.train.data import END_OF_TEXT, Corpus
 from zero_engine.train.metrics import MIB, read_metrics
 from zero_engine.train.settings import RunFolder
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
@@ -95,40 +91,36 @@ def write_sample(
 
 def plot_run(folder: RunFolder) -> None:
     """Draw loss and memory over steps."""
-    entries = read_metrics(folder.metrics)
-    axes = _axes("loss (nats per token)")
-    for key, label, style in (("loss", "training", "-"), ("held_out_loss", "held out", "o-")):
-        points = [(entry["step"], entry[key]) for entry in entries if key in entry]
-        axes.plot([x for x, _ in points], [y for _, y in points], style, label=label, markersize=4)
-    _save(axes, folder.loss_plot)
-    axes = _axes("memory (MiB)")
-    points = [(entry["step"], entry["memory_bytes"]) for entry in entries if "loss" in entry]
-    for rank in range(len(points[0][1]) if points else 0):
-        values = [memory[rank] / MIB for _, memory in points if rank < len(memory)]
-        axes.plot([x for x, memory in points if rank < len(memory)], values, label=f"rank {rank}")
-    axes.set_ylim(bottom=0)
-    _save(axes, folder.memory_plot)
-
-
-def _axes(label: str) -> Axes:
     from matplotlib.figure import Figure  # every rank would import it, and rank 0 draws
 
-    # A Figure of its own needs no display and leaves no state behind, as pyplot would.
-    axes = Figure(figsize=(8, 4.5), layout="constrained").add_subplot()
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
-    axes.grid(visible=True, alpha=0.3)
-    return axes
-
-
-def _save(axes: Axes, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    if axes.get_lines():
-        axes.legend()
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-    figure.savefig(path, dpi=120)
+    entries = read_metrics(folder.metrics)
+    losses = {
+        name: [(entry["step"], entry[key]) for entry in entries if key in entry]
+        for name, key in (("training", "loss"), ("held out", "held_out_loss"))
+    }
+    memory: dict[str, list[tuple[int, float]]] = {}
+    for entry in entries:
+        for rank, held in enumerate(entry.get("memory_bytes", ())):
+            memory.setdefault(f"rank {rank}", []).append((entry["step"], held / MIB))
+    for path, title, lines in (
+        (folder.loss_plot, "loss (nats per token)", losses),
+        (folder.memory_plot, "memory (MiB)", memory),
+    ):
+        # A Figure of its own needs no display and leaves no state behind, as pyplot would.
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_xlabel("step")
+        axes.set_ylabel(title)
+        axes.grid(visible=True, alpha=0.3)
+        for name, points in lines.items():
+            style = "o-" if name == "held out" else "-"
+            steps, values = zip(*points, strict=True) if points else ((), ())
+            axes.plot(steps, values, style, label=name, markersize=4)
+        if lines is memory:
+            axes.set_ylim(bottom=0)
+        if lines:
+            axes.legend()
+        figure.savefig(path, dpi=120)
 
 
 def _tokenizer(data: Path) -> Tokenizer:

@@ -14,7 +14,6 @@ from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.launch.torchrun import local_address_only, pass_on_warnings, run_ranks
 from zero_engine.machine import available_cores
-from zero_engine.progress import quiet, working
 from zero_engine.train.data import read_text
 from zero_engine.train.options import Start
 from zero_engine.train.run_lock import RunLock, longest_wait_s
@@ -36,25 +35,9 @@ def default_ranks() -> int:
     return torch.cuda.device_count() or CPU_RANKS
 
 
-RETURN_MEMORY = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**18),
-    "MALLOC_TRIM_THRESHOLD_": str(2**18),
-}
-"""Settings of glibc for ranks whose memory is tight.
-
-By default each thread has a heap of its own, and keeps what was freed in it up to 32 MiB a piece:
-2.3 bytes per parameter beyond the plan with 0.3 billion parameters, against 0.1.
-"""
-
-
-def rank_environment(num_ranks: int, *, is_tight: bool = False) -> dict[str, str]:
-    """Environment variables for the ranks of one machine, for what the user left open.
-
-    ``is_tight``: whether freed memory goes back to the system at once.
-    """
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """Environment variables for the ranks of one machine, for what the user left open."""
     return {
-        **(RETURN_MEMORY if is_tight else {}),
         # Else every rank starts a thread per core, and they are in each other's way.
         "OMP_NUM_THREADS": str(max(1, available_cores() // num_ranks)),
         **local_address_only(),
@@ -93,7 +76,7 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
     else:
         num_ranks = num_ranks or default_ranks()
         settings = fresh_run(options, start)
-        config = engine_config(settings)
+        config = engine_config(settings.config)
         if settings.data is not None:
             read_text(settings.data)
     checked = check_config(fill_auto(config, settings.steps), world_size=num_ranks)
@@ -104,45 +87,16 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
     return num_ranks
 
 
-def plan_request(options: Mapping[str, Any], start: Start, num_ranks: int) -> dict[str, Any]:
-    """Print what a new run with a ``size`` will take.
-
-    Call `check_request` before.
-
-    Returns:
-        ``options``, and where the states go; of a run that goes on, its ``size``.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
-    folder = RunFolder.of(options)
-    goes_on = start in (Start.RESUME, Start.AUTO) and folder.has_run and folder.has_checkpoint
-    if goes_on:
-        return {**options, "size": resumed_run(options).size}
-    if options.get("size") is None:
-        return dict(options)
-    with working("planning the run"), quiet():
-        # The program's imports take seconds, and their memory is a part of the plan.
-        from zero_engine.train.preview import preview
-
-        found = preview(fresh_run(options, start), num_ranks)
-    print("\n".join(found.lines()), flush=True)
-    return {**options, "states": found.settings.states}
-
-
-def launch(
-    arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, is_tight: bool = False
-) -> int:
+def launch(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0) -> int:
     """Run ``zero-engine ARGUMENTS`` on every rank and wait for the end.
 
-    After a rank has failed, all are started anew, at most ``max_restarts`` times. ``is_tight``: see
-    `rank_environment`.
+    After a rank has failed, all are started anew, at most ``max_restarts`` times.
 
     Returns:
         The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
         failed first.
     """
-    for name, value in rank_environment(num_ranks, is_tight=is_tight).items():
+    for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
     pass_on_warnings()
     options = [f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]

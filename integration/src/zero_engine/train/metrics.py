@@ -24,10 +24,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
-from torch.utils.tensorboard import SummaryWriter
 
 from zero_core.adapters import OUTSIDE, Place
-from zero_core.checkpoint import newest_step
 from zero_engine.train.options import RunSettings
 from zero_engine.train.settings import RunFolder
 
@@ -65,6 +63,8 @@ class Reporter:
         self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
     ) -> None:
         """``place``: where this rank is within a step."""
+        from torch.utils.tensorboard import SummaryWriter  # a report reads logs without it
+
         self._settings = settings
         self._place = place
         self._said_at = time.monotonic()
@@ -164,17 +164,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:  # the process died while it wrote this line
             break
     return entries
-
-
-def last_finished_step(folder: RunFolder, settings: RunSettings) -> int:
-    """Return the last step after which all was done that the run is to leave of it."""
-    entries = read_metrics(folder.metrics) if folder.metrics.exists() else []
-    step = max((entry["step"] for entry in entries if "loss" in entry), default=0)
-    is_last = step == settings.steps
-    is_evaluated = any("held_out_loss" in entry for entry in entries if entry["step"] == step)
-    lacks_evaluation = (is_last or step % settings.eval_every == 0) and not is_evaluated
-    lacks_save = settings.is_save_due(step) and newest_step(folder.checkpoint) < step
-    return step - 1 if lacks_evaluation or lacks_save else step
 
 
 def _cut_log(path: Path, last_step: int) -> None:

@@ -9,20 +9,15 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from zero_core.checkpoint import Location, holds_checkpoint, local_path, location_of
 from zero_core.config import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
+from zero_engine.presets import default_config_text
 from zero_engine.train.options import RunSettings, Start, flag_of
-from zero_engine.train.sizes import DEFAULTS, largest_unit, parse_size, shape_of
 
-DEFAULT_CONFIG = "default_config.json"
-LARGE_CONFIG = "large_config.json"
-"""What a run with a ``size`` takes where no ``--config`` is given."""
 AUTO = "auto"
 RECORDS = "records"
 """Folder of the records of steps in that of a run."""
@@ -75,7 +70,7 @@ class RunFolder:
         Raises:
             ConfigError: ``checkpoints`` is a URL that cannot be opened, or ``output`` is a URL.
         """
-        output, checkpoints = options.get("output") or RunSettings.output, None
+        output, checkpoints = options.get("output") or RunSettings().output, None
         try:
             folder = cls(local_path(output, "a run"))
         except CheckpointError as error:
@@ -109,15 +104,11 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)
-    if given.get("size") is not None:  # from which others follow
-        doubled = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
-        if doubled:
-            raise ConfigError(f"--size and {', '.join(doubled)} exclude each other")
-        given = {**DEFAULTS, **shape_of(parse_size(given["size"])), **given}
-    settings = RunSettings(**given).check()
+    settings = RunSettings.of(given)
     folder = RunFolder.of(given)
     try:
-        there = nearest_folder(folder.root)
+        places = (folder.root, *folder.root.absolute().parents)
+        there = next(place for place in places if place.exists())
     except (OSError, ValueError) as error:  # a name too long, or a zero character in it
         raise ConfigError(f"--output {str(folder.root)!r}: {error}") from None
     if not there.is_dir():
@@ -149,11 +140,6 @@ def _check_saving(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"--no-save and {flag_of(name)} exclude each other")
 
 
-def nearest_folder(folder: Path) -> Path:
-    """Return ``folder``, or the nearest of its parents that exists."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
-
-
 def resumed_run(options: Mapping[str, Any]) -> RunSettings:
     """Return the settings that the run in ``options["output"]`` was started with.
 
@@ -167,7 +153,7 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
             f"--resume: {folder.checkpoint} has no checkpoint to continue from; "
             "start the run without --resume"
         )
-    saved = RunSettings(**read_resolved(folder)["run"])
+    saved = RunSettings.of(read_resolved(folder)["run"])
     for name, value in given.items():
         if name not in CHANGEABLE and _canonical(name, value) != getattr(saved, name):
             raise ConfigError(
@@ -175,30 +161,17 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
                 f"{getattr(saved, name)}; leave the option out, or start a new run"
             )
     changed = {name: given[name] for name in CHANGEABLE if name in given}
-    return replace(saved, **{**changed, "output": str(folder.root)}).check()
+    return RunSettings.of({**saved.model_dump(), **changed, "output": str(folder.root)})
 
 
-def engine_config(settings: RunSettings) -> dict[str, Any]:
-    """Return the engine's configuration as the user wrote it, "auto" values included.
+def engine_config(path: str | None) -> dict[str, Any]:
+    """Return the configuration at ``path``, or the default one, with its "auto" values.
 
     Raises:
         ConfigError: the file cannot be read or is no JSON object.
     """
-    if settings.config is not None:
-        text = read_config_text(Path(settings.config), "--config")
-    elif settings.size is not None:
-        config = parse_json(_text_of(LARGE_CONFIG), LARGE_CONFIG)
-        if settings.states == "files":
-            # The files have no name: any folder of the output's disk serves, and it must be there.
-            path = str(nearest_folder(RunFolder.of(asdict(settings)).root).resolve())
-            for block in ("offload_param", "offload_optimizer"):
-                config["zero_optimization"][block] |= {"device": "nvme", "nvme_path": path}
-            largest = largest_unit(settings.width, settings.vocab, settings.context)
-            config["zero_optimization"]["offload_param"]["buffer_size"] = largest
-        return config
-    else:
-        text = default_config_text()
-    return parse_json(text, f"--config {settings.config}")
+    text = default_config_text() if path is None else read_config_text(Path(path), "--config")
+    return parse_json(text, f"--config {path}")
 
 
 def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -212,18 +185,9 @@ def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
     return {**config, "scheduler": {**scheduler, "params": filled}}
 
 
-def default_config_text() -> str:
-    """Return the JSON that is used where no ``--config`` is given."""
-    return _text_of(DEFAULT_CONFIG)
-
-
-def _text_of(name: str) -> str:
-    return resources.files("zero_engine.train").joinpath(name).read_text(encoding="utf-8")
-
-
 def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> None:
     """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins."""
-    text = json.dumps({"run": asdict(settings), **parts}, indent=2) + "\n"
+    text = json.dumps({"run": settings.model_dump(), **parts}, indent=2) + "\n"
     aside = folder.resolved_config.with_name(".config.resolved.tmp")
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
@@ -237,9 +201,8 @@ def read_resolved(folder: RunFolder) -> dict[str, Any]:
     """Return the content that `write_resolved` wrote."""
     try:
         content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
-        known = {field.name for field in fields(RunSettings)}
-        if set(content["run"]) <= known:  # versions before had fewer
-            return dict(content)
+        RunSettings(**content["run"])
+        return dict(content)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # one message for every way of not being ours
     raise ConfigError(f"{folder.resolved_config} is missing or was not written by this version")

@@ -1,0 +1,313 @@
+"""A run around its training loop: ranks, folder, text, stop requests, logs and results.
+
+`program` has the loop. Every rank calls all that is here; rank 0 writes the logs and the results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.gpt2 import GPT2LMHeadModel
+
+import zero_core
+from zero_core.checkpoint import newest_step
+from zero_engine.launch.ranks import (
+    StopRequest,
+    from_first_rank,
+    join_ranks,
+    leave_ranks,
+    on_first_rank,
+    ranks_where,
+    sum_over_ranks,
+)
+from zero_engine.machine import memory_limit_bytes, used_bytes
+from zero_engine.progress import working
+from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
+from zero_engine.train.data import Corpus, prepare_corpus, read_text
+from zero_engine.train.metrics import Reporter, StepRecord, read_metrics
+from zero_engine.train.options import RunSettings, Start
+from zero_engine.train.run_lock import (
+    RunLock,
+    belongs_to,
+    launch_numbers,
+    longest_wait_s,
+    note_launch,
+)
+from zero_engine.train.settings import (
+    RunFolder,
+    engine_config,
+    fill_auto,
+    fresh_run,
+    read_resolved,
+    resumed_run,
+    write_resolved,
+)
+
+__all__ = ["Corpus", "RunSettings", "Start", "TrainingRun", "open_corpus", "open_run"]
+
+COPY_SHARE = 1 / 8
+"""Share of the host's memory that copies of states in a save may take. A step that needs more waits
+for the writer."""
+
+
+class TrainingRun:
+    """A run that is prepared in its folder.
+
+    Attributes:
+        settings: of the run.
+        device: of this rank.
+        corpus: the text.
+        config: the engine's configuration, with its "auto" values filled in.
+        checkpoints: folder or URL.
+        is_resumed: whether it goes on from a checkpoint that is there.
+        max_copy_bytes: that a rank's save may copy beside the next steps; None if unknown.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        settings: RunSettings,
+        config: dict[str, Any],
+        device: torch.device,
+        request: StopRequest,
+        *,
+        is_resumed: bool,
+    ) -> None:
+        """``config``: as the user wrote it."""
+        self.settings = settings
+        self.device = device
+        self.corpus = open_corpus(folder.data, settings.seed, device)
+        self.config = fill_auto(config, settings.steps)
+        self.checkpoints = folder.checkpoint
+        self.is_resumed = is_resumed
+        memory = memory_limit_bytes()
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.max_copy_bytes = None if memory is None else int(COPY_SHARE * memory / num_local)
+        self._folder = folder
+        self._given = config
+        self._request = request
+        self._reporter: Reporter | None = None
+        self._step_began_at = 0.0
+
+    @property
+    def last_finished_step(self) -> int:
+        """The last step after which all was done that the run is to leave of it."""
+        path, settings = self._folder.metrics, self.settings
+        entries = read_metrics(path) if path.exists() else []
+        step = max((entry["step"] for entry in entries if "loss" in entry), default=0)
+        is_last = step == settings.steps
+        is_evaluated = any("held_out_loss" in entry for entry in entries if entry["step"] == step)
+        lacks_evaluation = (is_last or step % settings.eval_every == 0) and not is_evaluated
+        lacks_save = settings.is_save_due(step) and newest_step(self.checkpoints) < step
+        return step - 1 if lacks_evaluation or lacks_save else step
+
+    def client_state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the run."""
+        return {"step": step, "sha256_of_text": self.corpus.sha256_of_text}
+
+    def first_step(self, client_state: Mapping[str, Any] | None) -> int:
+        """Return the steps that the run has taken, by the state of its checkpoint if there is one.
+
+        Raises:
+            ConfigError: the checkpoint is of another text, or of a later step than the last.
+        """
+        if client_state is None:
+            return 0
+        if client_state.get("sha256_of_text") not in (None, self.corpus.sha256_of_text):
+            raise zero_core.ConfigError(
+                f"--data: the run whose checkpoints are in {self.checkpoints} learned from another "
+                "text or vocabulary: give the same, or other --checkpoints"
+            )
+        step = int(client_state["step"])
+        if self.settings.steps < step:
+            raise zero_core.ConfigError(
+                f"--steps {self.settings.steps}: the run has taken {step} already"
+            )
+        return step
+
+    @contextmanager
+    def logged(
+        self, engine: zero_core.Engine, model: GPT2LMHeadModel, first_step: int
+    ) -> Iterator[None]:
+        """Log the steps that are taken within, and write down all settings."""
+        with ExitStack() as stack:
+            stack.enter_context(engine.record(self._folder.records))
+            if engine.rank == 0:
+                write_resolved(
+                    self._folder,
+                    self.settings,
+                    config=self._given,
+                    engine=engine.config.model_dump(mode="json"),
+                    model=model.config.to_dict(),
+                    world_size=engine.world_size,
+                    sha256_of_text=self.corpus.sha256_of_text,
+                )
+                reporter = Reporter(
+                    self._folder, self.settings, first_step=first_step, place=engine.place
+                )
+                self._reporter = stack.enter_context(reporter)
+                if first_step == self.settings.steps:
+                    reporter.say(f"all {first_step} steps were taken before: --steps moves the end")
+                elif first_step:
+                    reporter.say(f"goes on after step {first_step}")
+            yield
+        self._reporter = None
+
+    def begin_step(self) -> None:
+        self._step_began_at = time.perf_counter()
+
+    def end_step(
+        self, engine: zero_core.Engine, step: int, loss: Tensor, learning_rate: float
+    ) -> signal.Signals | None:
+        """Log a step. Returns the signal that asks the run to stop before its end, if one does.
+
+        Args:
+            engine: of the run.
+            step: steps taken, with this one.
+            loss: sum of this rank's micro-batches: 0-dim, float64, on the device.
+            learning_rate: that the step was taken with.
+        """
+        # One small sum carries all that ranks exchange after a step. Here the host reads it.
+        held = [0.0] * engine.world_size
+        held[engine.rank] = float(used_bytes(engine.device))
+        shared = [0.0, *self._request.as_flags(), *held]
+        is_accelerated = engine.device.type != "cpu"
+        sent = torch.tensor(shared, dtype=torch.float64, pin_memory=is_accelerated)
+        sums = sent.to(engine.device, non_blocking=True)
+        sums[0] = loss
+        with engine.place.waiting("sum of losses"):
+            total_loss, *flags_and_memory = sum_over_ranks(sums).tolist()
+        if self._reporter:
+            num_tokens = engine.config.train_batch_size * self.settings.context
+            record = StepRecord(
+                step=step,
+                loss=total_loss / (engine.world_size * engine.gradient_accumulation_steps),
+                learning_rate=learning_rate,
+                grad_norm=engine.get_global_grad_norm(),
+                loss_scale=engine.loss_scale,
+                tokens_per_s=num_tokens / (time.perf_counter() - self._step_began_at),
+                memory_bytes=[int(nbytes) for nbytes in flags_and_memory[-engine.world_size :]],
+            )
+            with engine.place.during("logs of the step"):
+                self._reporter.step(record)
+        if step == self.settings.steps:
+            return None
+        return StopRequest.from_flags(flags_and_memory[: len(StopRequest.HANDLED)])
+
+    def log_held_out(self, step: int, sums: Tensor) -> None:
+        """Log the loss on held-out text. ``sums``: of this rank's batches, and their number."""
+        loss, num_batches = sum_over_ranks(sums).tolist()
+        if self._reporter:
+            self._reporter.held_out(step, loss / num_batches)
+
+    def doing(self, what: str) -> None:
+        """Show what the program does after a step."""
+        if self._reporter:
+            self._reporter.doing(what)
+
+    def export(self, engine: zero_core.Engine, model: GPT2LMHeadModel) -> None:
+        """Write the model for transformers and its text sample, as the settings ask for them."""
+        if self.settings.export:
+            self.doing("exporting the model")
+            export_for_transformers(engine, model, self._folder)
+        if self.settings.sample_tokens != 0:
+            write_sample(engine, model, self.corpus, self._folder, self.settings.sample_tokens)
+
+    def say_farewell(self, stop: signal.Signals | None) -> None:
+        """Draw the logs, and print where the results are or how to continue."""
+        if self._reporter is None:
+            return
+        plot_run(self._folder)
+        root = shlex.quote(str(self._folder.root))
+        if stop is None:
+            text = f"done; results are in {root}; what limits the run: zero-engine report {root}"
+        elif not self.settings.save:
+            text = f"stopped by {stop.name}, without a checkpoint, as --no-save says"
+        else:
+            text = (
+                f"stopped by {stop.name}, checkpoint saved; continue with: "
+                f"zero-engine train --resume --output {root}"
+            )
+        self._reporter.say(text)
+
+
+@contextmanager
+def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
+    """Join the ranks and prepare the run that ``options`` ask for.
+
+    Ranks that their launcher has started anew go on from the newest checkpoint, or from the copies
+    in memory that ``memory_checkpoint`` keeps, whatever ``start`` is.
+
+    Args:
+        options: fields of `RunSettings`; None, or left out, means the default.
+        start: how the run begins.
+
+    Raises:
+        ZeroError: a setting or the data is not usable.
+    """
+    device = join_ranks()
+    folder = RunFolder.of(options)
+    lock, launch = RunLock(folder), launch_numbers(device)
+    agreed: dict[str, Any] = {"is_resumed": False}
+
+    def prepare() -> None:
+        lock.acquire(wait_s=longest_wait_s(start))
+        is_again = belongs_to(folder, launch)
+        has_checkpoint = folder.has_checkpoint and (is_again or start is Start.AUTO)
+        if (has_checkpoint and folder.has_run) or (start is Start.RESUME and not is_again):
+            agreed.update(run=resumed_run(options).model_dump(), is_resumed=True)
+        elif not is_again:  # otherwise all is prepared, and the states may be in memory
+            settings = fresh_run(options, start)
+            config, text = engine_config(settings.config), read_text(settings.data)
+            clear_run(folder, keeps_checkpoints=has_checkpoint)
+            agreed["is_resumed"] = has_checkpoint  # of a machine that was replaced
+            write_resolved(folder, settings, config=config)
+            sizes = {"vocab_size": settings.vocab, "context": settings.context}
+            with working("preparing the text"):
+                prepare_corpus(text, folder.data, **sizes)
+        note_launch(folder, launch)
+        resolved = read_resolved(folder)
+        agreed.update(config=resolved["config"], run=agreed.get("run", resolved["run"]))
+
+    on_first_rank(prepare, device)
+    request = StopRequest()  # from now on a signal waits for the next step's end
+    # Rank 0 alone has looked: another machine may see the folder as it was before.
+    agreed = json.loads(from_first_rank(json.dumps(agreed), device))
+    settings = RunSettings(**agreed["run"])
+    folder = RunFolder(folder.root, settings.checkpoints)
+    yield TrainingRun(
+        folder, settings, agreed["config"], device, request, is_resumed=agreed["is_resumed"]
+    )
+    # Not after an error: ranks that still wait for each other must not be waited for.
+    leave_ranks()
+    lock.release()
+
+
+def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
+    """Open the text that rank 0 has prepared.
+
+    Raises:
+        ConfigError: on all ranks, if one of them finds no text or another one than rank 0.
+    """
+    corpus: Corpus | None = None
+    with suppress(FileNotFoundError):
+        corpus = Corpus.open(folder, seed=seed)
+    text = "none" if corpus is None else corpus.sha256_of_text
+    of_first = from_first_rank(text, device)
+    others = ranks_where(corpus is None or text != of_first, device)
+    if corpus is None or others:
+        raise zero_core.ConfigError(
+            f"{folder} has no text, or another one than on rank 0, on ranks {others}: give all "
+            "ranks the same folder"
+        )
+    return corpus
