@@ -14,7 +14,7 @@ from wide_products import has_16_bit_products, widen_products
 
 import zero_core
 from zero_core.footprint import format_bytes
-from zero_engine.launch.ranks import join_ranks, leave_ranks
+from zero_engine.launch.ranks import from_first_rank, join_ranks, leave_ranks
 from zero_engine.machine import memory_limit_bytes, used_bytes
 
 CONTEXT = 128
@@ -50,32 +50,33 @@ def config_of(folder, width):
     }
 
 
-def fits(shape, config, num_ranks):
-    """Print what a run will take. Return whether this machine's memory holds it."""
-    kind = "accelerator" if torch.cuda.is_available() else "cpu"
+def fits(shape, config, num_ranks, device):
+    """Print what a run will take. Return whether this machine's memory holds it, as rank 0 sees."""
+    kind = "cpu" if device.type == "cpu" else "accelerator"
     ids = torch.zeros(1, CONTEXT, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     plan = zero_core.plan(shape, config, num_ranks, example_inputs=inputs, device_type=kind)
     memory = plan.memory.host_bytes + plan.memory.device_bytes * (kind == "cpu")
     needed = num_ranks * (memory + used_bytes(torch.device("cpu")))
-    if os.environ.get("RANK", "0") == "0":
-        place = config["zero_optimization"]["offload_param"]["device"]
-        print(f"{plan.num_parameters:,} parameters, {place}: {format_bytes(needed)} in all")
-    return needed <= (memory_limit_bytes() or math.inf)
+    place = config["zero_optimization"]["offload_param"]["device"]
+    print(f"{plan.num_parameters:,} parameters, {place}: {format_bytes(needed)} in all")
+    is_held = needed <= (memory_limit_bytes() or math.inf)
+    return from_first_rank(str(is_held), device) == "True"
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=float, default=350e6, help="parameters, as 2.2e9")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--folder", default="/tmp", help="for states that are in files")
+    parser.add_argument("--folder", help="on a disk, for what memory does not hold")
     given = parser.parse_args()
     device, num_ranks = join_ranks(), int(os.environ.get("WORLD_SIZE", "1"))
     shape = shape_of(given.size)
     config = config_of(None, shape.n_embd)
-    if not fits(shape, config, num_ranks):
+    if not fits(shape, config, num_ranks, device):
+        assert given.folder, "memory does not hold it: give --folder on a disk"
         config = config_of(given.folder, shape.n_embd)
-        assert fits(shape, config, num_ranks), "choose a smaller --size"
+        assert fits(shape, config, num_ranks, device), "choose a smaller --size"
     torch.manual_seed(0)
     with zero_core.deferred_init():  # never whole on any rank
         model = GPT2LMHeadModel(shape)

@@ -123,8 +123,10 @@ def train(
                     arguments.append(flag_of(name) if value else f"--no-{name}")
                 elif value is not None:
                     arguments.append(f"{flag_of(name)}={value}")
-            arguments += ["--overwrite"] * overwrite
-            arguments += [f"--resume={resume}"] * (resume is not None)
+            if overwrite:
+                arguments.append("--overwrite")
+            if resume is not None:
+                arguments.append(f"--resume={resume}")
             command = ["train", *arguments]
             code = launch(command, num_ranks=num_ranks, max_restarts=max_restarts)
     except ZeroError as error:
@@ -244,7 +246,9 @@ def plan(
     if model is not None and named is not None:
         raise typer.BadParameter("MODEL is given twice: leave --model out")
     try:
-        require("train", "zero-engine plan", "transformers", *["matplotlib"] * (png is not None))
+        require("train", "zero-engine plan", "transformers")
+        if png is not None:
+            require("train", "--png", "matplotlib")
         with working("planning"), quiet():
             from zero_engine.plan_command import PlanRequest
 

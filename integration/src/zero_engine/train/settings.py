@@ -201,6 +201,8 @@ def read_resolved(folder: RunFolder) -> dict[str, Any]:
     """Return the content that `write_resolved` wrote."""
     try:
         content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
+        # Null is a default: of a setting, too, that later versions do not have.
+        content["run"] = {k: v for k, v in content["run"].items() if v is not None}
         RunSettings(**content["run"])
         return dict(content)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

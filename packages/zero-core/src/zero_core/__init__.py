@@ -5,7 +5,7 @@ no torch, which takes seconds.
 """
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 from zero_core.errors import (
@@ -86,7 +86,7 @@ __all__ = [
     "verify_checkpoint",
 ]
 
-__version__: str = version("zero-core")
+__version__ = _version("zero-core")
 
 _MODULES = "adapters checkpoint config errors footprint protocols records schedules testing"
 _HOMES = {

@@ -3,7 +3,7 @@
 `OffloadedOptimizer` works by itself. An engine calls `create_tier` and `create_param_tier`.
 """
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
 from zero_offload.errors import OffloadError, StorageCorruptError, StorageError
 from zero_offload.optimizer import OffloadedOptimizer
@@ -20,4 +20,4 @@ __all__ = [
     "create_param_tier",
     "create_tier",
 ]
-__version__ = version("zero-offload")
+__version__ = _version("zero-offload")

@@ -168,4 +168,5 @@ class AutoTier(TwinTier):
         return sample
 
     def _drain_host(self) -> float:
+        self.check_whole()
         return 0.0 if self._host_part is None else self._host_part.drain()

@@ -97,6 +97,8 @@ class FlatTier(ABC):
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
                 "gradient copies": 0,
+                "published weights": 0,
+                "undo log": 0,
             },
         )
 
@@ -358,6 +360,10 @@ class DeviceTier(FlatTier):
 
     def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
         super().__init__(geometry, stepper, mover, Progress())
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        self.mover.close_grads()  # another stream may have made it
+        return super().read_grad(start, stop)
 
     @torch.no_grad()
     def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:

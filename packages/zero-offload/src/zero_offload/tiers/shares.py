@@ -82,17 +82,17 @@ class Shares:
 
     @property
     def parts(self) -> Sequence[AnyPart]:
-        """The host's part and the device's.
+        """The host's part and the device's, after `check_whole`."""
+        self.check_whole()
+        return self._present
 
-        Raises:
-            OffloadError: a resplit failed midway.
-        """
+    def check_whole(self) -> None:
+        """Raise `OffloadError` after a resplit that failed midway."""
         if self._lost is not None:
             raise OffloadError(
                 f"moving optimizer state between host and device failed ({self._lost!r}), so a "
                 f"part of it is lost; load a checkpoint into a new tier"
             ) from self._lost
-        return self._present
 
     @property
     def host_numel(self) -> int:
@@ -104,6 +104,7 @@ class Shares:
 
         To be called before state is written and before the first gradient that is added.
         """
+        self.check_whole()
         self._num_micro_steps = count
         if self._host_part is not None:
             self._host_part.tier.expect_micro_steps(count)
@@ -116,6 +117,7 @@ class Shares:
         Return whether the host's updates can be undone: those of a host kernel, in host memory.
         """
         if self._factory.can_undo:
+            self.check_whole()
             host, most = self._host_part, self._factory.undo_buffer_size
             self._has_undo = host is None or host.tier.enable_undo(most)
         return self._has_undo
@@ -132,6 +134,7 @@ class Shares:
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
         """Return long-lived tensors on the device, of its part: the host's has none there."""
+        self.check_whole()
         return {} if self._device_part is None else self._device_part.device_tensors()
 
     def _reserve_part(self, part: AnyPart) -> None:

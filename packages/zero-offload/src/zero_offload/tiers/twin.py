@@ -101,6 +101,7 @@ class TwinTier(ReportingShares):
         """Check the range. It begins a new optimizer step if it has ``ended`` elements."""
         self.geometry.check_range(start, stop)
         if any(ended.overlaps(start, stop)):
+            self.check_whole()
             left = self._closed.difference(self._fresh)
             self._closed, self._offered = Intervals(), self._fresh
             host = self._host_part  # the device's next gradient replaces the last in any case
@@ -155,6 +156,11 @@ class TwinTier(ReportingShares):
         part.tier.step(self._groups, active, grad_scale=grad_scale)
 
     def may_move(self, host: Intervals) -> bool:
+        """Do as `Shares.may_move`, which waits for the step under way.
+
+        Raises:
+            RuntimeError: gradients have been offered for a step that has not been taken.
+        """
         if self._fresh:
             raise RuntimeError("a resplit between offer_grad and step: step or discard first")
         is_moving = super().may_move(host)
@@ -214,6 +220,7 @@ class TwinTier(ReportingShares):
         """
         if not self._has_undo:
             raise RuntimeError("speculate without enable_undo: call that once before")
+        self.check_whole()
         indices, host = check_active(self.geometry, active), self._host_part
         if host is not None:
             local = [own for i in indices for own in host.local.get(i, ())]
