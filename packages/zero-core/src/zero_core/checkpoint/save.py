@@ -278,9 +278,9 @@ class Saver:
         in_snapshot = {file_name(MASTER, rank)} if isinstance(tier, WholeTier) else set(reads)
         reads |= {file: (partial(dict, tensors), None) for file, tensors in small.items()}
         if request.has_frozen:
-            reads[file_name(VALUE, rank)] = partial(frozen_slices, state), None
+            reads[file_name(VALUE, rank)] = partial(own_slices, state, VALUE), None
         for name in state.extension_states():
-            reads[file_name(name, rank)] = partial(state.extension_slices, name), None
+            reads[file_name(name, rank)] = partial(own_slices, state, name), None
             names.append(name)
         if is_beside:  # a step may change what the snapshot does not have: it is read now
             for file in [file for file in reads if file not in in_snapshot]:
@@ -365,9 +365,10 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
         marks[-1].unlink(missing_ok=True)
 
 
-def frozen_slices(state: ShardedState) -> dict[str, Tensor]:
-    frozen = [s.index for s in state.layout.segments if not s.is_trainable]
-    return {str(s): state.own_state(s) for s in frozen}
+def own_slices(state: ShardedState, name: str) -> dict[str, Tensor]:
+    """Return this rank's slices of a state, or of frozen values (`VALUE`), by segment."""
+    segments = [s.index for s in state.layout.segments if s.is_trainable == (name != VALUE)]
+    return {str(s): state.own_state(s, name) for s in segments}
 
 
 def random_states() -> dict[str, Tensor]:
