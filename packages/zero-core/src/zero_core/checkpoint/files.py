@@ -35,7 +35,6 @@ from zero_core.checkpoint.storage import (
     discard,
     local_path,
     location_of,
-    modified_ns,
     open_regular,
     size_of,
 )
@@ -118,8 +117,9 @@ def list_checkpoints(directory: Location) -> list[str]:
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
     for place in places:
+        path = place / MANIFEST
         with suppress(OSError):
-            saved_at_ns = modified_ns(place / MANIFEST)
+            saved_at_ns = path.stat().st_mtime_ns if isinstance(path, Path) else path.modified_ns()
             found.append((saved_at_ns, split_tag(place.name)[1] or 0, place.name))
     return [tag for _, _, tag in sorted(found)]
 

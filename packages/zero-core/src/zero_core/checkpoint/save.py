@@ -77,6 +77,8 @@ from zero_core.sharded.snapshot import Snapshot, StateBlocks, StateWatch, stream
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20  # written at once: they stay in the processor's cache for their checksum
 _Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
+_Files = dict[str, dict[str, Tensor]]
+"""Tensors of a rank's files, by name."""
 OnPending = Literal["wait", "refuse"]
 
 
@@ -244,7 +246,7 @@ class Saver:
         names = list(dict.fromkeys(chain(*rows)))
         kept = self._progress.state_dict()
 
-        def prepare() -> tuple[dict[str, Any], list[Any], dict[str, _Tensors]]:
+        def prepare() -> tuple[dict[str, Any], list[Any], _Files]:
             check_tag(request.tag)
             check_kept(request.keep_last, request.keep_every)
             words = {
@@ -252,16 +254,10 @@ class Saver:
                 "client_state": encode(request.client_state, "client_state"),
                 "has_frozen": request.has_frozen,
             }
-            small: dict[str, _Tensors] = {file_name(RNG, rank): random_states()}
-            if rank == 0:
-                small[BUFFERS] = state.buffers()
-            wholes: dict[str, Any] = {}
-            if isinstance(tier, WholeTier):
-                tensors: dict[str, Tensor] = {}
-                wholes = whole_states(state, tier, tensors)
-                small[file_name(WHOLE, rank)] = tensors
+            wholes, of_wholes = whole_states(state)
             request.directory.mkdir(parents=True, exist_ok=True)
-            return words, [own_scalars(state), random.getstate(), wholes], small
+            row = [own_scalars(state), random.getstate(), wholes]
+            return words, row, small_files(state) | of_wholes
 
         words, row, small = state.control.together("checkpoint: prepare", prepare)
 
@@ -371,9 +367,14 @@ def own_slices(state: ShardedState, name: str) -> dict[str, Tensor]:
     return {str(s): state.own_state(s, name) for s in segments}
 
 
-def random_states() -> dict[str, Tensor]:
-    found = {"torch": torch.get_rng_state()}
-    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+def small_files(state: ShardedState) -> _Files:
+    """Return copies of the random generators' states and, on rank 0, of the buffers."""
+    random_states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_states["cuda"] = torch.cuda.get_rng_state()
+    rank = state.control.rank
+    found = {file_name(RNG, rank): random_states}
+    return found | ({BUFFERS: state.buffers()} if rank == 0 else {})
 
 
 def slices(state: ShardedState, tier: WholeTier, name: str) -> dict[str, Tensor]:
@@ -388,18 +389,18 @@ def slices(state: ShardedState, tier: WholeTier, name: str) -> dict[str, Tensor]
     return found
 
 
-def whole_states(
-    state: ShardedState, tier: WholeTier, tensors: dict[str, Tensor]
-) -> dict[str, Any]:
-    """Add this rank's whole states to ``tensors``. Return file and structure of each, by name."""
-    rank, found = state.control.rank, {}
+def whole_states(state: ShardedState) -> tuple[dict[str, Any], _Files]:
+    """Return file and structure of this rank's whole states, by parameter, and that file."""
+    tier, rank = state.tier, state.control.rank
+    if not isinstance(tier, WholeTier):
+        return {}, {}
+    found, file, tensors = {}, file_name(WHOLE, rank), dict[str, Tensor]()
     for param in tier.updated_params():
         spec = state.layout.params[param]
         kept = tier.read_whole_state(param)
         if tier.owner_of(param) == rank:
-            flat = flatten(kept, spec.name, tensors)
-            found[spec.name] = {"file": file_name(WHOLE, rank), "state": flat}
-    return found
+            found[spec.name] = {"file": file, "state": flatten(kept, spec.name, tensors)}
+    return found, {file: tensors}
 
 
 def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:

@@ -420,9 +420,7 @@ class MemoryCheckpoints(Extension):
             "client_state": encode(ended.client_state, "client_state"),
         }
         rank, device = state.control.rank, state.device
-        tensors = {file_name(RNG, rank): save.random_states()}
-        if rank == 0:
-            tensors[BUFFERS] = state.buffers()
+        tensors = save.small_files(state)
         for name in state.extension_states():
             tensors[file_name(name, rank)] = save.own_slices(state, name)
         facts = {
@@ -483,11 +481,9 @@ class MemoryCheckpoints(Extension):
                         trainable = [s.index for s in state.layout.segments if s.is_trainable]
                         parts = {str(s): _blocks_of(state, s, name) for s in trainable}
                     written[file_name(name, rank)] = slot.write(file_name(name, rank), parts)
-                wholes: dict[str, Any] = {}
-                if isinstance(tier, WholeTier):
-                    into = tensors.setdefault(file_name(WHOLE, rank), {})
-                    wholes = save.whole_states(state, tier, into)
-                written |= {file: slot.write(file, values) for file, values in tensors.items()}
+                wholes, of_wholes = save.whole_states(state)
+                for file, values in (tensors | of_wholes).items():
+                    written[file] = slot.write(file, values)
                 sent, frozen = dict(written), file_name(VALUE, rank)
                 if self._frozen_versions[number] != frozen_version:
                     sent[frozen] = slot.write(frozen, save.own_slices(state, VALUE))
@@ -547,11 +543,10 @@ class MemoryCheckpoints(Extension):
         ``holders``: of each writing rank's files, the lowest rank here whose host has it.
         """
         state, control = self._state, self._state.control
-        slot = self._slots[serial % 2]
-        place = slot.folder
+        place = self._slots[serial % 2].folder
         here = {
             rank: marker
-            for rank, marker in slot.read_markers().items()
+            for rank, marker in Slot(place).read_markers().items()
             if (marker["serial"], marker["attempt"]) == (serial, attempt)
         }
         own = {r: here[r] for r, holder in sorted(holders.items()) if holder == control.rank}
@@ -568,9 +563,29 @@ class MemoryCheckpoints(Extension):
         rows = [[facts[rank], *markers[rank]["row"]] for rank in sorted(markers)]
         content = {**fill(frame, rows, names), "has_frozen": True}
         reader = Reader(place, parse(seal(content), f"the copies in memory ({place})"))
+        # Each rank gets the files of the folder that it lacks from ranks that have them.
         owners = {name: rank for rank in facts for name in facts[rank]}
         lacking = [n for n in sorted(_needed(state, reader)) if owners[n] not in here]
-        _fetch(state, reader, place, lacking, {n: holders[owners[n]] for n in owners})
+        asked = [json.loads(row) for row in control.gather_bytes(json.dumps(lacking).encode())]
+        fetched = Slot(place)
+        for name in sorted({name for row in asked for name in row}):
+            source, size = holders[owners[name]], reader.manifest.files[name].bytes
+            path, aside = place / name, place / f".{name}.{control.rank}"
+            for start in range(0, size, PIECE_BYTES):
+                piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
+                if source == control.rank:
+                    with open_regular(path, follows_links=False) as file:
+                        file.seek(start)
+                        data = bytearray(file.read(piece.numel()))
+                    piece = torch.frombuffer(data, dtype=torch.uint8)
+                piece = piece.to(state.device)
+                control.broadcast(piece, source=source)
+                if name in lacking:
+                    fetched.file(aside.name, size)[start : start + piece.numel()] = piece.cpu()
+            if name in lacking:
+                aside.replace(path)
+        received = [chunk for chunk in reader.chunks() if chunk[0] in set(lacking)]
+        control.together("memory_checkpoint: verify", lambda: reader.check(received))
         control.together("memory_checkpoint: check", lambda: check_fits(state, reader, self._train))
         client_state = restore_from(reader, state, self._train)
         self._restart()
@@ -642,30 +657,3 @@ def _needed(state: ShardedState, reader: Reader) -> set[str]:
     if manifest.whole_states:
         found |= {name for name in manifest.files if name.startswith(WHOLE)}
     return found
-
-
-def _fetch(
-    state: ShardedState, reader: Reader, place: Path, lacking: list[str], sources: Mapping[str, int]
-) -> None:
-    """Have every rank get the files of ``place`` that it lacks from ranks that have them."""
-    control, slot = state.control, Slot(place)
-    asked = [json.loads(row) for row in control.gather_bytes(json.dumps(lacking).encode())]
-    for name in sorted({name for row in asked for name in row}):
-        size = reader.manifest.files[name].bytes
-        path, aside = place / name, place / f".{name}.{control.rank}"
-        for start in range(0, size, PIECE_BYTES):
-            piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
-            if sources[name] == control.rank:
-                with open_regular(path, follows_links=False) as file:
-                    file.seek(start)
-                    piece = torch.frombuffer(bytearray(file.read(piece.numel())), dtype=torch.uint8)
-            piece = piece.to(state.device)
-            control.broadcast(piece, source=sources[name])
-            if name in lacking:
-                slot.file(aside.name, size)[start : start + piece.numel()] = piece.cpu()
-        if name in lacking:
-            aside.replace(path)
-    control.together(
-        "memory_checkpoint: verify",
-        lambda: reader.check(chunk for chunk in reader.chunks() if chunk[0] in set(lacking)),
-    )
