@@ -81,9 +81,8 @@ from zero_core.config import MemoryCheckpointConfig
 from zero_core.core.extension import EndedStep, Extension
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.optim.train_state import TrainState
-from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import Work
-from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.snapshot import StateBlocks, stream_after
 
 _BASE = Path("/dev/shm")
@@ -217,15 +216,6 @@ def _has_lock(descriptor: int) -> bool:
     return True
 
 
-def _blocks_of(state: ShardedState, segment: int, name: str) -> StateBlocks:
-    """Return this rank's slice of a state of its tier."""
-    read, (start, stop) = state.tier.read_state, state.own_span(segment)
-    # On a CPU few elements, which stay in its cache until they are written.
-    numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
-    blocks = (read(name, low, min(low + numel, stop)) for low in range(start, stop, numel))
-    return StateBlocks(read(name, start, min(start + 1, stop)).dtype, (stop - start,), blocks)
-
-
 class Slot:
     """A slot that this process writes.
 
@@ -292,7 +282,6 @@ class Slot:
 
 
 def _drop_strangers(folder: Path, ranks: set[int]) -> None:
-    """Remove the files of all but these ``ranks``."""
     for path in sorted(folder.glob("[01]/*")):
         match = _OWNED.fullmatch(path.name)
         owner = int(match[1]) if match else 0 if path.name == BUFFERS else -1
@@ -474,13 +463,8 @@ class MemoryCheckpoints(Extension):
                 slot.invalidate(rank)
                 names, written = list(tier.state_names()), {}
                 for name in names:  # as a save writes them, one at a time
-                    parts: Mapping[str, Tensor | StateBlocks]
-                    if name != MASTER and isinstance(tier, WholeTier):
-                        parts = save.slices(state, tier, name)
-                    else:
-                        trainable = [s.index for s in state.layout.segments if s.is_trainable]
-                        parts = {str(s): _blocks_of(state, s, name) for s in trainable}
-                    written[file_name(name, rank)] = slot.write(file_name(name, rank), parts)
+                    file = file_name(name, rank)
+                    written[file] = slot.write(file, save.tier_slices(state, name, None))
                 wholes, of_wholes = save.whole_states(state)
                 for file, values in (tensors | of_wholes).items():
                     written[file] = slot.write(file, values)
