@@ -28,7 +28,7 @@ from faults.ranks.test_restarts import (
     steps_of,
     weights,
 )
-from zero_core.checkpoint.in_memory import keeper, place
+from zero_core.checkpoint.in_memory import keeper, snapshots
 from zero_engine.train.settings import RunFolder
 
 STEPS = 200
@@ -149,7 +149,7 @@ def test_node_that_is_lost_with_its_memory_comes_back_from_the_other_one(tmp_pat
             lost = second if second.ranks() else third
             left = (first, third if lost is second else second)
             ranks = lost.ranks()
-            of_lost = place.root_of(lost.pid, keeper.started_at(lost.pid))
+            of_lost = snapshots.root_of(lost.pid, keeper.started_at(lost.pid))
             os.kill(keepers()[of_lost], signal.SIGKILL)
             lost.kill_all()
             first.wait_for(lambda: not any(map(is_running, ranks)))

@@ -1,6 +1,5 @@
 """A build that fails leaves model and optimizer as they were, and another one may follow."""
 
-import sys
 from unittest import mock
 
 import pytest
@@ -9,6 +8,7 @@ from safetensors.torch import save_file
 from support.tiers import MadeTier
 
 import zero_core
+from zero_core import building
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.init.values import put_in_slices
 from zero_core.testing.failing import Failure, described, failing
@@ -17,7 +17,6 @@ from zero_core.testing.oracle import Case
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
-BUILD = sys.modules["zero_core.building"].__file__
 GIVING_UP = ("FormerModel.give_up", "release_free_pages")
 """The last calls of a build, after which the model has its values in other memory again."""
 KINDS = ("ordinary", "deferred", "pretrained", "evaluation", "sliced")
@@ -73,7 +72,7 @@ def _build(ranks, stage, kind, folder, *made):
 
 
 def _calls(ranks, *case):
-    with failing(None, "call", BUILD) as calls:
+    with failing(None, "call", building.__file__) as calls:
         _build(ranks, *case)
     return calls
 
@@ -86,7 +85,7 @@ def _each_call(ranks, calls, event, *case):
     for call in calls:
         has_places = stage < 3 and call[0] not in GIVING_UP
         before = described(*made, has_places=has_places)
-        with pytest.raises(Failure) as caught, failing(call, event, BUILD):
+        with pytest.raises(Failure) as caught, failing(call, event, building.__file__):
             _build(ranks, *case, *made)
         kept.append(caught.value)
         assert described(*made, has_places=has_places) == before, call
@@ -164,8 +163,6 @@ def _replaced(ranks, models):
 @pytest.mark.parametrize("kind", ["ordinary", "sliced"])
 def test_values_that_are_lost_with_a_peer_are_refused_until_they_are_replaced(kind):
     error = CollectiveError("rank 1 is gone")
-    with mock.patch.object(
-        sys.modules["zero_core.building"], "release_free_pages", side_effect=error
-    ):
+    with mock.patch.object(building, "release_free_pages", side_effect=error):
         models = simulate(_lost, 2, kind)
     simulate(_replaced, 2, models)

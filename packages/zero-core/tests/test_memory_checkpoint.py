@@ -15,8 +15,8 @@ from support.full_disk import files_up_to
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
-from zero_core.checkpoint.in_memory import keeper, place, snapshots
-from zero_core.checkpoint.in_memory.place import Ring, Slot
+from zero_core.checkpoint.in_memory import keeper, snapshots
+from zero_core.checkpoint.in_memory.snapshots import Ring, Slot
 from zero_core.step.update import updates_in_backward
 from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate
 
@@ -183,19 +183,19 @@ def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(monkeypatch):
         assert shell.stdout is not None
         assert shell.stdout.readline() == b"\n"
         monkeypatch.setattr(os, "getppid", lambda: shell.pid)
-        above = place.find_launcher()
+        above = snapshots.find_launcher()
         # It may be a launcher, too, that another one has started.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/1/error.json")
-        assert place.find_launcher() == shell.pid
+        assert snapshots.find_launcher() == shell.pid
         # It ends between the two reads.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/0/error.json")
         monkeypatch.setattr(keeper, "status", lambda process: [])
-        assert place.find_launcher() == shell.pid
+        assert snapshots.find_launcher() == shell.pid
     assert above == os.getpid()
 
 
 def test_second_engine_in_one_folder_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(place, "_WAIT_S", 0.0)
+    monkeypatch.setattr(snapshots, "_WAIT_S", 0.0)
 
     def resume_twice(ranks):
         memory = tmp_path / "memory"
@@ -262,7 +262,7 @@ def test_folder_is_in_use_until_the_copy_of_a_neighbour_is_written(tmp_path, mon
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         ranks.connect().barrier()
         gate.set()
-        place.Place(str(memory), tmp_path / "disk", ranks.rank).close()
+        snapshots.Place(str(memory), tmp_path / "disk", ranks.rank).close()
         assert len(list(memory.glob("*/1/rank-*.json"))) == 2
 
     simulate(close, 2, ranks_per_node=1)

@@ -19,7 +19,7 @@ from zero_core.checkpoint.files import (
     verify_checkpoint,
 )
 from zero_core.checkpoint.in_memory.keeper import started_at
-from zero_core.checkpoint.in_memory.place import find_launcher
+from zero_core.checkpoint.in_memory.snapshots import find_launcher
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.load import PARTS, read_client_state
 from zero_core.checkpoint.manifest import (

@@ -35,7 +35,6 @@ from zero_core.checkpoint.storage import (
     discard,
     local_path,
     location_of,
-    modified_ns,
     open_regular,
     size_of,
 )
@@ -118,8 +117,9 @@ def list_checkpoints(directory: Location) -> list[str]:
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
     for place in places:
+        path = place / MANIFEST
         with suppress(OSError):
-            saved_at_ns = modified_ns(place / MANIFEST)
+            saved_at_ns = path.stat().st_mtime_ns if isinstance(path, Path) else path.modified_ns()
             found.append((saved_at_ns, split_tag(place.name)[1] or 0, place.name))
     return [tag for _, _, tag in sorted(found)]
 
@@ -236,7 +236,6 @@ class Reader:
         }
 
     def chunks(self) -> list[tuple[str, int]]:
-        """Return name and number of each chunk of all files."""
         files = self.manifest.files
         return [(name, i) for name in sorted(files) for i in range(len(files[name].crc32))]
 
@@ -303,7 +302,6 @@ class Reader:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_tensor(self, file: str, name: str) -> Tensor:
-        """Return tensor ``name`` of ``file``. It is checked first."""
         stored = self.tensors(file).get(name)
         if stored is None:
             raise CheckpointCorruptError(f"{self._files / file} has no tensor {name!r}")
@@ -321,7 +319,6 @@ class Reader:
         return saved
 
     def read_progress(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the training's progress and the client state."""
         found = decode(self.manifest.progress), decode(self.manifest.client_state)
         if not all(isinstance(value, dict) for value in found):
             raise CheckpointCorruptError(f"{self.folder}: progress or client state is no mapping")

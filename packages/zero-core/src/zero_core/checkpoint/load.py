@@ -240,7 +240,6 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
 
 
 def _is_sliced(tier: StateTier, param: int) -> bool:
-    """Whether the states of a trainable parameter are sliced here."""
     return not isinstance(tier, WholeTier) or tier.owner_of(param) is None
 
 

@@ -133,7 +133,21 @@ class Manifest(_Strict):
     def _check(self) -> Self:
         _check_names(self)
         _check_layout(self)
-        _check_states(self)
+        trained = {p.name for p in self.params if p.is_trainable}
+        if trained and MASTER not in self.states:
+            raise ValueError(f"no state {MASTER!r}")
+        strange = (self.scalars.keys() | self.whole_states.keys()) - trained
+        if strange:
+            raise ValueError(f"{min(strange)} has a state and is no trained parameter")
+        for name, scalars in self.scalars.items():
+            count = scalars.get("num_steps")
+            if count is None or not (0 <= count < 2**53 and count == int(count)):
+                raise ValueError(f"scalars.{name} has num_steps {count}")
+        for name, whole in self.whole_states.items():
+            if whole.file not in self.files:
+                raise ValueError(f"the state of {name} is in {whole.file!r}, which is not in files")
+            if not isinstance(whole.state, dict) or whole.state.keys() != {"__items__"}:
+                raise ValueError(f"the state of {name} is no mapping")
         _check_files(self)
         return self
 
@@ -196,24 +210,6 @@ def _check_layout(manifest: Manifest) -> None:
                 raise ValueError(f"the slots up to {before} and {start} to {stop} overlap")
     if len(seen) != len(by_name):
         raise ValueError(f"{min(by_name.keys() - seen)} has no slot")
-
-
-def _check_states(manifest: Manifest) -> None:
-    trained = {p.name for p in manifest.params if p.is_trainable}
-    if trained and MASTER not in manifest.states:
-        raise ValueError(f"no state {MASTER!r}")
-    strange = (manifest.scalars.keys() | manifest.whole_states.keys()) - trained
-    if strange:
-        raise ValueError(f"{min(strange)} has a state and is no trained parameter")
-    for name, scalars in manifest.scalars.items():
-        count = scalars.get("num_steps")
-        if count is None or not (0 <= count < 2**53 and count == int(count)):
-            raise ValueError(f"scalars.{name} has num_steps {count}")
-    for name, whole in manifest.whole_states.items():
-        if whole.file not in manifest.files:
-            raise ValueError(f"the state of {name} is in {whole.file!r}, which is not in files")
-        if not isinstance(whole.state, dict) or whole.state.keys() != {"__items__"}:
-            raise ValueError(f"the state of {name} is no mapping")
 
 
 def _check_files(manifest: Manifest) -> None:

@@ -77,6 +77,8 @@ from zero_core.sharded.snapshot import Snapshot, StateBlocks, StateWatch, stream
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20  # written at once: they stay in the processor's cache for their checksum
 _Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
+_Files = dict[str, dict[str, Tensor]]
+"""Tensors of a rank's files, by name."""
 OnPending = Literal["wait", "refuse"]
 
 
@@ -244,7 +246,7 @@ class Saver:
         names = list(dict.fromkeys(chain(*rows)))
         kept = self._progress.state_dict()
 
-        def prepare() -> tuple[dict[str, Any], list[Any], dict[str, _Tensors]]:
+        def prepare() -> tuple[dict[str, Any], list[Any], _Files]:
             check_tag(request.tag)
             check_kept(request.keep_last, request.keep_every)
             words = {
@@ -252,35 +254,22 @@ class Saver:
                 "client_state": encode(request.client_state, "client_state"),
                 "has_frozen": request.has_frozen,
             }
-            small: dict[str, _Tensors] = {file_name(RNG, rank): random_states()}
-            if rank == 0:
-                small[BUFFERS] = state.buffers()
-            wholes: dict[str, Any] = {}
-            if isinstance(tier, WholeTier):
-                tensors: dict[str, Tensor] = {}
-                wholes = whole_states(state, tier, tensors)
-                small[file_name(WHOLE, rank)] = tensors
+            wholes, of_wholes = whole_states(state)
             request.directory.mkdir(parents=True, exist_ok=True)
-            return words, [own_scalars(state), random.getstate(), wholes], small
+            row = [own_scalars(state), random.getstate(), wholes]
+            return words, row, small_files(state) | of_wholes
 
         words, row, small = state.control.together("checkpoint: prepare", prepare)
 
-        def read_blocks(name: str) -> _Tensors:
-            trainable = [s.index for s in state.layout.segments if s.is_trainable]
-            return {str(s): snapshot.tensor(s, name) for s in trainable}
-
         reads: dict[str, tuple[Callable[[], _Tensors], int | None]] = {}
         for name in names:
-            if name == MASTER or not isinstance(tier, WholeTier):
-                reads[file_name(name, rank)] = partial(read_blocks, name), version
-            else:
-                reads[file_name(name, rank)] = partial(slices, state, tier, name), version
+            reads[file_name(name, rank)] = partial(tier_slices, state, name, snapshot), version
         in_snapshot = {file_name(MASTER, rank)} if isinstance(tier, WholeTier) else set(reads)
         reads |= {file: (partial(dict, tensors), None) for file, tensors in small.items()}
         if request.has_frozen:
-            reads[file_name(VALUE, rank)] = partial(frozen_slices, state), None
+            reads[file_name(VALUE, rank)] = partial(own_slices, state, VALUE), None
         for name in state.extension_states():
-            reads[file_name(name, rank)] = partial(state.extension_slices, name), None
+            reads[file_name(name, rank)] = partial(own_slices, state, name), None
             names.append(name)
         if is_beside:  # a step may change what the snapshot does not have: it is read now
             for file in [file for file in reads if file not in in_snapshot]:
@@ -365,19 +354,45 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
         marks[-1].unlink(missing_ok=True)
 
 
-def frozen_slices(state: ShardedState) -> dict[str, Tensor]:
-    frozen = [s.index for s in state.layout.segments if not s.is_trainable]
-    return {str(s): state.own_state(s) for s in frozen}
+def own_slices(state: ShardedState, name: str) -> dict[str, Tensor]:
+    """Return this rank's slices of a state, or of frozen values (`VALUE`), by segment."""
+    segments = [s.index for s in state.layout.segments if s.is_trainable == (name != VALUE)]
+    return {str(s): state.own_state(s, name) for s in segments}
 
 
-def random_states() -> dict[str, Tensor]:
-    found = {"torch": torch.get_rng_state()}
-    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+def small_files(state: ShardedState) -> _Files:
+    """Return copies of the random generators' states and, on rank 0, of the buffers."""
+    random_states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_states["cuda"] = torch.cuda.get_rng_state()
+    rank = state.control.rank
+    found = {file_name(RNG, rank): random_states}
+    return found | ({BUFFERS: state.buffers()} if rank == 0 else {})
 
 
-def slices(state: ShardedState, tier: WholeTier, name: str) -> dict[str, Tensor]:
-    """Return this rank's slices of state ``name``, of the parameters that have no owner."""
-    found: dict[str, Tensor] = {}
+def _blocks_of(state: ShardedState, segment: int, name: str) -> StateBlocks:
+    """Return this rank's slice of a state of its tier."""
+    read, (start, stop) = state.tier.read_state, state.own_span(segment)
+    # On a CPU few elements, which stay in its cache until they are written.
+    numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
+    blocks = (read(name, low, min(low + numel, stop)) for low in range(start, stop, numel))
+    return StateBlocks(read(name, start, min(start + 1, stop)).dtype, (stop - start,), blocks)
+
+
+def tier_slices(
+    state: ShardedState, name: str, snapshot: Snapshot | None
+) -> Mapping[str, Tensor | StateBlocks]:
+    """Return this rank's slices of a state, as ``snapshot`` or else the tier has them.
+
+    They are those of segments, and of parameters without an owner where the optimizer updates
+    whole parameters.
+    """
+    tier, found = state.tier, dict[str, Tensor]()
+    if name == MASTER or not isinstance(tier, WholeTier):
+        trainable = [s.index for s in state.layout.segments if s.is_trainable]
+        if snapshot is not None:
+            return {str(s): snapshot.tensor(s, name) for s in trainable}
+        return {str(s): _blocks_of(state, s, name) for s in trainable}
     for piece in state.pieces:
         low, high = state.own_span(piece.segment)
         low, high = max(low, piece.start), min(high, piece.stop)
@@ -387,18 +402,18 @@ def slices(state: ShardedState, tier: WholeTier, name: str) -> dict[str, Tensor]
     return found
 
 
-def whole_states(
-    state: ShardedState, tier: WholeTier, tensors: dict[str, Tensor]
-) -> dict[str, Any]:
-    """Add this rank's whole states to ``tensors``. Return file and structure of each, by name."""
-    rank, found = state.control.rank, {}
+def whole_states(state: ShardedState) -> tuple[dict[str, Any], _Files]:
+    """Return file and structure of this rank's whole states, by parameter, and that file."""
+    tier, rank = state.tier, state.control.rank
+    if not isinstance(tier, WholeTier):
+        return {}, {}
+    found, file, tensors = {}, file_name(WHOLE, rank), dict[str, Tensor]()
     for param in tier.updated_params():
         spec = state.layout.params[param]
         kept = tier.read_whole_state(param)
         if tier.owner_of(param) == rank:
-            flat = flatten(kept, spec.name, tensors)
-            found[spec.name] = {"file": file_name(WHOLE, rank), "state": flat}
-    return found
+            found[spec.name] = {"file": file, "state": flatten(kept, spec.name, tensors)}
+    return found, {file: tensors}
 
 
 def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:

@@ -369,10 +369,6 @@ def writing(place: Location) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def modified_ns(place: Location) -> int:
-    return place.modified_ns() if isinstance(place, RemotePath) else place.stat().st_mtime_ns
-
-
 def discard(place: Location) -> None:
     """Remove a checkpoint's folder. What is left of it is no checkpoint."""
     if isinstance(place, RemotePath):

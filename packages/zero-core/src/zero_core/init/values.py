@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ class InitialValues:
         """Return the value of ``tensor``: itself, or the recorded value, computed on the CPU.
 
         Zeros for one on the meta device that nothing is known of. Every rank must ask for one
-        that `is_in_parts`.
+        that is in parts: see `source_of`.
         """
         tensor = self.former.get(id(tensor), tensor)
         if is_partitioned(tensor):
@@ -169,17 +169,14 @@ class InitialValues:
                 return recording.value(tensor)
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    def is_recorded(self, tensor: Tensor) -> bool:
-        """Return whether the value is recorded and has yet to be computed."""
-        tensor = self.former.get(id(tensor), tensor)
-        return tensor.is_deferred if is_partitioned(tensor) else tensor.is_meta
-
-    def is_in_parts(self, tensor: Tensor) -> bool:
-        """Return whether the ranks hold slices of the value."""
+    def source_of(self, tensor: Tensor) -> Literal["own", "recorded", "parts"]:
+        """Return whether the value is here, has yet to be computed, or is in parts on the ranks."""
         tensor = self.former.get(id(tensor), tensor)
         if is_partitioned(tensor):
-            return not tensor.is_deferred
-        return tensor in slices
+            return "recorded" if tensor.is_deferred else "parts"
+        if tensor in slices:
+            return "parts"
+        return "recorded" if tensor.is_meta else "own"
 
     def check(self, *, has_pretrained: bool) -> None:
         """Refuse unknown values, but for those that a file gives if it ``has_pretrained``."""
@@ -443,9 +440,9 @@ def fill(
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
     # One buffer for all: the heap stays whole.
     pool = BufferPool(allocator(all_params[0].device), max(sizes))
-    num_recorded = sum(initial.is_recorded(p) for p in found.params)
-    num_in_parts = sum(initial.is_in_parts(p) for p in found.params)
-    rows = control.gather(torch.tensor([num_recorded, num_in_parts])).view(-1, 2)
+    sources = [initial.source_of(param) for param in found.params]
+    counts = torch.tensor([sources.count("recorded"), sources.count("parts")])
+    rows = control.gather(counts).view(-1, 2)
     if bool((rows[:, 1] != rows[0, 1]).any()):
         raise RankMismatchError(
             f"ranks have {rows[:, 1].tolist()} parameters that were sharded before build(): make "
@@ -458,7 +455,7 @@ def fill(
     )
     for segment, of_segment, dtype in zip(layout.segments, all_params, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
-        in_parts = [initial.is_in_parts(param) for param in params]
+        in_parts = [sources[slot.param] == "parts" for slot in segment.slots]
         flat = pool.acquire(segment.padded_numel, dtype, segment.index)
         with on_all_ranks(control, RuntimeError):
             try:

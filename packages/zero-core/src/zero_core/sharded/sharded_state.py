@@ -176,11 +176,6 @@ class ShardedState:
         else:
             self.tier.write_state(name, start, values)
 
-    def extension_slices(self, name: str) -> dict[str, Tensor]:
-        """Return copies of this rank's slices of an extension's state, by segment."""
-        trained = [s.index for s in self.layout.segments if s.is_trainable]
-        return {str(index): self.own_state(index, name) for index in trained}
-
     def own_state(self, segment: int, name: str = MASTER) -> Tensor:
         """Return this rank's [shard_numel] of a state, or of frozen values, on the CPU.
 
