@@ -102,10 +102,8 @@ class DeviceCollectives(Transport):
         members: Sequence[int] | None = None,
     ) -> None:
         """Every rank of ``library`` must call it, ``members`` of it alone take part. None: all."""
-        self._library = library
-        self._members = list(range(library.world_size) if members is None else members)
-        links = meter.links if members is None else meter.links.among(members)
-        super().__init__(self._members.index(library.rank), links, queues, meter)
+        super().__init__(library.rank, queues, meter, members)
+        self._library, links = library, self._links
         self._buffers: dict[str, Tensor] = {}  # by purpose: reductions run one by one
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each queue has a communicator of its own.
@@ -135,9 +133,7 @@ class DeviceCollectives(Transport):
         return _typed(kept, numel, dtype)
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
-        self._check_subgroup(ranks)
-        members = [self._members[r] for r in ranks]
-        return DeviceCollectives(self._library, self._queues, self._meter, members)
+        return DeviceCollectives(self._library, self._queues, self._meter, self._chosen(ranks))
 
     def close(self) -> None:
         self._library.close()

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
-from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
+from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.p2p import CONTROL_CHANNEL, Kind, Messages, tag_of, wait_all
 from zero_core.comm.queues import CommQueues, Pending
 from zero_core.comm.shared_memory import Letter, SharedMemory
@@ -69,12 +69,16 @@ _NUM_SIZES = 32_749
 class Transport:
     """Base of the collectives of hosts and of accelerators."""
 
-    def __init__(self, rank: int, links: Links, queues: CommQueues, meter: Meter) -> None:
+    def __init__(
+        self, rank: int, queues: CommQueues, meter: Meter, members: Sequence[int] | None
+    ) -> None:
+        """``members`` of the ranks of ``meter`` take part, ``rank`` among them. None: all."""
         self._meter = meter
         self._queues = queues
-        self.rank = rank
-        self.world_size = links.world_size
-        self._links = links
+        self._links = meter.links if members is None else meter.links.among(members)
+        self._members = range(self._links.world_size) if members is None else members
+        self.rank = self._members.index(rank)
+        self.world_size = len(self._members)
         self._codec: SliceCodec | None = None
 
     def coded(self, codec: SliceCodec) -> Self:
@@ -110,13 +114,19 @@ class Transport:
         ``wanted``: the elements of each gradient to be reduced, its dtype and that of its sum.
         """
 
-    def _check_subgroup(self, ranks: Sequence[int]) -> None:
+    def _chosen(self, ranks: Sequence[int]) -> list[int]:
+        """Return the members of the subgroup ``ranks``, which this rank is to be in."""
         is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)
         if not is_sound or self.rank not in ranks:
             raise ValueError(
                 f"subgroup: {list(ranks)} must be different ranks below {self.world_size}, with "
                 f"rank {self.rank} among them: every rank gives the subgroup that it is in"
             )
+        return [self._members[r] for r in ranks]
+
+    def _count(self, collective: str, content: str, sent: tuple[int, int]) -> None:
+        if self.world_size > 1:
+            self._meter.add(collective, content, sent)
 
     def _check_all_to_all(self, out: Tensor, parts: Tensor) -> None:
         size = self.world_size
@@ -140,24 +150,18 @@ class HostCollectives(Transport):
         shared: SharedMemory | None,
         queues: CommQueues,
         meter: Meter,
+        members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank makes one. ``meter`` knows the links, and counts what is sent over them."""
-        super().__init__(rank, meter.links, queues, meter)
+        """Every rank makes one. ``members`` have the numbers of ``messages``."""
+        super().__init__(rank, queues, meter, members)
         self._messages = messages
         self._shared = shared
-        self._join(range(self.world_size), rank)
-
-    def _join(self, members: Sequence[int], rank: int) -> None:
-        """Take part in exchanges among ``members``, by their numbers in the messages."""
-        self.rank, self.world_size = rank, len(members)
-        self._members = members
         # From the right neighbour on, so that no rank is everybody's first target.
-        self._peers = [(rank + k) % len(members) for k in range(1, len(members))]
-        near = frozenset[int]() if self._shared is None else self._shared.peers
-        self._near = frozenset(peer for peer in self._peers if members[peer] in near)
-        self._channel = self._messages.next_channel()
+        self._peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
+        near = frozenset[int]() if shared is None else shared.peers
+        self._near = frozenset(peer for peer in self._peers if self._members[peer] in near)
+        self._channel = messages.next_channel()
         self._buffers = _Buffers()
-        self._codec = None
         # Bytes that are expected of a unit's next message, by peer: to it, and from it.
         self._expected: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -166,11 +170,8 @@ class HostCollectives(Transport):
         return self._buffers.nbytes
 
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
-        self._check_subgroup(ranks)
-        found = copy.copy(self)
-        found._links = self._links.among(ranks)
-        found._join([self._members[r] for r in ranks], list(ranks).index(self.rank))
-        return found
+        parts = self._messages, self._members[self.rank], self._shared, self._queues, self._meter
+        return HostCollectives(*parts, self._chosen(ranks))
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._shared is None or device.type != "cpu":
@@ -271,12 +272,12 @@ class HostCollectives(Transport):
         """Start to exchange as many elements with a peer. ``offset`` is that of ``given``."""
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
-            return _Parcel(self, works, into, peer)
+            return _Parcel(into, works)
         assert self._shared is not None, "it has near peers"
         member, tag = self._members[peer], tag_of(self._channel, kind, unit)
-        theirs = self._shared.mailbox.expect(member, tag)
+        token = self._shared.mailbox.expect(member, tag)
         self._shared.mailbox.post(member, tag, offset, given.nbytes)
-        return _Parcel(self, (), into, peer, theirs)
+        return _Parcel(into, (), self._shared, token)
 
     def _send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
         return self._messages.isend(given, self._members[peer], tag_of(self._channel, kind, unit))
@@ -293,10 +294,6 @@ class HostCollectives(Transport):
         for member in near:
             mailbox.post(member, tag, 0, 0)
         return Pending(lambda: [mailbox.wait(report) for report in reports])
-
-    def _count(self, collective: str, content: str, sent: tuple[int, int]) -> None:
-        if self.world_size > 1:
-            self._meter.add(collective, content, sent)
 
     def _exchange_coded(
         self, codec: SliceCodec, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
@@ -361,27 +358,17 @@ class HostCollectives(Transport):
 class _Parcel:
     """One peer's bytes on their way."""
 
-    owner: HostCollectives
-    works: Sequence[Work]
     into: Tensor
-    peer: int
-    token: Letter | None = None
+    works: Sequence[Work]
+    shared: SharedMemory | None = None
+    token: Letter | None = None  # of a near peer
 
     def receive(self) -> Tensor:
         """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
-        if self.token is None:
-            wait_all(self.works)
-            return self.into
-        shared, members, into = self.owner._shared, self.owner._members, self.into
-        assert shared is not None, "it has near peers"
-        offset, nbytes = shared.mailbox.wait(self.token)
-        if nbytes != into.nbytes:
-            raise CollectiveError(
-                f"rank {members[self.owner.rank]} expects {into.nbytes} bytes of rank "
-                f"{members[self.peer]}, which has {nbytes}: the ranks exchange different dtypes or "
-                "units"
-            )
-        return shared.at(members[self.peer], offset, into.numel(), into.dtype)
+        if self.shared is not None and self.token is not None:
+            return self.shared.receive(self.token, self.into)
+        wait_all(self.works)
+        return self.into
 
     def wait(self) -> None:
         """Wait, and copy the peer's bytes to ``into`` if they are not there. Once."""

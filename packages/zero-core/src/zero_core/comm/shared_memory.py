@@ -90,7 +90,7 @@ class SharedMemory:
     def __init__(
         self, control: ControlGroup, *, timeout_s: float, ranks_per_node: int | None = None
     ) -> None:
-        """Map the windows of the node's ``ranks_per_node`` ranks, of all if None.
+        """Map the windows of the node's ``ranks_per_node`` ranks, of all by default.
 
         Every rank must call it. ``timeout_s`` is the longest wait for a message.
         """
@@ -150,6 +150,17 @@ class SharedMemory:
         """Return the offset of ``tensor`` in this rank's window. None if it is not there."""
         offset = tensor.data_ptr() - self._base
         return offset if 0 <= offset < self._nbytes else None
+
+    def receive(self, letter: Letter, like: Tensor) -> Tensor:
+        """Wait for a letter, and return the bytes that it locates, in place, as ``like`` is."""
+        peer = letter[0]
+        offset, nbytes = self.mailbox.wait(letter)
+        if nbytes != like.nbytes:
+            raise CollectiveError(
+                f"rank {self._rank} expects {like.nbytes} bytes of rank {peer}, which has "
+                f"{nbytes}: the ranks exchange different dtypes or units"
+            )
+        return self.at(peer, offset, like.numel(), like.dtype)
 
     def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written."""
