@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 PARAMETERS, GRADIENTS, FACTS = "parameters", "gradients", "facts of the step"
 WHOLES = "whole parameters"
-_ORDER = [
+ORDER = [
     ("all_gather", PARAMETERS),
     ("reduce_scatter", GRADIENTS),
     ("all_to_all", GRADIENTS),
@@ -24,7 +24,7 @@ _ORDER = [
     ("all_reduce", FACTS),
     ("all_to_all", WHOLES),
 ]
-"""Of rows, as in a plan."""
+"""Of the rows of a meter and of a plan."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Meter:
         self._last: tuple[Traffic, ...] = ()
 
     def add(self, collective: str, content: str, sent: tuple[int, int]) -> None:
-        assert (collective, content) in _ORDER
+        assert (collective, content) in ORDER
         with self._lock:
             row = self._open.setdefault((collective, content), [0, 0, 0])
             row[0] += 1
@@ -143,7 +143,7 @@ class Meter:
         """Close the step: rows added since the last call are the last step's."""
         with self._lock:
             rows, self._open = self._open, {}
-        self._last = tuple(Traffic(*key, *rows[key]) for key in _ORDER if key in rows)
+        self._last = tuple(Traffic(*key, *rows[key]) for key in ORDER if key in rows)
 
     def report(self) -> tuple[Traffic, ...]:
         """Return the last step's rows, in the order of a plan's. None before a step has ended."""

@@ -14,7 +14,7 @@ All byte counts are per rank. The rank planned for is rank 0; all ranks are alik
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -65,18 +65,12 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class WholeFootprint:
-    """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing."""
+class _WholeFootprint(TierFootprint):
+    """Bytes of `zero_core.optim.whole_tier` on the host."""
 
     on_host: dict[str, int]
     on_device: dict[str, int]
     moved: tuple[int, int]
-
-    def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
-        return 1.0
-
-    def device_span(self, ratio: float) -> tuple[int, int]:
-        return 0, 0
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
         return self.on_host
@@ -84,17 +78,8 @@ class WholeFootprint:
     def device_bytes(self, ratio: float) -> dict[str, int]:
         return self.on_device
 
-    def undo_share(self, ratio: float) -> float:
-        return 0.0
-
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         return self.moved
-
-    def uploaded_numel(self, ratio: float) -> Mapping[torch.dtype, int]:
-        return {}  # they are sent whole: `link_bytes` has them
-
-    def file_bytes(self, ratio: float) -> int:
-        return 0
 
 
 class Forecast:
@@ -238,7 +223,7 @@ class Forecast:
                 down += numel * self.gradients[segment.index].offered.itemsize
                 up += 0 if is_resting else numel * segment.dtype.itemsize
             on_device = {_WHOLES: self._whole_bytes[1] * self._links.is_ring}
-            return WholeFootprint({k: n for k, n in kept.items() if n}, on_device, (down, up))
+            return _WholeFootprint({k: n for k, n in kept.items() if n}, on_device, (down, up))
         zero = self._config.zero_optimization
         asked = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
         make: TierFootprintFactory | None

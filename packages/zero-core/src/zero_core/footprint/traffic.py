@@ -10,15 +10,15 @@ micro-step. A quantized gather or reduction counts as a call per phase or hop; s
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zero_core.comm.fused_sum import sum_dtype
-from zero_core.comm.meter import Links, Traffic
+from zero_core.comm.meter import FACTS, GRADIENTS, ORDER, PARAMETERS, Links, Traffic
 from zero_core.config import Config, ZeroConfig
 from zero_core.core.facts import facts_nbytes
 from zero_core.extensions.invariance import arithmetic_of
@@ -39,36 +39,28 @@ def step_traffic(
 
     ``host_link`` are bytes to the host and back, with offload.
     """
-    found: list[Traffic] = []
-
-    def add(collective: str, content: str, calls: Sequence[tuple[int, int]]) -> None:
-        if calls:
-            near, far = (sum(sent) for sent in zip(*calls, strict=True))
-            found.append(Traffic(collective, content, len(calls), near, far))
-
+    sent: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     zero, steps = config.zero_optimization, config.gradient_accumulation_steps
-    if layout.world_size > 1 and (footprint is not None or zero.quantized_key is None):
-        gathers: list[tuple[int, int]] = []
-        reductions: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # if quantized
-        sums: list[tuple[int, int]] = []
-        for segment in layout.segments:
-            anew, each = gather_calls(segment, links, footprint)
-            # With a secondary shard a step's new version is gathered once, frozen weights never.
-            gathers += anew * int(segment.is_trainable)
-            gathers += each * num_gathers(segment, layout, config)
-            if segment.is_trainable:
-                calls, is_quantized = reduction_calls(segment, config, links, footprint)
-                reductions[is_quantized] += calls
+    is_known = footprint is not None or zero.quantized_key is None
+    for segment in layout.segments if layout.world_size > 1 and is_known else ():
+        anew, each = gather_calls(segment, links, footprint)
+        # With a secondary shard a step's new version is gathered once, frozen weights never.
+        sent["all_gather", PARAMETERS] += anew * int(segment.is_trainable)
+        sent["all_gather", PARAMETERS] += each * num_gathers(segment, layout, config)
+        if segment.is_trainable:
+            calls, is_quantized = reduction_calls(segment, config, links, footprint)
+            sent["all_to_all" if is_quantized else "reduce_scatter", GRADIENTS] += calls * steps
+            if zero.stage == 0:
                 width = accumulated_dtype(segment, config).itemsize
-                sums.append(links.gather(segment.shard_numel * width))
-        add("all_gather", "parameters", gathers)
-        add("reduce_scatter", "gradients", reductions[False] * steps)
-        add("all_to_all", "gradients", reductions[True] * steps)
-        if zero.stage == 0:
-            add("all_gather", "gradients", sums)
+                sent["all_gather", GRADIENTS].append(links.gather(segment.shard_numel * width))
     if layout.world_size > 1:
         nbytes = facts_nbytes(len(layout.params), len(layout.units), arithmetic_of(config))
-        add("all_reduce", "facts of the step", [links.all_reduce(nbytes)])
+        sent["all_reduce", FACTS] = [links.all_reduce(nbytes)]
+    found = [
+        Traffic(*key, len(sent[key]), *map(sum, zip(*sent[key], strict=True)))
+        for key in ORDER
+        if sent[key]
+    ]
     if any(host_link):
         found.append(Traffic("to_host", "gradients", 1, host_link_bytes=host_link[0]))
         found.append(Traffic("to_device", "parameters", 1, host_link_bytes=host_link[1]))
