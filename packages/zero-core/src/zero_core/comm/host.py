@@ -216,11 +216,6 @@ class HostCollectives(Transport):
 
         return self._queues.launch(pass_on, is_reduction=False)
 
-    def coded(self, codec: SliceCodec) -> Self:
-        found = super().coded(codec)
-        found._expected = {}
-        return found
-
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         slices = full.view(self.world_size, -1)
         codec, coded = self._codec, list[int]()  # peers that are sent messages, not slices
@@ -470,11 +465,14 @@ class HostLibrary:
         self._peers = [(rank + k) % world_size for k in range(1, world_size)]
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        slices = out.view(self.world_size, shard.numel())
-        works = [self._receive(slices[p], p, Kind.CONTROL_GATHER) for p in self._peers]
-        works += [self._send(shard, p, Kind.CONTROL_GATHER) for p in self._peers]
-        if slices[self.rank].data_ptr() != shard.data_ptr():
-            slices[self.rank].copy_(shard)
+        rows = out.view(self.world_size, shard.numel())
+        return self._gather(rows, shard, Kind.CONTROL_GATHER)
+
+    def _gather(self, rows: Tensor, own: Tensor, kind: Kind) -> Work:
+        works = [self._receive(rows[p], p, kind) for p in self._peers]
+        works += [self._send(own, p, kind) for p in self._peers]
+        if rows[self.rank].data_ptr() != own.data_ptr():
+            rows[self.rank].copy_(own)
         return _Several(works)
 
     def exchange(
@@ -489,12 +487,10 @@ class HostLibrary:
 
     def all_reduce(self, values: Tensor) -> Work:
         rows = values.new_empty(self.world_size, values.numel())
-        rows[self.rank] = values.view(-1)
-        works = [self._receive(rows[p], p, Kind.CONTROL_SUM) for p in self._peers]
-        works += [self._send(rows[self.rank], p, Kind.CONTROL_SUM) for p in self._peers]
+        work = self._gather(rows, values.view(-1), Kind.CONTROL_SUM)
 
         def add_up() -> None:
-            wait_all(works)
+            work.wait()
             first, *others = rows
             add_in_rank_order(first, others)
             values.copy_(first.view_as(values))

@@ -4,7 +4,7 @@
 what a rank sends within its node and what it sends to other nodes. A rank that reads another's
 bytes in shared memory counts as one that is sent them.
 
-`Meter` counts call by call, in whatever thread: the measured side of `zero_core.footprint.traffic`.
+`Meter` counts call by call, in whatever thread: what a plan (`zero_core.footprint`) foretells.
 What comes after a step (an evaluation, say) belongs to the next one.
 """
 

@@ -39,7 +39,7 @@ from zero_core.config.rules import check_rules
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.footprint.activations import Trace, trace_step
 from zero_core.footprint.footprints import Footprints
-from zero_core.footprint.forecast import Forecast, MemoryUse
+from zero_core.footprint.forecast import Forecast, MemoryUse, step_traffic, traffic_choices
 from zero_core.footprint.result import (
     AS_CONFIGURED,
     STAGE_3_KEYS,
@@ -48,7 +48,6 @@ from zero_core.footprint.result import (
     Plan,
     format_bytes,
 )
-from zero_core.footprint.traffic import step_traffic, traffic_choices
 from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.factory import has_kernel_rule
 
