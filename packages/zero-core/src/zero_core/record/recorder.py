@@ -34,14 +34,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.parts import load_part
 from zero_core.protocols import DeviceMemory, TimedTier
 from zero_core.record.environment import describe_environment
-from zero_core.records import (
-    DetailRecord,
-    EventRecord,
-    Record,
-    RecordFile,
-    RunRecord,
-    StepRecord,
-)
+from zero_core.records import DetailRecord, EventRecord, Record, RecordFile, RunRecord, StepRecord
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.watch.place import OUTSIDE, UPDATE, Mark, MemoryMeter, StepClock
