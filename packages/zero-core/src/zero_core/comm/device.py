@@ -142,7 +142,7 @@ class DeviceCollectives(Transport):
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
         content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
-        self._count("all_gather", content, self._links.gather(shard.nbytes))
+        self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         return self._gathers.all_gather(out, shard)
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
@@ -170,7 +170,7 @@ class DeviceCollectives(Transport):
                 else:
                     sum_slices(slices, out, norm, nonfinite)
             sent = near, far if coded_nbytes is None else coded_nbytes
-            self._count("reduce_scatter", GRADIENTS, sent)
+            self._meter.add("reduce_scatter", GRADIENTS, sent)
 
         return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
 
@@ -266,7 +266,9 @@ class DeviceCollectives(Transport):
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
-        self._count("all_to_all", GRADIENTS, self._links.direct(parts.nbytes // self.world_size))
+        self._meter.add(
+            "all_to_all", GRADIENTS, self._links.direct(parts.nbytes // self.world_size)
+        )
         return self._reductions.all_to_all(out, parts)
 
 

@@ -124,10 +124,6 @@ class Transport:
             )
         return [self._members[r] for r in ranks]
 
-    def _count(self, collective: str, content: str, sent: tuple[int, int]) -> None:
-        if self.world_size > 1:
-            self._meter.add(collective, content, sent)
-
     def _check_all_to_all(self, out: Tensor, parts: Tensor) -> None:
         size = self.world_size
         if out.numel() != parts.numel() or out.dtype != parts.dtype or parts.numel() % size:
@@ -183,7 +179,7 @@ class HostCollectives(Transport):
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
         content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
-        self._count("all_gather", content, self._links.gather(shard.nbytes))
+        self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         slices = out.view(self.world_size, -1)
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
@@ -233,7 +229,7 @@ class HostCollectives(Transport):
         if codec is not None and coded:
             arrival = self._exchange_coded(codec, slices, parts, coded, unit)
         else:
-            self._count("reduce_scatter", GRADIENTS, self._links.direct(slices[0].nbytes))
+            self._meter.add("reduce_scatter", GRADIENTS, self._links.direct(slices[0].nbytes))
         sources = list(slices)
         for peer in coded:
             sources[peer] = parts[peer]
@@ -244,7 +240,7 @@ class HostCollectives(Transport):
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
-        self._count("all_to_all", GRADIENTS, self._links.direct(given[0].nbytes))
+        self._meter.add("all_to_all", GRADIENTS, self._links.direct(given[0].nbytes))
         parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._peers)
         slices[self.rank].copy_(given[self.rank])
         is_near = self._locate(parts) is not None
@@ -344,7 +340,7 @@ class HostCollectives(Transport):
             for buffer in buffers:
                 self._buffers.release(buffer)
             near_nbytes, _ = self._links.direct(slices[0].nbytes)
-            self._count("reduce_scatter", GRADIENTS, (near_nbytes, total))
+            self._meter.add("reduce_scatter", GRADIENTS, (near_nbytes, total))
 
         return self._queues.launch(job, is_reduction=True)
 

@@ -122,22 +122,13 @@ class Meter:
 
     def add(self, collective: str, content: str, sent: tuple[int, int]) -> None:
         assert (collective, content) in ORDER
+        if self.links.world_size == 1:
+            return
         with self._lock:
             row = self._open.setdefault((collective, content), [0, 0, 0])
             row[0] += 1
             row[1] += sent[0]
             row[2] += sent[1]
-
-    def add_all_reduce(self, content: str, nbytes: int) -> None:
-        """Count a sum of ``nbytes`` over all ranks."""
-        if self.links.world_size > 1:
-            self.add("all_reduce", content, self.links.all_reduce(nbytes))
-
-    def add_all_to_all(self, content: str, nbytes: int) -> None:
-        """Count an exchange in which this rank sends ``nbytes``, to ranks of any node alike."""
-        size = self.links.world_size
-        if size > 1:
-            self.add("all_to_all", content, self.links.direct(nbytes // (size - 1)))
 
     def end_step(self) -> None:
         """Close the step: rows added since the last call are the last step's."""

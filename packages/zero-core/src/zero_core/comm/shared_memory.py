@@ -125,9 +125,7 @@ class SharedMemory:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        for rank in list(self._mapped):
-            if not table[rank][self._rank]:
-                del self._mapped[rank]
+        self._mapped = {r: window for r, window in self._mapped.items() if table[r][self._rank]}
         self.peers = frozenset(self._mapped)  # with which memory is shared, both ways
         self.mailbox.begin(self.peers)
 

@@ -206,8 +206,6 @@ class Planner:
         with suppress(ConfigError):  # raised for the configuration itself before
             self._can_offload = self._forecast(offloaded, AS_CONFIGURED).tier is not None
 
-    # ------------------------------------------------------------- forecasts
-
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
         """Return the configuration of a choice, without keys that its stage does not serve."""
         config, zero = self.config, self.config.zero_optimization
@@ -283,8 +281,6 @@ class Planner:
         can_change = self._inputs is not None and any(u.index for u in self.layout.units)
         again = [given.is_recomputed, *([not given.is_recomputed] if can_change else [])]
         return [Variant(size, is_again) for size in sizes for is_again in again]
-
-    # --------------------------------------------------------------- choices
 
     def plan(self, *, allow_rounding: bool) -> Plan:
         """Return the plan. ``allow_rounding``: see `zero_core.plan`."""
