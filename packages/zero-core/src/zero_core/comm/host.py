@@ -297,29 +297,28 @@ class HostCollectives(Transport):
         room = coded_room(most)
         first = room * 3 // 4 // _ALIGNMENT * _ALIGNMENT
         buffers = [self._buffers.take(len(peers) * room, torch.uint8) for _ in range(2)]
-        given, taken = (buffer.view(-1, room) for buffer in buffers)
-        expected = [self._expected.get((unit, peer), (first, first)) for peer in peers]
-        receives = [
-            self._receive(row[:of], peer, Kind.REDUCE, unit)
-            for peer, row, (_, of) in zip(peers, taken, expected, strict=True)
-        ]
+        given, taken = (dict(zip(peers, b.view(-1, room), strict=True)) for b in buffers)
+        expected = {p: self._expected.get((unit, p), (first, first)) for p in peers}
+        receives = {
+            p: self._receive(taken[p][:of], p, Kind.REDUCE, unit) for p, (_, of) in expected.items()
+        }
 
         def job() -> None:
             sends: list[Work] = []
-            sent_nbytes: list[int] = []
-            taken_nbytes: list[int] = []
+            sent_nbytes, taken_nbytes = dict[int, int](), dict[int, int]()
             total = 0
-            for peer, row, (to, _) in zip(peers, given, expected, strict=True):
+            for peer, row in given.items():
+                to = expected[peer][0]
                 nbytes = codec.pack(slices[peer], row[_ALIGNMENT : _ALIGNMENT + most])
                 row[:8].view(torch.int64)[0] = nbytes
                 sends.append(self._send(row[:to], peer, Kind.REDUCE, unit))
                 rest = row[to : _ALIGNMENT + nbytes]
                 if rest.numel():
                     sends.append(self._send(rest, peer, Kind.REDUCE_REST, unit))
-                sent_nbytes.append(nbytes)
+                sent_nbytes[peer] = nbytes
                 total += max(to, _ALIGNMENT + nbytes)
-            for peer, row, (_, of), work in zip(peers, taken, expected, receives, strict=True):
-                work.wait()
+            for peer, row in taken.items():
+                receives[peer].wait()
                 nbytes = int(row[:8].view(torch.int64))
                 if not 0 <= nbytes <= most:
                     raise CollectiveError(
@@ -327,14 +326,15 @@ class HostCollectives(Transport):
                         f"gradient of rank {self._members[peer]}, which announces {nbytes}: the "
                         "ranks reduce different units"
                     )
-                rest = row[of : _ALIGNMENT + nbytes]
+                rest = row[expected[peer][1] : _ALIGNMENT + nbytes]
                 if rest.numel():
                     self._receive(rest, peer, Kind.REDUCE_REST, unit).wait()
                 message = row[_ALIGNMENT : _ALIGNMENT + nbytes]
                 codec.unpack(message, parts[peer], sender=self._members[peer])
-                taken_nbytes.append(nbytes)
+                taken_nbytes[peer] = nbytes
             wait_all(sends)
-            for peer, *both in zip(peers, sent_nbytes, taken_nbytes, strict=True):
+            for peer in peers:
+                both = sent_nbytes[peer], taken_nbytes[peer]
                 to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in both)
                 self._expected[unit, peer] = to, of
             for buffer in buffers:

@@ -19,21 +19,6 @@ from zero_core.parts import load_part
 from zero_core.plugins import FOOTPRINTS, call_factory
 
 
-class GatherFootprint(Protocol):
-    """Bytes of one segment's gather in two phases: across groups of ranks, then within a group.
-
-    A rank hands ``across_nbytes`` into the first phase and ``within_nbytes`` into the second. If
-    the result of the first phase ``is_kept``, it runs once per version of the weights.
-    """
-
-    @property
-    def across_nbytes(self) -> int: ...
-    @property
-    def within_nbytes(self) -> int: ...
-    @property
-    def is_kept(self) -> bool: ...
-
-
 class ReduceFootprint(Protocol):
     """Bytes of one message of a reduction in two hops: within a node, then between nodes."""
 
@@ -41,6 +26,16 @@ class ReduceFootprint(Protocol):
     def within_nbytes(self) -> int: ...
     @property
     def across_nbytes(self) -> int: ...
+
+
+class GatherFootprint(ReduceFootprint, Protocol):
+    """Bytes that a rank hands into a gather's phases: across groups of ranks, then within a group.
+
+    If the result of the first phase ``is_kept``, it runs once per version of the weights.
+    """
+
+    @property
+    def is_kept(self) -> bool: ...
 
 
 class CollectivesFootprint(Protocol):
