@@ -39,11 +39,10 @@ from zero_core.comm.fused_sum import (
     sum_slices,
 )
 from zero_core.comm.groups import Ranks
-from zero_core.comm.host import HostCollectives, Transport
+from zero_core.comm.host import HostCollectives, Transport, check_announced
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.errors import CollectiveError
 from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 
 _log = logging.getLogger(__name__)
@@ -196,11 +195,7 @@ class DeviceCollectives(Transport):
         library.all_to_all(theirs, lengths).wait()
         received: list[int] = theirs.tolist()
         for sender, nbytes in zip(senders, received, strict=True):
-            if not 0 <= nbytes <= most or nbytes % _MESSAGE_ALIGNMENT:
-                raise CollectiveError(
-                    f"rank {senders[own]} expects at most {most} bytes of a coded gradient of rank "
-                    f"{sender}, which announces {nbytes}: the ranks reduce different units"
-                )
+            check_announced(nbytes, most, senders[own], sender, multiple=_MESSAGE_ALIGNMENT)
         arrived = self._scratch("arrived", sum(received), torch.uint8, device)
         library.exchange(arrived, messages[:end], sent, received).wait()
         for peer, message in enumerate(torch.split(arrived, received)):

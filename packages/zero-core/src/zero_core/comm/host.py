@@ -320,12 +320,7 @@ class HostCollectives(Transport):
             for peer, row in taken.items():
                 receives[peer].wait()
                 nbytes = int(row[:8].view(torch.int64))
-                if not 0 <= nbytes <= most:
-                    raise CollectiveError(
-                        f"rank {self._members[self.rank]} expects at most {most} bytes of a coded "
-                        f"gradient of rank {self._members[peer]}, which announces {nbytes}: the "
-                        "ranks reduce different units"
-                    )
+                check_announced(nbytes, most, self._members[self.rank], self._members[peer])
                 rest = row[expected[peer][1] : _ALIGNMENT + nbytes]
                 if rest.numel():
                     self._receive(rest, peer, Kind.REDUCE_REST, unit).wait()
@@ -445,6 +440,15 @@ class _Buffers:
 def coded_room(max_nbytes: int) -> int:
     """Return the bytes of the buffer for a message of at most ``max_nbytes``, each way."""
     return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def check_announced(nbytes: int, most: int, rank: int, sender: int, *, multiple: int = 1) -> None:
+    """Refuse the length of a message that ``sender`` cannot have coded for ``rank``."""
+    if not 0 <= nbytes <= most or nbytes % multiple:
+        raise CollectiveError(
+            f"rank {rank} expects at most {most} bytes of a coded gradient of rank {sender}, which "
+            f"announces {nbytes}: the ranks reduce different units"
+        )
 
 
 class HostLibrary:
