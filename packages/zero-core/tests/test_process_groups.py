@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +132,7 @@ def _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails(
     rank: int, world_size: int
 ) -> None:
     """Engines run the collectives of accelerators over gloo."""
-    build: Any = sys.modules["zero_core.building"]
+    build: Any = import_module("zero_core.building")
     build.make_transport = _connect_on
     num_groups = count_groups()
     for end in ("close", "unwrap", "close"):

@@ -70,8 +70,8 @@ def _send(ranks, config):
         make_model(), config, process_group=ranks, collectives=lambda native, **_: device
     )
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
-    meter.end_step()
     engine.step()
+    meter.end_step()
     return meter.report(), device.exchange_nbytes
 
 

@@ -121,10 +121,9 @@ class Exchange(Protocol):
         CheckpointError, a corrupt checkpoint as what it is, and the rest as CheckpointFailedError.
         """
         failure: list[str] = []
-        found: list[_T] = []
         with self.place.during(what):
             try:
-                found.append(act())
+                found = act()
             except CollectiveError:
                 raise  # the others get one of their own
             except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -140,7 +139,7 @@ class Exchange(Protocol):
             names = {row[0] for row in rows if row}
             kind = next(kind for kind in _KINDS if kind.__name__ in names)
             raise kind(f"{what} failed on {'; '.join(failed)}")
-        return found[0]
+        return found
 
 
 class ControlGroup(Exchange):

@@ -39,11 +39,10 @@ from zero_core.comm.fused_sum import (
     sum_slices,
 )
 from zero_core.comm.groups import Ranks
-from zero_core.comm.host import HostCollectives, Transport
+from zero_core.comm.host import HostCollectives, Transport, check_announced
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.errors import CollectiveError
 from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 
 _log = logging.getLogger(__name__)
@@ -102,10 +101,8 @@ class DeviceCollectives(Transport):
         members: Sequence[int] | None = None,
     ) -> None:
         """Every rank of ``library`` must call it, ``members`` of it alone take part. None: all."""
-        self._library = library
-        self._members = list(range(library.world_size) if members is None else members)
-        links = meter.links if members is None else meter.links.among(members)
-        super().__init__(self._members.index(library.rank), links, queues, meter)
+        super().__init__(library.rank, queues, meter, members)
+        self._library, links = library, self._links
         self._buffers: dict[str, Tensor] = {}  # by purpose: reductions run one by one
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each queue has a communicator of its own.
@@ -135,9 +132,7 @@ class DeviceCollectives(Transport):
         return _typed(kept, numel, dtype)
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
-        self._check_subgroup(ranks)
-        members = [self._members[r] for r in ranks]
-        return DeviceCollectives(self._library, self._queues, self._meter, members)
+        return DeviceCollectives(self._library, self._queues, self._meter, self._chosen(ranks))
 
     def close(self) -> None:
         self._library.close()
@@ -149,19 +144,12 @@ class DeviceCollectives(Transport):
         self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         return self._gathers.all_gather(out, shard)
 
-    def _codes(self, dtype: torch.dtype, numel: int) -> bool:
-        """Whether slices of ``numel`` elements are sent to other nodes as messages."""
-        codec = self._codec
-        return codec is not None and self._links.codes_slices and codec.serves(dtype, numel)
-
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         nodes = None if is_added else self._nodes  # terms are added in rank order
-        nbytes, wide = out.numel() * full.element_size(), sum_dtype(full.dtype)
-        sent, dtype = self._links.direct(nbytes), full.dtype
+        near, far = self._links.direct(out.numel() * full.itemsize)
         if nodes is not None:
-            sent, dtype = self._links.reduction(nbytes, out.numel() * wide.itemsize), wide
-        if not self._codes(dtype, out.numel()):  # else it is counted once it is coded
-            self._meter.add("reduce_scatter", GRADIENTS, sent)
+            sum_nbytes = out.numel() * sum_dtype(full.dtype).itemsize
+            near, far = self._links.reduction(out.numel() * full.itemsize, sum_nbytes)
         # Allocated here: freed when the caller's stream has waited for the job.
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
@@ -169,30 +157,30 @@ class DeviceCollectives(Transport):
         def job() -> None:
             nonfinite.zero_()
             if nodes is not None:
-                self._reduce_in_two_levels(*nodes, out, full, norm, nonfinite)
-                return
-            received = self._scratch("received", full.numel(), full.dtype, full.device)
-            coded_nbytes = self._exchange(self._reductions, received, full, self._members)
-            if coded_nbytes is not None:
-                self._meter.add("reduce_scatter", GRADIENTS, (0, coded_nbytes))
-            slices = received.view(self.world_size, -1)
-            if is_added:
-                add_in_rank_order(out, slices.unbind())
-                find_nonfinite(slices, nonfinite)
-                norm.copy_(norm_of(out))
+                coded_nbytes = self._reduce_in_two_levels(*nodes, out, full, norm, nonfinite)
             else:
-                sum_slices(slices, out, norm, nonfinite)
+                received = self._scratch("received", full.numel(), full.dtype, full.device)
+                coded_nbytes = self._exchange(self._reductions, received, full, self._members)
+                slices = received.view(self.world_size, -1)
+                if is_added:
+                    add_in_rank_order(out, slices.unbind())
+                    find_nonfinite(slices, nonfinite)
+                    norm.copy_(norm_of(out))
+                else:
+                    sum_slices(slices, out, norm, nonfinite)
+            sent = near, far if coded_nbytes is None else coded_nbytes
+            self._meter.add("reduce_scatter", GRADIENTS, sent)
 
         return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
 
     def _exchange(
         self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
     ) -> int | None:
-        """All-to-all of slices, as messages if they are coded: then it returns their bytes."""
+        """All-to-all of slices. As messages if they are coded: then it returns their bytes."""
         size, own = library.world_size, library.rank
         rows, into = parts.view(size, -1), out.view(size, -1)
-        codec, numel = self._codec, rows.shape[1]
-        if codec is None or not self._codes(parts.dtype, numel):
+        codec, numel = self._codec if self._links.codes_slices else None, rows.shape[1]
+        if codec is None or not codec.serves(parts.dtype, numel):
             library.all_to_all(out, parts).wait()
             return None
         device, most = parts.device, codec.max_nbytes(parts.dtype, numel)
@@ -207,11 +195,7 @@ class DeviceCollectives(Transport):
         library.all_to_all(theirs, lengths).wait()
         received: list[int] = theirs.tolist()
         for sender, nbytes in zip(senders, received, strict=True):
-            if not 0 <= nbytes <= most or nbytes % _MESSAGE_ALIGNMENT:
-                raise CollectiveError(
-                    f"rank {senders[own]} expects at most {most} bytes of a coded gradient of rank "
-                    f"{sender}, which announces {nbytes}: the ranks reduce different units"
-                )
+            check_announced(nbytes, most, senders[own], sender, multiple=_MESSAGE_ALIGNMENT)
         arrived = self._scratch("arrived", sum(received), torch.uint8, device)
         library.exchange(arrived, messages[:end], sent, received).wait()
         for peer, message in enumerate(torch.split(arrived, received)):
@@ -228,8 +212,11 @@ class DeviceCollectives(Transport):
         full: Tensor,
         norm: Tensor,
         nonfinite: Tensor,
-    ) -> None:
-        """See [Note: two levels]. ``full`` is overwritten, ``nonfinite`` set for this node."""
+    ) -> int | None:
+        """See [Note: two levels]. ``full`` is overwritten, ``nonfinite`` set for this node.
+
+        Returns the bytes to other nodes if they are coded.
+        """
         num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
         scratch = self._scratch("received", full.numel(), full.dtype, full.device)
         sent = scratch.view(per_node, num_nodes, numel)
@@ -241,11 +228,9 @@ class DeviceCollectives(Transport):
         sum_slices(full.view(per_node, -1), partial, nonfinite=of_node)
         received = _typed(full, num_nodes * numel, wide)
         far_ranks = range(near.rank, self.world_size, per_node)
-        far_nbytes = self._exchange(far, received, partial, far_ranks)
-        if far_nbytes is not None:
-            near_nbytes = (per_node - 1) * num_nodes * numel * full.element_size()
-            self._meter.add("reduce_scatter", GRADIENTS, (near_nbytes, far_nbytes))
+        coded_nbytes = self._exchange(far, received, partial, far_ranks)
         sum_slices(received.view(num_nodes, numel), out, norm)
+        return coded_nbytes
 
     def prepare_reductions(
         self, wanted: Sequence[tuple[int, torch.dtype, torch.dtype]], device: torch.device
@@ -276,8 +261,9 @@ class DeviceCollectives(Transport):
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
-        sent = self._links.direct(parts.nbytes // self.world_size)
-        self._meter.add("all_to_all", GRADIENTS, sent)
+        self._meter.add(
+            "all_to_all", GRADIENTS, self._links.direct(parts.nbytes // self.world_size)
+        )
         return self._reductions.all_to_all(out, parts)
 
 

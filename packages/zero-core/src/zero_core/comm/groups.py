@@ -61,7 +61,7 @@ from zero_core._torch import (
     store_address,
     timeout_of,
 )
-from zero_core.comm.control import ControlGroup, ControlLibrary, DeviceLibrary, Exchange, Lane
+from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.comm.queues import Pending
@@ -116,8 +116,17 @@ class Ranks:
         place, watch = Place(), None
         has_group = dist.is_available() and dist.is_initialized()
         if self.size > 1 and named_within_s is not None and has_group:
+            number = _next_of(self.group, "beats")
+            store = known_group(self.group).get_group_store()
+            host, address = "the store of the process group", store_address(store)
+            if address is not None:
+                is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                who = "torchrun's agent" if is_agents else "rank 0 of the job"
+                host = f"{who} (it hosts {host} at {address})"
+            keys = [f"zero_core beats {number} of rank {r}" for r in range(self.size)]
             watch = Watch(
-                make_board(self),
+                # Its store is a clone: a connection serves one blocking call at a time.
+                ThreadedBoard(clone_store(store), host, keys, self.rank),
                 place,
                 rank=self.rank,
                 world_size=self.size,
@@ -126,12 +135,10 @@ class Ranks:
             )
             if named_within_s:
                 start(watch)
-        library: ControlLibrary
-        if self.device.type == "cpu":
-            library = HostLibrary(self.messages(), rank=self.rank, world_size=self.size)
-        else:
-            library = self.library()
-        return ControlGroup(library, self.device, place, watch)
+        if self.device.type != "cpu":
+            return ControlGroup(self.library(), self.device, place, watch)
+        hosts = HostLibrary(self.messages(), rank=self.rank, world_size=self.size)
+        return ControlGroup(hosts, self.device, place, watch)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
         """Return an exchange for a thread beside training. Every rank makes them in one order."""
@@ -298,20 +305,6 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
     with counting_groups(number):  # see [Note: groups that cannot hang]
         made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
     return made[tuple(ranks)]
-
-
-def make_board(ranks: Ranks) -> ThreadedBoard:
-    """Return a board in the store of a group. Every rank makes those of a group in one order."""
-    number = _next_of(ranks.group, "beats")
-    store = known_group(ranks.group).get_group_store()
-    host, address = "the store of the process group", store_address(store)
-    if address is not None:
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        who = "torchrun's agent" if is_agents else "rank 0 of the job"
-        host = f"{who} (it hosts {host} at {address})"
-    keys = [f"zero_core beats {number} of rank {r}" for r in range(ranks.size)]
-    # Of its own: a connection serves one blocking call at a time.
-    return ThreadedBoard(clone_store(store), host, keys, ranks.rank)
 
 
 class StoreExchange(Exchange):

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
-from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
+from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.p2p import CONTROL_CHANNEL, Kind, Messages, tag_of, wait_all
 from zero_core.comm.queues import CommQueues, Pending
 from zero_core.comm.shared_memory import Letter, SharedMemory
@@ -69,12 +69,16 @@ _NUM_SIZES = 32_749
 class Transport:
     """Base of the collectives of hosts and of accelerators."""
 
-    def __init__(self, rank: int, links: Links, queues: CommQueues, meter: Meter) -> None:
+    def __init__(
+        self, rank: int, queues: CommQueues, meter: Meter, members: Sequence[int] | None
+    ) -> None:
+        """``members`` of the ranks of ``meter`` take part, ``rank`` among them. None: all."""
         self._meter = meter
         self._queues = queues
-        self.rank = rank
-        self.world_size = links.world_size
-        self._links = links
+        self._links = meter.links if members is None else meter.links.among(members)
+        self._members = range(self._links.world_size) if members is None else members
+        self.rank = self._members.index(rank)
+        self.world_size = len(self._members)
         self._codec: SliceCodec | None = None
 
     def coded(self, codec: SliceCodec) -> Self:
@@ -110,13 +114,15 @@ class Transport:
         ``wanted``: the elements of each gradient to be reduced, its dtype and that of its sum.
         """
 
-    def _check_subgroup(self, ranks: Sequence[int]) -> None:
+    def _chosen(self, ranks: Sequence[int]) -> list[int]:
+        """Return the members of the subgroup ``ranks``, which this rank is to be in."""
         is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)
         if not is_sound or self.rank not in ranks:
             raise ValueError(
                 f"subgroup: {list(ranks)} must be different ranks below {self.world_size}, with "
                 f"rank {self.rank} among them: every rank gives the subgroup that it is in"
             )
+        return [self._members[r] for r in ranks]
 
     def _check_all_to_all(self, out: Tensor, parts: Tensor) -> None:
         size = self.world_size
@@ -140,24 +146,18 @@ class HostCollectives(Transport):
         shared: SharedMemory | None,
         queues: CommQueues,
         meter: Meter,
+        members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank makes one. ``meter`` knows the links, and counts what is sent over them."""
-        super().__init__(rank, meter.links, queues, meter)
+        """Every rank makes one. ``members`` have the numbers of ``messages``."""
+        super().__init__(rank, queues, meter, members)
         self._messages = messages
         self._shared = shared
-        self._join(range(self.world_size), rank)
-
-    def _join(self, members: Sequence[int], rank: int) -> None:
-        """Take part in exchanges among ``members``, by their numbers in the messages."""
-        self.rank, self.world_size = rank, len(members)
-        self._members = members
         # From the right neighbour on, so that no rank is everybody's first target.
-        self._peers = [(rank + k) % len(members) for k in range(1, len(members))]
-        near = frozenset[int]() if self._shared is None else self._shared.peers
-        self._near = frozenset(peer for peer in self._peers if members[peer] in near)
-        self._channel = self._messages.next_channel()
+        self._peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
+        near = frozenset[int]() if shared is None else shared.peers
+        self._near = frozenset(peer for peer in self._peers if self._members[peer] in near)
+        self._channel = messages.next_channel()
         self._buffers = _Buffers()
-        self._codec = None
         # Bytes that are expected of a unit's next message, by peer: to it, and from it.
         self._expected: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -166,11 +166,8 @@ class HostCollectives(Transport):
         return self._buffers.nbytes
 
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
-        self._check_subgroup(ranks)
-        found = copy.copy(self)
-        found._links = self._links.among(ranks)
-        found._join([self._members[r] for r in ranks], list(ranks).index(self.rank))
-        return found
+        parts = self._messages, self._members[self.rank], self._shared, self._queues, self._meter
+        return HostCollectives(*parts, self._chosen(ranks))
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._shared is None or device.type != "cpu":
@@ -182,7 +179,7 @@ class HostCollectives(Transport):
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
         content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
-        self._count("all_gather", content, self._links.gather(shard.nbytes))
+        self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         slices = out.view(self.world_size, -1)
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
@@ -215,11 +212,6 @@ class HostCollectives(Transport):
 
         return self._queues.launch(pass_on, is_reduction=False)
 
-    def coded(self, codec: SliceCodec) -> Self:
-        found = super().coded(codec)
-        found._expected = {}
-        return found
-
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         slices = full.view(self.world_size, -1)
         codec, coded = self._codec, list[int]()  # peers that are sent messages, not slices
@@ -237,7 +229,7 @@ class HostCollectives(Transport):
         if codec is not None and coded:
             arrival = self._exchange_coded(codec, slices, parts, coded, unit)
         else:
-            self._count("reduce_scatter", GRADIENTS, self._links.direct(slices[0].nbytes))
+            self._meter.add("reduce_scatter", GRADIENTS, self._links.direct(slices[0].nbytes))
         sources = list(slices)
         for peer in coded:
             sources[peer] = parts[peer]
@@ -248,7 +240,7 @@ class HostCollectives(Transport):
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
-        self._count("all_to_all", GRADIENTS, self._links.direct(given[0].nbytes))
+        self._meter.add("all_to_all", GRADIENTS, self._links.direct(given[0].nbytes))
         parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._peers)
         slices[self.rank].copy_(given[self.rank])
         is_near = self._locate(parts) is not None
@@ -271,12 +263,12 @@ class HostCollectives(Transport):
         """Start to exchange as many elements with a peer. ``offset`` is that of ``given``."""
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
-            return _Parcel(self, works, into, peer)
+            return _Parcel(into, works)
         assert self._shared is not None, "it has near peers"
         member, tag = self._members[peer], tag_of(self._channel, kind, unit)
-        theirs = self._shared.mailbox.expect(member, tag)
+        token = self._shared.mailbox.expect(member, tag)
         self._shared.mailbox.post(member, tag, offset, given.nbytes)
-        return _Parcel(self, (), into, peer, theirs)
+        return _Parcel(into, (), self._shared, token)
 
     def _send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
         return self._messages.isend(given, self._members[peer], tag_of(self._channel, kind, unit))
@@ -294,10 +286,6 @@ class HostCollectives(Transport):
             mailbox.post(member, tag, 0, 0)
         return Pending(lambda: [mailbox.wait(report) for report in reports])
 
-    def _count(self, collective: str, content: str, sent: tuple[int, int]) -> None:
-        if self.world_size > 1:
-            self._meter.add(collective, content, sent)
-
     def _exchange_coded(
         self, codec: SliceCodec, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
     ) -> Work:
@@ -309,50 +297,45 @@ class HostCollectives(Transport):
         room = coded_room(most)
         first = room * 3 // 4 // _ALIGNMENT * _ALIGNMENT
         buffers = [self._buffers.take(len(peers) * room, torch.uint8) for _ in range(2)]
-        given, taken = (buffer.view(-1, room) for buffer in buffers)
-        expected = [self._expected.get((unit, peer), (first, first)) for peer in peers]
-        receives = [
-            self._receive(row[:of], peer, Kind.REDUCE, unit)
-            for peer, row, (_, of) in zip(peers, taken, expected, strict=True)
-        ]
+        given, taken = (dict(zip(peers, b.view(-1, room), strict=True)) for b in buffers)
+        expected = {p: self._expected.get((unit, p), (first, first)) for p in peers}
+        receives = {
+            p: self._receive(taken[p][:of], p, Kind.REDUCE, unit) for p, (_, of) in expected.items()
+        }
 
         def job() -> None:
             sends: list[Work] = []
-            sent_nbytes: list[int] = []
-            taken_nbytes: list[int] = []
+            sent_nbytes, taken_nbytes = dict[int, int](), dict[int, int]()
             total = 0
-            for peer, row, (to, _) in zip(peers, given, expected, strict=True):
+            for peer, row in given.items():
+                to = expected[peer][0]
                 nbytes = codec.pack(slices[peer], row[_ALIGNMENT : _ALIGNMENT + most])
                 row[:8].view(torch.int64)[0] = nbytes
                 sends.append(self._send(row[:to], peer, Kind.REDUCE, unit))
                 rest = row[to : _ALIGNMENT + nbytes]
                 if rest.numel():
                     sends.append(self._send(rest, peer, Kind.REDUCE_REST, unit))
-                sent_nbytes.append(nbytes)
+                sent_nbytes[peer] = nbytes
                 total += max(to, _ALIGNMENT + nbytes)
-            for peer, row, (_, of), work in zip(peers, taken, expected, receives, strict=True):
-                work.wait()
+            for peer, row in taken.items():
+                receives[peer].wait()
                 nbytes = int(row[:8].view(torch.int64))
-                if not 0 <= nbytes <= most:
-                    raise CollectiveError(
-                        f"rank {self._members[self.rank]} expects at most {most} bytes of a coded "
-                        f"gradient of rank {self._members[peer]}, which announces {nbytes}: the "
-                        "ranks reduce different units"
-                    )
-                rest = row[of : _ALIGNMENT + nbytes]
+                check_announced(nbytes, most, self._members[self.rank], self._members[peer])
+                rest = row[expected[peer][1] : _ALIGNMENT + nbytes]
                 if rest.numel():
                     self._receive(rest, peer, Kind.REDUCE_REST, unit).wait()
                 message = row[_ALIGNMENT : _ALIGNMENT + nbytes]
                 codec.unpack(message, parts[peer], sender=self._members[peer])
-                taken_nbytes.append(nbytes)
+                taken_nbytes[peer] = nbytes
             wait_all(sends)
-            for peer, *both in zip(peers, sent_nbytes, taken_nbytes, strict=True):
+            for peer in peers:
+                both = sent_nbytes[peer], taken_nbytes[peer]
                 to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in both)
                 self._expected[unit, peer] = to, of
             for buffer in buffers:
                 self._buffers.release(buffer)
             near_nbytes, _ = self._links.direct(slices[0].nbytes)
-            self._count("reduce_scatter", GRADIENTS, (near_nbytes, total))
+            self._meter.add("reduce_scatter", GRADIENTS, (near_nbytes, total))
 
         return self._queues.launch(job, is_reduction=True)
 
@@ -361,27 +344,17 @@ class HostCollectives(Transport):
 class _Parcel:
     """One peer's bytes on their way."""
 
-    owner: HostCollectives
-    works: Sequence[Work]
     into: Tensor
-    peer: int
-    token: Letter | None = None
+    works: Sequence[Work]
+    shared: SharedMemory | None = None
+    token: Letter | None = None  # of a near peer
 
     def receive(self) -> Tensor:
         """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
-        if self.token is None:
-            wait_all(self.works)
-            return self.into
-        shared, members, into = self.owner._shared, self.owner._members, self.into
-        assert shared is not None, "it has near peers"
-        offset, nbytes = shared.mailbox.wait(self.token)
-        if nbytes != into.nbytes:
-            raise CollectiveError(
-                f"rank {members[self.owner.rank]} expects {into.nbytes} bytes of rank "
-                f"{members[self.peer]}, which has {nbytes}: the ranks exchange different dtypes or "
-                "units"
-            )
-        return shared.at(members[self.peer], offset, into.numel(), into.dtype)
+        if self.shared is not None and self.token is not None:
+            return self.shared.receive(self.token, self.into)
+        wait_all(self.works)
+        return self.into
 
     def wait(self) -> None:
         """Wait, and copy the peer's bytes to ``into`` if they are not there. Once."""
@@ -469,6 +442,15 @@ def coded_room(max_nbytes: int) -> int:
     return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def check_announced(nbytes: int, most: int, rank: int, sender: int, *, multiple: int = 1) -> None:
+    """Refuse the length of a message that ``sender`` cannot have coded for ``rank``."""
+    if not 0 <= nbytes <= most or nbytes % multiple:
+        raise CollectiveError(
+            f"rank {rank} expects at most {most} bytes of a coded gradient of rank {sender}, which "
+            f"announces {nbytes}: the ranks reduce different units"
+        )
+
+
 class HostLibrary:
     """`ControlLibrary` among hosts. See [Note: messages of different sizes never meet]."""
 
@@ -483,11 +465,14 @@ class HostLibrary:
         self._peers = [(rank + k) % world_size for k in range(1, world_size)]
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        slices = out.view(self.world_size, shard.numel())
-        works = [self._receive(slices[p], p, Kind.CONTROL_GATHER) for p in self._peers]
-        works += [self._send(shard, p, Kind.CONTROL_GATHER) for p in self._peers]
-        if slices[self.rank].data_ptr() != shard.data_ptr():
-            slices[self.rank].copy_(shard)
+        rows = out.view(self.world_size, shard.numel())
+        return self._gather(rows, shard, Kind.CONTROL_GATHER)
+
+    def _gather(self, rows: Tensor, own: Tensor, kind: Kind) -> Work:
+        works = [self._receive(rows[p], p, kind) for p in self._peers]
+        works += [self._send(own, p, kind) for p in self._peers]
+        if rows[self.rank].data_ptr() != own.data_ptr():
+            rows[self.rank].copy_(own)
         return _Several(works)
 
     def exchange(
@@ -502,12 +487,10 @@ class HostLibrary:
 
     def all_reduce(self, values: Tensor) -> Work:
         rows = values.new_empty(self.world_size, values.numel())
-        rows[self.rank] = values.view(-1)
-        works = [self._receive(rows[p], p, Kind.CONTROL_SUM) for p in self._peers]
-        works += [self._send(rows[self.rank], p, Kind.CONTROL_SUM) for p in self._peers]
+        work = self._gather(rows, values.view(-1), Kind.CONTROL_SUM)
 
         def add_up() -> None:
-            wait_all(works)
+            work.wait()
             first, *others = rows
             add_in_rank_order(first, others)
             values.copy_(first.view_as(values))

@@ -4,7 +4,7 @@
 what a rank sends within its node and what it sends to other nodes. A rank that reads another's
 bytes in shared memory counts as one that is sent them.
 
-`Meter` counts call by call, in whatever thread: the measured side of `zero_core.footprint.traffic`.
+`Meter` counts call by call, in whatever thread: what a plan (`zero_core.footprint`) foretells.
 What comes after a step (an evaluation, say) belongs to the next one.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 PARAMETERS, GRADIENTS, FACTS = "parameters", "gradients", "facts of the step"
 WHOLES = "whole parameters"
-_ORDER = [
+ORDER = [
     ("all_gather", PARAMETERS),
     ("reduce_scatter", GRADIENTS),
     ("all_to_all", GRADIENTS),
@@ -24,7 +24,7 @@ _ORDER = [
     ("all_reduce", FACTS),
     ("all_to_all", WHOLES),
 ]
-"""Of rows, as in a plan."""
+"""Of the rows of a meter and of a plan."""
 
 
 @dataclass(frozen=True)
@@ -121,29 +121,20 @@ class Meter:
         self._last: tuple[Traffic, ...] = ()
 
     def add(self, collective: str, content: str, sent: tuple[int, int]) -> None:
-        assert (collective, content) in _ORDER
+        assert (collective, content) in ORDER
+        if self.links.world_size == 1:
+            return
         with self._lock:
             row = self._open.setdefault((collective, content), [0, 0, 0])
             row[0] += 1
             row[1] += sent[0]
             row[2] += sent[1]
 
-    def add_all_reduce(self, content: str, nbytes: int) -> None:
-        """Count a sum of ``nbytes`` over all ranks."""
-        if self.links.world_size > 1:
-            self.add("all_reduce", content, self.links.all_reduce(nbytes))
-
-    def add_all_to_all(self, content: str, nbytes: int) -> None:
-        """Count an exchange in which this rank sends ``nbytes``, to ranks of any node alike."""
-        size = self.links.world_size
-        if size > 1:
-            self.add("all_to_all", content, self.links.direct(nbytes // (size - 1)))
-
     def end_step(self) -> None:
         """Close the step: rows added since the last call are the last step's."""
         with self._lock:
             rows, self._open = self._open, {}
-        self._last = tuple(Traffic(*key, *rows[key]) for key in _ORDER if key in rows)
+        self._last = tuple(Traffic(*key, *rows[key]) for key in ORDER if key in rows)
 
     def report(self) -> tuple[Traffic, ...]:
         """Return the last step's rows, in the order of a plan's. None before a step has ended."""

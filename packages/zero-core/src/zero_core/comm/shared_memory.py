@@ -90,7 +90,7 @@ class SharedMemory:
     def __init__(
         self, control: ControlGroup, *, timeout_s: float, ranks_per_node: int | None = None
     ) -> None:
-        """Map the windows of the node's ``ranks_per_node`` ranks, of all if None.
+        """Map the windows of the node's ``ranks_per_node`` ranks, of all by default.
 
         Every rank must call it. ``timeout_s`` is the longest wait for a message.
         """
@@ -125,9 +125,7 @@ class SharedMemory:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        for rank in list(self._mapped):
-            if not table[rank][self._rank]:
-                del self._mapped[rank]
+        self._mapped = {r: window for r, window in self._mapped.items() if table[r][self._rank]}
         self.peers = frozenset(self._mapped)  # with which memory is shared, both ways
         self.mailbox.begin(self.peers)
 
@@ -150,6 +148,17 @@ class SharedMemory:
         """Return the offset of ``tensor`` in this rank's window. None if it is not there."""
         offset = tensor.data_ptr() - self._base
         return offset if 0 <= offset < self._nbytes else None
+
+    def receive(self, letter: Letter, like: Tensor) -> Tensor:
+        """Wait for a letter, and return the bytes that it locates, in place, as ``like`` is."""
+        peer = letter[0]
+        offset, nbytes = self.mailbox.wait(letter)
+        if nbytes != like.nbytes:
+            raise CollectiveError(
+                f"rank {self._rank} expects {like.nbytes} bytes of rank {peer}, which has "
+                f"{nbytes}: the ranks exchange different dtypes or units"
+            )
+        return self.at(peer, offset, like.numel(), like.dtype)
 
     def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written."""

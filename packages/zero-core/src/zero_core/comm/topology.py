@@ -45,10 +45,12 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
         raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
     if isinstance(group, Ranks):
         return group
+    device = torch.device("cpu")
+    if (found := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        device = torch.device(found.type, torch.accelerator.current_device_index())
     if dist.is_available() and dist.is_initialized():
         if mesh is not None and mesh.ndim == 1:
             group = mesh.get_group()
-        device = accelerator()
         if device.type != "cpu" and (
             dist.get_backend(group) == "gloo" or backend_on(group, device) is None
         ):
@@ -78,15 +80,7 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() before zero_core.build()"
         )
-    return Ranks(None, 0, 1, accelerator())
-
-
-def accelerator() -> torch.device:
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return Ranks(None, 0, 1, device)
 
 
 def check_devices(ranks: Ranks) -> None:

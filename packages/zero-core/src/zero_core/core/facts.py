@@ -93,7 +93,7 @@ class Facts:
         total = self._total
         total.copy_(self._sent, non_blocking=True)
         total[self._slots[_SUMS]] = square_sums
-        self._meter.add_all_reduce(FACTS, total.nbytes)
+        self._meter.add("all_reduce", FACTS, self._meter.links.all_reduce(total.nbytes))
         self._communicator.sum_statistics(total)
         self._arithmetic.finish(total[self._slots[_SUMS]])
         if self._has_stream:

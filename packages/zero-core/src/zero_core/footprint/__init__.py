@@ -14,24 +14,15 @@ from zero_core.footprint.activations import (
     Trace,
     trace_step,
 )
-from zero_core.footprint.forecast import Forecast, num_gathers
-from zero_core.footprint.planner import (
-    Machine,
-    Planner,
-    Variant,
-    plan,
-    ranks_of_node,
-    variant_of,
+from zero_core.footprint.forecast import (
+    Forecast,
+    TrafficChoice,
+    gather_calls,
+    num_gathers,
+    reduction_calls,
 )
-from zero_core.footprint.result import (
-    AS_CONFIGURED,
-    Choice,
-    Placement,
-    Plan,
-    Table,
-    format_bytes,
-)
-from zero_core.footprint.traffic import TrafficChoice, gather_calls, reduction_calls
+from zero_core.footprint.planner import Machine, Planner, Variant, plan, ranks_of_node, variant_of
+from zero_core.footprint.result import AS_CONFIGURED, Choice, Placement, Plan, Table, format_bytes
 from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
 from zero_core.layout.gradient_plan import GradientCase, accumulated_dtype
 from zero_core.step.update import may_speculate, updates_in_backward

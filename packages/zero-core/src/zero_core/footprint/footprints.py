@@ -19,21 +19,6 @@ from zero_core.parts import load_part
 from zero_core.plugins import FOOTPRINTS, call_factory
 
 
-class GatherFootprint(Protocol):
-    """Bytes of one segment's gather in two phases: across groups of ranks, then within a group.
-
-    A rank hands ``across_nbytes`` into the first phase and ``within_nbytes`` into the second. If
-    the result of the first phase ``is_kept``, it runs once per version of the weights.
-    """
-
-    @property
-    def across_nbytes(self) -> int: ...
-    @property
-    def within_nbytes(self) -> int: ...
-    @property
-    def is_kept(self) -> bool: ...
-
-
 class ReduceFootprint(Protocol):
     """Bytes of one message of a reduction in two hops: within a node, then between nodes."""
 
@@ -41,6 +26,16 @@ class ReduceFootprint(Protocol):
     def within_nbytes(self) -> int: ...
     @property
     def across_nbytes(self) -> int: ...
+
+
+class GatherFootprint(ReduceFootprint, Protocol):
+    """Bytes that a rank hands into a gather's phases: across groups of ranks, then within a group.
+
+    If the result of the first phase ``is_kept``, it runs once per version of the weights.
+    """
+
+    @property
+    def is_kept(self) -> bool: ...
 
 
 class CollectivesFootprint(Protocol):
@@ -96,13 +91,18 @@ class CollectivesFootprintFactory(Protocol):
 
 
 class TierFootprint(Protocol):
-    """Bytes that one rank's state tier keeps and moves, for any ratio of elements on the host."""
+    """Bytes that one rank's state tier keeps and moves, for any ratio of elements on the host.
+
+    What has a body holds for a tier that is on the host as a whole, and in no file.
+    """
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
         """Return the configured share on the host of ``(name, numel)`` of all trainable params."""
+        return 1.0
 
     def device_span(self, ratio: float) -> tuple[int, int]:
         """Return start and stop of the elements that the device keeps."""
+        return 0, 0
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
@@ -112,15 +112,18 @@ class TierFootprint(Protocol):
 
     def undo_share(self, ratio: float) -> float:
         """Return the share of the host's elements for which the undo log has room."""
+        return 0.0
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host and back."""
 
     def uploaded_numel(self, ratio: float) -> Mapping[torch.dtype, int]:
-        """Return the parameters that go from the host to the device in a step, by dtype."""
+        """Return the parameters whose difference may go to the device in a step, by dtype."""
+        return {}
 
     def file_bytes(self, ratio: float) -> int:
         """Return the bytes of master weights and states in files, each read and written a step."""
+        return 0
 
 
 class TierFootprintFactory(Protocol):

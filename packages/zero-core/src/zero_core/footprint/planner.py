@@ -39,7 +39,7 @@ from zero_core.config.rules import check_rules
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.footprint.activations import Trace, trace_step
 from zero_core.footprint.footprints import Footprints
-from zero_core.footprint.forecast import Forecast, MemoryUse
+from zero_core.footprint.forecast import Forecast, MemoryUse, step_traffic, traffic_choices
 from zero_core.footprint.result import (
     AS_CONFIGURED,
     STAGE_3_KEYS,
@@ -48,7 +48,6 @@ from zero_core.footprint.result import (
     Plan,
     format_bytes,
 )
-from zero_core.footprint.traffic import step_traffic, traffic_choices
 from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.factory import has_kernel_rule
 
@@ -207,8 +206,6 @@ class Planner:
         with suppress(ConfigError):  # raised for the configuration itself before
             self._can_offload = self._forecast(offloaded, AS_CONFIGURED).tier is not None
 
-    # ------------------------------------------------------------- forecasts
-
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
         """Return the configuration of a choice, without keys that its stage does not serve."""
         config, zero = self.config, self.config.zero_optimization
@@ -284,8 +281,6 @@ class Planner:
         can_change = self._inputs is not None and any(u.index for u in self.layout.units)
         again = [given.is_recomputed, *([not given.is_recomputed] if can_change else [])]
         return [Variant(size, is_again) for size in sizes for is_again in again]
-
-    # --------------------------------------------------------------- choices
 
     def plan(self, *, allow_rounding: bool) -> Plan:
         """Return the plan. ``allow_rounding``: see `zero_core.plan`."""

@@ -15,8 +15,7 @@ from typing import Any
 
 from zero_core.comm.meter import Traffic
 from zero_core.config import ZeroConfig
-from zero_core.footprint.forecast import MemoryUse
-from zero_core.footprint.traffic import TrafficChoice
+from zero_core.footprint.forecast import MemoryUse, TrafficChoice
 
 STAGE_3_KEYS = (
     "offload_param",

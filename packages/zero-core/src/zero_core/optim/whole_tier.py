@@ -477,7 +477,9 @@ class _Exchange:
         for numels, parcels in ((sent, to), (received, of)):
             for peer, _, share in parcels:
                 numels[peer] += rows * share.numel
-        self._meter.add_all_to_all(WHOLES, parts.nbytes)
+        links = self._meter.links  # the bytes go to ranks of any node alike
+        each_nbytes = parts.nbytes // max(links.world_size - 1, 1)
+        self._meter.add("all_to_all", WHOLES, links.direct(each_nbytes))
         return self._control.exchange(parts, sent, received)
 
 

@@ -34,17 +34,10 @@ from zero_core.optim.train_state import TrainState
 from zero_core.parts import load_part
 from zero_core.protocols import DeviceMemory, TimedTier
 from zero_core.record.environment import describe_environment
-from zero_core.records import (
-    DetailRecord,
-    EventRecord,
-    Record,
-    RecordFile,
-    RunRecord,
-    StepRecord,
-)
+from zero_core.records import DetailRecord, EventRecord, Record, RecordFile, RunRecord, StepRecord
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.watch.place import OUTSIDE, UPDATE, MemoryMeter, StepClock, StepMarks
+from zero_core.watch.place import OUTSIDE, UPDATE, Mark, MemoryMeter, StepClock
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +84,7 @@ class _Step:
     # Since the step's end:
     record: dict[str, Any] = field(default_factory=dict)  # fields of its `StepRecord`
     detail: dict[str, Any] = field(default_factory=dict)  # fields of its `DetailRecord`, if any
-    marks: StepMarks | None = None
+    clock: StepClock | None = None
     rates: Sequence[float | Tensor] = ()
     updates: Sequence[tuple[float, float]] = ()
     copies: Sequence[tuple[str, torch.Event, torch.Event]] = ()
@@ -123,13 +116,13 @@ class Recorder(Extension):
         self._memory = MemoryMeter(device)
         # Of an engine that is dropped, too: nothing that these hold leads back to it.
         self._release = weakref.finalize(self, _abandon, os.getpid(), self._file, self._memory)
-        self._clock = StepClock(device, self._place.doing, self._memory)
+        self._launched: dict[str, float] = {}  # see `StepClock`
         self._input_shape: list[int] = []
         self._pending: _Step | None = None  # it has ended
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
         self._copied = (0, 0)
         self._num_steps = 0
-        self._begin(time.perf_counter())
+        self._begin(time.perf_counter(), None)
 
     def __enter__(self) -> Recorder:
         return self
@@ -159,12 +152,13 @@ class Recorder(Extension):
             return
         now = time.perf_counter()
         subject, tier, train, step = self._subject, self._tier, self._subject.train, self._step
-        clock, self._place.clock = self._place.clock, None
+        step.clock, self._place.clock = self._place.clock, None
         work = {} if tier is None else tier.work_s()
         copied = (0, 0) if tier is None else tier.copied_bytes()
         held = self._memory.held()
         if step.is_detailed:
-            trail = [*(self._clock.trail or ()), (now - step.begun, held, self._place.doing)]
+            trail = [] if step.clock is None else step.clock.trail
+            trail.append((now - step.begun, held, self._place.doing))
             step.detail = {
                 "step": ended.number,
                 "started_at": step.begun_at,
@@ -197,7 +191,7 @@ class Recorder(Extension):
             "memory_bytes": held,
             "peak_bytes": self._memory.peak(held),
         }
-        step.marks = None if clock is None else self._clock.take()
+        end = None if step.clock is None else step.clock.end()
         step.rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in ended.rates]
         self._work, self._copied = work, copied
         self.flush()
@@ -206,36 +200,34 @@ class Recorder(Extension):
             self.flush()
         self._num_steps += 1
         if not self._is_closed:
-            self._begin(now)
+            self._begin(now, end if self._is_host else None)
 
-    def _begin(self, now: float) -> None:
-        """Begin a step, at the time ``now``: what recording takes belongs to it."""
+    def _begin(self, now: float, end: Mark | None) -> None:
+        """Begin a step, at the ``end`` of the one before: what recording takes belongs to it."""
         number = self._subject.train.global_steps + 1
         is_detailed = self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         self._step = _Step(now, time.time() + now - time.perf_counter(), is_detailed)
-        self._clock.trail = None
-        if is_detailed:
-            self._clock.begin_trail(now, self._place.doing)
         if self._tier is not None:
             self._tier.time_copies(is_on=is_detailed)
         if self._is_host or is_detailed:
-            if not self._is_host:
-                self._clock.restart(self._place.doing)
-            self._place.clock = self._clock
+            clock = StepClock(self._device, self._place.doing, self._launched, end)
+            if is_detailed:
+                clock.begin_trail(now, self._memory)
+            self._place.clock = clock
 
     def flush(self) -> None:
         """Have all steps that have ended in the file."""
         step, self._pending = self._pending, None
         if step is None:
             return
-        record, marks = step.record, step.marks
+        record, clock = step.record, step.clock
         values = [float(loss) for loss in step.losses]
         record["loss"] = sum(values) / len(values) if values else None
         record["lr"] = [float(rate) for rate in step.rates]
-        if marks is None:
+        if clock is None:
             self._put(StepRecord(**record))
             return
-        spans = marks.spans()
+        spans = clock.spans()
         places: dict[str, float] = defaultdict(float)
         waits: dict[str, float] = defaultdict(float)
         for doing, waits_for, start, stop in spans:
@@ -249,12 +241,12 @@ class Recorder(Extension):
         record["places"] = {name: round(seconds, 7) for name, seconds in places.items()}
         record["waits"] = {name: round(seconds, 7) for name, seconds in waits.items()}
         beside = [
-            (_lane_of(what), what, marks.seconds(a), marks.seconds(b))
-            for what, a, b in marks.under_way
+            (_lane_of(what), what, clock.seconds(a), clock.seconds(b))
+            for what, a, b in clock.under_way
         ]
         for what, begin, end in step.copies:
             end.synchronize()
-            beside.append(("copies", what, marks.seconds(begin), marks.seconds(end)))
+            beside.append(("copies", what, clock.seconds(begin), clock.seconds(end)))
         for lane in ("gather", "reduce", "copies"):
             own = [(a, b) for of, _, a, b in beside if of == lane]
             if own:
@@ -270,7 +262,7 @@ class Recorder(Extension):
         ]
         course += [(*one, False) for one in beside]
         for begun, ended in step.updates if self._is_host else ():
-            since = marks.seconds(begun)
+            since = clock.seconds(begun)
             if since + ended - begun > 0.0:
                 course.append(("host", "update", since, since + ended - begun, False))
         found = [

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -120,31 +120,35 @@ class MemoryMeter:
 
 
 class StepClock:
-    """Notes each change of a `Place`. It belongs to the thread that the place belongs to."""
+    """Notes each change of a `Place` in one step. It belongs to the thread of the place."""
 
-    def __init__(self, device: torch.device, doing: str, memory: MemoryMeter) -> None:
+    def __init__(
+        self, device: torch.device, doing: str, launched: dict[str, float], begin: Mark | None
+    ) -> None:
+        """``begin``: the end of the step before, None for now.
+
+        ``launched``: on a host, when the collectives began that no step has waited for yet.
+        """
         self._device = device
         self._is_host = device.type == "cpu"
         # A copy stream may be the current one at a mark: the times are those of the computation.
         self._stream = None if self._is_host else torch.accelerator.current_stream(device)
-        self._memory = memory
-        # Seconds since the step began, bytes held, and place, at each change of the place; None
+        self._marks: list[tuple[str, str, Mark]]
+        self._marks = [(doing, "", self._now() if begin is None else begin)]
+        self._launched = launched
+        self.under_way: list[tuple[str, Mark, Mark]] = []  # collectives, on a host
+        # Seconds since the step began, bytes held, and place, at each change of the place; empty
         # where these are not noted.
-        self.trail: list[tuple[float, int, str]] | None = None
+        self.trail: list[tuple[float, int, str]] = []
+        self._memory: MemoryMeter | None = None
         self._begun = 0.0  # of the trail
-        self._under_way: dict[str, float] = {}
-        self.restart(doing)
 
-    def restart(self, doing: str) -> None:
-        self._marks: list[tuple[str, str, Mark]] = [(doing, "", self._now())]
-        self._carried: list[tuple[str, Mark, Mark]] = []
-
-    def begin_trail(self, begun: float, doing: str) -> None:
-        self._begun = begun
-        self.trail = [(0.0, self._memory.held(), doing)]
+    def begin_trail(self, begun: float, memory: MemoryMeter) -> None:
+        self._begun, self._memory = begun, memory
+        self.trail.append((0.0, memory.held(), self._marks[0][0]))
 
     def enter(self, doing: str) -> None:
-        if self.trail is not None and doing != self.trail[-1][-1]:
+        if self._memory is not None and doing != self.trail[-1][-1]:
             self.trail.append((perf_counter() - self._begun, self._memory.held(), doing))
         if doing != self._marks[-1][0]:
             self._marks.append((doing, "", self._now()))
@@ -155,23 +159,20 @@ class StepClock:
     def end_wait(self) -> None:
         doing, what, _ = self._marks[-1]
         self._marks.append((doing, "", self._now()))
-        started = self._under_way.pop(what, None)
+        started = self._launched.pop(what, None)
         if started is not None:
-            self._carried.append((what, started, perf_counter()))
+            self.under_way.append((what, started, perf_counter()))
 
     def launch(self, what: str) -> None:
         """Note that the collective ``what`` starts. Of starts without a wait the first counts."""
         if self._is_host:
-            self._under_way.setdefault(what, perf_counter())
+            self._launched.setdefault(what, perf_counter())
 
-    def take(self) -> StepMarks:
-        """End the step and begin the next one at the same place."""
-        marks, carried = self._marks, self._carried
+    def end(self) -> Mark:
+        """End the step, and return its end."""
         end = self._now()
-        marks.append(("", "", end))
-        self._marks = [(marks[-2][0], "", end)]
-        self._carried = []
-        return StepMarks(marks, carried)
+        self._marks.append(("", "", end))
+        return end
 
     def _now(self) -> Mark:
         if self._is_host:
@@ -180,28 +181,21 @@ class StepClock:
         event.record(self._stream)
         return event
 
-
-class StepMarks(NamedTuple):
-    """The marks of one step, and the collectives that were under way in it, on a host."""
-
-    marks: Sequence[tuple[str, str, Mark]]
-    under_way: Sequence[tuple[str, Mark, Mark]]
-
     def seconds(self, mark: Any) -> float:
         """Return the seconds from the step's begin to ``mark``, which is of the same kind."""
-        begin: Any = self.marks[0][2]
+        begin: Any = self._marks[0][2]
         return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
 
     def spans(self) -> list[tuple[str, str, float, float]]:
-        """Return the parts of the step, in order. On an accelerator, wait for its end.
+        """Return the parts of a step that has ended. On an accelerator, wait for its end.
 
         Each is its place, the collective that it waits for or an empty string, start and stop.
         """
-        *_, end = self.marks[-1]
+        *_, end = self._marks[-1]
         if isinstance(end, torch.Event):
             end.synchronize()
-        times = [self.seconds(mark) for *_, mark in self.marks]
+        times = [self.seconds(mark) for *_, mark in self._marks]
         return [
             (doing, what, start, stop)
-            for (doing, what, _), start, stop in zip(self.marks, times, times[1:], strict=False)
+            for (doing, what, _), start, stop in zip(self._marks, times, times[1:], strict=False)
         ]

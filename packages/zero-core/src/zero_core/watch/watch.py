@@ -42,8 +42,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,74 +122,16 @@ class _Seen:
         return self.beat.still_s + self.silent_s
 
 
-class Waiting:
+@dataclass
+class _Wait:
     """A wait of this rank, and the beats of all ranks as it has seen them since its begin."""
 
-    def __init__(self, rank: int, world_size: int, identity: object, since: float) -> None:
-        """``identity`` differs from that of other waits. None: this rank does not wait."""
-        self.identity = identity
-        self.since = since
-        self.last_read = -math.inf
-        self.window = 0  # number of the one that is read
-        self.logged: Verdict | None = None
-        self._rank = rank
-        self._world_size = world_size
-        self._seen: dict[int, _Seen] = {}
-
-    def add(self, rank: int, beat: Beat, now: float) -> None:
-        seen = self._seen.setdefault(rank, _Seen(beat, now, now, now))
-        if seen.beat.num_changes != beat.num_changes:
-            seen.place_since = now
-        if seen.beat.number != beat.number:
-            seen.since = now
-        seen.beat, seen.at = beat, now
-
-    def judge(self, *, silence_s: float, patience_s: float) -> Verdict | None:
-        """Return what keeps this rank waiting. See [Note: which rank the others wait for].
-
-        None if some rank moves or was not read, or all wait for the same. A rank that is busy in a
-        place for less than ``patience_s`` moves.
-        """
-        others = {rank: seen for rank, seen in sorted(self._seen.items()) if rank != self._rank}
-        at_work = {rank: seen for rank, seen in others.items() if not seen.beat.has_given_up}
-        failures = [_failure(rank, seen, silence_s) for rank, seen in at_work.items()]
-        if any(failures):
-            return Verdict(join_few(failures), logging.ERROR, True)
-        if len(self._seen) < self._world_size:
-            return None
-        if any(seen.at - seen.place_since < silence_s for seen in at_work.values()):
-            return None
-        busy = {rank: seen for rank, seen in at_work.items() if not seen.beat.waits_for}
-        if any(seen.still_s < patience_s for seen in busy.values()):
-            return None
-        if busy:
-            said = []
-            for rank, seen in busy.items():
-                place = seen.beat.place
-                is_outside = place.startswith(OUTSIDE)
-                more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
-                said.append(f"rank {rank} has been in {place} for {seen.still_s:.1f} s{more}")
-            return Verdict(join_few(said), logging.WARNING, False)
-        if others and not at_work:
-            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.INFO, True)
-        waits: dict[str, list[int]] = {}
-        for rank, seen in sorted(self._seen.items()):
-            if seen.beat.waits_for and (rank == self._rank or rank in at_work):
-                waits.setdefault(seen.beat.waits_for, []).append(rank)
-        if len(waits) < 2:
-            return None
-        said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]
-        text = f"the ranks took different branches: they wait {join_few(said)}. {OTHER_BLOCKS}"
-        return Verdict(text, logging.ERROR, True)
-
-    def dead(self, ranks: Collection[int], silence_s: float) -> str:
-        """Say which of ``ranks`` have ended, or have not beaten for ``silence_s``."""
-        said = []
-        for rank, seen in sorted(self._seen.items()):
-            is_dead = _state_of(seen.beat) in _ENDED or seen.silent_s >= silence_s
-            if rank in ranks and is_dead:
-                said.append(_failure(rank, seen, silence_s))
-        return join_few(said)
+    identity: object  # differs from that of other waits; None: this rank does not wait
+    since: float
+    last_read: float = -math.inf
+    window: int = 0  # number of the one that is read
+    logged: Verdict | None = None
+    seen: dict[int, _Seen] = field(default_factory=dict)  # by rank
 
 
 def _failure(rank: int, seen: _Seen, silence_s: float) -> str:
@@ -277,26 +219,23 @@ class ThreadedBoard:
                     self._busy_since = time.monotonic()
                 if beat is not None:
                     self._store.set(self._keys[self._rank], beat)
-                if ranks is not None:
-                    found = self._read(ranks)
-                    with self._changed:
-                        self._found |= found
+                if ranks is None:
+                    continue
+                # `multi_get` would wait for a key that was never set.
+                unknown = [rank for rank in ranks if rank not in self._known]
+                if unknown and self._store.check([self._keys[rank] for rank in unknown]):
+                    self._known.update(unknown)
+                else:
+                    self._known.update(r for r in unknown if self._store.check([self._keys[r]]))
+                there = [rank for rank in ranks if rank in self._known]
+                beats = self._store.multi_get([self._keys[rank] for rank in there])
+                with self._changed:
+                    self._found |= {r: b.decode() for r, b in zip(there, beats, strict=True)}
         except RuntimeError:  # the store's host has ended
             with self._changed:
                 self.is_lost = True
                 self._busy_since = None
                 self._changed.notify_all()
-
-    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
-        # `multi_get` would wait for a key that was never set.
-        unknown = [rank for rank in ranks if rank not in self._known]
-        if unknown and self._store.check([self._keys[rank] for rank in unknown]):
-            self._known.update(unknown)
-        else:
-            self._known.update(r for r in unknown if self._store.check([self._keys[r]]))
-        there = [rank for rank in ranks if rank in self._known]
-        found = self._store.multi_get([self._keys[rank] for rank in there])
-        return {rank: beat.decode() for rank, beat in zip(there, found, strict=True)}
 
 
 def join_few(texts: list[str]) -> str:
@@ -314,7 +253,7 @@ def count_ranks(ranks: Sequence[int]) -> str:
 
 
 def process_namespace() -> str:
-    """Return what processes must have in common for their numbers to mean the same."""
+    """Return what processes whose numbers can be compared have in common."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -420,7 +359,7 @@ class Watch:
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
-        self._wait = Waiting(rank, world_size, None, self._last_tick)
+        self._wait = _Wait(None, self._last_tick)
         self._publish(self._last_tick)
 
     # ------------------------------------------------------------------ thread
@@ -431,17 +370,17 @@ class Watch:
             self._publish(now)
             identity, what = self._find_wait()
             if identity != self._wait.identity:
-                self._wait = Waiting(self._rank, self._world_size, identity, self._last_tick)
-            waited_s = now - self._wait.since
+                self._wait = _Wait(identity, self._last_tick)
+            wait = self._wait
+            waited_s = now - wait.since
             is_due = waited_s >= _LOG * self._within_s
             self._add_answers(now)
             if identity is not None and waited_s >= _OBSERVE * self._within_s:
-                if now - self._wait.last_read >= _READ * waited_s:
-                    self._wait.window += is_due
+                if now - wait.last_read >= _READ * waited_s:
+                    wait.window += is_due
                     self._request(now)
                 verdict = self._judge() if is_due else None
-                logged = self._wait.logged
-                before = logging.INFO if logged is None else logged.level
+                before = logging.INFO if wait.logged is None else wait.logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
             self._last_tick = now
@@ -457,11 +396,18 @@ class Watch:
     def _add_answers(self, now: float) -> None:
         for rank, text in self._board.take().items():
             try:
-                self._wait.add(rank, Beat.from_json(text), now)
+                beat = Beat.from_json(text)
             except ValueError as error:
                 if not self._has_misread:
                     _log.warning("the beat of rank %d cannot be read: %s", rank, error)
                 self._has_misread = True
+                continue
+            seen = self._wait.seen.setdefault(rank, _Seen(beat, now, now, now))
+            if seen.beat.num_changes != beat.num_changes:
+                seen.place_since = now
+            if seen.beat.number != beat.number:
+                seen.since = now
+            seen.beat, seen.at = beat, now
 
     def _find_wait(self) -> tuple[object, str]:
         """Return the identity and the name of the wait under way. Those of the host are first."""
@@ -484,17 +430,54 @@ class Watch:
             write_error_file("CollectiveError", line)  # the library ends this process in silence
 
     def _judge(self) -> Verdict | None:
-        silence_s = _SILENCE * self._within_s or math.inf
-        verdict = self._wait.judge(silence_s=silence_s, patience_s=_LOG * self._within_s)
+        """Return what keeps this rank waiting: a rank, or the store of the board."""
+        verdict, board = self._judge_ranks(), self._board
         if verdict is not None and verdict.is_final:
             return verdict
-        board = self._board  # its store may be the cause, too
         if board.is_lost:
             return Verdict(f"no connection to {board.host} any more", logging.WARNING, True)
         unanswered_s = board.unanswered_s()
         if unanswered_s < self._silence_s:
             return verdict
         text = f"{board.host} has not answered for {unanswered_s:.1f} s (process or network)"
+        return Verdict(text, logging.ERROR, True)
+
+    def _judge_ranks(self) -> Verdict | None:
+        """Return the verdict of [Note: which rank the others wait for].
+
+        None if some rank moves or was not read, or all wait for the same.
+        """
+        silence_s, found = _SILENCE * self._within_s or math.inf, sorted(self._wait.seen.items())
+        others = {rank: seen for rank, seen in found if rank != self._rank}
+        at_work = {rank: seen for rank, seen in others.items() if not seen.beat.has_given_up}
+        failures = [_failure(rank, seen, silence_s) for rank, seen in at_work.items()]
+        if any(failures):
+            return Verdict(join_few(failures), logging.ERROR, True)
+        busy = {rank: seen for rank, seen in at_work.items() if not seen.beat.waits_for}
+        if (
+            len(found) < self._world_size
+            or any(seen.at - seen.place_since < silence_s for seen in at_work.values())
+            or any(seen.still_s < _LOG * self._within_s for seen in busy.values())
+        ):
+            return None
+        if busy:
+            said = []
+            for rank, seen in busy.items():
+                place = seen.beat.place
+                is_outside = place.startswith(OUTSIDE)
+                more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
+                said.append(f"rank {rank} has been in {place} for {seen.still_s:.1f} s{more}")
+            return Verdict(join_few(said), logging.WARNING, False)
+        if others and not at_work:
+            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.INFO, True)
+        waits: dict[str, list[int]] = {}
+        for rank, seen in found:
+            if seen.beat.waits_for and (rank == self._rank or rank in at_work):
+                waits.setdefault(seen.beat.waits_for, []).append(rank)
+        if len(waits) < 2:
+            return None
+        said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]
+        text = f"the ranks took different branches: they wait {join_few(said)}. {OTHER_BLOCKS}"
         return Verdict(text, logging.ERROR, True)
 
     # ------------------------------------------------------------- both threads
@@ -559,7 +542,12 @@ class Watch:
         with self._lock:
             self._add_answers(time.monotonic())
             self._board.request(ranks)
-            return self._wait.dead(ranks, silence_s)
+            dead = {
+                rank: seen
+                for rank, seen in sorted(self._wait.seen.items())
+                if rank in ranks and (_state_of(seen.beat) in _ENDED or seen.silent_s >= silence_s)
+            }
+            return join_few([_failure(rank, seen, silence_s) for rank, seen in dead.items()])
 
     def close(self, how: str) -> None:
         """End: this rank publishes no beats any more. ``how`` it ended is what others read."""
