@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import lightning.pytorch as pl
-import recorded
+import measured
 import texts
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -46,7 +46,7 @@ class Steps(pl.Callback):
     """Records each step, which is one batch here."""
 
     def on_train_batch_start(self, *_args) -> None:
-        self.timer = recorded.step()
+        self.timer = measured.step()
         self.step = self.timer.__enter__()
 
     def on_train_batch_end(self, _trainer, _module, outputs, *_args) -> None:
