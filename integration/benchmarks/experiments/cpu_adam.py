@@ -31,7 +31,7 @@ from benchmarks.harness.rounds import spread, take_turns, version
 from cpu_adam._isa import use_isa
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-KERNEL_ADAMW: dict[str, float] = {
+KERNEL_ADAMW: dict[str, Any] = {
     **{name: ADAMW[name] for name in ("lr", "eps", "weight_decay")},
     **dict(zip(("beta1", "beta2"), ADAMW["betas"], strict=True)),
 }
