@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from faults.checkpoints.small_checkpoints import build, digest, rewrite, train
 from faults.harness import Program
 from zero_core.checkpoint.files import find, read_buffers, read_weights
 from zero_core.checkpoint.load import read_client_state
+from zero_core.checkpoint.manifest import MANIFEST
 from zero_core.testing import SimulatedRanks, simulate
 
 _MAX_S = 1.0
@@ -48,6 +51,11 @@ def engine(saved: Path) -> Iterator[zero_core.Engine]:
     train(engine, 1)
     yield engine
     engine.close()
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "t" / MANIFEST).read_bytes())
+    return content
 
 
 def _refused(engine: zero_core.Engine, folder: Path, tag: str | None = None) -> str:
@@ -84,7 +92,7 @@ def test_forged_manifests_with_a_valid_digest_are_refused(saved, engine, tmp_pat
     with _little_memory(), pytest.raises(RuntimeError, match="alloc"):
         torch.empty(_NEVER_FREE, dtype=torch.uint8)  # the limit holds for torch's memory, too
     found, count = [], 0
-    for name, change in manifests():
+    for name, change in manifests(_manifest(saved)):
         folder = tmp_path / str(count)
         shutil.copytree(saved, folder)
         rewrite(folder / "t", change)
@@ -160,8 +168,8 @@ def _loads(ranks: SimulatedRanks, folder: str, stage: int, is_offloaded: bool) -
     train(engine, 1)
     control = engine.sharded_state.control
     before, found = digest(engine), []
-    for number, (name, change) in enumerate(manifests()):
-        if number % 5 and "client" not in name and "progress" not in name:
+    for number, (name, change) in enumerate(manifests(_manifest(Path(folder, "saved")))):
+        if number % 7 and "client" not in name and "progress" not in name:
             continue
         place = Path(folder, f"copy-{number}")
         if ranks.rank == 0:
