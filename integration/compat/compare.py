@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,7 +68,7 @@ class Sides:
         """Run a case's program.
 
         Raises:
-            RankError: it failed.
+            RankError: it failed. The message is the first error of a rank.
         """
         # A process that was killed may write until its server has killed it.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
@@ -99,7 +99,13 @@ class Sides:
                 environments = [{**environment(), **variables}]
             else:
                 commands, environments = self._served(side).commands(filled, variables)
-            _run(commands, environments, folder)
+            begun = time.monotonic()
+            try:
+                run_together(commands, environments, folder, limit_s=LIMIT_S)
+            except RankError as error:
+                is_late = time.monotonic() - begun > LIMIT_S
+                reason = str(error) if is_late else first_error(error.log)
+                raise RankError(reason, error.log) from error
             found = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
         if [rank["deepspeed"] for rank in found] != [MODULES[side]] * RANKS:
             raise RankError(f"{len(found)} ranks of {RANKS} have results", "")
@@ -123,18 +129,6 @@ class Sides:
         if launcher not in self._ranks:
             self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
         return self._ranks[launcher]
-
-
-def _run(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], folder: Path
-) -> None:
-    """Run commands at once. The message of a `RankError` is the first error of a rank."""
-    begun = time.monotonic()
-    try:
-        run_together(commands, environments, folder, limit_s=LIMIT_S)
-    except RankError as error:
-        is_late = time.monotonic() - begun > LIMIT_S
-        raise RankError(str(error) if is_late else first_error(error.log), error.log) from error
 
 
 def _filled(text: str, places: dict[str, str]) -> str:
