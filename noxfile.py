@@ -280,15 +280,15 @@ def compat(session: nox.Session, part: str) -> None:
         session.run(*PYTEST, *(f"integration/tests/{name}.py" for name in beside))
         session.run(*PYTEST, "integration/compat/checks")
         run_compat(session, "compare.py", *session.posargs)
-        run_compat(session, "trl_grid.py")
         return
     session.install("--quiet", *HUGGING_FACE[part])
     run_tests(session, "integration", "-k", HUGGING_FACE_TESTS)
     results = Path(session.create_tmp(), "compat.json")
     results.unlink(missing_ok=True)
-    families = (f"--only={name}:" for name in ("TRL", "transformers", "accelerate", "Lightning"))
-    page = results.with_suffix(".md")
-    run_compat(session, "compare.py", *families, f"--results={results}", f"--page={page}")
+    families = (
+        f"--only={name}:" for name in ("TRL: trl", "transformers", "accelerate", "Lightning")
+    )
+    run_compat(session, "compare.py", *families, f"--results={results}")
 
 
 def run_compat(session: nox.Session, program: str, *arguments: str) -> None:

@@ -24,7 +24,7 @@ class Case:
             its arguments.
         files: further files by name, written beside the configuration; ``{config}`` is replaced.
         ddp: where DeepSpeed itself does not run on the CPU, the arguments for the same training
-            with DDP; the reason is in ``why_ddp``.
+            with DDP.
         tolerance: of a loss against the other side's, relative.
         compared: what of a Trainer's log is compared, where its loss is always 0.
         needs: modules that not every installation has.
@@ -38,7 +38,6 @@ class Case:
     launcher: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     ddp: tuple[str, ...] = ()
-    why_ddp: str = ""
     tolerance: float = 1e-3
     compared: str = "loss"
     needs: tuple[str, ...] = ()
@@ -52,12 +51,3 @@ class Case:
     def reference(self) -> str:
         """The side that its losses are compared with."""
         return "ddp" if self.ddp else "deepspeed"
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A script or configuration that does not run on a CPU, and why."""
-
-    family: str
-    name: str
-    why: str

@@ -1,7 +1,8 @@
 """Public scripts and configurations with DeepSpeed itself and with ``zero-engine run``.
 
 ``nox -s compat`` runs it. Ranks are processes on the CPU, two of one thread each. Where DeepSpeed
-does not run a script on the CPU, DDP stands in its place.
+does not run a script on the CPU, DDP stands in its place. The limits that libraries set themselves
+on a CPU are lifted on both sides.
 
 Each case is written to the file of results when it is over. Ends with code 1 if a case fails or a
 loss differs by more than the case's tolerance at any step.
@@ -16,24 +17,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import report
-from cases import Case, Planned
-from families import PACK, PLANNED
+from cases import Case
 from material import save_data, save_models
+from pack import PACK
 from ranks import MEASURED, Ranks, environment, first_error
+from scripts import trl_trainer
 
 from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together, write_json
 
 HERE = Path(__file__).parent
-EVIDENCE = HERE.parent / "lab" / "evidence"
-RESULTS = EVIDENCE / "benchmarks" / "compat.json"
-PAGE = EVIDENCE / "compat.md"
+RESULTS = HERE.parent / "lab" / "evidence" / "benchmarks" / "compat.json"
 RANKS = 2
 WARMUP_STEPS = 2
 LIMIT_S = 600.0
@@ -69,7 +68,7 @@ class Sides:
         """Run a case's program.
 
         Raises:
-            RankError: it failed.
+            RankError: it failed. The message is the first error of a rank.
         """
         # A process that was killed may write until its server has killed it.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
@@ -100,7 +99,13 @@ class Sides:
                 environments = [{**environment(), **variables}]
             else:
                 commands, environments = self._served(side).commands(filled, variables)
-            _run(commands, environments, folder)
+            begun = time.monotonic()
+            try:
+                run_together(commands, environments, folder, limit_s=LIMIT_S)
+            except RankError as error:
+                is_late = time.monotonic() - begun > LIMIT_S
+                reason = str(error) if is_late else first_error(error.log)
+                raise RankError(reason, error.log) from error
             found = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
         if [rank["deepspeed"] for rank in found] != [MODULES[side]] * RANKS:
             raise RankError(f"{len(found)} ranks of {RANKS} have results", "")
@@ -124,18 +129,6 @@ class Sides:
         if launcher not in self._ranks:
             self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
         return self._ranks[launcher]
-
-
-def _run(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], folder: Path
-) -> None:
-    """Run commands at once. The message of a `RankError` is the first error of a rank."""
-    begun = time.monotonic()
-    try:
-        run_together(commands, environments, folder, limit_s=LIMIT_S)
-    except RankError as error:
-        is_late = time.monotonic() - begun > LIMIT_S
-        raise RankError(str(error) if is_late else first_error(error.log), error.log) from error
 
 
 def _filled(text: str, places: dict[str, str]) -> str:
@@ -174,7 +167,6 @@ def compare(case: Case, sides: Sides) -> dict[str, Any]:
         return {**row, "failed": OURS, "failure": f"numbers of losses differ: {found}", "log": ""}
     return {
         **row,
-        "why_ddp": case.why_ddp,
         **{
             side: {
                 "losses": run.losses[0],
@@ -189,69 +181,59 @@ def compare(case: Case, sides: Sides) -> dict[str, Any]:
     }
 
 
-def parser_of_tables(text: str | None, results: Path, page: Path) -> argparse.ArgumentParser:
-    """The options of a program that makes a table."""
-    parser = argparse.ArgumentParser(description=text)
+def is_good(row: Mapping[str, Any] | None) -> bool:
+    """Whether it ran, with the losses of its reference."""
+    return row is not None and "failure" not in row and row["difference"] <= row["tolerance"]
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """One line on a row."""
+    if "failure" in row:
+        return f"FAILED with {row.get('failed', 'both')}: {row['failure']}"
+    theirs, ours = row[row["reference"]], row[OURS]
+    step, peak = (ours[key] / theirs[key] for key in ("step_seconds", "peak_bytes"))
+    word = "" if is_good(row) else "TOO MUCH: "
+    return (
+        f"{word}losses differ by {row['difference']:.1e} at most from {row['reference']}; "
+        f"step {step:.2f}, peak {peak:.2f} of theirs"
+    )
+
+
+def main() -> None:
+    """Run the cases that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
     parser.add_argument(
         "--failed", action="store_true", help="only what failed, or was not run, in the results"
     )
-    parser.add_argument(
-        "--busy", action="store_true", help="the machine has other work: times are marked"
-    )
-    parser.add_argument("--results", type=Path, default=results)
-    parser.add_argument("--page", type=Path, default=page)
-    return parser
-
-
-def run_table(
-    head: str,
-    pack: Sequence[Case],
-    planned: Sequence[Planned],
-    options: argparse.Namespace,
-    sides: Sides,
-) -> None:
-    """Run the cases that are asked for, and write the page.
-
-    Raises:
-        SystemExit: no case is asked for, or one failed.
-    """
-    chosen = [c for c in pack if not options.only or any(part in c.key for part in options.only)]
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    chosen = [c for c in PACK if not options.only or any(part in c.key for part in options.only)]
     if not chosen:
         sys.exit(f"no case has {options.only} in its name")
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
-    found = {case.key: known[case.key] for case in pack if case.key in known}
-
-    def is_good(case: Case) -> bool:
-        return case.key in found and report.is_good(found[case.key])
-
+    found = {case.key: known[case.key] for case in PACK if case.key in known}
     if options.failed:
-        chosen = [case for case in chosen if not is_good(case)]
-    for case in chosen:
-        row = compare(case, sides)
-        found[case.key] = {**row, "is_busy": True} if options.busy else row
-        write_json(options.results, found)
-        print(f"{case.key}: {report.in_words(row)}", flush=True)
-    text = report.page(head, pack, planned, found)
-    options.page.write_text(text, encoding="utf-8")
-    print(report.counted(pack, found))
-    bad = [case.key for case in chosen if not is_good(case)]
-    if bad:
-        sys.exit(f"failed: {', '.join(bad)}")
-
-
-def main() -> None:
-    """Run the pack."""
-    options = parser_of_tables(__doc__, RESULTS, PAGE).parse_args()
+        chosen = [case for case in chosen if not is_good(found.get(case.key))]
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder)
         save_models(material, layers=4, width=256)
         save_data(material / "data")
+        shapes = {"policy": (2, 32), "teacher": (2, 48), "speaker": (6, 192)}
+        trl_trainer.save_models(material, shapes)
         sides = Sides(material)
         try:
-            run_table(report.HEAD, PACK, PLANNED, options, sides)
+            for case in chosen:
+                found[case.key] = compare(case, sides)
+                write_json(options.results, found)
+                print(f"{case.key}: {in_words(found[case.key])}", flush=True)
         finally:
             sides.close()
+    good = [case for case in PACK if is_good(found.get(case.key))]
+    print(f"{len(good)} of {len(PACK)} run, {len(PACK) - len(found)} have not been run")
+    bad = [case.key for case in chosen if case not in good]
+    if bad:
+        sys.exit(f"failed: {', '.join(bad)}")
 
 
 if __name__ == "__main__":

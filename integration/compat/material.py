@@ -11,19 +11,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<mask>", "<sep>")
@@ -39,69 +33,39 @@ CHAT = (
 def save_models(root: Path, *, layers: int, width: int) -> None:
     """Write a folder with tokenizer per model: llama, gpt2, bert, roberta, t5, vit."""
     heads = 4
-    of_encoder: dict[str, Any] = {
+    words = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
+    encoder: dict[str, Any] = {
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "intermediate_size": 2 * width,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
     }
-    of_words: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-    }
-    made = {
-        "llama": lambda: LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=width,
-                intermediate_size=2 * width,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=heads // 2,
-                max_position_embeddings=256,
-                **IDS,
-            )
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    gpt2 = {"n_positions": 256, "n_embd": width, "n_layer": layers, "n_head": heads}
+    gpt2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    t5 = {"d_model": width, "d_kv": width // heads, "d_ff": 2 * width, "num_layers": layers}
+    t5 |= {"num_heads": heads, "dropout_rate": 0.0, "decoder_start_token_id": 0, "eos_token_id": 2}
+    made: dict[str, tuple[Any, dict[str, Any]]] = {
+        "llama": (
+            AutoModelForCausalLM,
+            encoder | words | IDS | {"num_key_value_heads": heads // 2},
         ),
-        "gpt2": lambda: GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY,
-                n_positions=256,
-                n_embd=width,
-                n_layer=layers,
-                n_head=heads,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                **IDS,
-            )
+        "gpt2": (AutoModelForCausalLM, gpt2 | IDS | {"vocab_size": VOCABULARY}),
+        "bert": (
+            AutoModelForSequenceClassification,
+            encoder | no_dropout | words | {"pad_token_id": 0},
         ),
-        "bert": lambda: BertForSequenceClassification(BertConfig(**of_encoder, **of_words)),
-        "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**of_encoder, **of_words)),
-        "t5": lambda: T5ForConditionalGeneration(
-            T5Config(
-                vocab_size=VOCABULARY,
-                d_model=width,
-                d_kv=width // heads,
-                d_ff=2 * width,
-                num_layers=layers,
-                num_heads=heads,
-                dropout_rate=0.0,
-                decoder_start_token_id=0,
-                eos_token_id=2,
-                pad_token_id=0,
-            )
-        ),
-        "vit": lambda: ViTForImageClassification(
-            ViTConfig(**of_encoder, image_size=32, patch_size=8, num_labels=10)
+        "roberta": (AutoModelForMaskedLM, encoder | no_dropout | words | {"pad_token_id": 0}),
+        "t5": (AutoModelForSeq2SeqLM, t5 | {"vocab_size": VOCABULARY, "pad_token_id": 0}),
+        "vit": (
+            AutoModelForImageClassification,
+            encoder | no_dropout | {"image_size": 32, "patch_size": 8, "num_labels": 10},
         ),
     }
     tokenizer = make_tokenizer()
-    for name, make in made.items():
+    for name, (kind, sizes) in made.items():
         torch.manual_seed(0)
-        make().save_pretrained(root / name)
+        kind.from_config(AutoConfig.for_model(name, **sizes)).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
 
 

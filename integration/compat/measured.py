@@ -2,8 +2,12 @@
 
 ``PROGRAM`` is a file or the name of a module. Each rank writes a JSON file into the folder named by
 COMPAT_RESULTS: which deepspeed it had, losses and seconds of the optimizer steps, and how far its
-memory grew above what the imports take. A Trainer's steps are noted by a callback, and a loop notes
-its own (`recorded`).
+memory grew above what the imports take. A Trainer's steps are noted by a callback. A loop notes its
+own:
+
+    with measured.step() as step:
+        ...
+        step.loss = loss
 """
 
 from __future__ import annotations
@@ -16,13 +20,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import accelerate.state
 import deepspeed
 import lightning.pytorch.strategies.deepspeed as of_lightning
-import recorded
 import torch
 import transformers
 
@@ -30,6 +34,33 @@ from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
 from zero_engine.script.mends import mend_accelerate, mend_lightning
 
 SEED = 42
+
+
+@dataclass
+class Step:
+    """One optimizer step; its loop sets ``loss``."""
+
+    loss: torch.Tensor | float = float("nan")
+
+
+@dataclass
+class Recorded:
+    """Losses and seconds of the steps, in order."""
+
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+
+
+FOUND = Recorded()
+
+
+@contextmanager
+def step() -> Iterator[Step]:
+    """Time one optimizer step."""
+    begun, one = time.perf_counter(), Step()
+    yield one
+    FOUND.losses.append(float(one.loss))  # waits for the device, as a log of each step does
+    FOUND.step_seconds.append(time.perf_counter() - begun)
 
 
 class Steps(transformers.TrainerCallback):
@@ -44,13 +75,13 @@ class Steps(transformers.TrainerCallback):
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """After the optimizer's step."""
-        recorded.FOUND.step_seconds.append(time.perf_counter() - self._begun)
+        FOUND.step_seconds.append(time.perf_counter() - self._begun)
 
     def on_log(self, *args: Any, logs: dict[str, float], **_kwargs: Any) -> None:
         """A log of one step; the one at the end has no loss."""
         compared = os.environ["COMPAT_COMPARED"]
         if compared in logs:
-            recorded.FOUND.losses.append(float(logs[compared]))
+            FOUND.losses.append(float(logs[compared]))
 
 
 def allow_cpu() -> None:
@@ -71,8 +102,8 @@ def measuring() -> Iterator[None]:
     yield
     found = {
         "deepspeed": deepspeed.__name__,
-        "losses": recorded.FOUND.losses,
-        "step_seconds": recorded.FOUND.step_seconds,
+        "losses": FOUND.losses,
+        "step_seconds": FOUND.step_seconds,
         "peak_bytes": peak_bytes() - before,
     }
     file = Path(os.environ["COMPAT_RESULTS"], f"rank{os.environ['RANK']}.json")
@@ -106,5 +137,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The programs' `recorded` is this one.
+    # The programs' `measured` is this one.
     importlib.import_module("measured").main()

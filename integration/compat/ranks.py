@@ -1,7 +1,14 @@
-"""Ranks of one side of a comparison, started once by its launcher, which fork those of programs."""
+"""Ranks of one side of a comparison, started once by its launcher, which fork those of programs.
+
+The launcher (``zero-engine run`` or torchrun) starts this file with all of a rank's variables. Each
+rank imports the libraries and writes its variables, and the program by which processes are forked,
+to ``COMPAT_SERVERS/RANK.json``.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -9,19 +16,35 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.harness.forked_python import hold_server
-from benchmarks.harness.ranks import CPU_ALONE, LOOPBACK, RankError, own_environment
+from benchmarks.harness.forked_python import hold_server, listen, serve
+from benchmarks.harness.ranks import CPU_ALONE, LOOPBACK, RankError, own_environment, write_json
 
 HERE = Path(__file__).parent
 MEASURED = str(HERE / "measured.py")
 START_LIMIT_S = 300.0
 GRACE_S = 5.0
 """How long the launcher may take to end."""
+PRELOADED = (
+    "deepspeed",
+    "torch._dynamo",
+    "lightning.pytorch",
+    "peft",
+    "safetensors.torch",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.roberta.modeling_roberta",
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.vit.modeling_vit",
+    "transformers.trainer_seq2seq",
+    "measured",
+)
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*)")
 
 
@@ -40,7 +63,7 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "launcher.log"
         servers = [folder / f"{rank}.json" for rank in range(num_ranks)]
-        command = [*launcher, f"--nproc-per-node={num_ranks}", str(HERE / "serve.py")]
+        command = [*launcher, f"--nproc-per-node={num_ranks}", __file__]
         with log.open("wb") as file:
             self._launcher = subprocess.Popen(
                 [sys.executable, *command],
@@ -119,3 +142,19 @@ def first_error(log: str) -> str:
     lines = log.splitlines()
     found = [match.group(1) for line in lines if (match := _ERROR.match(line))]
     return (found or [line for line in lines if line.strip()][-1:] or ["no output"])[0][:300]
+
+
+def main() -> None:
+    """Be a rank: import, and serve until the other side has closed."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    if importlib.util.find_spec("trl"):
+        importlib.import_module("trl.trainer.sft_trainer")
+    listener, program = listen(tempfile.mkdtemp())
+    place = Path(os.environ["COMPAT_SERVERS"], f"{os.environ['RANK']}.json")
+    write_json(place, {"program": program, "variables": dict(os.environ)})
+    serve(listener)
+
+
+if __name__ == "__main__":
+    main()

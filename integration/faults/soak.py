@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ LOST_RANK = "SIGKILL of a rank, without a restart"
 PAUSED = "SIGSTOP and SIGCONT of a rank"
 OUTLIVED = (KILLED_RANK, PAUSED)
 """Faults after which a launch goes on."""
+WRONG = ("differing bits", "hangs", "processes left", "failed launches")
 FAULTS = (
     KILLED_RANK,
     LOST_RANK,
@@ -122,8 +123,7 @@ class Soak:
         self._folder, self._seed = folder, seed
         self._straight: dict[tuple[int, float], bytes] = {}
         self.faults: Counter[str] = Counter()
-        self.counts = Counter(dict.fromkeys(("runs", "launches", "differing bits"), 0))
-        self.counts.update(dict.fromkeys(("hangs", "processes left", "failed launches"), 0))
+        self.counts = Counter(dict.fromkeys(("runs", "launches", *WRONG), 0))
 
     def run(self) -> None:
         """Let a run be killed several times, come to its end, and compare it."""
@@ -228,9 +228,8 @@ def launches(faults: list[str]) -> Iterator[list[str]]:
     yield own
 
 
-def main(arguments: Mapping[str, Any]) -> int:
+def main(seed: int, minutes: float) -> int:
     """Soak for some minutes and say what was counted."""
-    seed, minutes = arguments["seed"], arguments["minutes"]
     print(f"seed {seed}: {minutes:g} minutes", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -240,12 +239,11 @@ def main(arguments: Mapping[str, Any]) -> int:
     took = (time.monotonic() - began) / 60
     found = {"seed": seed, "minutes": round(took, 1), **soak.counts, "faults": dict(soak.faults)}
     print(json.dumps(found, indent=1))
-    wrong = ("differing bits", "hangs", "processes left", "failed launches")
-    return int(any(soak.counts[name] for name in wrong))
+    return int(any(soak.counts[name] for name in WRONG))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    sys.exit(main(vars(parser.parse_args())))
+    sys.exit(main(**vars(parser.parse_args())))

@@ -31,6 +31,10 @@ from benchmarks.harness.rounds import spread, take_turns, version
 from cpu_adam._isa import use_isa
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+KERNEL_ADAMW: dict[str, Any] = {
+    **{name: ADAMW[name] for name in ("lr", "eps", "weight_decay")},
+    **dict(zip(("beta1", "beta2"), ADAMW["betas"], strict=True)),
+}
 FUSED_BYTES = 28
 """Traffic of one fp32 element: weight, two moments in and out, gradient in. Also of the offload
 path: the gradient is 2 bytes instead of 4, and the copy 2 more."""
@@ -63,12 +67,7 @@ def main(
             print(f"{name} ...", flush=True)
             found[name] = num_elements, _run(make(), rounds)
             gc.collect()  # the race's memory, before the next one's is there
-    settings = {
-        "numels": list(NUMELS),
-        "rounds": rounds,
-        "rest_s": REST_S,
-        "threads": num_threads,
-    }
+    settings = {"numels": NUMELS, "rounds": rounds, "rest_s": REST_S, "threads": num_threads}
     races = {name: rows for name, (_, rows) in found.items()}
     report = {"settings": settings, "machine": _machine(), "races": races}
     sections = [section(name, num_elements, rows) for name, (num_elements, rows) in found.items()]
@@ -237,20 +236,12 @@ def offload_race(numel: int) -> Contenders:
         source, copy = half_grad.to(dtype), half.to(dtype)  # bf16: the same memory
 
         def step() -> None:
-            beta1, beta2 = ADAMW["betas"]
             cpu_adam.adam_step(
-                param,
-                source,
-                flat.exp_avg[0],
-                flat.exp_avg_sq[0],
+                *(param, source, flat.exp_avg[0], flat.exp_avg_sq[0]),
                 step=next(count),
-                lr=ADAMW["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                eps=ADAMW["eps"],
-                weight_decay=ADAMW["weight_decay"],
                 grad_scale=0.999,
                 out=copy,
+                **KERNEL_ADAMW,
             )
 
         return step if isa is None else _with_isa(isa, step)
@@ -292,31 +283,22 @@ def offload_race(numel: int) -> Contenders:
 def undo_race(numel: int) -> Contenders:
     """AdamW of bf16 gradients whose old weights and moments are kept: in its pass, or before it."""
     flat = Flat(numel)
-    (param,), (grad,) = flat.params, flat.grads
-    half_grad = grad.to(torch.bfloat16)
-    states = (param.detach(), flat.exp_avg[0], flat.exp_avg_sq[0])
-    kept = [torch.zeros(numel) for _ in states]
-    beta1, beta2 = ADAMW["betas"]
-    settings = {name: ADAMW[name] for name in ("lr", "eps", "weight_decay")}
+    half_grad = flat.grads[0].to(torch.bfloat16)
+    states = (flat.params[0], flat.exp_avg[0], flat.exp_avg_sq[0])
+    pairs = [(state, torch.zeros(numel)) for state in states]
     count = iter(range(1, 2**31))
 
     def update(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        master, exp_avg, exp_avg_sq = states
+        master, *moments = states
         cpu_adam.adam_step(
-            *(master, half_grad, exp_avg, exp_avg_sq),
-            step=next(count),
-            beta1=beta1,
-            beta2=beta2,
-            copies=copies,
-            **settings,
+            *(master, half_grad, *moments), step=next(count), copies=copies, **KERNEL_ADAMW
         )
 
     def kept_before() -> None:
-        for old, copy in zip(states, kept, strict=True):
+        for old, copy in pairs:
             copy.copy_(old)
         update(())
 
-    pairs = list(zip(states, kept, strict=True))
     return {
         OURS: (lambda: partial(update, ()), None),
         f"{OURS}, old values kept in its pass": (lambda: partial(update, pairs), None),

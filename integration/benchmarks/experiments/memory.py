@@ -7,8 +7,6 @@ formula   peak of a rank against ZeRO's closed form (arXiv 1910.02054, sections 
 growth    resident memory after 500 steps against after 50; samples of one length, or of random ones
 start-up  seconds of `zero_core.build`, and how they grow with the model
 plan      peak of a rank against `zero_core.plan`, activations included
-tiles     peak at 32 thousand tokens with ``tiled_compute`` against that without, where blocks are
-          recomputed on both sides and where they are not
 
 The ranks run with glibc's ``MALLOC_MMAP_THRESHOLD_`` at 64 KiB, so that freed tensors return to the
 system. By default glibc keeps up to 32 MiB per block between objects that stay; the table of
@@ -41,7 +39,7 @@ from benchmarks.harness.report import Column, Section, bars, machine, publish
 from benchmarks.harness.sides import engine_loop, torch_loop
 
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
-FORMULA_BAR, PLAN_BAR, FRAGMENTS_BAR, START_BAR_S, TILES_BAR = 0.03, 0.05, 0.05, 2.0, 1 / 8
+FORMULA_BAR, PLAN_BAR, FRAGMENTS_BAR, START_BAR_S = 0.03, 0.05, 0.05, 2.0
 WARM_STEPS = 2
 GROWTH_STEPS = (50, 500)
 LARGE = Job(
@@ -58,14 +56,6 @@ TRANSLATION = Job(
     steps=3,
     model="t5",
     ranks=2,
-)
-LONG = Job(
-    *("", "zero", GptShape(layers=2, width=64, heads=2, vocab=8192, context=2**15)),
-    micro_batch=1,
-    steps=1,
-    model="gpt2",
-    stage=3,
-    ranks=1,
 )
 SMALL = replace(LARGE, shape=GptShape(6, 256, heads=4, vocab=256, context=32), dtype="fp32")
 
@@ -181,33 +171,11 @@ def plan_rows() -> Iterator[Row]:
         }
 
 
-def tile_rows() -> Iterator[Row]:
-    """Yield the peak of long sequences in tiles over the peak of whole modules."""
-    tiles = {
-        "tile_tokens": 1024,
-        "modules": {"name_suffixes": ["mlp"]},
-        "logits": {"name_suffixes": ["lm_head"]},
-    }
-    recomputed: dict[str, Any] = {"activation_checkpointing": {}}
-    for name, top in (("blocks recomputed", recomputed), ("blocks kept", {})):
-        whole = replace(LONG, top=top)
-        tiled = replace(LONG, top={**top, "tiled_compute": tiles})
-        peak, tiled_peak = (_most(_run(job, RETURN_FREED), "peak_bytes") for job in (whole, tiled))
-        yield {
-            "case": f"{LONG.shape.context} tokens, {name}",
-            "peak_bytes": peak,
-            "tiled_peak_bytes": tiled_peak,
-            "ratio": tiled_peak / peak,
-            "is_met": tiled_peak <= TILES_BAR * peak,
-        }
-
-
 PARTS = {
     "formula": (formula_rows, "peak over the formula and what is passing (bar 1.03)"),
     "growth": (growth_rows, "growth from step 50 to 500, of what is held (bar 0.05)"),
     "start": (start_rows, "CPU seconds of build, all ranks, per 10^9 parameters"),
     "plan": (plan_rows, "peak over the plan (bar 0.95 to 1.05)"),
-    "tiles": (tile_rows, "peak with tiled_compute over that without (bar 0.125)"),
 }
 """The measurements by name: rows with ``case``, ``ratio`` and ``is_met``, and about the ratio."""
 
@@ -254,8 +222,7 @@ def _most(found: Sequence[Row], key: str) -> float:
 def _run(job: Job, environment: Mapping[str, str], marks: Sequence[int] = ()) -> list[Row]:
     arguments = {"job": job, "marks": list(marks)}
     environment = {**CPU_ALONE, **environment}
-    target = "benchmarks.experiments.memory:measure"
-    return run_ranks(target, arguments, job.ranks, environment=environment)
+    return run_ranks(f"{__name__}:measure", arguments, job.ranks, environment=environment)
 
 
 def measure(place: Place, job: Mapping[str, Any], marks: Sequence[int]) -> Row:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import seeded, spawn
+from zero_core.testing import seeded, spawn, train
 
 STEPS = 3
 WIDTH = 72  # 5184 elements, in 20 blocks of 256 and a quarter: torchao quantizes none of these
@@ -68,13 +68,15 @@ def inputs(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 96, generator=generator)
 
 
-def by_ddp(make: Callable[[Any], torch.optim.Optimizer], rank: int) -> dict[str, torch.Tensor]:
+def by_ddp(
+    make: Callable[[Any], torch.optim.Optimizer], batches: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     model = Blocks()
     optimizer = make(model.parameters())
     wrapped = DistributedDataParallel(model)
-    for step in range(STEPS):
+    for batch in batches:
         optimizer.zero_grad()
-        wrapped(inputs(step, rank)).backward()
+        wrapped(batch).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -87,29 +89,24 @@ def engine_of(
     return zero_core.build(model, config, optimizer=make(model.parameters()))
 
 
-def train(engine: zero_core.Engine, rank: int, steps: range) -> None:
-    for step in steps:
-        engine.backward(engine(inputs(step, rank)))
-        engine.step()
-
-
 def _same_bits(rank: int, world_size: int, names: list[str], folder: str) -> None:
     torch.compiler.set_stance("force_eager")  # torchao compiles its update: minutes
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+    batches = [inputs(step, rank) for step in range(STEPS)]
     for name in names:
         make = OPTIMIZERS[name]
-        expected = by_ddp(make, rank)
+        expected = by_ddp(make, batches)
         start = Blocks().state_dict()
         assert not any(torch.equal(expected[key], value) for key, value in start.items())
         for stage, zero in ((0, {}), (1, {}), (2, HOST), (3, {})):
             engine = engine_of(make, stage, **zero)
-            train(engine, rank, range(STEPS - 1))
+            train(engine, batches[:-1])
             place = Path(folder, f"{name}-{stage}")
             engine.save_checkpoint(place)
             engine.close()
             engine = engine_of(make, 3 - stage)
             engine.load_checkpoint(place)
-            train(engine, rank, range(STEPS - 1, STEPS))
+            train(engine, batches[-1:])
             found = engine.full_state_dict()
             for key, value in expected.items():
                 gap = float((found[key] - value).abs().max())

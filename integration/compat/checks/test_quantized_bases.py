@@ -12,8 +12,7 @@ import torchao.quantization as ao
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, rows, seeded, simulate, train, train_ddp
 
 WIDTH = 128
 STEPS = 2
@@ -99,22 +98,7 @@ class _Adapted(nn.Module):
 
 
 def _x(step: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def _train_ddp(ranks: SimulatedRanks, model: nn.Module) -> tuple[list[float], list[Tensor]]:
-    ddp = SimulatedDDP(model, ranks)
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = ddp(_x(step, ranks.rank))
-        loss.backward()
-        ddp.average_gradients()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, [p.detach().clone() for p in params]
+    return rows(step, rank, WIDTH)
 
 
 def _raw(value: Tensor) -> list[Tensor]:
@@ -128,16 +112,11 @@ def _raw(value: Tensor) -> list[Tensor]:
 def _follow(
     ranks: SimulatedRanks, make: Callable[[], nn.Module], stage: int, zero: dict[str, Any]
 ) -> None:
-    losses, values = _train_ddp(ranks, make())
-    case = Case(stage, zero=zero)
-    engine = zero_core.build(make(), case.config(), process_group=ranks)
-    found = []
-    for step in range(STEPS):
-        loss = engine(_x(step, ranks.rank))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    assert found == losses
+    plain, batches = make(), [(_x(step, ranks.rank),) for step in range(STEPS)]
+    losses = train_ddp(plain, ranks, batches)
+    values = [p for p in plain.parameters() if p.requires_grad]
+    engine = Case(stage, zero=zero).build(ranks, make())
+    assert train(engine, batches) == losses
     with engine.gathered():
         trained = [p for p in engine.module.parameters() if p.requires_grad]
         for mine, expected in zip(trained, values, strict=True):
@@ -160,7 +139,7 @@ def test_adapters_on_a_librarys_weights_follow_ddp(kind: str, place: Any) -> Non
 def _evaluate(ranks: SimulatedRanks) -> None:
     """bitsandbytes repacks 4-bit weights in the first evaluation on some CPUs."""
     expected = _Adapted("nf4").eval()
-    engine = zero_core.build(_Adapted("nf4"), Case(3).config(), process_group=ranks)
+    engine = Case(3).build(ranks, _Adapted("nf4"))
     for _ in range(2):
         engine.eval()
         with torch.no_grad():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-import recorded
+import measured
 import texts
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -63,7 +63,7 @@ def main() -> None:
     model.train()
     batches = iter(loader)
     for _ in range(args.num_steps):
-        with recorded.step() as step:
+        with measured.step() as step:
             total = torch.zeros(())
             for _ in range(accelerator.gradient_accumulation_steps):
                 batch = next(batches, None)

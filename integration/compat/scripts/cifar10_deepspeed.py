@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import deepspeed
-import recorded
+import measured
 import texts
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,7 @@ from torch import nn
 
 def add_argument():
     parser = argparse.ArgumentParser(description="CIFAR")
-    parser.add_argument("-e", "--epochs", default=1, type=int)
     parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--log-interval", type=int, default=2000)
     parser.add_argument("--dtype", default="fp16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--stage", default=0, type=int, choices=[0, 1, 2, 3])
     parser = deepspeed.add_config_arguments(parser)
@@ -101,16 +99,15 @@ def main(args) -> None:
     elif engine.fp16_enabled():
         dtype = torch.half
     criterion = nn.CrossEntropyLoss()
-    for _ in range(args.epochs):
-        for data in loader:
-            inputs, labels = data[0].to(device), data[1].to(device)
-            if dtype is not None:
-                inputs = inputs.to(dtype)
-            with recorded.step() as step:
-                loss = criterion(engine(inputs), labels)
-                engine.backward(loss)
-                engine.step()
-                step.loss = loss
+    for data in loader:
+        inputs, labels = data[0].to(device), data[1].to(device)
+        if dtype is not None:
+            inputs = inputs.to(dtype)
+        with measured.step() as step:
+            loss = criterion(engine(inputs), labels)
+            engine.backward(loss)
+            engine.step()
+            step.loss = loss
 
 
 if __name__ == "__main__":

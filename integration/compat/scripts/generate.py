@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import recorded
+import measured
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 
@@ -44,7 +44,7 @@ def main() -> None:
             if options.gathered
             else nullcontext()
         )
-        with recorded.step() as step, gathering:
+        with measured.step() as step, gathering:
             tokens = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),

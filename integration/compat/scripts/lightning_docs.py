@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import lightning.pytorch as pl
-import recorded
+import measured
 import texts
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -46,7 +46,7 @@ class Steps(pl.Callback):
     """Records each step, which is one batch here."""
 
     def on_train_batch_start(self, *_args) -> None:
-        self.timer = recorded.step()
+        self.timer = measured.step()
         self.step = self.timer.__enter__()
 
     def on_train_batch_end(self, _trainer, _module, outputs, *_args) -> None:
@@ -54,33 +54,28 @@ class Steps(pl.Callback):
         self.timer.__exit__(None, None, None)
 
 
-STRATEGIES = {
-    "ddp": lambda: "ddp",
-    "deepspeed_stage_1": lambda: "deepspeed_stage_1",
-    "deepspeed_stage_2": lambda: "deepspeed_stage_2",
-    "deepspeed_stage_3": lambda: "deepspeed_stage_3",
-    "deepspeed_stage_2_offload": lambda: "deepspeed_stage_2_offload",
-    "deepspeed_stage_3_offload": lambda: "deepspeed_stage_3_offload",
-    "in_code": lambda: DeepSpeedStrategy(
-        stage=3, offload_optimizer=True, offload_parameters=True, allgather_bucket_size=int(5e8)
-    ),
-}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("strategy", choices=STRATEGIES)
+    parser.add_argument("strategy", help="its name in Lightning, or in_code")
     parser.add_argument("--model")
     parser.add_argument("--dataset")
     parser.add_argument("--output_dir")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = [torch.tensor(tokenizer(row["text"])["input_ids"]) for row in texts.read(args.dataset)]
+    strategy = args.strategy
+    if strategy == "in_code":
+        strategy = DeepSpeedStrategy(
+            stage=3,
+            offload_optimizer=True,
+            offload_parameters=True,
+            allgather_bucket_size=int(5e8),
+        )
     on_host = args.strategy == "in_code" or args.strategy.endswith("offload")
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=STRATEGIES[args.strategy](),
+        strategy=strategy,
         precision="32-true",
         max_steps=10,
         default_root_dir=args.output_dir,

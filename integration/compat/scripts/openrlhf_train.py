@@ -10,7 +10,7 @@ import argparse
 import os
 
 import deepspeed
-import recorded
+import measured
 import texts
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+LEARNING_RATE, WEIGHT_DECAY, BETA, STEPS = 1e-3, 0.01, 0.1, 10
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 AUTO_AT_3 = (
     "stage3_max_live_parameters",
@@ -53,7 +54,7 @@ def train_config(args) -> dict:
         "offload_optimizer": {"device": "cpu" if args.adam_offload else "none", "pin_memory": True},
         "sub_group_size": "auto",
         "reduce_bucket_size": "auto",
-        "zero_hpz_partition_size": args.zpg,
+        "zero_hpz_partition_size": 1,
         "zero_quantized_weights": False,
         "zero_quantized_gradients": False,
     }
@@ -62,8 +63,8 @@ def train_config(args) -> dict:
     if args.zero_stage == 3:
         config["zero_optimization"]["reduce_scatter"] = True
     return config | {
-        "gradient_clipping": args.max_norm,
-        "data_types": {"grad_accum_dtype": args.grad_accum_dtype},
+        "gradient_clipping": 1.0,
+        "data_types": {"grad_accum_dtype": None},
         "checkpoint": {"load_universal": False},
     }
 
@@ -139,16 +140,16 @@ class Objective:
         with torch.no_grad():
             before = log_probs(self.reference, batch)
         margins = (policy - before)[: len(rows)] - (policy - before)[len(rows) :]
-        return -F.logsigmoid(self.args.beta * margins).mean()
+        return -F.logsigmoid(BETA * margins).mean()
 
 
-def groups_of(model: nn.Module, weight_decay: float) -> list[dict]:
+def groups_of(model: nn.Module) -> list[dict]:
     decayed, others = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (others if any(part in name for part in NO_DECAY) else decayed).append(parameter)
     return [
-        {"params": decayed, "weight_decay": weight_decay},
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
         {"params": others, "weight_decay": 0.0},
     ]
 
@@ -162,19 +163,12 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--zero_stage", type=int, default=2)
     parser.add_argument("--param_dtype", default="bf16")
-    parser.add_argument("--grad_accum_dtype", default=None)
     parser.add_argument("--adam_offload", action="store_true")
     parser.add_argument("--ref_offload", action="store_true")
     parser.add_argument("--overlap_comm", action="store_true")
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--zpg", type=int, default=1)
-    parser.add_argument("--max_norm", type=float, default=1.0)
-    parser.add_argument("--max_steps", type=int, default=10)
     parser.add_argument("--micro_train_batch_size", type=int, default=4)
     parser.add_argument("--train_batch_size", type=int, default=16)
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--l2", type=float, default=0.01)
-    parser.add_argument("--beta", type=float, default=0.1)
     args = parser.parse_args()
 
     set_seed(42)
@@ -198,14 +192,14 @@ def main() -> None:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adam = DeepSpeedCPUAdam if args.adam_offload else FusedAdam
     optimizer = adam(
-        groups_of(model, args.l2), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.l2
+        groups_of(model), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
     )
     schedule = get_scheduler(
         "cosine_with_min_lr",
         optimizer,
         num_warmup_steps=2,
-        num_training_steps=args.max_steps,
-        scheduler_specific_kwargs={"min_lr": args.learning_rate * 0.1},
+        num_training_steps=STEPS,
+        scheduler_specific_kwargs={"min_lr": LEARNING_RATE * 0.1},
     )
     placed = {"local_rank": int(os.environ.get("LOCAL_RANK", "-1"))}
     engine, optimizer, _, schedule = deepspeed.initialize(
@@ -243,8 +237,8 @@ def main() -> None:
     objective = Objective(args, engine, reference, tokenizer)
     batches = iter(loader)
     engine.train()
-    for _ in range(args.max_steps):
-        with recorded.step() as step:
+    for _ in range(STEPS):
+        with measured.step() as step:
             total = 0.0
             for _ in range(accumulated):
                 loss = objective(next(batches))

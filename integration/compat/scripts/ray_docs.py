@@ -13,7 +13,6 @@ from ray.train.torch import TorchTrainer
 def train_func(config) -> None:
     import deepspeed
     import measured
-    import recorded
     import texts
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -48,7 +47,7 @@ def train_func(config) -> None:
         engine.train()
         for batch in loader:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            with recorded.step() as step:
+            with measured.step() as step:
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.step()
@@ -58,7 +57,7 @@ def train_func(config) -> None:
             engine.save_checkpoint(folder)
             torch.distributed.barrier()
             checkpoint = Checkpoint.from_directory(folder)
-            report({"loss": recorded.FOUND.losses[-1]}, checkpoint=checkpoint)
+            report({"loss": measured.FOUND.losses[-1]}, checkpoint=checkpoint)
     assert get_context().get_world_size() == 2
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 
 import deepspeed
-import recorded
+import measured
 import texts
 import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+BATCH_SIZE, STEPS = 8, 8
 
 
 def batches(tokenizer, rows: list[dict], size: int, rank: int, ranks: int):
@@ -37,9 +39,6 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--dataset")
     parser.add_argument("--checkpoint_dir")
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--num_iterations", type=int, default=8)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     args = parser.parse_args()
     rank = args.local_rank
     device = get_accelerator().device_name(rank)
@@ -49,9 +48,9 @@ def main() -> None:
     def make():
         model = AutoModelForMaskedLM.from_pretrained(args.model)
         ds_config = {
-            "train_micro_batch_size_per_gpu": args.batch_size,
+            "train_micro_batch_size_per_gpu": BATCH_SIZE,
             "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
-            "bf16": {"enabled": args.dtype == "bf16"},
+            "bf16": {"enabled": True},
             "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
         }
         engine, _, _, _ = deepspeed.initialize(
@@ -62,25 +61,25 @@ def main() -> None:
     model = make()
     ranks = torch.distributed.get_world_size()
     source = batches(
-        tokenizer, texts.read(args.dataset), args.batch_size, torch.distributed.get_rank(), ranks
+        tokenizer, texts.read(args.dataset), BATCH_SIZE, torch.distributed.get_rank(), ranks
     )
 
     def train(first: int, last: int) -> None:
         model.train()
         for _ in range(first, last):
             batch = {name: tensor.to(device) for name, tensor in next(source).items()}
-            with recorded.step() as step:
+            with measured.step() as step:
                 loss = model(**batch).loss
                 model.backward(loss)
                 model.step()
                 step.loss = loss
 
-    half = args.num_iterations // 2
+    half = STEPS // 2
     train(0, half)
     model.save_checkpoint(save_dir=args.checkpoint_dir, client_state={"checkpoint_step": half})
     model = make()
     _, client_state = model.load_checkpoint(load_dir=args.checkpoint_dir)
-    train(client_state["checkpoint_step"], args.num_iterations)
+    train(client_state["checkpoint_step"], STEPS)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +20,46 @@ _HUGE = 1 << 40
 Change = Callable[[dict[str, Any]], object]
 
 
-def manifests() -> Iterator[tuple[str, Change]]:
-    """Yield edits of a manifest, each of which must be refused, with a name."""
-    for key in ("format", "version", "world_size", "states", "params", "segments", "scalars"):
-        yield from _each_bad(key, lambda content, key=key: (content, key))
-    for key in ("python_rng", "files", "progress", "client_state", "chunk_bytes", "has_frozen"):
-        yield from _each_bad(key, lambda content, key=key: (content, key))
-    for key in ("name", "shape", "dtype", "is_trainable", "aliases"):
-        yield from _each_bad(f"params.{key}", lambda c, key=key: (c["params"][0], key))
-    for key in ("shard_numel", "slots", "is_trainable"):
-        yield from _each_bad(f"segments.{key}", lambda c, key=key: (c["segments"][0], key))
-    for key in (0, 1, 2):
-        yield from _each_bad(f"slot.{key}", lambda c, key=key: (c["segments"][0]["slots"][0], key))
-    for key in ("bytes", "crc32"):
-        yield from _each_bad(f"files.{key}", lambda c, key=key: (_first(c["files"]), key))
-    for key in ("global_steps", "param_groups", "loss_scaler", "skipped_steps", "micro_steps"):
-        yield from _each_bad(f"progress.{key}", lambda c, key=key: (c["progress"], key))
-    for key in ("num_steps",):
-        yield from _each_bad(f"scalars.{key}", lambda c, key=key: (_first(c["scalars"]), key))
-    yield from _own()
-
-
-def _first(rows: dict[str, Any]) -> Any:
-    return rows[min(rows)]
-
-
-def _each_bad(where: str, place: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Iterator[Any]:
-    for bad in BAD:
-
-        def change(content: dict[str, Any], bad: Any = bad) -> None:
-            owner, key = place(content)
-            owner[key] = bad
-
-        def is_allowed(bad: Any = bad) -> bool:
-            return (where, json.dumps(bad)) in ALLOWED
-
-        if not is_allowed():
-            yield f"{where} = {json.dumps(bad)[:30]}", change
-
-
+OF_OTHERS = ("python_rng", "param_groups", "lr_scheduler", "scalars", "client_state")
+"""Members whose content is what Python, an optimizer, a schedule or a program has put there."""
 ALLOWED = {
     ("has_frozen", "true"),
     ("client_state", "{}"),
-    ("params.aliases", "[]"),
-    ("params.is_trainable", "true"),
-    ("segments.is_trainable", "true"),
-    ("progress.loss_scaler", "{}"),
-    ("progress.param_groups", "[]"),  # another number of groups: the engine's own stay
+    ("aliases", "[]"),
+    ("is_trainable", "true"),
+    ("whole_states", "{}"),
+    ("loss_scaler", "{}"),
+    ("lr_scheduler", "null"),
+    ("param_groups", "[]"),  # another number of groups: the engine's own stay
 }
-"""Values of `BAD` that a manifest may have there."""
+"""Values of `BAD` that a manifest is loaded with, by the last key of their place."""
+
+
+def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
+    """Yield edits of a manifest like ``content``, each of which must be refused, with a name."""
+    for path in _places(content):
+        for bad in BAD:
+            text = json.dumps(bad)
+            if (path[-1], text) not in ALLOWED:
+                yield f"{'.'.join(map(str, path))} = {text[:30]}", partial(_put, path, bad)
+    yield from _own()
+
+
+def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all members and of the first entry of each list or table of names."""
+    entries = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+    is_table = isinstance(node, list) or path[-1:] == ("files",)
+    for key, value in entries[:1] if is_table else entries:
+        if key != "sha256":  # of the edited rest
+            yield (*path, key)
+        if isinstance(value, dict | list) and key not in OF_OTHERS:
+            yield from _places(value, (*path, key))
+
+
+def _put(path: tuple[Any, ...], value: Any, content: Any) -> None:
+    for key in path[:-1]:
+        content = content[key]
+    content[path[-1]] = value
 
 
 def _own() -> Iterator[tuple[str, Change]]:

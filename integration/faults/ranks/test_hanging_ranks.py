@@ -13,26 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import zero_core
 from faults.harness import Program
-from zero_core.testing import Case, batch, make_model, seeded, spawn
+from zero_core.testing import Case, batch, make_model, make_tower, spawn
 
 WIDTH = 16
 NAMED_WITHIN_S, ENDED_WITHIN_S = 2.0, 4.0
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(3):
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().mean()
 
 
 def _build(stage: int) -> zero_core.Engine:
@@ -43,7 +30,7 @@ def _build(stage: int) -> zero_core.Engine:
         "name_waits_within_s": NAMED_WITHIN_S,
         "collective_timeout_s": ENDED_WITHIN_S,
     }
-    return zero_core.build(_Net(), config)
+    return zero_core.build(make_tower(width=WIDTH), config)
 
 
 def _step(engine: zero_core.Engine) -> None:

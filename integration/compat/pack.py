@@ -1,0 +1,550 @@
+"""The pack: public scripts and configurations, by the project that they are of."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+from cases import Case, Config
+from scripts import generate, trl_trainer
+
+CPU = {"device": "cpu"}
+PINNED = {**CPU, "pin_memory": True}
+AUTO_BATCH: Config = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+)
+CLIPPED: Config = {"gradient_clipping": "auto"}
+SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+AUTO_ADAMW = {
+    "type": "AdamW",
+    "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+}
+GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
+AUTO_3: Config = {
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+}
+LARGE_3: Config = {
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    **AUTO_3,
+    **GATHERED,
+}
+QUIET = ("--logging_steps=1", "--save_strategy=no", "--report_to=none", "--disable_tqdm=True")
+TRAINER = (
+    *("--output_dir={output}", "--do_train=True", "--max_steps=10", "--learning_rate=1e-3"),
+    *("--per_device_train_batch_size=4", "--gradient_accumulation_steps=2"),
+    *("--lr_scheduler_type=cosine", *QUIET),
+)
+
+# TRL's own scripts, as installed, with the blocks of its ``accelerate_configs``.
+NEEDS_TRL = ("trl", "datasets")
+TRL_AUTO: Config = {**AUTO_BATCH, **CLIPPED}
+TRL_2: Config = {**TRL_AUTO, "zero_optimization": {"stage": 2}}
+TRL_3: Config = {**TRL_AUTO, "zero_optimization": {"stage": 3, **GATHERED}}
+TRL_OFFLOADED: Config = {
+    **TRL_AUTO,
+    "zero_optimization": {
+        **TRL_3["zero_optimization"],
+        "offload_optimizer": CPU,
+        "offload_param": CPU,
+    },
+}
+TRL_RUN = (
+    *("--model_name_or_path={model}/llama", "--output_dir={output}", "--dtype=float32"),
+    *("--bf16=False", "--max_steps=8", "--per_device_train_batch_size=4"),
+    *("--gradient_accumulation_steps=1", "--learning_rate=1e-3", *QUIET),
+)
+GENERATES = (
+    *("--dataset_name={data}/prompts", "--reward_funcs=scripts.texts.distinct_words"),
+    *("--num_generations=4", "--max_completion_length=12", "--beta=0.04"),
+)
+
+
+def trl_script(
+    trainer: str, what: str, config: Config, *arguments: str, compared: str = "loss"
+) -> Case:
+    return Case(
+        "TRL",
+        f"trl.scripts.{trainer}, {what}",
+        f"trl.scripts.{trainer}",
+        ("--deepspeed={config}", *arguments, *TRL_RUN),
+        config,
+        compared=compared,
+        needs=NEEDS_TRL,
+    )
+
+
+def trl_lora() -> Case:
+    """Return LoRA with a file that TRL ships."""
+    found = find_spec("trl")
+    origin = found.origin if found is not None else None
+    file = Path(origin or "trl/__init__.py").parent / "accelerate_configs" / "zero3.yaml"
+    return Case(
+        "TRL",
+        "trl.scripts.sft with LoRA, accelerate_configs/zero3.yaml",
+        "trl.scripts.sft",
+        ("--dataset_name={data}/text", "--use_peft", "--lora_target_modules=all-linear", *TRL_RUN),
+        launcher=(
+            *("accelerate", "launch", f"--config_file={file}"),
+            *("--num_processes=2", "--mixed_precision=no", "--main_process_port=0"),
+        ),
+        needs=NEEDS_TRL,
+    )
+
+
+TRL = [
+    trl_script("sft", "ZeRO-3", TRL_3, "--dataset_name={data}/text"),
+    trl_script("dpo", "ZeRO-3", TRL_3, "--dataset_name={data}/preference"),
+    trl_script("kto", "ZeRO-2", TRL_2, "--dataset_name={data}/unpaired"),
+    trl_script("reward", "ZeRO-3", TRL_3, "--dataset_name={data}/preference"),
+    trl_script("grpo", "ZeRO-3", TRL_3, *GENERATES),
+    trl_script("rloo", "ZeRO-3, all offloaded", TRL_OFFLOADED, *GENERATES, compared="grad_norm"),
+    trl_lora(),
+]
+
+
+# All of TRL's trainers that need no server, beside DDP.
+def trl_trainer_case(name: str, setting: str, config: Config) -> Case:
+    trainer = "DPOTrainer with BEMA" if name == "bema_dpo" else trl_trainer.CASES[name].trainer
+    common = (name, "--model={model}", "--output_dir={output}")
+    return Case(
+        "TRL",
+        f"{trainer}, {setting}",
+        "trl_trainer.py",
+        (*common, "--deepspeed={config}"),
+        config,
+        ddp=common,
+        needs=NEEDS_TRL,
+    )
+
+
+TRL_TRAINERS = [
+    trl_trainer_case(name, setting, config)
+    for name in trl_trainer.CASES
+    for setting, config in (
+        ("stage 2", TRL_2),
+        ("stage 3", TRL_3),
+        ("stage 3, all offloaded", TRL_OFFLOADED),
+    )
+    # TRL refuses A2PO at stage 3: it copies its model as the reference.
+    if name != "a2po" or setting == "stage 2"
+]
+
+
+# Tokens at stage 3, beside those of a plain model on each rank and of DeepSpeed.
+def generation(way: str, reference: str, *options: str) -> Case:
+    model = "--model={model}/speaker"
+    return Case(
+        "generation",
+        f"{way}, {' '.join((reference, *options))}",
+        "generate.py",
+        (way, model, "--deepspeed={config}", *options),
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_optimization": {"stage": 3},
+        },
+        ddp=(way, model) if reference == "plain" else (),
+        tolerance=0.0,
+    )
+
+
+GENERATION = [
+    *(generation(way, reference) for way in generate.WAYS for reference in ("plain", "deepspeed")),
+    generation("greedy", "deepspeed", "--gathered"),
+]
+
+# LlamaFactory's ``examples/deepspeed/ds_*_config.json``.
+BELOW_3: Config = {
+    "allgather_partitions": True,
+    "allgather_bucket_size": 5e8,
+    "overlap_comm": False,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 5e8,
+    "contiguous_gradients": True,
+    "round_robin_gradients": True,
+}
+AT_3: Config = {"stage": 3, "overlap_comm": False, **LARGE_3}
+LLAMAFACTORY: dict[str, Config] = {
+    "ds_z0_config": {"stage": 0, **BELOW_3},
+    "ds_z2_config": {"stage": 2, **BELOW_3},
+    "ds_z2_offload_config": {"stage": 2, "offload_optimizer": PINNED, **BELOW_3},
+    "ds_z3_config": AT_3,
+    "ds_z3_offload_config": {"offload_optimizer": PINNED, "offload_param": PINNED, **AT_3},
+}
+
+
+def llamafactory(name: str, zero: Config) -> Case:
+    """Return full fine-tuning with one of its files."""
+    arguments = (
+        *("llamafactory_sft", "--model_name_or_path={model}/llama"),
+        *("--dataset_name={data}/instruction", "--deepspeed={config}"),
+        *("--gradient_checkpointing=True", "--warmup_steps=2", *TRAINER),
+    )
+    config = {
+        **AUTO_BATCH,
+        **CLIPPED,
+        "zero_allow_untested_optimizer": True,
+        "fp16": {"enabled": "auto", "initial_scale_power": 16, **SCALE},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": zero,
+        "comms_config": {"verbose": False},
+        "monitor_config": {
+            "enabled": True,
+            "tag": "DeepSpeedMonitor",
+            "csv_monitor": {"enabled": False},
+        },
+    }
+    return Case("LlamaFactory", f"{name}.json", "trainers.py", arguments, config)
+
+
+# axolotl's ``deepspeed_configs/*.json``.
+ANY_DTYPE: Config = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "auto_cast": False, "initial_scale_power": 32, **SCALE},
+}
+BF16: Config = {"bf16": {"enabled": True}, **CLIPPED}
+AXOLOTL_1: Config = {"stage": 1, "overlap_comm": True}
+AXOLOTL_2: Config = {
+    "stage": 2,
+    "offload_optimizer": CPU,
+    "contiguous_gradients": True,
+    "overlap_comm": True,
+}
+AXOLOTL_3: Config = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 0,
+    "reduce_bucket_size": "auto",
+}
+ALL_3: Config = {
+    **AXOLOTL_3,
+    **AUTO_3,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    **GATHERED,
+}
+# These files have some keys without "stage3_".
+OFFLOADED_3: Config = {
+    **AXOLOTL_3,
+    **AUTO_3,
+    "offload_param": PINNED,
+    "max_live_parameters": 0,
+    "max_reuse_distance": 0,
+    "gather_16bit_weights_on_model_save": True,
+}
+COMPILE = {"disable": False, "backend": "inductor"}
+FREE = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+AXOLOTL: dict[str, tuple[Config, Config]] = {
+    "zero1": (AXOLOTL_1, {**ANY_DTYPE, "optimizer": AUTO_ADAMW}),
+    "zero1_torch_compile": (AXOLOTL_1, {**ANY_DTYPE, **CLIPPED, "compile": COMPILE}),
+    "zero2": (AXOLOTL_2, {**ANY_DTYPE, **CLIPPED}),
+    "zero2_torch_compile": (AXOLOTL_2, {**ANY_DTYPE, **CLIPPED, "compile": COMPILE}),
+    "zero3": (ALL_3, {**ANY_DTYPE, **CLIPPED}),
+    "zero3_bf16": (ALL_3, BF16),
+    "zero3_bf16_cpuoffload_all": (
+        {**OFFLOADED_3, "offload_optimizer": PINNED},
+        {**BF16, **FREE},
+    ),
+    "zero3_bf16_cpuoffload_params": (OFFLOADED_3, {**BF16, **FREE}),
+}
+
+
+def axolotl(name: str, zero: Config, further: Config) -> Case:
+    """Return packed rows with one of its files. The model is compiled where the name says so.
+
+    Not by inductor, whose compiler takes minutes on a CPU.
+    """
+    compiled = "torch_compile" in name
+    arguments = (
+        *("--model_name_or_path={model}/llama", "--dataset_name={data}/text"),
+        *("--optim=adamw_torch_fused", f"--bf16={'bf16' in name}", f"--torch_compile={compiled}"),
+        *(["--torch_compile_backend=aot_eager"] if compiled else []),
+        *TRAINER,
+    )
+    return Case(
+        "axolotl",
+        f"{name}.json",
+        "trainers.py",
+        ("axolotl_train", "--deepspeed={config}", *arguments),
+        {"zero_optimization": zero, **AUTO_BATCH, "wall_clock_breakdown": False, **further},
+        # 0.19.8 refuses compile.disable and compile.backend.
+        ddp=("axolotl_train", "--use_cpu=True", *arguments) if compiled else (),
+    )
+
+
+# QLoRA as PEFT's documentation and TRL's script have it, with bitsandbytes' weights on the CPU,
+# beside DDP: DeepSpeed's stages aren't meant for weights whose bytes have another shape than the
+# matrix.
+def peft_qlora(name: str, zero: Config, *further: str) -> Case:
+    arguments = (
+        *("--model_name_or_path={model}/llama", "--dataset_name={data}/text"),
+        *("--optim=adamw_torch", *further, *TRAINER),
+    )
+    return Case(
+        "PEFT",
+        f"QLoRA, {name}",
+        "trainers.py",
+        ("peft_qlora", "--deepspeed={config}", *arguments),
+        {**AUTO_BATCH, **CLIPPED, "zero_optimization": zero},
+        ddp=("peft_qlora", "--use_cpu=True", *arguments),
+        needs=("bitsandbytes",),
+    )
+
+
+def trl_qlora(name: str, config: Config) -> Case:
+    """Return supervised fine-tuning by TRL's script.
+
+    TRL makes the adapters bf16. DDP clips and updates them in bf16, the engine in fp32, which is
+    what the losses differ by.
+    """
+    arguments = (
+        *("--dataset_name={data}/text", "--load_in_4bit", "--use_bnb_nested_quant", "--use_peft"),
+        *("--lora_r=8", "--lora_target_modules=all-linear", *TRL_RUN),
+    )
+    return Case(
+        "TRL",
+        f"trl.scripts.sft, QLoRA, {name}",
+        "trl.scripts.sft",
+        ("--deepspeed={config}", *arguments),
+        config,
+        ddp=("--use_cpu=True", *arguments),
+        needs=("bitsandbytes", *NEEDS_TRL),
+    )
+
+
+QUANTIZED = [
+    trl_qlora("ZeRO-2", TRL_2),
+    trl_qlora("ZeRO-3", TRL_3),
+    trl_qlora("ZeRO-3, all offloaded", TRL_OFFLOADED),
+    peft_qlora("stage 2", {"stage": 2}),
+    peft_qlora("stage 3", {"stage": 3}, "--bnb_4bit_quant_storage_dtype=bfloat16"),
+    peft_qlora("stage 3, recomputed", {"stage": 3}, "--gradient_checkpointing=True"),
+]
+
+# Programs that call ``deepspeed.initialize`` themselves.
+RLHF = (
+    *("--pretrain={model}/llama", "--save_path={output}", "--micro_train_batch_size=4"),
+    *("--train_batch_size=16", "--param_dtype=fp32", "--adam_offload", "--gradient_checkpointing"),
+)
+
+
+def openrlhf(name: str, task: str, data: str, *further: str) -> Case:
+    arguments = (f"--task={task}", f"--dataset={{data}}/{data}", *further, *RLHF)
+    return Case("OpenRLHF", name, "openrlhf_train.py", arguments)
+
+
+ENGINES = [
+    openrlhf("SFT, --zero_stage 2", "sft", "instruction", "--zero_stage=2"),
+    openrlhf(
+        "reward model, --zero_stage 3", "rm", "preference", "--zero_stage=3", "--overlap_comm"
+    ),
+    openrlhf(
+        *("DPO, --zero_stage 3 --ref_offload", "dpo", "preference"),
+        *("--zero_stage=3", "--ref_offload"),
+    ),
+    Case(
+        "DeepSpeedExamples",
+        "cifar10_deepspeed.py --deepspeed --stage 2",
+        "cifar10_deepspeed.py",
+        ("--deepspeed", "--dtype=fp32", "--stage=2"),
+    ),
+    Case(
+        "DeepSpeedExamples",
+        "train_bert_ds.py, save and load",
+        "train_bert_ds.py",
+        ("--model={model}/roberta", "--dataset={data}/text", "--checkpoint_dir={output}"),
+    ),
+]
+
+# transformers' example scripts, with the configurations of its DeepSpeed guide.
+GUIDE_2: Config = {
+    "stage": 2,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 2e8,
+    "overlap_comm": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 2e8,
+    "contiguous_gradients": True,
+}
+GUIDE_3: Config = {"stage": 3, "overlap_comm": True, **LARGE_3}
+
+
+def example(script: str, what: str, zero: Config, model: str, data: str, *further: str) -> Case:
+    arguments = (
+        *(script, f"--model_name_or_path={{model}}/{model}", f"--dataset_name={{data}}/{data}"),
+        *("--output_dir={output}", "--deepspeed={config}", "--do_train", "--do_eval"),
+        *("--max_steps=10", "--per_device_train_batch_size=8", "--learning_rate=1e-3"),
+        *("--warmup_steps=2", *QUIET, *further),
+    )
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    config = {
+        **AUTO_BATCH,
+        **CLIPPED,
+        "fp16": {"enabled": "auto", "initial_scale_power": 16, **SCALE},
+        "bf16": {"enabled": "auto"},
+        "optimizer": AUTO_ADAMW,
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+        "zero_optimization": zero,
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+    }
+    return Case("transformers", f"{script}, {what}", "trainers.py", arguments, config)
+
+
+EXAMPLES = [
+    example("run_clm", "ZeRO-3", GUIDE_3, "gpt2", "text"),
+    example(
+        *("run_mlm", "ZeRO-2, offloaded", {**GUIDE_2, "offload_optimizer": PINNED}),
+        *("roberta", "text"),
+    ),
+    example("run_glue", "ZeRO-2", GUIDE_2, "bert", "pairs"),
+    example(
+        *("run_image_classification", "ZeRO-1", {"stage": 1}, "vit", "text"),
+        "--remove_unused_columns=False",
+    ),
+    example(
+        *("run_summarization", "ZeRO-3 with generation, all offloaded"),
+        {**GUIDE_3, "offload_optimizer": PINNED, "offload_param": PINNED},
+        *("t5", "instruction", "--predict_with_generate", "--generation_max_length=12"),
+        "--generation_num_beams=2",
+    ),
+]
+
+# accelerate's documented ways to DeepSpeed, started by its own launcher.
+LAUNCH = """
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+{block}
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+main_process_port: 0
+{precision}
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+use_cpu: false
+"""
+PLUGIN: dict[str, object] = {
+    "deepspeed_multinode_launcher": "standard",
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "zero3_init_flag": True,
+    "zero3_save_16bit_model": True,
+    "zero_stage": 3,
+}
+ACCELERATE_2 = {
+    **AUTO_BATCH,
+    **CLIPPED,
+    "fp16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {**GUIDE_2, "reduce_bucket_size": "auto"},
+    "gradient_accumulation_steps": 1,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+FILE = ("accelerate", "launch", "--config_file={files}/launch.yaml")
+
+
+def launch_file(block: dict[str, object], precision: str = "mixed_precision: 'no'") -> str:
+    lines = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in block.items())
+    return LAUNCH.format(block=lines, precision=precision)
+
+
+def accelerated(
+    name: str,
+    way: str,
+    config: Config | None = None,
+    launcher: tuple[str, ...] = (),
+    file: str = "",
+) -> Case:
+    run = (way, "--model={model}/bert", "--dataset={data}/pairs", "--output_dir={output}")
+    files = {"launch.yaml": file} if file else {}
+    return Case("accelerate", name, "accelerate_loops.py", run, config, launcher, files)
+
+
+ACCELERATE = [
+    accelerated(
+        *("launch with deepspeed_config_file, stage 2", "config_file", ACCELERATE_2, FILE),
+        launch_file({"deepspeed_config_file": "{config}"}, ""),
+    ),
+    accelerated(
+        *("launch with the plugin's fields, stage 3", "plugin", None, FILE),
+        launch_file(PLUGIN),
+    ),
+    accelerated(
+        "launch --use_deepspeed --zero_stage=3, all offloaded",
+        "plugin",
+        launcher=(
+            *("accelerate", "launch", "--use_deepspeed", "--num_processes=2"),
+            *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
+            *("--main_process_port=0", "--zero_stage=3", "--gradient_accumulation_steps=2"),
+            *("--offload_optimizer_device=cpu", "--offload_param_device=cpu"),
+            *("--zero3_init_flag=true", "--zero3_save_16bit_model=true"),
+        ),
+    ),
+    accelerated("DeepSpeedPlugin(zero_stage=2) in the program", "in_code"),
+]
+
+
+# Lightning's DeepSpeed strategies, as its documentation names them, beside DDP: Lightning gives
+# DeepSpeed the number of a GPU, and ends without one.
+def lightning(name: str, way: str) -> Case:
+    run = ("--model={model}/llama", "--dataset={data}/text", "--output_dir={output}")
+    return Case("Lightning", name, "lightning_docs.py", (way, *run), ddp=("ddp", *run))
+
+
+LIGHTNING = [
+    *(
+        lightning(f'strategy="{way}"', way)
+        for way in ("deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_2_offload")
+    ),
+    lightning("DeepSpeedStrategy(stage=3, offload_optimizer, offload_parameters)", "in_code"),
+]
+
+# Ray Train's DeepSpeed page. Ray starts the workers. They inherit the hook from the driver.
+RAY = Case(
+    "Ray",
+    "deepspeed.initialize in TorchTrainer's workers, ZeRO-3",
+    "ray_docs.py",
+    ("--model={model}/bert", "--dataset={data}/pairs", "--output_dir={output}"),
+    launcher=("sh", "{files}/start.sh"),
+    files={"start.sh": 'exec python "$@"\n'},
+    needs=("ray",),
+)
+
+PACK: list[Case] = [
+    *TRL,
+    *(llamafactory(name, zero) for name, zero in LLAMAFACTORY.items()),
+    *(axolotl(name, zero, further) for name, (zero, further) in AXOLOTL.items()),
+    *ENGINES,
+    *EXAMPLES,
+    *ACCELERATE,
+    *LIGHTNING,
+    *QUANTIZED,
+    RAY,
+    *TRL_TRAINERS,
+    *GENERATION,
+]
