@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NotRequired, get_args, get_origin, get_type_hints
 
 import parts
 import pytest
 
+VARIADIC = inspect.Parameter.VAR_KEYWORD.description
 ENTRY_POINTS = {
     ("zero_core.collectives", "quantized"): "zero_comm.create_collectives",
     ("zero_core.state_tiers", "host"): "zero_offload.create_tier",
@@ -17,14 +18,24 @@ ENTRY_POINTS = {
 }
 
 
-def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
-    """Name, kind and optionality of each parameter but self."""
-    found = inspect.signature(function).parameters.values()
-    return [
+def shape(function: Callable[..., Any], *, is_opened: bool = False) -> list[tuple[str, str, bool]]:
+    """Name, kind and optionality of each parameter but self.
+
+    ``is_opened``: with the keys of the ``TypedDict`` in place of ``**hyper: Unpack[TypedDict]``.
+    """
+    found = [
         (p.name, p.kind.description, p.default is not inspect.Parameter.empty)
-        for p in found
+        for p in inspect.signature(function).parameters.values()
         if p.name != "self"
     ]
+    if is_opened and found[-1][1] == VARIADIC:
+        (keys,) = get_args(get_type_hints(function, include_extras=True)[found.pop()[0]])
+        first = [kind for _, kind, _ in found].index("keyword-only")
+        found[first:first] = [
+            (name, "keyword-only", get_origin(hint) is NotRequired)
+            for name, hint in get_type_hints(keys, include_extras=True).items()
+        ]
+    return found
 
 
 def methods(protocol: type) -> list[str]:
@@ -60,7 +71,9 @@ def test_module_has_every_function_with_the_signature_of_its_protocol(name: str)
     """
     module, protocol = parts.MODULES[name]
     for function in methods(protocol):
-        found, asked = shape(getattr(module, function)), shape(getattr(protocol, function))
+        asked = shape(getattr(protocol, function))
+        is_opened = all(kind != VARIADIC for _, kind, _ in asked)
+        found = shape(getattr(module, function), is_opened=is_opened)
         assert [parameter for parameter in found if parameter in asked] == asked, function
         for _, kind, is_optional in (parameter for parameter in found if parameter not in asked):
             assert (kind, is_optional) == ("keyword-only", True), function

@@ -1,6 +1,7 @@
 """Adam and other optimizers on host memory, in one pass over it.
 
 - `adam_step`: one update of torch tensors, NumPy arrays or anything with DLPack.
+- `AdamHyper`: its hyperparameters, for a wrapper's ``**hyper: Unpack[AdamHyper]``.
 - `adam_step_split`: the same for a bf16 parameter that is the upper half of its master weight.
 - `adam_step_8bit`, `adam_step_bf16`: the same with moments of 8 or 16 bits.
 - `adagrad_step`, `lion_step`, `sgd_step`: other update rules.
@@ -35,12 +36,14 @@ from cpu_adam._functional import (
     sums_grads,
 )
 from cpu_adam._isa import active_isa, available_isas
+from cpu_adam._scalars import AdamHyper
 
 if TYPE_CHECKING:
     from cpu_adam._convert import convert_state
     from cpu_adam.optimizer import CPUAdam
 
 __all__ = [
+    "AdamHyper",
     "CPUAdam",
     "GradNorm",
     "__version__",

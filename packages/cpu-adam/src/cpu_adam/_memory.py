@@ -53,6 +53,11 @@ class Block(NamedTuple):
     type: int
     owner: object
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return self.numel * ITEM_BYTES[self.type]
+
 
 def loaded_torch() -> Any | None:
     """Return torch if it has been imported, else None: this package alone does not import it."""
@@ -199,7 +204,7 @@ def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
         ValueError: two blocks overlap, by name.
     """
     spans = sorted(
-        (block.address, block.address + block.numel * ITEM_BYTES[block.type], name)
+        (block.address, block.address + block.nbytes, name)
         for name, block in (written | read).items()
         if block.numel
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain, compress, count, zip_longest
 from types import ModuleType
 from typing import Any, ClassVar, overload
@@ -19,7 +20,6 @@ from cpu_adam._scalars import (
     check_seed,
     compact_adam_scalars,
     finite_number,
-    random_key,
 )
 from cpu_adam._slots import (
     MASTER,
@@ -34,6 +34,11 @@ from cpu_adam._slots import (
 from cpu_adam._tables import Roster
 from cpu_adam._threads import resolve_num_threads
 
+_KERNELS = {
+    "float32": _kernels.adam,
+    "bfloat16": _kernels.adam_bfloat16,
+    "int8": _kernels.adam_int8,
+}
 _STATES = ("exp_avg", "exp_avg_sq", *SCALES, MASTER, REMAINDER)
 
 
@@ -285,11 +290,7 @@ class _Update:
             raise ValueError(f"state 'step': must be finite, got {step}")
         number = int(step) + 1
         scalars = _scalars_of(self._group, number, self._grad_scale)
-        state_dtype = self._group["state_dtype"]
-        if state_dtype == "bfloat16":
-            key = random_key(self._group["seed"], number)
-            return _kernels.adam_bfloat16, (grad_type, out_type, items, scalars, key)
-        kernel = _kernels.adam if state_dtype == "float32" else _kernels.adam_int8
+        kernel = _KERNELS[self._group["state_dtype"]]
         return kernel, (grad_type, out_type, items, scalars)
 
     def run(self, isa: int, num_threads: int) -> None:
@@ -371,7 +372,10 @@ def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[fl
         beta1, beta2 = group["betas"]
     except (TypeError, ValueError):
         raise TypeError(f"betas: expected two numbers, got {group['betas']!r}") from None
-    derive = adam_scalars if group["state_dtype"] == "float32" else compact_adam_scalars
+    derive: Callable[..., tuple[float, ...]] = adam_scalars
+    if group["state_dtype"] != "float32":
+        seed = check_seed(group["seed"]) if group["state_dtype"] == "bfloat16" else None
+        derive = partial(compact_adam_scalars, seed=seed)
     return derive(
         step=step,
         lr=group["lr"],

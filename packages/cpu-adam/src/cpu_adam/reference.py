@@ -12,6 +12,7 @@ NaNs are equal whatever their sign and payload: those depend on the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Unpack
 
 import numpy as np
@@ -22,6 +23,7 @@ from cpu_adam._scalars import (
     CompactAdamScalars,
     adagrad_scalars,
     adam_scalars,
+    check_seed,
     compact_adam_scalars,
     lion_scalars,
     random_key,
@@ -192,7 +194,7 @@ def _compact_adam(
     return fma(p, f.decay, m / denominator), m, v, root
 
 
-def _in_float32(scalars: tuple[float, ...]) -> list[Any]:
+def _in_float32(scalars: Iterable[float]) -> list[Any]:
     return [np.float32(value) for value in scalars]
 
 
@@ -373,7 +375,7 @@ def adam_step_bf16(
 ) -> None:
     """Compute `cpu_adam.adam_step_bf16`, with uint16 for bf16."""
     f: Any = CompactAdamScalars(*_in_float32(compact_adam_scalars(**hyper)))
-    key = random_key(seed, hyper["step"])
+    key = random_key(check_seed(seed), hyper["step"])
     random: Any = random_bits(param.size, key, stream).reshape(param.shape)
     with np.errstate(all="ignore"):
         p, m, v, _ = _compact_adam(
@@ -437,9 +439,8 @@ def sgd_step(
     **hyper: Any,
 ) -> None:
     """Compute `cpu_adam.sgd_step`, with uint16 for bf16."""
-    scale, l2, mu, buffer_decay, grad_weight, neg_lr = _in_float32(
-        sgd_scalars(nesterov=nesterov, **hyper)
-    )
+    *scalars, _ = sgd_scalars(nesterov=nesterov, **hyper)
+    scale, l2, mu, buffer_decay, grad_weight, neg_lr = _in_float32(scalars)
     with np.errstate(all="ignore"):
         direction = g = fma(master, l2, _widen(grad) * scale)
         if momentum_buffer is not None:
