@@ -241,14 +241,7 @@ def adagrad_step(
         lr_decay: the learning rate is divided by ``1 + (step - 1) * lr_decay``.
         weight_decay: L2, not negative.
     """
-    scalars = adagrad_scalars(
-        step=step,
-        lr=lr,
-        lr_decay=lr_decay,
-        eps=eps,
-        weight_decay=weight_decay,
-        grad_scale=grad_scale,
-    )
+    scalars = adagrad_scalars(step, lr, lr_decay, eps, weight_decay, grad_scale)
     written = _describe(_ONLY_FLOAT32, master=master, state_sum=state_sum) | _describe_out(out)
     _update(_kernels.adagrad, scalars, written, grad, copies, num_threads)
 
@@ -279,9 +272,7 @@ def lion_step(
         beta2: decay of the momentum, in [0, 1).
         weight_decay: decoupled, not negative.
     """
-    scalars = lion_scalars(
-        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
-    )
+    scalars = lion_scalars(lr, beta1, beta2, weight_decay, grad_scale)
     written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg) | _describe_out(out)
     _update(_kernels.lion, scalars, written, grad, copies, num_threads)
 
@@ -316,15 +307,7 @@ def sgd_step(
         weight_decay: L2, not negative.
         nesterov: Nesterov's momentum; needs a momentum and no dampening.
     """
-    scalars = sgd_scalars(
-        step=step,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        grad_scale=grad_scale,
-    )
+    scalars = sgd_scalars(step, lr, momentum, dampening, weight_decay, nesterov, grad_scale)
     has_momentum = float(momentum) != 0.0
     if momentum_buffer is not None and not has_momentum:
         raise ValueError("momentum_buffer: has no use without momentum; pass None")

@@ -20,25 +20,12 @@ FLOAT32, BFLOAT16, FLOAT16, NO_OUT, SPLIT, INT8, UINT8, INT16 = range(8)
 
 ITEM_BYTES = (4, 2, 2, 0, 2, 1, 1, 2)
 
-_TYPES = {
-    "float32": FLOAT32,
-    "bfloat16": BFLOAT16,
-    "float16": FLOAT16,
-    "int8": INT8,
-    "uint8": UINT8,
-    "int16": INT16,
-}
-_TYPE_NAMES = {code: name for name, code in _TYPES.items()}
+_TYPE_NAMES = ("float32", "bfloat16", "float16", "", "", "int8", "uint8", "int16")
+_TYPES = {name: code for code, name in enumerate(_TYPE_NAMES) if name}
 
 # Numbers of the DLPack specification: (type code, bits), and devices whose memory the host reads.
-_DLPACK_TYPES = {
-    (2, 32): FLOAT32,
-    (2, 16): FLOAT16,
-    (4, 16): BFLOAT16,
-    (0, 8): INT8,
-    (1, 8): UINT8,
-    (0, 16): INT16,
-}
+_DLPACK_TYPES = {(2, 32): FLOAT32, (2, 16): FLOAT16, (4, 16): BFLOAT16}
+_DLPACK_TYPES |= {(0, 8): INT8, (1, 8): UINT8, (0, 16): INT16}
 _DLPACK_HOST_DEVICES = (1, 3, 11)  # CPU, CUDA pinned, ROCm pinned
 
 _torch_types: dict[Any, int] = {}

@@ -43,24 +43,6 @@ class AdamHyper(TypedDict):
     grad_scale: NotRequired[float]
 
 
-class AdamScalars(NamedTuple):
-    """Scalars of one Adam update.
-
-    ``decay`` multiplies the master weight, ``l2`` times the master weight joins the gradient; one
-    of the two is neutral. The learning rate and ``bias_correction1`` are in ``neg_step_size``.
-    """
-
-    grad_scale: float
-    decay: float
-    l2: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    bias_correction2_sqrt: float
-    eps: float
-    neg_step_size: float
-
-
 def finite_number(name: str, value: Any) -> float:
     """Return ``value`` as a float that is finite in fp32 as well."""
     if type(value) is float and -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
@@ -131,8 +113,11 @@ def adam_scalars(
     adamw_mode: bool = True,
     bias_correction: bool = True,
     grad_scale: float = 1.0,
-) -> AdamScalars:
+) -> tuple[float, ...]:
     """Check the hyperparameters of update number ``step`` and derive its scalars.
+
+    ``decay`` multiplies the master weight, ``l2`` times the master weight joins the gradient; one
+    of the two is neutral. The learning rate and the first bias correction are in the step size.
 
     Raises:
         TypeError: one of them is not a number, or ``step`` not an integer.
@@ -155,21 +140,14 @@ def adam_scalars(
     step_size = lr / correction1
     if step_size > _FLOAT32_MAX:
         raise ValueError(f"lr: lr / (1 - beta1 ** step) is too large for fp32, got {step_size}")
-    return AdamScalars(
-        grad_scale=grad_scale,
-        decay=_decoupled_decay(lr, weight_decay) if adamw_mode else 1.0,
-        l2=0.0 if adamw_mode else weight_decay,
-        one_minus_beta1=1.0 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1.0 - beta2,
-        bias_correction2_sqrt=math.sqrt(correction2),
-        eps=eps,
-        neg_step_size=-step_size,
-    )
+    decay = _decoupled_decay(lr, weight_decay) if adamw_mode else 1.0
+    l2 = 0.0 if adamw_mode else weight_decay
+    root = math.sqrt(correction2)
+    return grad_scale, decay, l2, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, -step_size
 
 
 class CompactAdamScalars(NamedTuple):
-    """`AdamScalars` for the kernels with 8- and 16-bit states.
+    """Scalars of Adam for the kernels with 8- and 16-bit states.
 
     The update's denominator is ``sqrt(v) * denominator_scale + denominator_offset``: bias
     correction, ``eps``, and the step size by which both are divided.
@@ -199,26 +177,16 @@ def compact_adam_scalars(
 
     ``seed``, checked, is that of the random numbers of 16-bit states; others have none.
     """
-    s = adam_scalars(**hyper)
-    if s.neg_step_size == 0.0:  # an infinite denominator: the quotient is zero
+    grad_scale, decay, l2, weight1, beta2, weight2, root, eps, neg_step = adam_scalars(**hyper)
+    if neg_step == 0.0:  # an infinite denominator: the quotient is zero
         scale, offset = 0.0, -math.inf
     else:
-        scale = _clamp(1.0 / s.bias_correction2_sqrt / s.neg_step_size)
-        offset = _clamp(s.eps / s.neg_step_size)
+        scale, offset = _clamp(1.0 / root / neg_step), _clamp(eps / neg_step)
     key = 0 if seed is None else random_key(seed, hyper["step"])
-    return CompactAdamScalars(
-        grad_scale=s.grad_scale,
-        decay=s.decay,
-        l2=s.l2,
-        beta1=float(hyper["beta1"]),
-        one_minus_beta1=s.one_minus_beta1,
-        beta2=s.beta2,
-        one_minus_beta2_sqrt=math.sqrt(s.one_minus_beta2),
-        denominator_scale=scale,
-        denominator_offset=offset,
-        key_low=key & 0xFFFFFFFF,
-        key_high=key >> 32,
-    )
+    beta1, root_weight = float(hyper["beta1"]), math.sqrt(weight2)
+    moments = (beta1, weight1, beta2, root_weight)
+    words = (key & 0xFFFFFFFF, key >> 32)
+    return CompactAdamScalars(grad_scale, decay, l2, *moments, scale, offset, *words)
 
 
 def check_seed(seed: Any) -> int:
@@ -245,7 +213,6 @@ def random_key(seed: int, step: int) -> int:
 
 
 def adagrad_scalars(
-    *,
     step: int,
     lr: float,
     lr_decay: float = 0.0,
@@ -263,7 +230,6 @@ def adagrad_scalars(
 
 
 def lion_scalars(
-    *,
     lr: float,
     beta1: float = 0.9,
     beta2: float = 0.99,
@@ -280,7 +246,6 @@ def lion_scalars(
 
 
 def sgd_scalars(
-    *,
     step: int,
     lr: float,
     momentum: float = 0.0,

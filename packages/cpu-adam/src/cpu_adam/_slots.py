@@ -102,7 +102,7 @@ def check_param(param: Tensor, master_dtype: str | None) -> None:
 def fill_state(
     param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
 ) -> None:
-    """Create missing states, and convert a step count of any type."""
+    """Create missing states, a master weight among them, and convert a step count of any type."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
         number = finite_number("state 'step'", step)
@@ -115,31 +115,22 @@ def fill_state(
         for name in SCALES:
             if name not in state:
                 state[name] = torch.zeros(num_blocks, dtype=torch.float32)
-    if param.dtype is not torch.float32:
-        _fill_master(param, state, state_dtype, master_dtype)
-
-
-def _fill_master(
-    param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
-) -> None:
-    """Create the master weight of a 16-bit parameter, unless there is one in any form."""
+    if param.dtype is torch.float32:
+        return
     is_bfloat16 = param.dtype is torch.bfloat16
-    found = next((n for n in (MASTER, REMAINDER) if n in state), None)
+    found = next((name for name in (MASTER, REMAINDER) if name in state), None)
     if found == MASTER or (found == REMAINDER and is_bfloat16):
         if master_dtype is not None and found != MASTER_DTYPES[master_dtype]:
             raise ValueError(
                 f"state {found!r}: is not what master_dtype {master_dtype!r} of its group keeps; "
                 "cpu_adam.convert_state changes the one into the other"
             )
-    elif (master_dtype or _default_master(param, state_dtype)) == "split":
+        return
+    default = "split" if is_bfloat16 and state_dtype != "float32" else "float32"
+    if (master_dtype or default) == "split":
         state[REMAINDER] = torch.zeros_like(param, dtype=torch.int16)
     else:
         state[MASTER] = param.detach().to(torch.float32)
-
-
-def _default_master(param: Tensor, state_dtype: str) -> str:
-    is_split = param.dtype is torch.bfloat16 and state_dtype != "float32"
-    return "split" if is_split else "float32"
 
 
 Extents = list[tuple[Any, ...]]
@@ -159,30 +150,27 @@ def extents_of(tensors: list[Tensor]) -> Extents:
     ]
 
 
-class Watched(NamedTuple):
-    """One entry of a parameter's state, verified.
-
-    Attributes:
-        name: the entry's key.
-        value: the entry; None if there must be none.
-        part: the local tensor.
-        extent: extent of ``part`` when it was verified.
-    """
-
-    name: str
-    value: Tensor | None
-    part: Tensor
-    extent: tuple[Any, ...]
-
-
 def _extent_of(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(value for (value,) in extents_of([tensor]))
 
 
-def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+class Watched(NamedTuple):
+    """One entry of a parameter's state, verified."""
+
+    name: str
+    value: Tensor | None  # None if there must be none
+    part: Tensor  # its local tensor
+    extent: tuple[Any, ...]  # of ``part``, when it was verified
+
+
+def _check_tensor(name: str, state: Any) -> Tensor:
     if not isinstance(state, Tensor):
         raise TypeError(f"state {name!r}: expected a tensor, got {type(state).__name__}")
-    local = local_of(state)
+    return local_of(state)
+
+
+def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    local = _check_tensor(name, state)
     if not local.is_cpu or local.layout is not torch.strided:
         raise ValueError(f"state {name!r}: must be a dense CPU tensor, got {state.device}")
     if local.dtype is not dtype:
@@ -199,20 +187,13 @@ def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _check_scale(name: str, state: Any, numel: int) -> Tensor:
-    if not isinstance(state, Tensor):
-        raise TypeError(f"state {name!r}: expected a tensor, got {type(state).__name__}")
+    scale = _check_tensor(name, state)
     expected = (-(-numel // _kernels.BLOCK_NUMEL),)
-    if not state.is_cpu or state.dtype is not torch.float32 or not state.is_contiguous():
+    if not scale.is_cpu or scale.dtype is not torch.float32 or not scale.is_contiguous():
         raise ValueError(f"state {name!r}: must be contiguous fp32 numbers on the CPU")
-    if tuple(state.shape) != expected:
-        raise ValueError(f"state {name!r}: must have shape {expected}, got {tuple(state.shape)}")
-    return state
-
-
-def _check_step(step: Tensor) -> Tensor:
-    if not step.is_cpu or step.dtype is not torch.float32 or step.numel() != 1:
-        raise ValueError(f"state 'step': must be one fp32 number on the CPU, got {step!r}")
-    return step
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"state {name!r}: must have shape {expected}, got {tuple(scale.shape)}")
+    return scale
 
 
 class Slot:
@@ -225,30 +206,12 @@ class Slot:
         local: the parameter, or the local part of a DTensor.
         local_address: its address.
         extent: its extent; see [Note: extents].
-        dtype, shape, stride, numel, is_contiguous: its form.
+        shape, stride, numel, is_contiguous: its form.
         watched: the verified entries of the state.
         out_type: element type of the parameter if it is written as a copy of the master weight.
         addresses: the kernel's arguments besides the gradient: master, states, out.
         step_address: address of the number of updates so far, in fp32.
     """
-
-    __slots__ = (
-        "addresses",
-        "dtype",
-        "extent",
-        "is_contiguous",
-        "local",
-        "local_address",
-        "numel",
-        "out_type",
-        "param",
-        "settings",
-        "shape",
-        "state",
-        "step_address",
-        "stride",
-        "watched",
-    )
 
     def __init__(
         self, param: Tensor, state: dict[str, Any], settings: tuple[str, str | None]
@@ -257,7 +220,6 @@ class Slot:
         if not local.is_cpu or local.layout is not torch.strided:
             raise ValueError(f"parameter: must be a dense CPU tensor, got one on {local.device}")
         self.param, self.state, self.settings, self.local = param, state, settings, local
-        self.dtype = local.dtype
         self.shape = local.shape
         self.stride = local.stride()
         self.numel = local.numel()
@@ -265,12 +227,8 @@ class Slot:
         self.local_address = torch_address("parameter", local)
         self.extent = _extent_of(local)
         self.watched: list[Watched] = []
-        self._find_states(settings[0])
-        step = _check_step(state["step"])
-        self.step_address = self._watch("step", step)
-
-    def _find_states(self, state_dtype: str) -> None:
-        state, local, kind = self.state, self.local, TYPES[self.local.dtype]
+        state_dtype, _ = settings
+        kind = TYPES[local.dtype]
         states = [
             self._watch(name, _check_state(name, state[name], local, dtype))
             for name, dtype in STATE_DTYPES[state_dtype].items()
@@ -291,6 +249,10 @@ class Slot:
             self.out_type = kind
             master = _check_state(MASTER, state[MASTER], local, torch.float32)
             self.addresses = (self._watch(MASTER, master), *states, self.local_address)
+        step = state["step"]
+        if not step.is_cpu or step.dtype is not torch.float32 or step.numel() != 1:
+            raise ValueError(f"state 'step': must be one fp32 number on the CPU, got {step!r}")
+        self.step_address = self._watch("step", step)
 
     def _watch(self, name: str, part: Tensor) -> int:
         address = torch_address(name, part)
@@ -314,9 +276,8 @@ class Slot:
         if kind is None:
             raise TypeError(f"gradient: dtype must be fp32, bf16 or fp16, got {grad.dtype}")
         grad = grad.resolve_neg()
-        numel = grad.numel()
-        if numel != self.numel:
-            raise ValueError(f"gradient: has {numel} elements, its parameter {self.numel}")
+        if grad.numel() != self.numel:
+            raise ValueError(f"gradient: has {grad.numel()} elements, its parameter {self.numel}")
         same_layout = grad.is_contiguous() if self.is_contiguous else grad.stride() == self.stride
         if not same_layout:
             grad = torch.empty_like(self.local, dtype=grad.dtype).copy_(grad)

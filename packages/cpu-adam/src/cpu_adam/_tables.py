@@ -105,74 +105,68 @@ class Table:
 
     def _are_ready(self, grads: list[Tensor], types: list[int], addresses: list[int]) -> bool:
         """Whether no gradient has to be converted or refused on its own."""
-        return (
-            list(map(Tensor.numel, grads)) == self.numels
-            and self._are_laid_out(grads)
-            and not any(map(Tensor.is_neg, grads))
-            and addresses.count(0) == self._num_empty
-            and self._are_in_storage(grads, types)
-        )
-
-    def _are_laid_out(self, grads: list[Tensor]) -> bool:
+        if list(map(Tensor.numel, grads)) != self.numels:
+            return False
         if self._is_contiguous:
-            return all(map(Tensor.is_contiguous, grads))
-        return (
-            list(map(Tensor.stride, grads)) == self._strides
-            and list(map(attrgetter("shape"), grads)) == self._shapes
-        )
-
-    def _are_in_storage(self, grads: list[Tensor], types: list[int]) -> bool:
-        """Whether the storages, which can be freed under a tensor, contain the tensors."""
+            are_laid_out = all(map(Tensor.is_contiguous, grads))
+        else:
+            are_laid_out = (
+                list(map(Tensor.stride, grads)) == self._strides
+                and list(map(attrgetter("shape"), grads)) == self._shapes
+            )
+        if not are_laid_out or any(map(Tensor.is_neg, grads)):
+            return False
+        # A storage can be freed under its tensor.
         stops = map(add, map(Tensor.storage_offset, grads), self.numels)
         sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads))
-        return all(map(le, stops, map(floordiv, sizes, map(ITEM_BYTES.__getitem__, types))))
+        are_inside = map(le, stops, map(floordiv, sizes, map(ITEM_BYTES.__getitem__, types)))
+        return addresses.count(0) == self._num_empty and all(are_inside)
 
 
 class Roster:
-    """The parameters of a group, and the slots of those that ever had a gradient."""
+    """The parameters of a group, and the slots of those that ever had a gradient.
+
+    Verifies the parameters that have a gradient, and fills their states.
+
+    Args:
+        params: of the group.
+        settings: the group's ``state_dtype`` and ``master_dtype``.
+        states: has a dictionary for every parameter.
+        has_grad: for each parameter, whether it has a gradient.
+        known: an earlier roster, whose current slots need not be verified again.
+    """
 
     def __init__(
-        self, params: Sequence[Tensor], settings: Settings, slots: Sequence[Slot | None]
-    ) -> None:
-        self._params = list(params)
-        self._settings = settings
-        self._slots = slots
-        self._has_slot = [slot is not None for slot in slots]
-        self._snapshot = Snapshot([slot for slot in slots if slot is not None])
-        self._table: Table | None = None
-        self._has_row: list[bool] = []
-
-    @classmethod
-    def of(
-        cls,
+        self,
         params: Sequence[Tensor],
         settings: Settings,
         states: States,
         has_grad: Sequence[bool],
         known: Roster | None,
-    ) -> Roster:
-        """Verify the parameters that have a gradient, and fill their states.
-
-        Args:
-            params: of the group.
-            settings: the group's ``state_dtype`` and ``master_dtype``.
-            states: has a dictionary for every parameter.
-            has_grad: for each parameter, whether it has a gradient.
-            known: an earlier roster, whose current slots need not be verified again.
-        """
+    ) -> None:
+        self._params = list(params)
+        self._settings = settings
+        self._slots: list[Slot | None] = []
         old = {} if known is None else {s.param: s for s in known._slots if s is not None}
-        slots: list[Slot | None] = []
         for param, is_wanted in zip(params, has_grad, strict=True):
             slot = old.get(param)
-            if slot is not None and slot.settings == settings and _is_current(slot, states):
-                slots.append(slot)
-            elif is_wanted:
-                check_param(param, settings[1])
-                fill_state(param, states[param], *settings)
-                slots.append(Slot(param, states[param], settings))
-            else:
-                slots.append(None)
-        return cls(params, settings, slots)
+            # Usually the parameter has new memory, which its address shows without a snapshot.
+            if not (
+                slot is not None
+                and slot.settings == settings
+                and local_of(param).data_ptr() == slot.local_address
+                and Snapshot([slot]).is_current(states)
+            ):
+                slot = None
+                if is_wanted:
+                    check_param(param, settings[1])
+                    fill_state(param, states[param], *settings)
+                    slot = Slot(param, states[param], settings)
+            self._slots.append(slot)
+        self._has_slot = [slot is not None for slot in self._slots]
+        self._snapshot = Snapshot([slot for slot in self._slots if slot is not None])
+        self._table: Table | None = None
+        self._has_row: list[bool] = []
 
     def is_current(
         self, params: Sequence[Tensor], settings: Settings, states: States, has_grad: Sequence[bool]
@@ -193,10 +187,3 @@ class Roster:
             self._table = Table([slot for slot in slots if slot is not None])
             self._has_row = has_grad
         return self._table
-
-
-def _is_current(slot: Slot, states: States) -> bool:
-    # Usually the parameter has new memory, which this comparison detects without a snapshot.
-    if local_of(slot.param).data_ptr() != slot.local_address:
-        return False
-    return Snapshot([slot]).is_current(states)

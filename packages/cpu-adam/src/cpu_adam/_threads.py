@@ -11,25 +11,22 @@ from cpu_adam._memory import loaded_torch
 _MAX_THREADS = 512
 
 
-def default_num_threads() -> int:
-    """Return torch's thread count if torch is loaded, else the process's usable CPUs."""
-    torch = loaded_torch()
-    if torch is not None:
-        return int(torch.get_num_threads())
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def resolve_num_threads(num_threads: int | None) -> int:
     """Return the thread count for the argument ``num_threads``.
+
+    None is torch's thread count if torch is loaded, else the number of the process's usable CPUs.
 
     Raises:
         TypeError: it is neither None nor an integer.
         ValueError: it is below 1.
     """
     if num_threads is None:
-        return min(default_num_threads(), _MAX_THREADS)
+        if (torch := loaded_torch()) is not None:
+            num_threads = torch.get_num_threads()
+        elif hasattr(os, "sched_getaffinity"):
+            num_threads = len(os.sched_getaffinity(0))
+        else:
+            num_threads = os.cpu_count() or 1
     try:
         count = operator.index(num_threads)
     except TypeError:

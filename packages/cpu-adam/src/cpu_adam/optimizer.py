@@ -176,7 +176,12 @@ class CPUAdam(Optimizer):
         if found_inf is not None and float(found_inf) != 0.0:
             return loss
         scale = getattr(self, "grad_scale", None)
-        grad_scale = 1.0 if scale is None else _inverse(scale)
+        grad_scale = 1.0
+        if scale is not None:
+            scale = finite_number("grad_scale", scale)
+            if scale == 0.0:
+                raise ValueError("grad_scale: must not be zero: gradients are divided by it")
+            grad_scale = 1.0 / scale
         # Everything is looked up and checked before anything is changed.
         updates = []
         stream = 0
@@ -202,7 +207,16 @@ class CPUAdam(Optimizer):
 
         def remember(_: Optimizer, final: dict[str, Any]) -> None:
             for state in final["state"].values():
-                _check_loaded(state)
+                if not isinstance(state, Mapping):
+                    raise TypeError(
+                        "state_dict: a parameter's state must be a dictionary by name, "
+                        f"got {type(state).__name__}"
+                    )
+                for name in _STATES:
+                    value = state.get(name)
+                    if value is not None and not isinstance(value, Tensor):
+                        kind = type(value).__name__
+                        raise TypeError(f"state {name!r}: expected a tensor, got {kind}")
             loaded.update(final)
 
         def restore(_: Optimizer) -> None:
@@ -212,7 +226,10 @@ class CPUAdam(Optimizer):
                 for name in _STATES:
                     value = loaded["state"].get(key, {}).get(name)
                     if value is not None and value.dtype is not param.dtype:
-                        dtype = _loaded_dtype(name, value)
+                        kept = {dtypes.get(name) for dtypes in STATE_DTYPES.values()}
+                        is_kept = value.dtype in {*kept, torch.int16}
+                        is_float32 = not is_kept or name in (MASTER, *SCALES)
+                        dtype = torch.float32 if is_float32 else value.dtype
                         self.state[param][name] = value.to(param.device, dtype, copy=True)
 
         # The last hook before and the first hook after, so that the user's see the same as ever.
@@ -264,16 +281,16 @@ class _Update:
         stream: int,
     ) -> None:
         self.roster = known
-        self._calls: list[_Call] = []
-        self._group, self._grad_scale = group, grad_scale
+        # Of each call of the kernel, between the instruction set and the number of threads.
+        self._arguments: list[tuple[int, int, list[int], tuple[float, ...]]] = []
         found = [param.grad for param in group["params"]]
         has_grad = [grad is not None for grad in found]
         if not any(has_grad):
             return
-        settings = (_state_dtype_of(group), _master_dtype_of(group))
+        settings = _settings_of(group)
         if known is None or not known.is_current(group["params"], settings, states, has_grad):
             with torch.no_grad():
-                known = Roster.of(group["params"], settings, states, has_grad, known)
+                known = Roster(group["params"], settings, states, has_grad, known)
             self.roster = known
         table = self._table = known.table_of(has_grad)
         # Kept until they have been used: some may be copies.
@@ -281,29 +298,22 @@ class _Update:
         columns = [table.masters, addresses, *table.others, table.numels]
         if settings[0] == "bfloat16":
             columns.append(list(compress(count(stream), has_grad)))
+        self._kernel = _KERNELS[settings[0]]
         steps = _kernels.read_numbers(table.step_addresses)
         keys = list(zip(types, table.out_types, steps, strict=True))
-        self._calls = [self._call(*key, items) for key, items in _batches(keys, columns)]
-
-    def _call(self, grad_type: int, out_type: int, step: float, items: list[int]) -> _Call:
-        if not math.isfinite(step):
-            raise ValueError(f"state 'step': must be finite, got {step}")
-        number = int(step) + 1
-        scalars = _scalars_of(self._group, number, self._grad_scale)
-        kernel = _KERNELS[self._group["state_dtype"]]
-        return kernel, (grad_type, out_type, items, scalars)
+        for (grad_type, out_type, step), items in _batches(keys, columns):
+            if not math.isfinite(step):
+                raise ValueError(f"state 'step': must be finite, got {step}")
+            scalars = _scalars_of(group, int(step) + 1, grad_scale)
+            self._arguments.append((grad_type, out_type, items, scalars))
 
     def run(self, isa: int, num_threads: int) -> None:
-        if not self._calls:
+        if not self._arguments:
             return
-        for kernel, arguments in self._calls:
-            kernel(isa, *arguments, num_threads)
+        for arguments in self._arguments:
+            self._kernel(isa, *arguments, num_threads)
         _kernels.count_up(self._table.step_addresses)
         torch.autograd.graph.increment_version(self._table.local)
-
-
-# A kernel, and its arguments between the instruction set and the number of threads.
-_Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def _batches(
@@ -319,48 +329,18 @@ def _batches(
     return batches.items()
 
 
-def _state_dtype_of(group: dict[str, Any]) -> str:
-    return check_name("state_dtype", group["state_dtype"], STATE_DTYPES)
-
-
-def _master_dtype_of(group: dict[str, Any]) -> str | None:
-    name = group["master_dtype"]
-    return None if name is None else check_name("master_dtype", name, MASTER_DTYPES)
+def _settings_of(group: dict[str, Any]) -> tuple[str, str | None]:
+    state_dtype = check_name("state_dtype", group["state_dtype"], STATE_DTYPES)
+    master_dtype = group["master_dtype"]
+    if master_dtype is not None:
+        check_name("master_dtype", master_dtype, MASTER_DTYPES)
+    return state_dtype, master_dtype
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    _state_dtype_of(group)
-    _master_dtype_of(group)
+    _settings_of(group)
     check_seed(group["seed"])
     _scalars_of(group, 1, 1.0)
-
-
-def _inverse(grad_scale: Any) -> float:
-    """Return the factor that unscales gradients of a loss multiplied by ``grad_scale``."""
-    scale = finite_number("grad_scale", grad_scale)
-    if scale == 0.0:
-        raise ValueError("grad_scale: must not be zero: gradients are divided by it")
-    return 1.0 / scale
-
-
-def _check_loaded(state: Any) -> None:
-    """Refuse an unusable parameter's state before it is loaded."""
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            "state_dict: a parameter's state must be a dictionary by name, "
-            f"got {type(state).__name__}"
-        )
-    for name in _STATES:
-        value = state.get(name)
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"state {name!r}: expected a tensor, got {type(value).__name__}")
-
-
-def _loaded_dtype(name: str, value: Tensor) -> torch.dtype:
-    """Return the dtype that a loaded state is kept in: its own if possible, else fp32."""
-    kept = {STATE_DTYPES[kind].get(name) for kind in STATE_DTYPES} | {torch.int16}
-    is_known = name not in (MASTER, *SCALES) and value.dtype in kept
-    return value.dtype if is_known else torch.float32
 
 
 def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
