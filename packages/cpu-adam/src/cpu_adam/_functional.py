@@ -31,9 +31,9 @@ from cpu_adam._scalars import (
     compact_adam_scalars,
     finite_number,
     lion_scalars,
+    resolve_num_threads,
     sgd_scalars,
 )
-from cpu_adam._threads import resolve_num_threads
 
 sums_grads = True
 """Says that every function takes several gradients, and adds them in fp32, in order."""
@@ -436,16 +436,9 @@ def _update(
 ) -> None:
     """Check the arrays of an update against each other, and run it.
 
-    Args:
-        kernel: function of `_kernels`.
-        scalars: of the rule.
-        written: the master weight first, its states in the kernel's order, and its copy (``out``)
-            or lower half (``remainder``) anywhere. All of one shape.
-        grad: the gradient, of that shape, or several.
-        copies: of the caller.
-        num_threads: of the caller.
-        scales: further states, of another shape.
-        stream: the kernel's last number of an item, if it has one.
+    ``written`` has the master weight first and its states in the kernel's order, all of the
+    gradient's shape, and the copy (``out``) or lower half (``remainder``) anywhere. ``scales`` are
+    further states, of another shape. ``stream`` is the last number of the kernel's item.
     """
     threads = resolve_num_threads(num_threads)
     read = _describe_grads(grad)

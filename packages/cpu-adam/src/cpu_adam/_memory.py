@@ -53,17 +53,9 @@ def loaded_torch() -> Any | None:
 
 
 def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
-    """Find the memory of argument ``name``.
+    """Find the memory of argument ``name``, a torch tensor, NumPy array or object with DLPack.
 
-    Args:
-        name: the argument's name, for messages.
-        value: torch tensor, NumPy array, or an object with ``__dlpack__``.
-        is_written: whether a kernel writes to it.
-        types: element types that are allowed.
-
-    Raises:
-        TypeError: not an array, or of an element type that is not allowed.
-        ValueError: not in host memory, not contiguous, or to be written and read-only.
+    ``is_written`` refuses memory that is read-only. ``types`` are the element types allowed.
     """
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):
@@ -185,11 +177,7 @@ def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
-    """Refuse memory that is written under one name and used under another.
-
-    Raises:
-        ValueError: two blocks overlap, by name.
-    """
+    """Refuse memory that is written under one name and used under another."""
     spans = sorted(
         (block.address, block.address + block.nbytes, name)
         for name, block in (written | read).items()

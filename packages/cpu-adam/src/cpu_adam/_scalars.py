@@ -1,7 +1,8 @@
-"""The rules' hyperparameters, checked, and boiled down to the numbers that every element shares.
+"""The numbers of a call, checked: its thread count, and the rule's hyperparameters.
 
-Computed in double precision and rounded to fp32 once, at the end, as torch.optim's for-loop does.
-Scalars have the order of the rule's struct in native/kernels.h.
+The latter give the scalars, which every element shares. They are computed in double precision and
+rounded to fp32 once, at the end, as torch.optim's for-loop does. Their order is that of the rule's
+struct in native/kernels.h.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+import os
 from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 import numpy as np
 
+from cpu_adam._memory import loaded_torch
+
 _FLOAT32_MAX = 3.4028234663852886e38
+
+# More threads than this never help, and a typing error must not start a million of them.
+_MAX_THREADS = 512
 
 
 class AdamHyper(TypedDict):
@@ -118,10 +125,6 @@ def adam_scalars(
 
     ``decay`` multiplies the master weight, ``l2`` times the master weight joins the gradient; one
     of the two is neutral. The learning rate and the first bias correction are in the step size.
-
-    Raises:
-        TypeError: one of them is not a number, or ``step`` not an integer.
-        ValueError: one of them is not finite or out of range, or ``step`` is below 1.
     """
     adamw_mode = _flag("adamw_mode", adamw_mode)
     bias_correction = _flag("bias_correction", bias_correction)
@@ -190,12 +193,7 @@ def compact_adam_scalars(
 
 
 def check_seed(seed: Any) -> int:
-    """Return ``seed`` as an integer of 64 bits.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is negative or needs more than 64 bits.
-    """
+    """Return ``seed`` as an integer of 64 bits."""
     try:
         value = operator.index(seed)
     except TypeError:
@@ -254,11 +252,7 @@ def sgd_scalars(
     nesterov: bool = False,
     grad_scale: float = 1.0,
 ) -> tuple[float, ...]:
-    """Check SGD's hyperparameters and derive its scalars, with the errors of `adam_scalars`.
-
-    Raises:
-        ValueError: also for ``nesterov`` without momentum or with dampening.
-    """
+    """Check SGD's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
     is_first = _step(step) == 1
     lr = _not_negative("lr", lr)
     momentum = _not_negative("momentum", momentum)
@@ -271,3 +265,26 @@ def sgd_scalars(
     # The first step fills the momentum buffer with the gradient.
     buffer_decay, grad_weight = (0.0, 1.0) if is_first else (momentum, 1.0 - dampening)
     return scale, l2, momentum, buffer_decay, grad_weight, -lr, nesterov
+
+
+def resolve_num_threads(num_threads: int | None) -> int:
+    """Return the checked thread count.
+
+    None is torch's thread count if torch is loaded, else the number of the process's usable CPUs.
+    """
+    if num_threads is None:
+        if (torch := loaded_torch()) is not None:
+            num_threads = torch.get_num_threads()
+        elif hasattr(os, "sched_getaffinity"):
+            num_threads = len(os.sched_getaffinity(0))
+        else:
+            num_threads = os.cpu_count() or 1
+    try:
+        count = operator.index(num_threads)
+    except TypeError:
+        raise TypeError(
+            f"num_threads: expected an integer or None, got {type(num_threads).__name__}"
+        ) from None
+    if count < 1:
+        raise ValueError(f"num_threads: must be at least 1, got {count}")
+    return min(count, _MAX_THREADS)

@@ -20,6 +20,7 @@ from cpu_adam._scalars import (
     check_seed,
     compact_adam_scalars,
     finite_number,
+    resolve_num_threads,
 )
 from cpu_adam._slots import (
     MASTER,
@@ -27,12 +28,11 @@ from cpu_adam._slots import (
     REMAINDER,
     SCALES,
     STATE_DTYPES,
+    Roster,
     check_master,
     check_name,
     check_param,
 )
-from cpu_adam._tables import Roster
-from cpu_adam._threads import resolve_num_threads
 
 _KERNELS = {
     "float32": _kernels.adam,
@@ -268,8 +268,7 @@ class CPUAdam(Optimizer):
 class _Update:
     """One group's step: the memory to update, gathered and checked, then updated in `run`.
 
-    Attributes:
-        roster: the group's verified memory, kept for the next step.
+    ``roster`` is the group's verified memory, kept for the next step.
     """
 
     def __init__(
