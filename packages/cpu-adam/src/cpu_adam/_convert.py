@@ -127,9 +127,8 @@ def _join(remainder: Tensor, param: Tensor | None) -> Tensor:
 
 
 def _convert_moments(state: dict[str, Any], dtype: str) -> dict[str, Any]:
-    if "exp_avg" not in state:
-        return dict(state)
-    if all(state[name].dtype is kind for name, kind in STATE_DTYPES[dtype].items()):
+    kinds = STATE_DTYPES[dtype]
+    if "exp_avg" not in state or all(state[name].dtype is kinds[name] for name in kinds):
         return dict(state)
     kept = {name: value for name, value in state.items() if name not in SCALES}
     exp_avg, exp_avg_sq = (_memory_order(state[name]) for name in ("exp_avg", "exp_avg_sq"))
@@ -150,7 +149,7 @@ def _convert_moments(state: dict[str, Any], dtype: str) -> dict[str, Any]:
         if is_int8:  # the root of others would round them
             exp_avg_sq = torch.from_numpy(root * root)
         values = {"exp_avg": torch.from_numpy(first), "exp_avg_sq": exp_avg_sq}
-    for name, kind in STATE_DTYPES[dtype].items():
+    for name, kind in kinds.items():
         kept[name] = _like(state[name], values[name].to(kind), kind)
     return kept
 

@@ -107,18 +107,14 @@ def adam_step_split(
     A bf16 parameter is the nearest to its fp32 master weight (the one of greater magnitude if two
     are as near), and ``remainder`` the lower half of the master's bits: 12 bytes per element with
     both moments, where `adam_step` with ``out`` takes 14. The result is that of `adam_step` on the
-    master, bit by bit. Start from a ``remainder`` of zeros. Arguments not listed are those of
-    `adam_step`.
+    master, bit by bit. Start from a ``remainder`` of zeros. Arguments not listed, and errors, are
+    those of `adam_step`.
 
     Args:
         param: bf16 parameter; updated.
         remainder: int16, what the master weight has beyond ``param``; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
-
-    Raises:
-        TypeError, ValueError: as `adam_step`.
     """
     scalars = adam_scalars(**hyper)
     written = _describe((BFLOAT16,), param=param) | _describe((INT16,), remainder=remainder)
@@ -148,20 +144,16 @@ def adam_step_8bit(
     that is its root, with 16 codes for each power of two. `cpu_adam.reference` defines them. Start
     from zeros. With a bf16 ``param`` and its ``remainder``, which together are the fp32 master
     weight bit by bit, 6.0625 bytes per element are kept. A gradient that is not finite invalidates
-    its whole block; see `grad_norm_sq`. Arguments not listed are those of `adam_step`.
+    its whole block; see `grad_norm_sq`. Arguments not listed, and errors, are those of `adam_step`.
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: int8 codes of the first moment; updated.
         exp_avg_sq: uint8 codes of the second moment; updated.
         exp_avg_scale: fp32, one number per 128 elements, 1-D; updated.
         exp_avg_sq_scale: as ``exp_avg_scale``.
         remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
         out: with an fp32 ``param`` alone: as in `adam_step`.
-
-    Raises:
-        TypeError, ValueError: as `adam_step`.
     """
     scalars = compact_adam_scalars(**hyper)
     written = _describe_master(param, remainder, out)
@@ -195,19 +187,16 @@ def adam_step_bf16(
     """Apply one Adam update in place, with both moments in bf16, stochastically rounded.
 
     The random numbers are a function of ``seed``, ``step`` and an element's index in the array:
-    the same arguments give the same bits. Arguments not listed are those of `adam_step`.
+    the same arguments give the same bits. Arguments not listed, and errors, are those of
+    `adam_step`.
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: bf16 first moment; updated.
         exp_avg_sq: bf16 second moment; updated.
         seed: of the random numbers, in [0, 2**64).
         remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
         out: with an fp32 ``param`` alone: as in `adam_step`.
-
-    Raises:
-        TypeError, ValueError: as `adam_step`.
     """
     scalars = compact_adam_scalars(seed=check_seed(seed), **hyper)
     written = _describe_master(param, remainder, out)
@@ -236,7 +225,6 @@ def adagrad_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         state_sum: fp32 sum of squared gradients; updated.
         lr_decay: the learning rate is divided by ``1 + (step - 1) * lr_decay``.
         weight_decay: L2, not negative.
@@ -266,7 +254,6 @@ def lion_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: fp32 momentum; updated.
         beta1: weight of the momentum in the direction, in [0, 1).
         beta2: decay of the momentum, in [0, 1).
@@ -299,7 +286,6 @@ def sgd_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         momentum_buffer: fp32, zeros before the first step; updated. None without momentum.
         step: number of this update, from 1; the first one fills ``momentum_buffer``.
         momentum: factor on the buffer, not negative.
@@ -333,16 +319,14 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
     """Return the squared norm of ``grad_scale * grad`` and whether it is finite, in one pass.
 
     Summed in double precision, in chunks of 32 Ki elements that are added in order: the same bits
-    for every thread count and instruction set. A finite gradient never overflows the sum.
+    for every thread count and instruction set. A finite gradient never overflows the sum. Errors
+    are those of `adam_step`.
 
     Args:
         grad: fp32, bf16 or fp16 gradient, of any shape, contiguous, in host memory; unchanged. Or
             several, as in `adam_step`: the norm is that of their sum in fp32.
         grad_scale: factor on the gradient; its square multiplies the sum, in double precision.
         num_threads: as in `adam_step`.
-
-    Raises:
-        TypeError, ValueError: as `adam_step`.
     """
     scale = finite_number("grad_scale", grad_scale)
     threads = resolve_num_threads(num_threads)

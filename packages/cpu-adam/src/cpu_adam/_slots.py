@@ -279,8 +279,7 @@ class Slot:
         grad = grad.resolve_neg()
         if grad.numel() != self.numel:
             raise ValueError(f"gradient: has {grad.numel()} elements, its parameter {self.numel}")
-        same_layout = grad.is_contiguous() if self.is_contiguous else grad.stride() == self.stride
-        if not same_layout:
+        if not (grad.is_contiguous() if self.is_contiguous else grad.stride() == self.stride):
             grad = torch.empty_like(self.local, dtype=grad.dtype).copy_(grad)
         return grad, torch_address("gradient", grad), kind
 

@@ -310,9 +310,7 @@ def adam_step_8bit(
         root = dequantize_exp_avg_sq_root(exp_avg_sq, exp_avg_sq_scale, np.sqrt(f.beta2))
         m, _, root = _compact_adam(param, remainder, out, grad, (m, root * root), f)
     codes = quantize_moments(m, root)
-    states: tuple[Array, ...] = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
-    for state, value in zip(states, codes, strict=True):
-        state[...] = value
+    exp_avg[...], exp_avg_sq[...], exp_avg_scale[...], exp_avg_sq_scale[...] = codes
 
 
 def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]:
