@@ -338,8 +338,7 @@ class Table:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self.local = [slot.local for slot in slots]
-        addresses = zip(*(slot.addresses for slot in slots), strict=True)
-        self.masters, *self.others = map(list, addresses)
+        self.masters, *self.others = map(list, zip(*(s.addresses for s in slots), strict=True))
         self.numels = [slot.numel for slot in slots]
         self.out_types = [slot.out_type for slot in slots]
         self.step_addresses = [slot.step_address for slot in slots]

@@ -226,10 +226,9 @@ class CPUAdam(Optimizer):
                 for name in _STATES:
                     value = loaded["state"].get(key, {}).get(name)
                     if value is not None and value.dtype is not param.dtype:
-                        kept = {dtypes.get(name) for dtypes in STATE_DTYPES.values()}
-                        is_kept = value.dtype in {*kept, torch.int16}
-                        is_float32 = not is_kept or name in (MASTER, *SCALES)
-                        dtype = torch.float32 if is_float32 else value.dtype
+                        kept = {torch.int16, *(d.get(name) for d in STATE_DTYPES.values())}
+                        is_kept = name not in (MASTER, *SCALES) and value.dtype in kept
+                        dtype = value.dtype if is_kept else torch.float32
                         self.state[param][name] = value.to(param.device, dtype, copy=True)
 
         # The last hook before and the first hook after, so that the user's see the same as ever.
