@@ -95,10 +95,9 @@ std::vector<Copy> read_copies(const py::list& words, const Span& span) {
   return copies;
 }
 
-// What the update functions below have in common; `scalars` is the struct of the rule.
-template <class Scalars>
+// Runs the rule of `table`; `scalars` is its struct.
 void run_rule(const KernelTable& kernels, const RuleTable& table, int grad_type, int out_type,
-              std::vector<Item> items, const Scalars& rule_scalars, int num_threads,
+              std::vector<Item> items, const void* scalars, int num_threads,
               const py::list& more_grads, const py::list& copied) {
   check_grad_type(grad_type);
   if (out_type < 0 || out_type >= kNumOutTypes || table.by_type[grad_type][out_type] == nullptr) {
@@ -109,7 +108,6 @@ void run_rule(const KernelTable& kernels, const RuleTable& table, int grad_type,
     throw py::value_error("more_grads and copies: with one item alone");
   }
   RangeFunction function = table.by_type[is_one ? grad_type : kFloat32][out_type];
-  const void* scalars = &rule_scalars;
   const auto copies = copied.empty() ? std::vector<Copy>() : read_copies(copied, items[0].span);
   const CopyingUpdate copying{function, scalars, &copies, kernels.copy};
   if (!copies.empty()) {
@@ -126,121 +124,80 @@ void run_rule(const KernelTable& kernels, const RuleTable& table, int grad_type,
   run_summed(kernels, function, items[0], gradients, scalars, num_threads);
 }
 
-// Numbers of a list, one after another, rounded to fp32.
+// The scalars of a call, one after another.
 class Numbers {
  public:
-  Numbers(const std::vector<double>& values, std::size_t count) : next_(values.data()) {
-    if (values.size() != count) throw py::value_error("scalars: too few or too many numbers");
-  }
-  float next() { return static_cast<float>(*next_++); }
+  explicit Numbers(const std::vector<double>& values) : values_(values) {}
+  float next() { return static_cast<float>(next_double()); }
+  std::uint32_t next_word() { return static_cast<std::uint32_t>(next_double()); }
+  bool is_at_end() const { return at_ == values_.size(); }
 
  private:
-  const double* next_;
+  double next_double() {
+    if (is_at_end()) throw py::value_error("scalars: too few numbers");
+    return values_[at_++];
+  }
+
+  const std::vector<double>& values_;
+  std::size_t at_ = 0;
 };
 
-void adam(int isa, int grad_type, int out_type, const py::list& words,
-          const std::vector<double>& scalars, int num_threads, const py::list& more_grads,
-          const py::list& copies) {
-  Numbers numbers(scalars, 9);
-  AdamScalars s;
-  s.grad_scale = numbers.next();
-  s.decay = numbers.next();
-  s.l2 = numbers.next();
+// Each rule's scalars have the order of its struct, in which a braced list is evaluated.
+
+void read_scalars(Numbers& from, AdamScalars& s) {
+  s.grad_scale = from.next();
+  s.decay = from.next();
+  s.l2 = from.next();
   // Interpolate from the nearer end, as torch.lerp does.
-  const float weight = numbers.next();
+  const float weight = from.next();
   s.lerp_from_grad = !(std::fabs(weight) < 0.5f);
   s.lerp_coefficient = s.lerp_from_grad ? weight - 1.0f : weight;
-  s.beta2 = numbers.next();
-  s.one_minus_beta2 = numbers.next();
-  s.bias_correction2_sqrt = numbers.next();
-  s.eps = numbers.next();
-  s.neg_step_size = numbers.next();
-  const KernelTable& table = table_of(isa);
-  run_rule(table, table.adam, grad_type, out_type, read_items(words, 2, false), s, num_threads,
-           more_grads, copies);
+  s.beta2 = from.next();
+  s.one_minus_beta2 = from.next();
+  s.bias_correction2_sqrt = from.next();
+  s.eps = from.next();
+  s.neg_step_size = from.next();
 }
 
-CompactAdamScalars make_compact_scalars(const std::vector<double>& scalars, std::uint64_t key) {
-  Numbers numbers(scalars, 9);
-  CompactAdamScalars s;
-  s.grad_scale = numbers.next();
-  s.decay = numbers.next();
-  s.l2 = numbers.next();
-  s.beta1 = numbers.next();
-  s.one_minus_beta1 = numbers.next();
-  s.beta2 = numbers.next();
-  s.one_minus_beta2_sqrt = numbers.next();
-  s.denominator_scale = numbers.next();
-  s.denominator_offset = numbers.next();
-  s.key[0] = static_cast<std::uint32_t>(key);
-  s.key[1] = static_cast<std::uint32_t>(key >> 32);
-  return s;
+void read_scalars(Numbers& from, CompactAdamScalars& s) {
+  s = {from.next(), from.next(), from.next(), from.next(), from.next(),
+       from.next(), from.next(), from.next(), from.next(), {from.next_word(), from.next_word()}};
 }
 
-void adam_int8(int isa, int grad_type, int out_type, const py::list& words,
-               const std::vector<double>& scalars, int num_threads, const py::list& more_grads,
-               const py::list& copies) {
-  const CompactAdamScalars s = make_compact_scalars(scalars, 0);
-  const KernelTable& table = table_of(isa);
-  run_rule(table, table.adam_int8, grad_type, out_type, read_items(words, 4, false), s, num_threads,
-           more_grads, copies);
+void read_scalars(Numbers& from, AdagradScalars& s) {
+  s = {from.next(), from.next(), from.next(), from.next()};
 }
 
-void adam_bfloat16(int isa, int grad_type, int out_type, const py::list& words,
-                   const std::vector<double>& scalars, std::uint64_t key, int num_threads,
-                   const py::list& more_grads, const py::list& copies) {
-  const CompactAdamScalars s = make_compact_scalars(scalars, key);
-  const KernelTable& table = table_of(isa);
-  run_rule(table, table.adam_bfloat16, grad_type, out_type, read_items(words, 2, true), s,
-           num_threads, more_grads, copies);
+void read_scalars(Numbers& from, LionScalars& s) {
+  s = {from.next(), from.next(), from.next(), from.next(),
+       from.next(), from.next(), from.next()};
 }
 
-void adagrad(int isa, int grad_type, int out_type, const py::list& words,
-             const std::vector<double>& scalars, int num_threads, const py::list& more_grads,
-             const py::list& copies) {
-  Numbers numbers(scalars, 4);
-  AdagradScalars s;
-  s.grad_scale = numbers.next();
-  s.l2 = numbers.next();
-  s.eps = numbers.next();
-  s.neg_step_size = numbers.next();
-  const KernelTable& table = table_of(isa);
-  run_rule(table, table.adagrad, grad_type, out_type, read_items(words, 1, false), s, num_threads,
-           more_grads, copies);
+void read_scalars(Numbers& from, SgdScalars& s) {
+  s = {from.next(), from.next(), from.next(), from.next(),
+       from.next(), from.next(), from.next() != 0.0f};
 }
 
-void lion(int isa, int grad_type, int out_type, const py::list& words,
-          const std::vector<double>& scalars, int num_threads, const py::list& more_grads,
-          const py::list& copies) {
-  Numbers numbers(scalars, 7);
-  LionScalars s;
-  s.grad_scale = numbers.next();
-  s.decay = numbers.next();
-  s.beta1 = numbers.next();
-  s.one_minus_beta1 = numbers.next();
-  s.beta2 = numbers.next();
-  s.one_minus_beta2 = numbers.next();
-  s.neg_lr = numbers.next();
-  const KernelTable& table = table_of(isa);
-  run_rule(table, table.lion, grad_type, out_type, read_items(words, 1, false), s, num_threads,
-           more_grads, copies);
-}
-
-void sgd(int isa, int grad_type, int out_type, const py::list& words,
-         const std::vector<double>& scalars, bool has_momentum, bool is_nesterov, int num_threads,
-         const py::list& more_grads, const py::list& copies) {
-  Numbers numbers(scalars, 6);
-  SgdScalars s;
-  s.grad_scale = numbers.next();
-  s.l2 = numbers.next();
-  s.momentum = numbers.next();
-  s.buffer_decay = numbers.next();
-  s.grad_weight = numbers.next();
-  s.neg_lr = numbers.next();
-  s.is_nesterov = is_nesterov;
-  const KernelTable& table = table_of(isa);
-  run_rule(table, has_momentum ? table.sgd : table.sgd_plain, grad_type, out_type,
-           read_items(words, has_momentum ? 1 : 0, false), s, num_threads, more_grads, copies);
+// Binds `rule`, whose items have so many states, and a stream if it draws random numbers.
+template <class Scalars>
+void define_update(py::module_& m, const char* name, RuleTable KernelTable::*rule, int num_states,
+                   bool has_stream = false) {
+  m.def(
+      name,
+      [rule, num_states, has_stream](int isa, int grad_type, int out_type, const py::list& items,
+                                     const std::vector<double>& scalars, int num_threads,
+                                     const py::list& more_grads, const py::list& copies) {
+        Numbers numbers(scalars);
+        Scalars s;
+        read_scalars(numbers, s);
+        if (!numbers.is_at_end()) throw py::value_error("scalars: too many numbers");
+        const KernelTable& table = table_of(isa);
+        run_rule(table, table.*rule, grad_type, out_type,
+                 read_items(items, num_states, has_stream), &s, num_threads, more_grads, copies);
+      },
+      py::arg("isa"), py::arg("grad_type"), py::arg("out_type"), py::arg("items"),
+      py::arg("scalars"), py::arg("num_threads"), py::arg("more_grads") = py::list(),
+      py::arg("copies") = py::list());
 }
 
 double sum_of_squares(int isa, int grad_type, std::uint64_t address, std::int64_t numel,
@@ -296,23 +253,15 @@ PYBIND11_MODULE(_kernels, m) {
   m.doc() = "Compiled kernels of cpu_adam; use the functions of the package instead.";
   m.def("available_isas", &available_isas);
   m.def("known_isas", &all_known_isas);
-  const auto isa = py::arg("isa"), grad_type = py::arg("grad_type"), out_type = py::arg("out_type"),
-             items = py::arg("items"), scalars = py::arg("scalars"),
-             num_threads = py::arg("num_threads");
-  const auto more_grads = py::arg("more_grads") = py::list();
-  const auto copies = py::arg("copies") = py::list();
-  m.def("adam", &adam, isa, grad_type, out_type, items, scalars, num_threads, more_grads, copies);
-  m.def("adam_int8", &adam_int8, isa, grad_type, out_type, items, scalars, num_threads, more_grads,
-        copies);
-  m.def("adam_bfloat16", &adam_bfloat16, isa, grad_type, out_type, items, scalars, py::arg("key"),
-        num_threads, more_grads, copies);
-  m.def("adagrad", &adagrad, isa, grad_type, out_type, items, scalars, num_threads, more_grads,
-        copies);
-  m.def("lion", &lion, isa, grad_type, out_type, items, scalars, num_threads, more_grads, copies);
-  m.def("sgd", &sgd, isa, grad_type, out_type, items, scalars, py::arg("has_momentum"),
-        py::arg("is_nesterov"), num_threads, more_grads, copies);
-  m.def("sum_of_squares", &sum_of_squares, isa, grad_type, py::arg("address"), py::arg("numel"),
-        num_threads, more_grads);
+  define_update<AdamScalars>(m, "adam", &KernelTable::adam, 2);
+  define_update<CompactAdamScalars>(m, "adam_int8", &KernelTable::adam_int8, 4);
+  define_update<CompactAdamScalars>(m, "adam_bfloat16", &KernelTable::adam_bfloat16, 2, true);
+  define_update<AdagradScalars>(m, "adagrad", &KernelTable::adagrad, 1);
+  define_update<LionScalars>(m, "lion", &KernelTable::lion, 1);
+  define_update<SgdScalars>(m, "sgd", &KernelTable::sgd, 1);
+  define_update<SgdScalars>(m, "sgd_plain", &KernelTable::sgd_plain, 0);
+  m.def("sum_of_squares", &sum_of_squares, py::arg("isa"), py::arg("grad_type"), py::arg("address"),
+        py::arg("numel"), py::arg("num_threads"), py::arg("more_grads") = py::list());
   m.attr("BLOCK_NUMEL") = kBlockNumel;
   m.def("count_up", &count_up, py::arg("addresses"));
   m.def("read_numbers", &read_numbers, py::arg("addresses"));

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from support.kernel_cases import copies, make_arrays, run_kernel
 
-from cpu_adam import _threads
+from cpu_adam import _scalars
 
 NUMEL = 300_001  # several grains of work
 
 
 def test_the_default_is_the_number_of_usable_cpus_without_torch():
     code = (
-        "import os, cpu_adam._threads as t; import sys; assert 'torch' not in sys.modules; "
+        "import os, cpu_adam._scalars as t; import sys; assert 'torch' not in sys.modules; "
         "n = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count();"
-        "assert t.default_num_threads() == n"
+        "assert t.resolve_num_threads(None) == n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_default_is_torchs_count_with_torch():
     torch = pytest.importorskip("torch", reason="torch is an extra")
-    assert _threads.default_num_threads() == torch.get_num_threads()
+    assert _scalars.resolve_num_threads(None) == torch.get_num_threads()
 
 
 def test_the_package_is_importable_and_usable_without_torch():

@@ -1,16 +1,8 @@
 """Adam and other optimizers on host memory, in one pass over it.
 
-- `adam_step`: one update of torch tensors, NumPy arrays or anything with DLPack.
-- `adam_step_split`: the same for a bf16 parameter that is the upper half of its master weight.
-- `adam_step_8bit`, `adam_step_bf16`: the same with moments of 8 or 16 bits.
-- `adagrad_step`, `lion_step`, `sgd_step`: other update rules.
-- `grad_norm_sq`: squared norm of a gradient, and whether it is finite.
-- `CPUAdam`: a ``torch.optim.Optimizer`` over the same kernels (needs torch).
-- `convert_state`: converts its state, or a state dict, to other moments and masters (needs torch).
-- `sums_grads`: says that each of these takes several gradients, and adds them in the same pass.
-- `copies_first`: says that each of these copies old values, as ``copies``, in the same pass.
-- `active_isa`, `available_isas`: the instruction set in use, and those that are supported.
-- `cpu_adam.reference`: the kernels' definition in plain NumPy.
+Functions update flat arrays: torch tensors, NumPy arrays or anything with DLPack. `CPUAdam`, a
+``torch.optim.Optimizer`` over the same kernels, and `convert_state` need torch.
+`cpu_adam.reference` is the kernels' definition in plain NumPy.
 
 The module itself satisfies ``zero_core``'s ``AdamKernel`` protocol, by shape alone.
 """
@@ -35,12 +27,14 @@ from cpu_adam._functional import (
     sums_grads,
 )
 from cpu_adam._isa import active_isa, available_isas
+from cpu_adam._scalars import AdamHyper
 
 if TYPE_CHECKING:
     from cpu_adam._convert import convert_state
     from cpu_adam.optimizer import CPUAdam
 
 __all__ = [
+    "AdamHyper",
     "CPUAdam",
     "GradNorm",
     "__version__",

@@ -58,7 +58,14 @@ def convert_state(
     if master_dtype is not None:
         settings["master_dtype"] = check_name("master_dtype", master_dtype, MASTER_DTYPES)
     if isinstance(optimizer_or_state, CPUAdam):
-        _convert_optimizer(optimizer_or_state, settings)
+        for group in optimizer_or_state.param_groups:
+            for param in group["params"]:
+                check_master(param, master_dtype)
+        old = optimizer_or_state.state
+        # Everything is converted before anything is changed.
+        old.update({p: _convert(state, p, dtype, master_dtype) for p, state in old.items()})
+        for group in (*optimizer_or_state.param_groups, optimizer_or_state.defaults):
+            group.update(settings)
         return optimizer_or_state
     given: Any = optimizer_or_state
     if isinstance(given, dict) and {"state", "param_groups"} <= set(given):
@@ -72,21 +79,6 @@ def convert_state(
         "optimizer_or_state: expected a CPUAdam or its state_dict(), "
         f"got {type(optimizer_or_state).__name__}"
     )
-
-
-def _convert_optimizer(optimizer: CPUAdam, settings: dict[str, str]) -> None:
-    dtype, master_dtype = settings["state_dtype"], settings.get("master_dtype")
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            check_master(param, master_dtype)
-    converted = {
-        param: _convert(state, param, dtype, master_dtype)
-        for param, state in optimizer.state.items()
-    }
-    for param, state in converted.items():
-        optimizer.state[param] = state
-    for group in (*optimizer.param_groups, optimizer.defaults):
-        group.update(settings)
 
 
 def _convert(
@@ -135,23 +127,29 @@ def _join(remainder: Tensor, param: Tensor | None) -> Tensor:
 
 
 def _convert_moments(state: dict[str, Any], dtype: str) -> dict[str, Any]:
-    if "exp_avg" not in state:
-        return dict(state)
-    if all(state[name].dtype is kind for name, kind in STATE_DTYPES[dtype].items()):
+    kinds = STATE_DTYPES[dtype]
+    if "exp_avg" not in state or all(state[name].dtype is kinds[name] for name in kinds):
         return dict(state)
     kept = {name: value for name, value in state.items() if name not in SCALES}
-    exp_avg, root = _read(state)
+    exp_avg, exp_avg_sq = (_memory_order(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+    is_int8 = exp_avg_sq.dtype is torch.uint8
+    if is_int8:
+        scale, root_scale = (state[name].numpy() for name in SCALES)
+        first = reference.dequantize_exp_avg(exp_avg.numpy(), scale)
+        root = reference.dequantize_exp_avg_sq_root(exp_avg_sq.numpy(), root_scale)
+    else:
+        first = exp_avg.to(torch.float32).numpy()
+        root = np.sqrt(exp_avg_sq.to(torch.float32).numpy())
     if dtype == "int8":
         names = ("exp_avg", "exp_avg_sq", *SCALES)
-        codes = reference.quantize_moments(exp_avg, root)
+        codes = reference.quantize_moments(first, root)
         values = dict(zip(names, map(torch.from_numpy, codes), strict=True))
         kept.update({name: values[name] for name in SCALES})
     else:
-        exp_avg_sq = torch.from_numpy(root * root)
-        if state["exp_avg_sq"].dtype is not torch.uint8:  # the root would round it
-            exp_avg_sq = _memory_order(state["exp_avg_sq"])
-        values = {"exp_avg": torch.from_numpy(exp_avg), "exp_avg_sq": exp_avg_sq}
-    for name, kind in STATE_DTYPES[dtype].items():
+        if is_int8:  # the root of others would round them
+            exp_avg_sq = torch.from_numpy(root * root)
+        values = {"exp_avg": torch.from_numpy(first), "exp_avg_sq": exp_avg_sq}
+    for name, kind in kinds.items():
         kept[name] = _like(state[name], values[name].to(kind), kind)
     return kept
 
@@ -165,19 +163,6 @@ def _memory_order(tensor: Tensor) -> Tensor:
 def _bits(param: Tensor) -> Any:
     """View a bf16 tensor as 1-D unsigned integers, in memory order."""
     return _memory_order(param).view(torch.int16).numpy().view(np.uint16)
-
-
-def _read(state: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the first moment and the root of the second as 1-D fp32 arrays, in memory order."""
-    exp_avg, exp_avg_sq = (_memory_order(state[name]) for name in ("exp_avg", "exp_avg_sq"))
-    if exp_avg_sq.dtype is torch.uint8:
-        scale, root_scale = (state[name].numpy() for name in SCALES)
-        return (
-            reference.dequantize_exp_avg(exp_avg.numpy(), scale),
-            reference.dequantize_exp_avg_sq_root(exp_avg_sq.numpy(), root_scale),
-        )
-    root = np.sqrt(exp_avg_sq.to(torch.float32).numpy())
-    return exp_avg.to(torch.float32).numpy(), root
 
 
 def _like(old: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,13 +27,13 @@ from cpu_adam._scalars import (
     AdamHyper,
     adagrad_scalars,
     adam_scalars,
+    check_seed,
     compact_adam_scalars,
     finite_number,
     lion_scalars,
-    random_key,
+    resolve_num_threads,
     sgd_scalars,
 )
-from cpu_adam._threads import resolve_num_threads
 
 sums_grads = True
 """Says that every function takes several gradients, and adds them in fp32, in order."""
@@ -54,18 +54,10 @@ def adam_step(
     exp_avg: Any,
     exp_avg_sq: Any,
     *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool = True,
-    bias_correction: bool = True,
-    grad_scale: float = 1.0,
     out: Any = None,
     copies: Copies = (),
     num_threads: int | None = None,
+    **hyper: Unpack[AdamHyper],
 ) -> None:
     """Apply one Adam update in place, reading and writing each array once.
 
@@ -73,6 +65,7 @@ def adam_step(
     Every argument may be a torch tensor, a NumPy array, or anything in host memory with
     ``__dlpack__``; all have one shape and are contiguous. Autograd does not see the update. The
     result for an element does not depend on the instruction set, the thread count, or its index.
+    The hyperparameters are the keys of `AdamHyper`.
 
     Args:
         master: fp32 weights; updated.
@@ -80,15 +73,6 @@ def adam_step(
             dtype of its own: they are added in fp32, in order, in the same pass.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
-        step: number of this update, from 1.
-        lr: learning rate, not negative.
-        beta1: decay of ``exp_avg``, in [0, 1).
-        beta2: decay of ``exp_avg_sq``, in [0, 1).
-        eps: added to the denominator, not negative.
-        weight_decay: decoupled (``adamw_mode``) or L2, not negative.
-        adamw_mode: whether weight decay is decoupled from the gradient.
-        bias_correction: divide the moments by ``1 - beta ** step``.
-        grad_scale: factor on the gradient (unscale and clip in one), applied in fp32.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
         copies: pairs of a source and a target, of one dtype and of the shape of ``master`` or of
             another state. Elements of a source are copied just before the update of the same
@@ -102,26 +86,9 @@ def adam_step(
         ValueError: wrong device, shape, layout or range; read-only, freed or overlapping memory;
             a number that is not finite. Nothing has been touched in either case.
     """
-    scalars = adam_scalars(
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        adamw_mode=adamw_mode,
-        bias_correction=bias_correction,
-        grad_scale=grad_scale,
-    )
+    scalars = adam_scalars(**hyper)
     written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    _update(
-        _kernels.adam,
-        scalars,
-        written | _describe_out(out),
-        grad,
-        copies=copies,
-        num_threads=num_threads,
-    )
+    _update(_kernels.adam, scalars, written | _describe_out(out), grad, copies, num_threads)
 
 
 def adam_step_split(
@@ -140,23 +107,19 @@ def adam_step_split(
     A bf16 parameter is the nearest to its fp32 master weight (the one of greater magnitude if two
     are as near), and ``remainder`` the lower half of the master's bits: 12 bytes per element with
     both moments, where `adam_step` with ``out`` takes 14. The result is that of `adam_step` on the
-    master, bit by bit. Start from a ``remainder`` of zeros. Arguments not listed are those of
-    `adam_step`.
+    master, bit by bit. Start from a ``remainder`` of zeros. Arguments not listed, and errors, are
+    those of `adam_step`.
 
     Args:
         param: bf16 parameter; updated.
         remainder: int16, what the master weight has beyond ``param``; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
-
-    Raises:
-        TypeError, ValueError: as `adam_step`.
     """
     scalars = adam_scalars(**hyper)
     written = _describe((BFLOAT16,), param=param) | _describe((INT16,), remainder=remainder)
     written |= _describe(_ONLY_FLOAT32, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    _update(_kernels.adam, scalars, written, grad, copies=copies, num_threads=num_threads)
+    _update(_kernels.adam, scalars, written, grad, copies, num_threads)
 
 
 def adam_step_8bit(
@@ -181,36 +144,31 @@ def adam_step_8bit(
     that is its root, with 16 codes for each power of two. `cpu_adam.reference` defines them. Start
     from zeros. With a bf16 ``param`` and its ``remainder``, which together are the fp32 master
     weight bit by bit, 6.0625 bytes per element are kept. A gradient that is not finite invalidates
-    its whole block; see `grad_norm_sq`. Arguments not listed are those of `adam_step`.
+    its whole block; see `grad_norm_sq`. Arguments not listed, and errors, are those of `adam_step`.
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: int8 codes of the first moment; updated.
         exp_avg_sq: uint8 codes of the second moment; updated.
         exp_avg_scale: fp32, one number per 128 elements, 1-D; updated.
         exp_avg_sq_scale: as ``exp_avg_scale``.
         remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
         out: with an fp32 ``param`` alone: as in `adam_step`.
-
-    Raises:
-        TypeError, ValueError: as `adam_step`.
     """
     scalars = compact_adam_scalars(**hyper)
     written = _describe_master(param, remainder, out)
     written |= _describe((INT8,), exp_avg=exp_avg) | _describe((UINT8,), exp_avg_sq=exp_avg_sq)
-    scales = _describe_scales(
-        written["param"].numel, exp_avg_scale=exp_avg_scale, exp_avg_sq_scale=exp_avg_sq_scale
+    scales = _describe(
+        _ONLY_FLOAT32, exp_avg_scale=exp_avg_scale, exp_avg_sq_scale=exp_avg_sq_scale
     )
-    _update(
-        _kernels.adam_int8,
-        scalars,
-        written,
-        grad,
-        scales=scales,
-        copies=copies,
-        num_threads=num_threads,
-    )
+    expected = (-(-written["param"].numel // _kernels.BLOCK_NUMEL),)
+    for name, block in scales.items():
+        if block.shape != expected:
+            raise ValueError(
+                f"{name}: must have one number per {_kernels.BLOCK_NUMEL} elements, "
+                f"shape {expected}; got {block.shape}"
+            )
+    _update(_kernels.adam_int8, scalars, written, grad, copies, num_threads, scales=scales)
 
 
 def adam_step_bf16(
@@ -229,34 +187,21 @@ def adam_step_bf16(
     """Apply one Adam update in place, with both moments in bf16, stochastically rounded.
 
     The random numbers are a function of ``seed``, ``step`` and an element's index in the array:
-    the same arguments give the same bits. Arguments not listed are those of `adam_step`.
+    the same arguments give the same bits. Arguments not listed, and errors, are those of
+    `adam_step`.
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: bf16 first moment; updated.
         exp_avg_sq: bf16 second moment; updated.
         seed: of the random numbers, in [0, 2**64).
         remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
         out: with an fp32 ``param`` alone: as in `adam_step`.
-
-    Raises:
-        TypeError, ValueError: as `adam_step`.
     """
-    scalars = compact_adam_scalars(**hyper)
-    key = random_key(seed, hyper["step"])
+    scalars = compact_adam_scalars(seed=check_seed(seed), **hyper)
     written = _describe_master(param, remainder, out)
     written |= _describe((BFLOAT16,), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    _update(
-        _kernels.adam_bfloat16,
-        scalars,
-        written,
-        grad,
-        stream=(0,),
-        options=(key,),
-        copies=copies,
-        num_threads=num_threads,
-    )
+    _update(_kernels.adam_bfloat16, scalars, written, grad, copies, num_threads, stream=(0,))
 
 
 def adagrad_step(
@@ -280,21 +225,13 @@ def adagrad_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         state_sum: fp32 sum of squared gradients; updated.
         lr_decay: the learning rate is divided by ``1 + (step - 1) * lr_decay``.
         weight_decay: L2, not negative.
     """
-    scalars = adagrad_scalars(
-        step=step,
-        lr=lr,
-        lr_decay=lr_decay,
-        eps=eps,
-        weight_decay=weight_decay,
-        grad_scale=grad_scale,
-    )
+    scalars = adagrad_scalars(step, lr, lr_decay, eps, weight_decay, grad_scale)
     written = _describe(_ONLY_FLOAT32, master=master, state_sum=state_sum) | _describe_out(out)
-    _update(_kernels.adagrad, scalars, written, grad, copies=copies, num_threads=num_threads)
+    _update(_kernels.adagrad, scalars, written, grad, copies, num_threads)
 
 
 def lion_step(
@@ -317,17 +254,14 @@ def lion_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: fp32 momentum; updated.
         beta1: weight of the momentum in the direction, in [0, 1).
         beta2: decay of the momentum, in [0, 1).
         weight_decay: decoupled, not negative.
     """
-    scalars = lion_scalars(
-        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
-    )
+    scalars = lion_scalars(lr, beta1, beta2, weight_decay, grad_scale)
     written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg) | _describe_out(out)
-    _update(_kernels.lion, scalars, written, grad, copies=copies, num_threads=num_threads)
+    _update(_kernels.lion, scalars, written, grad, copies, num_threads)
 
 
 def sgd_step(
@@ -352,7 +286,6 @@ def sgd_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         momentum_buffer: fp32, zeros before the first step; updated. None without momentum.
         step: number of this update, from 1; the first one fills ``momentum_buffer``.
         momentum: factor on the buffer, not negative.
@@ -360,30 +293,14 @@ def sgd_step(
         weight_decay: L2, not negative.
         nesterov: Nesterov's momentum; needs a momentum and no dampening.
     """
-    scalars = sgd_scalars(
-        step=step,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        grad_scale=grad_scale,
-    )
-    has_momentum = scalars.momentum != 0.0
+    scalars = sgd_scalars(step, lr, momentum, dampening, weight_decay, nesterov, grad_scale)
+    has_momentum = float(momentum) != 0.0
     if momentum_buffer is not None and not has_momentum:
         raise ValueError("momentum_buffer: has no use without momentum; pass None")
     states = {"momentum_buffer": momentum_buffer} if has_momentum else {}
     written = _describe(_ONLY_FLOAT32, master=master, **states) | _describe_out(out)
-    options = (has_momentum, bool(nesterov))
-    _update(
-        _kernels.sgd,
-        scalars,
-        written,
-        grad,
-        options=options,
-        copies=copies,
-        num_threads=num_threads,
-    )
+    kernel = _kernels.sgd if has_momentum else _kernels.sgd_plain
+    _update(kernel, scalars, written, grad, copies, num_threads)
 
 
 class GradNorm(NamedTuple):
@@ -402,16 +319,14 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
     """Return the squared norm of ``grad_scale * grad`` and whether it is finite, in one pass.
 
     Summed in double precision, in chunks of 32 Ki elements that are added in order: the same bits
-    for every thread count and instruction set. A finite gradient never overflows the sum.
+    for every thread count and instruction set. A finite gradient never overflows the sum. Errors
+    are those of `adam_step`.
 
     Args:
         grad: fp32, bf16 or fp16 gradient, of any shape, contiguous, in host memory; unchanged. Or
             several, as in `adam_step`: the norm is that of their sum in fp32.
         grad_scale: factor on the gradient; its square multiplies the sum, in double precision.
         num_threads: as in `adam_step`.
-
-    Raises:
-        TypeError, ValueError: as `adam_step`.
     """
     scale = finite_number("grad_scale", grad_scale)
     threads = resolve_num_threads(num_threads)
@@ -448,10 +363,13 @@ def _more_grads(others: list[Block]) -> list[int]:
     return [number for b in others for number in (b.address, b.type)]
 
 
-def _describe_copies(copies: Copies, written: dict[str, Block]) -> list[tuple[Block, Block]]:
-    """Describe what is copied, and check it against the update's own arrays."""
-    found = []
+def _add_copies(
+    copies: Copies, written: dict[str, Block], read: dict[str, Block]
+) -> list[tuple[Block, Block]]:
+    """Describe what is copied, and add it to the memory of the update. A state is there already."""
+    pairs = []
     shapes = {block.shape for block in written.values()}
+    updated = {(block.address, block.nbytes) for block in written.values()}
     for i, (source, target) in enumerate(copies):
         name = f"copies[{i}]"
         of = describe(f"{name}[0]", source, is_written=False, types=_ANY_TYPE)
@@ -461,33 +379,14 @@ def _describe_copies(copies: Copies, written: dict[str, Block]) -> list[tuple[Bl
                 f"{name}: both must have the shape of an array that is updated, one of "
                 f"{sorted(shapes)}; got {of.shape} and {to.shape}"
             )
-        found.append((of, to))
-    return found
-
-
-def _with_copies(
-    pairs: list[tuple[Block, Block]], written: dict[str, Block], read: dict[str, Block]
-) -> tuple[dict[str, Block], dict[str, Block]]:
-    """Return all memory that is written, and all that is read. A copied state is there once."""
-    written, read = dict(written), dict(read)
-    updated = {(b.address, b.numel * ITEM_BYTES[b.type]) for b in written.values()}
-    for i, (source, target) in enumerate(pairs):
-        if source.address == target.address and source.numel:
-            raise ValueError(f"copies[{i}]: source and target are the same memory")
-        for k, block, to in ((0, source, read), (1, target, written)):
-            if (block.address, block.numel * ITEM_BYTES[block.type]) not in updated:
-                to[f"copies[{i}][{k}]"] = block
-    return written, read
-
-
-def _copied(pairs: list[tuple[Block, Block]], numel: int) -> list[int]:
-    """Return what the kernels copy first: addresses, bytes per block of elements, all bytes."""
-    numbers = []
-    for source, target in pairs:
-        item = ITEM_BYTES[source.type]
-        per_block = _kernels.BLOCK_NUMEL if source.numel == numel else 1  # else they are scales
-        numbers += [source.address, target.address, item * per_block, source.numel * item]
-    return numbers
+        if of.address == to.address and of.numel:
+            raise ValueError(f"{name}: source and target are the same memory")
+        if (of.address, of.nbytes) not in updated:
+            read[f"{name}[0]"] = of
+        if (to.address, to.nbytes) not in updated:
+            written[f"{name}[1]"] = to
+        pairs.append((of, to))
+    return pairs
 
 
 def _describe_out(out: Any) -> dict[str, Block]:
@@ -508,70 +407,49 @@ def _describe_master(param: Any, remainder: Any, out: Any) -> dict[str, Block]:
     return blocks | _describe((INT16,), remainder=remainder)
 
 
-def _describe_scales(numel: int, **scales: Any) -> dict[str, Block]:
-    """Describe the scales of 8-bit states of ``numel`` elements."""
-    blocks = _describe(_ONLY_FLOAT32, **scales)
-    expected = (-(-numel // _kernels.BLOCK_NUMEL),)
-    for name, block in blocks.items():
-        if block.shape != expected:
-            raise ValueError(
-                f"{name}: must have one number per {_kernels.BLOCK_NUMEL} elements, "
-                f"shape {expected}; got {block.shape}"
-            )
-    return blocks
-
-
 def _update(
     kernel: Callable[..., None],
     scalars: tuple[float, ...],
     written: dict[str, Block],
     grad: Any,
-    *,
     copies: Copies,
     num_threads: int | None,
+    *,
     scales: dict[str, Block] | None = None,
     stream: tuple[int, ...] = (),
-    options: tuple[int, ...] = (),
 ) -> None:
     """Check the arrays of an update against each other, and run it.
 
-    Args:
-        kernel: function of `_kernels`.
-        scalars: of the rule.
-        written: the master weight first, its states in the kernel's order, and its copy (``out``)
-            or lower half (``remainder``) anywhere. All of one shape.
-        grad: the gradient, of that shape, or several.
-        copies: of the caller.
-        scales: further states, of another shape.
-        stream: the kernel's last number of an item, if it has one.
-        options: the kernel's arguments after the scalars.
+    ``written`` has the master weight first and its states in the kernel's order, all of the
+    gradient's shape, and the copy (``out``) or lower half (``remainder``) anywhere. ``scales`` are
+    further states, of another shape. ``stream`` is the last number of the kernel's item.
     """
     threads = resolve_num_threads(num_threads)
     read = _describe_grads(grad)
     _check_shapes(written | read)
-    written = written | (scales or {})
-    pairs = _describe_copies(copies, written)
-    check_disjoint(*_with_copies(pairs, written, read))
     first, *others = read.values()
-    item = [*_addresses(written, first), first.numel, *stream]
-    fixed = (active_isa_index(), first.type, _out_type(written), item, scalars, *options, threads)
-    kernel(*fixed, more_grads=_more_grads(others), copies=_copied(pairs, first.numel))
-    _mark_changed(written | {f"copies[{i}]": target for i, (_, target) in enumerate(pairs)})
-
-
-def _out_type(written: dict[str, Block]) -> int:
-    if "remainder" in written:
-        return SPLIT
-    return written["out"].type if "out" in written else NO_OUT
-
-
-def _addresses(written: dict[str, Block], grad: Block) -> list[int]:
-    """Return addresses in the kernels' order: master, gradient, states, copy or remainder."""
-    master, *states = (
-        block.address for name, block in written.items() if name not in ("out", "remainder")
-    )
+    written |= scales or {}
     copy = written.get("remainder") or written.get("out")
-    return [master, grad.address, *states, 0 if copy is None else copy.address]
+    master, *states = (block.address for block in written.values() if block is not copy)
+    if copy is None:
+        out, out_type = 0, NO_OUT
+    else:
+        out, out_type = copy.address, SPLIT if copy.type == INT16 else copy.type
+    item = [master, first.address, *states, out, first.numel, *stream]
+    pairs = _add_copies(copies, written, read)
+    check_disjoint(written, read)
+    copied: list[int] = []
+    for source, target in pairs:
+        per_block = _kernels.BLOCK_NUMEL if source.numel == first.numel else 1  # else scales
+        block_bytes = per_block * ITEM_BYTES[source.type]
+        copied += [source.address, target.address, block_bytes, source.nbytes]
+    isa = active_isa_index()
+    kernel(isa, first.type, out_type, item, scalars, threads, _more_grads(others), copied)
+    torch = loaded_torch()
+    if torch is not None:  # mark tensors as changed, as torch's own in-place functions do
+        for block in (*written.values(), *(target for _, target in pairs)):
+            if isinstance(block.owner, torch.Tensor):
+                torch.autograd.graph.increment_version(block.owner)
 
 
 def _check_shapes(blocks: dict[str, Block]) -> None:
@@ -580,13 +458,3 @@ def _check_shapes(blocks: dict[str, Block]) -> None:
     for name, block in blocks.items():
         if block.shape != shape:
             raise ValueError(f"{name}: must have {first}'s shape {shape}, got {block.shape}")
-
-
-def _mark_changed(written: dict[str, Block]) -> None:
-    """Mark tensors as changed for autograd, as torch's own in-place functions do."""
-    torch = loaded_torch()
-    if torch is None:
-        return
-    for block in written.values():
-        if isinstance(block.owner, torch.Tensor):
-            torch.autograd.graph.increment_version(block.owner)

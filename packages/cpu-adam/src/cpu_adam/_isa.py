@@ -47,8 +47,8 @@ def _choose(wanted: str) -> int:
         return len(usable) - 1
     if name in usable:
         return usable.index(name)
-    known = name in _kernels.known_isas()
-    problem = "is not supported by this machine" if known else "is no instruction set"
+    is_known = name in _kernels.known_isas()
+    problem = "is not supported by this machine" if is_known else "is no instruction set"
     raise ValueError(
         f"{_VARIABLE}={wanted!r} {problem}; unset it, or use one of: {', '.join(usable)}"
     )

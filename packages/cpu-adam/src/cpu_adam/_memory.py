@@ -20,26 +20,16 @@ FLOAT32, BFLOAT16, FLOAT16, NO_OUT, SPLIT, INT8, UINT8, INT16 = range(8)
 
 ITEM_BYTES = (4, 2, 2, 0, 2, 1, 1, 2)
 
-_TYPES = {
-    "float32": FLOAT32,
-    "bfloat16": BFLOAT16,
-    "float16": FLOAT16,
-    "int8": INT8,
-    "uint8": UINT8,
-    "int16": INT16,
-}
-_TYPE_NAMES = {code: name for name, code in _TYPES.items()}
+_TYPE_NAMES = ("float32", "bfloat16", "float16", "", "", "int8", "uint8", "int16")
+_TYPES = {name: code for code, name in enumerate(_TYPE_NAMES) if name}
 
 # Numbers of the DLPack specification: (type code, bits), and devices whose memory the host reads.
-_DLPACK_TYPES = {
-    (2, 32): FLOAT32,
-    (2, 16): FLOAT16,
-    (4, 16): BFLOAT16,
-    (0, 8): INT8,
-    (1, 8): UINT8,
-    (0, 16): INT16,
-}
+_DLPACK_TYPES = {(2, 32): FLOAT32, (2, 16): FLOAT16, (4, 16): BFLOAT16}
+_DLPACK_TYPES |= {(0, 8): INT8, (1, 8): UINT8, (0, 16): INT16}
 _DLPACK_HOST_DEVICES = (1, 3, 11)  # CPU, CUDA pinned, ROCm pinned
+
+_NOT_CONTIGUOUS = "must be contiguous in memory (row-major); pass a contiguous copy"
+_READ_ONLY = "is written to, but its memory is read-only"
 
 _torch_types: dict[Any, int] = {}
 
@@ -53,6 +43,11 @@ class Block(NamedTuple):
     type: int
     owner: object
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return self.numel * ITEM_BYTES[self.type]
+
 
 def loaded_torch() -> Any | None:
     """Return torch if it has been imported, else None: this package alone does not import it."""
@@ -61,17 +56,9 @@ def loaded_torch() -> Any | None:
 
 
 def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
-    """Find the memory of argument ``name``.
+    """Find the memory of argument ``name``, a torch tensor, NumPy array or object with DLPack.
 
-    Args:
-        name: the argument's name, for messages.
-        value: torch tensor, NumPy array, or an object with ``__dlpack__``.
-        is_written: whether a kernel writes to it.
-        types: element types that are allowed.
-
-    Raises:
-        TypeError: not an array, or of an element type that is not allowed.
-        ValueError: not in host memory, not contiguous, or to be written and read-only.
+    ``is_written`` refuses memory that is read-only. ``types`` are the element types allowed.
     """
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):
@@ -92,20 +79,10 @@ def _wrong_type(name: str, found: object, types: tuple[int, ...]) -> TypeError:
     return TypeError(f"{name}: dtype must be {allowed}; got {found}")
 
 
-def _not_contiguous(name: str) -> ValueError:
-    return ValueError(f"{name}: must be contiguous in memory (row-major); pass a contiguous copy")
-
-
-def _read_only(name: str) -> ValueError:
-    return ValueError(f"{name}: is written to, but its memory is read-only")
-
-
 def torch_address(name: str, tensor: Any) -> int:
-    """Return the address of a torch CPU tensor, checked to have memory for every element.
+    """Return the address of a torch CPU tensor that has memory for every element.
 
-    Raises:
-        ValueError: it is a wrapper without memory (a fake tensor, a functorch level), or its
-            storage was freed under it (``resize_(0)``).
+    A wrapper has none (a fake tensor, a functorch level), nor has a freed storage (``resize_(0)``).
     """
     try:
         storage = tensor.untyped_storage()
@@ -132,7 +109,7 @@ def _describe_torch(name: str, tensor: Any, torch: Any, types: tuple[int, ...]) 
     if code not in types:
         raise _wrong_type(name, tensor.dtype, types)
     if not tensor.is_contiguous():
-        raise _not_contiguous(name)
+        raise ValueError(f"{name}: {_NOT_CONTIGUOUS}")
     if tensor.is_neg():
         raise ValueError(f"{name}: is a lazily negated view; pass tensor.resolve_neg()")
     address = torch_address(name, tensor)
@@ -146,9 +123,9 @@ def _describe_numpy(name: str, array: Any, *, is_written: bool, types: tuple[int
         raise _wrong_type(name, dtype.str if not dtype.isnative else dtype.name, types)
     flags = array.flags
     if not flags.c_contiguous:
-        raise _not_contiguous(name)
+        raise ValueError(f"{name}: {_NOT_CONTIGUOUS}")
     if is_written and not flags.writeable:
-        raise _read_only(name)
+        raise ValueError(f"{name}: {_READ_ONLY}")
     address: int = array.__array_interface__["data"][0]
     return Block(address, array.shape, array.size, code, array)
 
@@ -175,9 +152,9 @@ def _describe_dlpack(name: str, value: Any, *, is_written: bool, types: tuple[in
     if any(size < 0 for size in shape) or (numel and not address):
         raise ValueError(f"{name}: its __dlpack__ gave shape {shape} at address {address:#x}")
     if strides is not None and not _is_row_major(shape, strides):
-        raise _not_contiguous(name)
+        raise ValueError(f"{name}: {_NOT_CONTIGUOUS}")
     if is_written and is_read_only:
-        raise _read_only(name)
+        raise ValueError(f"{name}: {_READ_ONLY}")
     return Block(address, shape, numel, code, capsule)
 
 
@@ -193,13 +170,9 @@ def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
-    """Refuse memory that is written under one name and used under another.
-
-    Raises:
-        ValueError: two blocks overlap, by name.
-    """
+    """Refuse memory that is written under one name and used under another."""
     spans = sorted(
-        (block.address, block.address + block.numel * ITEM_BYTES[block.type], name)
+        (block.address, block.address + block.nbytes, name)
         for name, block in (written | read).items()
         if block.numel
     )

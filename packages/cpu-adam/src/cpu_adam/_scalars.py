@@ -1,6 +1,8 @@
-"""The rules' hyperparameters, checked, and boiled down to the numbers that every element shares.
+"""The numbers of a call, checked: its thread count, and the rule's hyperparameters.
 
-Computed in double precision and rounded to fp32 once, at the end, as torch.optim's for-loop does.
+The latter give the scalars, which every element shares. They are computed in double precision and
+rounded to fp32 once, at the end, as torch.optim's for-loop does. Their order is that of the rule's
+struct in native/kernels.h.
 """
 
 from __future__ import annotations
@@ -8,15 +10,34 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+import os
 from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 import numpy as np
 
+from cpu_adam._memory import loaded_torch
+
 _FLOAT32_MAX = 3.4028234663852886e38
+
+# More threads than this never help, and a typing error must not start a million of them.
+_MAX_THREADS = 512
 
 
 class AdamHyper(TypedDict):
-    """The hyperparameters of `cpu_adam.adam_step`, as keywords of its variants."""
+    """Hyperparameters of Adam, as keywords of `cpu_adam.adam_step` and its variants.
+
+    Attributes:
+        step: number of this update, from 1.
+        lr: learning rate, not negative.
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+        eps: added to the denominator, not negative.
+        weight_decay: decoupled (``adamw_mode``) or L2, not negative.
+        adamw_mode: whether weight decay is decoupled from the gradient; True if left out.
+        bias_correction: divide the moments by ``1 - beta ** step``; True if left out.
+        grad_scale: factor on the gradient (unscale and clip in one), applied in fp32; 1 if left
+            out.
+    """
 
     step: int
     lr: float
@@ -27,24 +48,6 @@ class AdamHyper(TypedDict):
     adamw_mode: NotRequired[bool]
     bias_correction: NotRequired[bool]
     grad_scale: NotRequired[float]
-
-
-class AdamScalars(NamedTuple):
-    """Scalars of one Adam update, in the order of the compiled kernel's argument.
-
-    ``decay`` multiplies the master weight, ``l2`` times the master weight joins the gradient; one
-    of the two is neutral. The learning rate and ``bias_correction1`` are in ``neg_step_size``.
-    """
-
-    grad_scale: float
-    decay: float
-    l2: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    bias_correction2_sqrt: float
-    eps: float
-    neg_step_size: float
 
 
 def finite_number(name: str, value: Any) -> float:
@@ -99,6 +102,13 @@ def _step(value: Any) -> int:
     return step
 
 
+def _decoupled_decay(lr: float, weight_decay: float) -> float:
+    decay = 1.0 - lr * weight_decay
+    if abs(decay) > _FLOAT32_MAX:
+        raise ValueError(f"weight_decay: lr * weight_decay is too large for fp32, got {decay}")
+    return decay
+
+
 def adam_scalars(
     *,
     step: int,
@@ -110,12 +120,11 @@ def adam_scalars(
     adamw_mode: bool = True,
     bias_correction: bool = True,
     grad_scale: float = 1.0,
-) -> AdamScalars:
+) -> tuple[float, ...]:
     """Check the hyperparameters of update number ``step`` and derive its scalars.
 
-    Raises:
-        TypeError: one of them is not a number, or ``step`` not an integer.
-        ValueError: one of them is not finite or out of range, or ``step`` is below 1.
+    ``decay`` multiplies the master weight, ``l2`` times the master weight joins the gradient; one
+    of the two is neutral. The learning rate and the first bias correction are in the step size.
     """
     adamw_mode = _flag("adamw_mode", adamw_mode)
     bias_correction = _flag("bias_correction", bias_correction)
@@ -134,24 +143,14 @@ def adam_scalars(
     step_size = lr / correction1
     if step_size > _FLOAT32_MAX:
         raise ValueError(f"lr: lr / (1 - beta1 ** step) is too large for fp32, got {step_size}")
-    decay = 1.0 - lr * weight_decay if adamw_mode else 1.0
-    if abs(decay) > _FLOAT32_MAX:
-        raise ValueError(f"weight_decay: lr * weight_decay is too large for fp32, got {decay}")
-    return AdamScalars(
-        grad_scale=grad_scale,
-        decay=decay,
-        l2=0.0 if adamw_mode else weight_decay,
-        one_minus_beta1=1.0 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1.0 - beta2,
-        bias_correction2_sqrt=math.sqrt(correction2),
-        eps=eps,
-        neg_step_size=-step_size,
-    )
+    decay = _decoupled_decay(lr, weight_decay) if adamw_mode else 1.0
+    l2 = 0.0 if adamw_mode else weight_decay
+    root = math.sqrt(correction2)
+    return grad_scale, decay, l2, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, -step_size
 
 
 class CompactAdamScalars(NamedTuple):
-    """`AdamScalars` for the kernels with 8- and 16-bit states, in the order of their argument.
+    """Scalars of Adam for the kernels with 8- and 16-bit states.
 
     The update's denominator is ``sqrt(v) * denominator_scale + denominator_offset``: bias
     correction, ``eps``, and the step size by which both are divided.
@@ -166,40 +165,35 @@ class CompactAdamScalars(NamedTuple):
     one_minus_beta2_sqrt: float
     denominator_scale: float
     denominator_offset: float
+    key_low: int
+    key_high: int
 
 
 def _clamp(value: float) -> float:
     return max(-_FLOAT32_MAX, min(value, _FLOAT32_MAX))
 
 
-def compact_adam_scalars(**hyper: Unpack[AdamHyper]) -> CompactAdamScalars:
-    """Scalars of `adam_scalars` in the form that the kernels with compact states take."""
-    s = adam_scalars(**hyper)
-    if s.neg_step_size == 0.0:  # an infinite denominator: the quotient is zero
+def compact_adam_scalars(
+    *, seed: int | None = None, **hyper: Unpack[AdamHyper]
+) -> CompactAdamScalars:
+    """Scalars of `adam_scalars` in the form that the kernels with compact states take.
+
+    ``seed``, checked, is that of the random numbers of 16-bit states; others have none.
+    """
+    grad_scale, decay, l2, weight1, beta2, weight2, root, eps, neg_step = adam_scalars(**hyper)
+    if neg_step == 0.0:  # an infinite denominator: the quotient is zero
         scale, offset = 0.0, -math.inf
     else:
-        scale = _clamp(1.0 / s.bias_correction2_sqrt / s.neg_step_size)
-        offset = _clamp(s.eps / s.neg_step_size)
-    return CompactAdamScalars(
-        grad_scale=s.grad_scale,
-        decay=s.decay,
-        l2=s.l2,
-        beta1=float(hyper["beta1"]),
-        one_minus_beta1=s.one_minus_beta1,
-        beta2=s.beta2,
-        one_minus_beta2_sqrt=math.sqrt(s.one_minus_beta2),
-        denominator_scale=scale,
-        denominator_offset=offset,
-    )
+        scale, offset = _clamp(1.0 / root / neg_step), _clamp(eps / neg_step)
+    key = 0 if seed is None else random_key(seed, hyper["step"])
+    beta1, root_weight = float(hyper["beta1"]), math.sqrt(weight2)
+    moments = (beta1, weight1, beta2, root_weight)
+    words = (key & 0xFFFFFFFF, key >> 32)
+    return CompactAdamScalars(grad_scale, decay, l2, *moments, scale, offset, *words)
 
 
 def check_seed(seed: Any) -> int:
-    """Return ``seed`` as an integer of 64 bits.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is negative or needs more than 64 bits.
-    """
+    """Return ``seed`` as an integer of 64 bits."""
     try:
         value = operator.index(seed)
     except TypeError:
@@ -212,95 +206,44 @@ def check_seed(seed: Any) -> int:
 def random_key(seed: int, step: int) -> int:
     """Return the 64-bit key of the random numbers of update number ``step``."""
     number = operator.index(step) % 2**64  # NumPy's integers would overflow
-    words = check_seed(seed).to_bytes(8, "little") + number.to_bytes(8, "little")
+    words = seed.to_bytes(8, "little") + number.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
-class AdagradScalars(NamedTuple):
-    """Scalars of an Adagrad update, in the order of the kernel's argument."""
-
-    grad_scale: float
-    l2: float
-    eps: float
-    neg_step_size: float
-
-
 def adagrad_scalars(
-    *,
     step: int,
     lr: float,
     lr_decay: float = 0.0,
     eps: float = 1e-10,
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
-) -> AdagradScalars:
+) -> tuple[float, ...]:
     """Check Adagrad's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
     step = _step(step)
-    lr = _not_negative("lr", lr)
-    lr_decay = _not_negative("lr_decay", lr_decay)
-    return AdagradScalars(
-        grad_scale=finite_number("grad_scale", grad_scale),
-        l2=_not_negative("weight_decay", weight_decay),
-        eps=_not_negative("eps", eps),
-        neg_step_size=-lr / (1.0 + float(min(step, 2**62) - 1) * lr_decay),
-    )
-
-
-class LionScalars(NamedTuple):
-    """Scalars of a Lion update, in the order of the kernel's argument."""
-
-    grad_scale: float
-    decay: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    neg_lr: float
+    step_size = _not_negative("lr", lr)
+    step_size /= 1.0 + float(min(step, 2**62) - 1) * _not_negative("lr_decay", lr_decay)
+    scale = finite_number("grad_scale", grad_scale)
+    l2 = _not_negative("weight_decay", weight_decay)
+    return scale, l2, _not_negative("eps", eps), -step_size
 
 
 def lion_scalars(
-    *,
     lr: float,
     beta1: float = 0.9,
     beta2: float = 0.99,
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
-) -> LionScalars:
+) -> tuple[float, ...]:
     """Check Lion's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
     lr = _not_negative("lr", lr)
     beta1 = _beta("beta1", beta1)
     beta2 = _beta("beta2", beta2)
-    decay = 1.0 - lr * _not_negative("weight_decay", weight_decay)
-    if abs(decay) > _FLOAT32_MAX:
-        raise ValueError(f"weight_decay: lr * weight_decay is too large for fp32, got {decay}")
-    return LionScalars(
-        grad_scale=finite_number("grad_scale", grad_scale),
-        decay=decay,
-        beta1=beta1,
-        one_minus_beta1=1.0 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1.0 - beta2,
-        neg_lr=-lr,
-    )
-
-
-class SgdScalars(NamedTuple):
-    """Scalars of an SGD update, in the order of the kernel's argument.
-
-    The momentum buffer becomes ``buffer_decay`` times itself plus ``grad_weight`` times the
-    gradient: at the first step, the gradient.
-    """
-
-    grad_scale: float
-    l2: float
-    momentum: float
-    buffer_decay: float
-    grad_weight: float
-    neg_lr: float
+    decay = _decoupled_decay(lr, _not_negative("weight_decay", weight_decay))
+    scale = finite_number("grad_scale", grad_scale)
+    return scale, decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, -lr
 
 
 def sgd_scalars(
-    *,
     step: int,
     lr: float,
     momentum: float = 0.0,
@@ -308,23 +251,40 @@ def sgd_scalars(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     grad_scale: float = 1.0,
-) -> SgdScalars:
-    """Check SGD's hyperparameters and derive its scalars, with the errors of `adam_scalars`.
-
-    Raises:
-        ValueError: also for ``nesterov`` without momentum or with dampening.
-    """
+) -> tuple[float, ...]:
+    """Check SGD's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
     is_first = _step(step) == 1
     lr = _not_negative("lr", lr)
     momentum = _not_negative("momentum", momentum)
     dampening = finite_number("dampening", dampening)
-    if _flag("nesterov", nesterov) and (momentum == 0.0 or dampening != 0.0):
+    nesterov = _flag("nesterov", nesterov)
+    if nesterov and (momentum == 0.0 or dampening != 0.0):
         raise ValueError("nesterov: needs a momentum and zero dampening")
-    return SgdScalars(
-        grad_scale=finite_number("grad_scale", grad_scale),
-        l2=_not_negative("weight_decay", weight_decay),
-        momentum=momentum,
-        buffer_decay=0.0 if is_first else momentum,
-        grad_weight=1.0 if is_first else 1.0 - dampening,
-        neg_lr=-lr,
-    )
+    scale = finite_number("grad_scale", grad_scale)
+    l2 = _not_negative("weight_decay", weight_decay)
+    # The first step fills the momentum buffer with the gradient.
+    buffer_decay, grad_weight = (0.0, 1.0) if is_first else (momentum, 1.0 - dampening)
+    return scale, l2, momentum, buffer_decay, grad_weight, -lr, nesterov
+
+
+def resolve_num_threads(num_threads: int | None) -> int:
+    """Return the checked thread count.
+
+    None is torch's thread count if torch is loaded, else the number of the process's usable CPUs.
+    """
+    if num_threads is None:
+        if (torch := loaded_torch()) is not None:
+            num_threads = torch.get_num_threads()
+        elif hasattr(os, "sched_getaffinity"):
+            num_threads = len(os.sched_getaffinity(0))
+        else:
+            num_threads = os.cpu_count() or 1
+    try:
+        count = operator.index(num_threads)
+    except TypeError:
+        raise TypeError(
+            f"num_threads: expected an integer or None, got {type(num_threads).__name__}"
+        ) from None
+    if count < 1:
+        raise ValueError(f"num_threads: must be at least 1, got {count}")
+    return min(count, _MAX_THREADS)

@@ -1,7 +1,15 @@
 """States of a parameter: their creation at the first step, and their verified memory.
 
-A `Slot` keeps what was verified (dtype, shape, strides, storage) together with the addresses it was
-verified for. `cpu_adam._tables` compares them at every step.
+A step over many small parameters is bound by Python, not by memory. So everything that is done for
+each of them at every step is done a column at a time, by `map` and similar functions, without a
+line of Python per parameter.
+
+[Note: checks of a step]
+A `Slot` is one parameter's verified memory: what was verified (dtype, shape, strides, storage) with
+the addresses it was verified for. A `Snapshot` of slots checks that all of it is unchanged. A
+`Table` of slots has the kernel's arguments in columns, and checks the gradients, which are new at
+every step. A `Roster` has a group's slots, with a snapshot of them all and a table of those that
+have a gradient. All are kept until something is replaced.
 
 [Note: extents]
 A tensor's extent determines the memory that it may use: the address of its first element, dtype,
@@ -12,15 +20,16 @@ shrink in place, and the allocator reuses the address of a freed one for a small
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from operator import add, attrgetter, floordiv, gt, is_, le
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpu_adam import _kernels
-from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, NO_OUT, SPLIT, torch_address
+from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, NO_OUT, SPLIT, torch_address
 from cpu_adam._scalars import finite_number
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -46,12 +55,7 @@ MASTER_DTYPES = {"float32": MASTER, "split": REMAINDER}
 
 
 def check_name(argument: str, name: Any, names: Iterable[str]) -> str:
-    """Return ``name`` if it is one of ``names``.
-
-    Raises:
-        TypeError: it is no string.
-        ValueError: it is none of them.
-    """
+    """Return ``name`` if it is one of ``names``."""
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
     if name not in names:
@@ -102,7 +106,7 @@ def check_param(param: Tensor, master_dtype: str | None) -> None:
 def fill_state(
     param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
 ) -> None:
-    """Create missing states, and convert a step count of any type."""
+    """Create missing states, a master weight among them, and convert a step count of any type."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
         number = finite_number("state 'step'", step)
@@ -115,41 +119,29 @@ def fill_state(
         for name in SCALES:
             if name not in state:
                 state[name] = torch.zeros(num_blocks, dtype=torch.float32)
-    if param.dtype is not torch.float32:
-        _fill_master(param, state, state_dtype, master_dtype)
-
-
-def _fill_master(
-    param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
-) -> None:
-    """Create the master weight of a 16-bit parameter, unless there is one in any form."""
+    if param.dtype is torch.float32:
+        return
     is_bfloat16 = param.dtype is torch.bfloat16
-    found = next((n for n in (MASTER, REMAINDER) if n in state), None)
+    found = next((name for name in (MASTER, REMAINDER) if name in state), None)
     if found == MASTER or (found == REMAINDER and is_bfloat16):
         if master_dtype is not None and found != MASTER_DTYPES[master_dtype]:
             raise ValueError(
                 f"state {found!r}: is not what master_dtype {master_dtype!r} of its group keeps; "
                 "cpu_adam.convert_state changes the one into the other"
             )
-    elif (master_dtype or _default_master(param, state_dtype)) == "split":
+        return
+    default = "split" if is_bfloat16 and state_dtype != "float32" else "float32"
+    if (master_dtype or default) == "split":
         state[REMAINDER] = torch.zeros_like(param, dtype=torch.int16)
     else:
         state[MASTER] = param.detach().to(torch.float32)
 
 
-def _default_master(param: Tensor, state_dtype: str) -> str:
-    is_split = param.dtype is torch.bfloat16 and state_dtype != "float32"
-    return "split" if is_split else "float32"
-
-
-Extents = list[tuple[Any, ...]]
-"""Extents of several tensors: one column for each part of an extent."""
-
 _dtype = attrgetter("dtype")
 
 
-def extents_of(tensors: list[Tensor]) -> Extents:
-    """Return the current extents of the tensors. See [Note: extents]."""
+def _extents_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    """Return a column for each part of the tensors' extents. See [Note: extents]."""
     return [
         tuple(map(Tensor.data_ptr, tensors)),
         tuple(map(_dtype, tensors)),
@@ -159,30 +151,27 @@ def extents_of(tensors: list[Tensor]) -> Extents:
     ]
 
 
-class Watched(NamedTuple):
-    """One entry of a parameter's state, verified.
+def _extent_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(value for (value,) in _extents_of([tensor]))
 
-    Attributes:
-        name: the entry's key.
-        value: the entry; None if there must be none.
-        part: the local tensor.
-        extent: extent of ``part`` when it was verified.
-    """
+
+class Watched(NamedTuple):
+    """One entry of a parameter's state, verified."""
 
     name: str
-    value: Tensor | None
-    part: Tensor
-    extent: tuple[Any, ...]
+    value: Tensor | None  # None if there must be none
+    part: Tensor  # its local tensor
+    extent: tuple[Any, ...]  # of ``part``, when it was verified
 
 
-def _extent_of(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(value for (value,) in extents_of([tensor]))
+def _check_tensor(name: str, state: Any) -> Tensor:
+    if not isinstance(state, Tensor):
+        raise TypeError(f"state {name!r}: expected a tensor, got {type(state).__name__}")
+    return local_of(state)
 
 
 def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
-    if not isinstance(state, Tensor):
-        raise TypeError(f"state {name!r}: expected a tensor, got {type(state).__name__}")
-    local = local_of(state)
+    local = _check_tensor(name, state)
     if not local.is_cpu or local.layout is not torch.strided:
         raise ValueError(f"state {name!r}: must be a dense CPU tensor, got {state.device}")
     if local.dtype is not dtype:
@@ -199,20 +188,13 @@ def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _check_scale(name: str, state: Any, numel: int) -> Tensor:
-    if not isinstance(state, Tensor):
-        raise TypeError(f"state {name!r}: expected a tensor, got {type(state).__name__}")
+    scale = _check_tensor(name, state)
     expected = (-(-numel // _kernels.BLOCK_NUMEL),)
-    if not state.is_cpu or state.dtype is not torch.float32 or not state.is_contiguous():
+    if not scale.is_cpu or scale.dtype is not torch.float32 or not scale.is_contiguous():
         raise ValueError(f"state {name!r}: must be contiguous fp32 numbers on the CPU")
-    if tuple(state.shape) != expected:
-        raise ValueError(f"state {name!r}: must have shape {expected}, got {tuple(state.shape)}")
-    return state
-
-
-def _check_step(step: Tensor) -> Tensor:
-    if not step.is_cpu or step.dtype is not torch.float32 or step.numel() != 1:
-        raise ValueError(f"state 'step': must be one fp32 number on the CPU, got {step!r}")
-    return step
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"state {name!r}: must have shape {expected}, got {tuple(scale.shape)}")
+    return scale
 
 
 class Slot:
@@ -225,30 +207,12 @@ class Slot:
         local: the parameter, or the local part of a DTensor.
         local_address: its address.
         extent: its extent; see [Note: extents].
-        dtype, shape, stride, numel, is_contiguous: its form.
+        shape, stride, numel, is_contiguous: its form.
         watched: the verified entries of the state.
         out_type: element type of the parameter if it is written as a copy of the master weight.
         addresses: the kernel's arguments besides the gradient: master, states, out.
         step_address: address of the number of updates so far, in fp32.
     """
-
-    __slots__ = (
-        "addresses",
-        "dtype",
-        "extent",
-        "is_contiguous",
-        "local",
-        "local_address",
-        "numel",
-        "out_type",
-        "param",
-        "settings",
-        "shape",
-        "state",
-        "step_address",
-        "stride",
-        "watched",
-    )
 
     def __init__(
         self, param: Tensor, state: dict[str, Any], settings: tuple[str, str | None]
@@ -257,7 +221,6 @@ class Slot:
         if not local.is_cpu or local.layout is not torch.strided:
             raise ValueError(f"parameter: must be a dense CPU tensor, got one on {local.device}")
         self.param, self.state, self.settings, self.local = param, state, settings, local
-        self.dtype = local.dtype
         self.shape = local.shape
         self.stride = local.stride()
         self.numel = local.numel()
@@ -265,12 +228,8 @@ class Slot:
         self.local_address = torch_address("parameter", local)
         self.extent = _extent_of(local)
         self.watched: list[Watched] = []
-        self._find_states(settings[0])
-        step = _check_step(state["step"])
-        self.step_address = self._watch("step", step)
-
-    def _find_states(self, state_dtype: str) -> None:
-        state, local, kind = self.state, self.local, TYPES[self.local.dtype]
+        state_dtype, _ = settings
+        kind = TYPES[local.dtype]
         states = [
             self._watch(name, _check_state(name, state[name], local, dtype))
             for name, dtype in STATE_DTYPES[state_dtype].items()
@@ -291,6 +250,10 @@ class Slot:
             self.out_type = kind
             master = _check_state(MASTER, state[MASTER], local, torch.float32)
             self.addresses = (self._watch(MASTER, master), *states, self.local_address)
+        step = state["step"]
+        if not step.is_cpu or step.dtype is not torch.float32 or step.numel() != 1:
+            raise ValueError(f"state 'step': must be one fp32 number on the CPU, got {step!r}")
+        self.step_address = self._watch("step", step)
 
     def _watch(self, name: str, part: Tensor) -> int:
         address = torch_address(name, part)
@@ -314,10 +277,163 @@ class Slot:
         if kind is None:
             raise TypeError(f"gradient: dtype must be fp32, bf16 or fp16, got {grad.dtype}")
         grad = grad.resolve_neg()
-        numel = grad.numel()
-        if numel != self.numel:
-            raise ValueError(f"gradient: has {numel} elements, its parameter {self.numel}")
-        same_layout = grad.is_contiguous() if self.is_contiguous else grad.stride() == self.stride
-        if not same_layout:
+        if grad.numel() != self.numel:
+            raise ValueError(f"gradient: has {grad.numel()} elements, its parameter {self.numel}")
+        if not (grad.is_contiguous() if self.is_contiguous else grad.stride() == self.stride):
             grad = torch.empty_like(self.local, dtype=grad.dtype).copy_(grad)
         return grad, torch_address("gradient", grad), kind
+
+
+States = Mapping[Tensor, dict[str, Any]]
+Settings = tuple[str, str | None]
+
+_kind = attrgetter("__class__", "dtype", "layout", "is_cpu")
+
+# Kinds of gradients that can be checked in columns.
+_PLAIN = frozenset((Tensor, dtype, torch.strided, True) for dtype in TYPES)
+
+
+def _are_same(found: Iterable[object], expected: Sequence[object]) -> bool:
+    """Whether the objects are identical, one by one: ``==`` compares tensors by element."""
+    return all(map(is_, found, expected))
+
+
+class Snapshot:
+    """Record of parameters and their states when they were verified."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._params = [slot.param for slot in slots]
+        self._is_local = all(type(param) is torch.nn.Parameter for param in self._params)
+        self._states = [slot.state for slot in slots]
+        self._owners = [slot.state for slot in slots for _ in slot.watched]
+        watched = [entry for slot in slots for entry in slot.watched]
+        self._names, self._values, self._parts, extents = map(list, zip(*watched, strict=True))
+        # Extents at verification: by now they may differ.
+        extents += [slot.extent for slot in slots]
+        self._extents = list(zip(*extents, strict=True))
+        self._strides = [slot.stride for slot in slots]
+
+    def is_current(self, states: States) -> bool:
+        """Whether nothing changed. ``states`` has the dictionary of every parameter."""
+        local = self._params if self._is_local else list(map(local_of, self._params))
+        return (
+            _are_same(map(states.__getitem__, self._params), self._states)
+            and _are_same(map(dict.get, self._owners, self._names), self._values)
+            and _extents_of(self._parts + local) == self._extents
+            and list(map(Tensor.stride, local)) == self._strides
+        )
+
+
+class Table:
+    """The kernel's arguments for some parameters, a list for each argument.
+
+    Attributes:
+        local: the parameters, or the local parts of DTensors.
+        masters, others: the addresses of `Slot.addresses`: the first, and a list for each other.
+        numels: numbers of elements.
+        out_types: as `Slot.out_type`.
+        step_addresses: as `Slot.step_address`.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self.local = [slot.local for slot in slots]
+        self.masters, *self.others = map(list, zip(*(s.addresses for s in slots), strict=True))
+        self.numels = [slot.numel for slot in slots]
+        self.out_types = [slot.out_type for slot in slots]
+        self.step_addresses = [slot.step_address for slot in slots]
+        self._shapes = [slot.shape for slot in slots]
+        self._strides = [slot.stride for slot in slots]
+        self._is_contiguous = all(slot.is_contiguous for slot in slots)
+        self._num_empty = self.numels.count(0)
+
+    def gradient_memory(self, grads: list[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
+        """Return the gradients in their parameters' layout, their addresses and element types."""
+        grads = [grad if type(grad) is Tensor else local_of(grad) for grad in grads]
+        if _PLAIN.issuperset(map(_kind, grads)):
+            types = list(map(TYPES.__getitem__, map(_dtype, grads)))
+            addresses = list(map(Tensor.data_ptr, grads))
+            if self._are_ready(grads, types, addresses):
+                return grads, addresses, types
+        with torch.no_grad():
+            found = [slot.grad_memory(grad) for slot, grad in zip(self._slots, grads, strict=True)]
+        return [grad for grad, _, _ in found], [at for _, at, _ in found], [t for *_, t in found]
+
+    def _are_ready(self, grads: list[Tensor], types: list[int], addresses: list[int]) -> bool:
+        """Whether no gradient has to be converted or refused on its own."""
+        if list(map(Tensor.numel, grads)) != self.numels:
+            return False
+        if self._is_contiguous:
+            are_laid_out = all(map(Tensor.is_contiguous, grads))
+        else:
+            are_laid_out = (
+                list(map(Tensor.stride, grads)) == self._strides
+                and list(map(attrgetter("shape"), grads)) == self._shapes
+            )
+        if not are_laid_out or any(map(Tensor.is_neg, grads)):
+            return False
+        # A storage can be freed under its tensor.
+        stops = map(add, map(Tensor.storage_offset, grads), self.numels)
+        sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads))
+        are_inside = map(le, stops, map(floordiv, sizes, map(ITEM_BYTES.__getitem__, types)))
+        return addresses.count(0) == self._num_empty and all(are_inside)
+
+
+class Roster:
+    """The parameters of a group, and the slots of those that ever had a gradient.
+
+    Those that have a gradient now are verified, and their states are filled. Current slots of
+    ``known``, an earlier roster, are taken as they are.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        settings: Settings,
+        states: States,
+        has_grad: Sequence[bool],
+        known: Roster | None,
+    ) -> None:
+        self._params = list(params)
+        self._settings = settings
+        self._slots: list[Slot | None] = []
+        old = {} if known is None else {s.param: s for s in known._slots if s is not None}
+        for param, is_wanted in zip(params, has_grad, strict=True):
+            slot = old.get(param)
+            # Usually the parameter has new memory, which its address shows without a snapshot.
+            if not (
+                slot is not None
+                and slot.settings == settings
+                and local_of(param).data_ptr() == slot.local_address
+                and Snapshot([slot]).is_current(states)
+            ):
+                slot = None
+                if is_wanted:
+                    check_param(param, settings[1])
+                    fill_state(param, states[param], *settings)
+                    slot = Slot(param, states[param], settings)
+            self._slots.append(slot)
+        self._has_slot = [slot is not None for slot in self._slots]
+        self._snapshot = Snapshot([slot for slot in self._slots if slot is not None])
+        self._table: Table | None = None
+        self._has_row: list[bool] = []
+
+    def is_current(
+        self, params: Sequence[Tensor], settings: Settings, states: States, has_grad: Sequence[bool]
+    ) -> bool:
+        """Whether it has every parameter with a gradient, and nothing changed since."""
+        return (
+            settings == self._settings
+            and len(params) == len(self._params)
+            and _are_same(params, self._params)
+            and not any(map(gt, has_grad, self._has_slot))
+            and self._snapshot.is_current(states)
+        )
+
+    def table_of(self, has_grad: list[bool]) -> Table:
+        """Return the table of the parameters that have a gradient, usually the last step's."""
+        if self._table is None or self._has_row != has_grad:
+            slots = compress(self._slots, has_grad)
+            self._table = Table([slot for slot in slots if slot is not None])
+            self._has_row = has_grad
+        return self._table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain, compress, count, zip_longest
 from types import ModuleType
 from typing import Any, ClassVar, overload
@@ -19,7 +20,7 @@ from cpu_adam._scalars import (
     check_seed,
     compact_adam_scalars,
     finite_number,
-    random_key,
+    resolve_num_threads,
 )
 from cpu_adam._slots import (
     MASTER,
@@ -27,13 +28,17 @@ from cpu_adam._slots import (
     REMAINDER,
     SCALES,
     STATE_DTYPES,
+    Roster,
     check_master,
     check_name,
     check_param,
 )
-from cpu_adam._tables import Roster
-from cpu_adam._threads import resolve_num_threads
 
+_KERNELS = {
+    "float32": _kernels.adam,
+    "bfloat16": _kernels.adam_bfloat16,
+    "int8": _kernels.adam_int8,
+}
 _STATES = ("exp_avg", "exp_avg_sq", *SCALES, MASTER, REMAINDER)
 
 
@@ -171,7 +176,12 @@ class CPUAdam(Optimizer):
         if found_inf is not None and float(found_inf) != 0.0:
             return loss
         scale = getattr(self, "grad_scale", None)
-        grad_scale = 1.0 if scale is None else _inverse(scale)
+        grad_scale = 1.0
+        if scale is not None:
+            scale = finite_number("grad_scale", scale)
+            if scale == 0.0:
+                raise ValueError("grad_scale: must not be zero: gradients are divided by it")
+            grad_scale = 1.0 / scale
         # Everything is looked up and checked before anything is changed.
         updates = []
         stream = 0
@@ -197,7 +207,16 @@ class CPUAdam(Optimizer):
 
         def remember(_: Optimizer, final: dict[str, Any]) -> None:
             for state in final["state"].values():
-                _check_loaded(state)
+                if not isinstance(state, Mapping):
+                    raise TypeError(
+                        "state_dict: a parameter's state must be a dictionary by name, "
+                        f"got {type(state).__name__}"
+                    )
+                for name in _STATES:
+                    value = state.get(name)
+                    if value is not None and not isinstance(value, Tensor):
+                        kind = type(value).__name__
+                        raise TypeError(f"state {name!r}: expected a tensor, got {kind}")
             loaded.update(final)
 
         def restore(_: Optimizer) -> None:
@@ -207,7 +226,9 @@ class CPUAdam(Optimizer):
                 for name in _STATES:
                     value = loaded["state"].get(key, {}).get(name)
                     if value is not None and value.dtype is not param.dtype:
-                        dtype = _loaded_dtype(name, value)
+                        kept = {torch.int16, *(d.get(name) for d in STATE_DTYPES.values())}
+                        is_kept = name not in (MASTER, *SCALES) and value.dtype in kept
+                        dtype = value.dtype if is_kept else torch.float32
                         self.state[param][name] = value.to(param.device, dtype, copy=True)
 
         # The last hook before and the first hook after, so that the user's see the same as ever.
@@ -246,8 +267,7 @@ class CPUAdam(Optimizer):
 class _Update:
     """One group's step: the memory to update, gathered and checked, then updated in `run`.
 
-    Attributes:
-        roster: the group's verified memory, kept for the next step.
+    ``roster`` is the group's verified memory, kept for the next step.
     """
 
     def __init__(
@@ -259,16 +279,16 @@ class _Update:
         stream: int,
     ) -> None:
         self.roster = known
-        self._calls: list[_Call] = []
-        self._group, self._grad_scale = group, grad_scale
+        # Of each call of the kernel, between the instruction set and the number of threads.
+        self._arguments: list[tuple[int, int, list[int], tuple[float, ...]]] = []
         found = [param.grad for param in group["params"]]
         has_grad = [grad is not None for grad in found]
         if not any(has_grad):
             return
-        settings = (_state_dtype_of(group), _master_dtype_of(group))
+        settings = _settings_of(group)
         if known is None or not known.is_current(group["params"], settings, states, has_grad):
             with torch.no_grad():
-                known = Roster.of(group["params"], settings, states, has_grad, known)
+                known = Roster(group["params"], settings, states, has_grad, known)
             self.roster = known
         table = self._table = known.table_of(has_grad)
         # Kept until they have been used: some may be copies.
@@ -276,33 +296,22 @@ class _Update:
         columns = [table.masters, addresses, *table.others, table.numels]
         if settings[0] == "bfloat16":
             columns.append(list(compress(count(stream), has_grad)))
+        self._kernel = _KERNELS[settings[0]]
         steps = _kernels.read_numbers(table.step_addresses)
         keys = list(zip(types, table.out_types, steps, strict=True))
-        self._calls = [self._call(*key, items) for key, items in _batches(keys, columns)]
-
-    def _call(self, grad_type: int, out_type: int, step: float, items: list[int]) -> _Call:
-        if not math.isfinite(step):
-            raise ValueError(f"state 'step': must be finite, got {step}")
-        number = int(step) + 1
-        scalars = _scalars_of(self._group, number, self._grad_scale)
-        state_dtype = self._group["state_dtype"]
-        if state_dtype == "bfloat16":
-            key = random_key(self._group["seed"], number)
-            return _kernels.adam_bfloat16, (grad_type, out_type, items, scalars, key)
-        kernel = _kernels.adam if state_dtype == "float32" else _kernels.adam_int8
-        return kernel, (grad_type, out_type, items, scalars)
+        for (grad_type, out_type, step), items in _batches(keys, columns):
+            if not math.isfinite(step):
+                raise ValueError(f"state 'step': must be finite, got {step}")
+            scalars = _scalars_of(group, int(step) + 1, grad_scale)
+            self._arguments.append((grad_type, out_type, items, scalars))
 
     def run(self, isa: int, num_threads: int) -> None:
-        if not self._calls:
+        if not self._arguments:
             return
-        for kernel, arguments in self._calls:
-            kernel(isa, *arguments, num_threads)
+        for arguments in self._arguments:
+            self._kernel(isa, *arguments, num_threads)
         _kernels.count_up(self._table.step_addresses)
         torch.autograd.graph.increment_version(self._table.local)
-
-
-# A kernel, and its arguments between the instruction set and the number of threads.
-_Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def _batches(
@@ -318,48 +327,18 @@ def _batches(
     return batches.items()
 
 
-def _state_dtype_of(group: dict[str, Any]) -> str:
-    return check_name("state_dtype", group["state_dtype"], STATE_DTYPES)
-
-
-def _master_dtype_of(group: dict[str, Any]) -> str | None:
-    name = group["master_dtype"]
-    return None if name is None else check_name("master_dtype", name, MASTER_DTYPES)
+def _settings_of(group: dict[str, Any]) -> tuple[str, str | None]:
+    state_dtype = check_name("state_dtype", group["state_dtype"], STATE_DTYPES)
+    master_dtype = group["master_dtype"]
+    if master_dtype is not None:
+        check_name("master_dtype", master_dtype, MASTER_DTYPES)
+    return state_dtype, master_dtype
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    _state_dtype_of(group)
-    _master_dtype_of(group)
+    _settings_of(group)
     check_seed(group["seed"])
     _scalars_of(group, 1, 1.0)
-
-
-def _inverse(grad_scale: Any) -> float:
-    """Return the factor that unscales gradients of a loss multiplied by ``grad_scale``."""
-    scale = finite_number("grad_scale", grad_scale)
-    if scale == 0.0:
-        raise ValueError("grad_scale: must not be zero: gradients are divided by it")
-    return 1.0 / scale
-
-
-def _check_loaded(state: Any) -> None:
-    """Refuse an unusable parameter's state before it is loaded."""
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            "state_dict: a parameter's state must be a dictionary by name, "
-            f"got {type(state).__name__}"
-        )
-    for name in _STATES:
-        value = state.get(name)
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"state {name!r}: expected a tensor, got {type(value).__name__}")
-
-
-def _loaded_dtype(name: str, value: Tensor) -> torch.dtype:
-    """Return the dtype that a loaded state is kept in: its own if possible, else fp32."""
-    kept = {STATE_DTYPES[kind].get(name) for kind in STATE_DTYPES} | {torch.int16}
-    is_known = name not in (MASTER, *SCALES) and value.dtype in kept
-    return value.dtype if is_known else torch.float32
 
 
 def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
@@ -371,7 +350,10 @@ def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[fl
         beta1, beta2 = group["betas"]
     except (TypeError, ValueError):
         raise TypeError(f"betas: expected two numbers, got {group['betas']!r}") from None
-    derive = adam_scalars if group["state_dtype"] == "float32" else compact_adam_scalars
+    derive: Callable[..., tuple[float, ...]] = adam_scalars
+    if group["state_dtype"] != "float32":
+        seed = check_seed(group["seed"]) if group["state_dtype"] == "bfloat16" else None
+        derive = partial(compact_adam_scalars, seed=seed)
     return derive(
         step=step,
         lr=group["lr"],

@@ -12,6 +12,7 @@ NaNs are equal whatever their sign and payload: those depend on the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Unpack
 
 import numpy as np
@@ -22,6 +23,7 @@ from cpu_adam._scalars import (
     CompactAdamScalars,
     adagrad_scalars,
     adam_scalars,
+    check_seed,
     compact_adam_scalars,
     lion_scalars,
     random_key,
@@ -173,43 +175,39 @@ def adam_step_split(
 
 
 def _compact_adam(
-    p: Any, g: Any, m: Any, v: Any, f: Any
-) -> tuple[Float32Array, Float32Array, Float32Array, Float32Array]:
-    """Apply Adam's formulas for compact states. Returns p, m, v and the root of v, in fp32.
+    param: Array,
+    remainder: Array | None,
+    out: Array | None,
+    grad: Gradient,
+    moments: tuple[Any, Any],
+    f: Any,
+) -> tuple[Float32Array, Float32Array, Float32Array]:
+    """Update the master weight as Adam with compact states does, from the scalars ``f`` in fp32.
 
-    The moments come times their decay; the scalars ``f`` are in fp32.
+    The moments are multiplied by their decay before. Returns them and the root of the second.
     """
+    p: Any = param.astype(np.float32) if remainder is None else combine_master(param, remainder)
+    g: Any = _widen(grad)
     weight, root_weight = f.one_minus_beta1, f.one_minus_beta2_sqrt
     if f.l2 == 0:  # the factor on the gradient joins those of the averages
         weight, root_weight = weight * f.grad_scale, root_weight * f.grad_scale
     else:
         g = fma(p, f.l2, g * f.grad_scale)
-    m = fma(weight, g, m)
+    m = fma(weight, g, moments[0])
     part = root_weight * g
-    v = fma(part, part, v)
+    v = fma(part, part, moments[1])
     root = np.sqrt(v)
-    denominator = fma(root, f.denominator_scale, f.denominator_offset)
-    return fma(p, f.decay, m / denominator), m, v, root
-
-
-def _in_float32(scalars: tuple[float, ...]) -> list[Any]:
-    return [np.float32(value) for value in scalars]
-
-
-def _load_master(param: Array, remainder: Array | None) -> Float32Array:
+    p = fma(p, f.decay, m / fma(root, f.denominator_scale, f.denominator_offset))
     if remainder is None:
-        return param.astype(np.float32)
-    return combine_master(param, remainder)
-
-
-def _store_master(
-    param: Array, remainder: Array | None, out: Array | None, values: Float32Array
-) -> None:
-    if remainder is None:
-        param[...] = values
-        _write_out(out, values)
+        param[...] = p
+        _write_out(out, p)
     else:
-        param[...], remainder[...] = split_master(values)
+        param[...], remainder[...] = split_master(p)
+    return m, v, root
+
+
+def _in_float32(scalars: Iterable[float]) -> list[Any]:
+    return [np.float32(value) for value in scalars]
 
 
 def _in_blocks(values: Array) -> Array:
@@ -255,16 +253,6 @@ def dequantize_exp_avg_sq_root(
     return _times_units(bits.view(np.float32), scales * np.float32(decay), codes)
 
 
-def _root_codes(ratios: Float32Array) -> Array:
-    """Encode square roots, as ratios to the largest one of their block.
-
-    The first bits of an fp32 number: 16 codes for each power of two, from 255, which is 1, down to
-    0, which is ``17 / 2**20`` and stands for all that is less as well.
-    """
-    bits = np.maximum(ratios.view(np.uint32), _ROOT_BASE) - _ROOT_BASE
-    return (bits + np.uint32(1 << 18)) >> _ROOT_SHIFT
-
-
 def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Array, Float32Array]:
     """Return each row's scale, and the factor that maps its largest value to ``top``."""
     largest = magnitudes.max(axis=1)  # of NaN and anything, NaN
@@ -280,11 +268,12 @@ def quantize_moments(
     """Encode the first moment and the second's square root in 8 bits, with their scales.
 
     Blocks of 128 elements share a scale, their largest magnitude. A code of the first moment is the
-    integer nearest to ``_compress(value * top / scale)``, with its sign; one of a square root is
-    that of ``_root_codes(root / scale)``. So small values survive, and no root becomes zero beside
-    others: a denominator that vanished would make the update explode. A block whose largest is
-    below ``2**-100`` is stored as zero. A block with an element that is not finite, in either
-    moment, gets codes of 0 and scales of NaN.
+    integer nearest to ``_compress(value * top / scale)``, with its sign. One of a square root is
+    the first bits of the fp32 number ``root / scale``: 16 codes for each power of two, from 255,
+    which is 1, down to 0, which is ``17 / 2**20`` and stands for all that is less as well. So small
+    values survive, and no root becomes zero beside others: a denominator that vanished would make
+    the update explode. A block whose largest is below ``2**-100`` is stored as zero. A block with
+    an element that is not finite, in either moment, gets codes of 0 and scales of NaN.
     """
     shape, numel = exp_avg.shape, exp_avg.size
     with np.errstate(all="ignore"):
@@ -293,7 +282,8 @@ def quantize_moments(
         root_scale, root_inverse = _block_scales(root, np.float32(1))
         is_lost = ~(np.isfinite(m_scale) & np.isfinite(root_scale))
         m_codes = np.copysign(_compress(np.abs(m) * m_inverse[:, None]), m)
-        root_codes = _root_codes(root * root_inverse[:, None])
+        root_bits = np.maximum((root * root_inverse[:, None]).view(np.uint32), _ROOT_BASE)
+        root_codes = (root_bits - _ROOT_BASE + np.uint32(1 << 18)) >> _ROOT_SHIFT
         m_codes[is_lost] = root_codes[is_lost] = 0
         m_scale[is_lost] = root_scale[is_lost] = np.nan
         m_int = np.rint(m_codes).astype(np.int8).reshape(-1)[:numel].reshape(shape)
@@ -318,14 +308,9 @@ def adam_step_8bit(
     with np.errstate(all="ignore"):
         m = dequantize_exp_avg(exp_avg, exp_avg_scale, f.beta1)
         root = dequantize_exp_avg_sq_root(exp_avg_sq, exp_avg_sq_scale, np.sqrt(f.beta2))
-        p, m, _, root = _compact_adam(
-            _load_master(param, remainder), _widen(grad), m, root * root, f
-        )
-        _store_master(param, remainder, out, p)
+        m, _, root = _compact_adam(param, remainder, out, grad, (m, root * root), f)
     codes = quantize_moments(m, root)
-    states: tuple[Array, ...] = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
-    for state, value in zip(states, codes, strict=True):
-        state[...] = value
+    exp_avg[...], exp_avg_sq[...], exp_avg_scale[...], exp_avg_sq_scale[...] = codes
 
 
 def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]:
@@ -373,17 +358,12 @@ def adam_step_bf16(
 ) -> None:
     """Compute `cpu_adam.adam_step_bf16`, with uint16 for bf16."""
     f: Any = CompactAdamScalars(*_in_float32(compact_adam_scalars(**hyper)))
-    key = random_key(seed, hyper["step"])
+    key = random_key(check_seed(seed), hyper["step"])
     random: Any = random_bits(param.size, key, stream).reshape(param.shape)
     with np.errstate(all="ignore"):
-        p, m, v, _ = _compact_adam(
-            _load_master(param, remainder),
-            _widen(grad),
-            f.beta1 * bfloat16_to_float32(exp_avg),
-            f.beta2 * bfloat16_to_float32(exp_avg_sq),
-            f,
-        )
-        _store_master(param, remainder, out, p)
+        old = bfloat16_to_float32(exp_avg), bfloat16_to_float32(exp_avg_sq)
+        moments = f.beta1 * old[0], f.beta2 * old[1]
+        m, v, _ = _compact_adam(param, remainder, out, grad, moments, f)
         exp_avg[...] = round_stochastically(m, random & np.uint32(0xFFFF))
         exp_avg_sq[...] = round_stochastically(v, random >> 16)
 
@@ -437,9 +417,8 @@ def sgd_step(
     **hyper: Any,
 ) -> None:
     """Compute `cpu_adam.sgd_step`, with uint16 for bf16."""
-    scale, l2, mu, buffer_decay, grad_weight, neg_lr = _in_float32(
-        sgd_scalars(nesterov=nesterov, **hyper)
-    )
+    *scalars, _ = sgd_scalars(nesterov=nesterov, **hyper)
+    scale, l2, mu, buffer_decay, grad_weight, neg_lr = _in_float32(scalars)
     with np.errstate(all="ignore"):
         direction = g = fma(master, l2, _widen(grad) * scale)
         if momentum_buffer is not None:
