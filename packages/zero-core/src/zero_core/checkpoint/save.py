@@ -384,10 +384,11 @@ def tier_slices(
 ) -> Mapping[str, Tensor | StateBlocks]:
     """Return this rank's slices of a state, as ``snapshot`` or else the tier has them.
 
-    They are those of segments, and of parameters without an owner where the optimizer updates
-    whole parameters.
+    They are those of segments. States of a `WholeTier` are those of parameters without an owner,
+    read from the tier now: no snapshot has them.
     """
-    tier, found = state.tier, dict[str, Tensor]()
+    tier = state.tier
+    found: dict[str, Tensor] = {}
     if name == MASTER or not isinstance(tier, WholeTier):
         trainable = [s.index for s in state.layout.segments if s.is_trainable]
         if snapshot is not None:

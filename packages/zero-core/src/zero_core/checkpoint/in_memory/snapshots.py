@@ -547,13 +547,30 @@ class MemoryCheckpoints(Extension):
         rows = [[facts[rank], *markers[rank]["row"]] for rank in sorted(markers)]
         content = {**fill(frame, rows, names), "has_frozen": True}
         reader = Reader(place, parse(seal(content), f"the copies in memory ({place})"))
-        # Each rank gets the files of the folder that it lacks from ranks that have them.
         owners = {name: rank for rank in facts for name in facts[rank]}
         lacking = [n for n in sorted(_needed(state, reader)) if owners[n] not in here]
+        sources = {name: holders[rank] for name, rank in owners.items()}
+        self._fetch(place, lacking, sources, reader)
+        received = [chunk for chunk in reader.chunks() if chunk[0] in set(lacking)]
+        control.together("memory_checkpoint: verify", lambda: reader.check(received))
+        control.together("memory_checkpoint: check", lambda: check_fits(state, reader, self._train))
+        client_state = restore_from(reader, state, self._train)
+        self._restart()
+        self._serial, self._is_continued = serial, True
+        return client_state
+
+    def _fetch(
+        self, place: Path, lacking: Sequence[str], sources: Mapping[str, int], reader: Reader
+    ) -> None:
+        """Get the files that this rank is ``lacking`` from ranks that have them.
+
+        Its own method, so that pieces and mappings are freed before states are restored.
+        """
+        state, control = self._state, self._state.control
         asked = [json.loads(row) for row in control.gather_bytes(json.dumps(lacking).encode())]
         fetched = Slot(place)
         for name in sorted({name for row in asked for name in row}):
-            source, size = holders[owners[name]], reader.manifest.files[name].bytes
+            source, size = sources[name], reader.manifest.files[name].bytes
             path, aside = place / name, place / f".{name}.{control.rank}"
             for start in range(0, size, PIECE_BYTES):
                 piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
@@ -568,13 +585,6 @@ class MemoryCheckpoints(Extension):
                     fetched.file(aside.name, size)[start : start + piece.numel()] = piece.cpu()
             if name in lacking:
                 aside.replace(path)
-        received = [chunk for chunk in reader.chunks() if chunk[0] in set(lacking)]
-        control.together("memory_checkpoint: verify", lambda: reader.check(received))
-        control.together("memory_checkpoint: check", lambda: check_fits(state, reader, self._train))
-        client_state = restore_from(reader, state, self._train)
-        self._restart()
-        self._serial, self._is_continued = serial, True
-        return client_state
 
     def loaded(self, folder: str, seconds: float) -> None:
         """Let the next snapshot replace all others: the states were loaded from elsewhere."""
