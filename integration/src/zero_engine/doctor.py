@@ -184,6 +184,8 @@ def _cpu_adam() -> Finding:
 def _comm_kernels() -> Finding:
     try:
         backend = str(importlib.import_module("zero_comm").backend())
+    except ValueError as error:  # ZERO_COMM_BACKEND asks for what is not there
+        return Finding("compute", "CPU quantizer", "unknown", "missing", str(error))
     except Exception as error:  # told in the line above: the package is missing or broken
         return Finding("compute", "CPU quantizer", f"unknown ({type(error).__name__})", "missing")
     if backend != "torch":

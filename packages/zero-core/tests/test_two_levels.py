@@ -62,7 +62,7 @@ def test_a_sum_is_taken_by_one_tree(size, per_node, dtype):
 
 
 def _send(ranks, config):
-    """Return what a rank sends in a backward, and the bytes that it receives into."""
+    """Return what a rank sends in a step, and the bytes that it receives gradients into."""
     assert ranks.per_node is not None
     meter = Meter(Links(ranks.size, ranks.per_node, is_ring=True))
     device = device_collectives(ranks, meter)

@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -279,11 +279,23 @@ class QuantizedCollectives:
 
 
 class ExactGradients(QuantizedCollectives):
-    """`QuantizedCollectives` that send and add gradients as the transport does, which can add."""
+    """`QuantizedCollectives` that send and add gradients as the transport does."""
+
+    def __init__(
+        self,
+        transport: AddingCollectives,
+        settings: CommSettings,
+        *,
+        ranks_per_node: int,
+        frozen: Collection[int] = frozenset(),
+    ) -> None:
+        assert settings.gradients is None
+        super().__init__(transport, settings, ranks_per_node=ranks_per_node, frozen=frozen)
+        self._adding = transport
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
-        return cast(AddingCollectives, self._transport).reduce_add(out, full, unit=unit)
+        return self._adding.reduce_add(out, full, unit=unit)
 
 
 class _Exchange:

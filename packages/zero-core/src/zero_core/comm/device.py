@@ -168,8 +168,8 @@ class DeviceCollectives(Transport):
                     norm.copy_(norm_of(out))
                 else:
                     sum_slices(slices, out, norm, nonfinite)
-            sent = near, far if coded_nbytes is None else coded_nbytes
-            self._meter.add("reduce_scatter", GRADIENTS, sent)
+            far_nbytes = far if coded_nbytes is None else coded_nbytes
+            self._meter.add("reduce_scatter", GRADIENTS, (near, far_nbytes))
 
         return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
 
@@ -179,7 +179,8 @@ class DeviceCollectives(Transport):
         """All-to-all of slices. As messages if they are coded: then it returns their bytes."""
         size, own = library.world_size, library.rank
         rows, into = parts.view(size, -1), out.view(size, -1)
-        codec, numel = self._codec if self._links.codes_slices else None, rows.shape[1]
+        codec = self._codec if self._links.codes_slices else None
+        numel = rows.shape[1]
         if codec is None or not codec.serves(parts.dtype, numel):
             library.all_to_all(out, parts).wait()
             return None

@@ -212,6 +212,11 @@ class HostCollectives(Transport):
 
         return self._queues.launch(pass_on, is_reduction=False)
 
+    def coded(self, codec: SliceCodec) -> Self:
+        found = super().coded(codec)
+        found._expected = {}
+        return found
+
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         slices = full.view(self.world_size, -1)
         codec, coded = self._codec, list[int]()  # peers that are sent messages, not slices
@@ -487,7 +492,9 @@ class HostLibrary:
 
     def all_reduce(self, values: Tensor) -> Work:
         rows = values.new_empty(self.world_size, values.numel())
-        work = self._gather(rows, values.view(-1), Kind.CONTROL_SUM)
+        own = rows[self.rank]  # a send that was left by an exception reads it, not ``values``
+        own.copy_(values.view(-1))
+        work = self._gather(rows, own, Kind.CONTROL_SUM)
 
         def add_up() -> None:
             work.wait()

@@ -45,12 +45,10 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
         raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
     if isinstance(group, Ranks):
         return group
-    device = torch.device("cpu")
-    if (found := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        device = torch.device(found.type, torch.accelerator.current_device_index())
     if dist.is_available() and dist.is_initialized():
         if mesh is not None and mesh.ndim == 1:
             group = mesh.get_group()
+        device = _accelerator()
         if device.type != "cpu" and (
             dist.get_backend(group) == "gloo" or backend_on(group, device) is None
         ):
@@ -80,7 +78,14 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() before zero_core.build()"
         )
-    return Ranks(None, 0, 1, device)
+    return Ranks(None, 0, 1, _accelerator())
+
+
+def _accelerator() -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def check_devices(ranks: Ranks) -> None:
