@@ -51,47 +51,54 @@ def _run(context: Context) -> Row:
         job = jobs[f"ratio {ratio}"]
         print(job.name, flush=True)
         row = start_on_device(context.traced(job, NUM_TRACED), context.runner)
-        rows[job.name] = {**row, **bounds(row, bandwidth)} if "step_s" in row else row
+        rows[job.name] = with_idle({**row, **bounds(row, bandwidth)}) if "step_s" in row else row
     return {"bandwidth_bytes_per_s": bandwidth, "goal": BOUND_GOAL, "rows": rows}
 
 
 def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
     """Return [Note: bounds of a step], or null where a figure is not measured.
 
-    The device is idle of necessity where the host or the bus is the slowest: that bar is for rows
-    that the device bounds, and for the ratio that was chosen automatically.
-
     Args:
         row: the result of a job.
         bandwidth: bytes/s: ``host``, and ``pinned`` with ``d2h`` and ``h2d``, or null.
     """
-    busy_s, pinned, numel = row["device_busy_s"], bandwidth["pinned"], row["num_parameters"]
-    parts = {
-        "device": busy_s,
-        "bus": None
-        if pinned is None
-        else max(row["moved_bytes"][f"bytes_{way}"] / pinned[way] for way in ("d2h", "h2d")),
-        "host": row["host_share"] * numel * HOST_BYTES / bandwidth["host"],
+    moved, busy_s, pinned = row["moved_bytes"], row["device_busy_s"], bandwidth.get("pinned")
+    numel = row["host_share"] * row["num_parameters"]
+    found: Row = {
+        "device_idle_s": None if busy_s is None else max(0.0, row["step_s"] - busy_s),
+        "bus_s": None,
+        "host_s": numel * HOST_BYTES / bandwidth["host"] if "host" in bandwidth else None,
+        "bound": None,
+        "step_to_bound": None,
+        "is_met": None,
     }
-    found: Row = {"bus_s": parts["bus"], "host_s": parts["host"]}
+    if pinned is not None:
+        ways = ("d2h", "h2d")
+        found["bus_s"] = max(moved[f"bytes_{way}"] / pinned[way] for way in ways)
+    parts = {"device": busy_s, "bus": found["bus_s"], "host": found["host_s"]}
     blind = [name for name, seconds in parts.items() if seconds is None]
     if blind:
-        why = f"not measured on this device: {', '.join(blind)}"
-        keys = ("device_idle_s", "bound", "step_to_bound", "is_met")
-        return {**found, **dict.fromkeys(keys), "why_null": why}
-    bound = max(parts, key=lambda name: float(parts[name]))
-    ratio, idle_s = row["step_s"] / parts[bound], max(0.0, row["step_s"] - busy_s)
+        found["why_null"] = f"not measured on this device: {', '.join(blind)}"
+        return found
+    found["bound"] = max(parts, key=lambda name: float(parts[name]))
+    found["step_to_bound"] = row["step_s"] / parts[found["bound"]]
+    found["is_met"] = found["step_to_bound"] <= BOUND_GOAL
+    return found
+
+
+def with_idle(row: Row) -> Row:
+    """Return the row with ``idle_share`` of a step, and whether that is below 0.1.
+
+    The device is idle of necessity where the host or the bus is the slowest: the bar is for rows
+    that the device bounds, and for the ratio that was chosen automatically.
+    """
+    idle_s = row.get("device_idle_s")
+    if idle_s is None:
+        return row
     share = idle_s / row["step_s"]
-    is_idle_judged = bound == "device" or row["ratio_report"] is not None
-    return {
-        **found,
-        "device_idle_s": idle_s,
-        "bound": bound,
-        "step_to_bound": ratio,
-        "is_met": ratio <= BOUND_GOAL,
-        "idle_share": share,
-        "is_idle_met": share < IDLE_BAR if is_idle_judged else None,
-    }
+    is_for_it = row["bound"] == "device" or row["ratio_report"] is not None
+    is_met = share < IDLE_BAR if is_for_it else None
+    return {**row, "idle_share": share, "idle_bar": IDLE_BAR, "is_idle_met": is_met}
 
 
 def bandwidth(place: Place, numel: int) -> Row:

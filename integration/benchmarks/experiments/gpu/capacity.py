@@ -15,7 +15,7 @@ from benchmarks.harness.memory import GIB, available_bytes
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import Column, Section, bars
-from benchmarks.harness.rounds import quotient, start_on_device
+from benchmarks.harness.rounds import start_on_device
 from zero_core.errors import ZeroError
 
 # DeepSpeed's ZeRO-Offload tutorial: 50 layers, 4096 wide, batch 10, activation checkpointing.
@@ -67,41 +67,61 @@ def capacity_jobs() -> list[Job]:
     ]
 
 
-def why_too_large(job: Job, further_bytes: int = 0) -> str:
-    """Return both numbers, if the host has less memory left than the job and ``further_bytes``."""
-    try:
-        needed = job.plan().memory.host_bytes + further_bytes
-    except ZeroError as error:
-        return str(error)
-    there = available_bytes()
-    if needed <= there:
-        return ""
-    return f"needs {needed / GIB:.1f} GiB of host memory, {there / GIB:.1f} are available"
-
-
 def _row(job: Job, context: Context) -> Row:
-    """Measure a job. The planned peak, activations included, is null where none is measured."""
-    print(f"{job.name}: {job.shape.numel / 1e9:.2f} B parameters", flush=True)
-    if reason := why_too_large(job):
-        return {"skipped": reason}
-    row = start_on_device(job, context.runner)
+    try:
+        memory = job.plan().memory  # what it holds as long as the engine lives
+    except ZeroError as error:
+        return {"failure": str(error)}
+    row: Row = {
+        "planned_host_bytes": memory.host_bytes,
+        "planned_device_bytes": memory.device_bytes,
+    }
+    there = available_bytes()
+    print(
+        f"capacity: {job.name}: {job.shape.numel / 1e9:.2f} B parameters; planned without "
+        f"activations: host {memory.host_bytes / GIB:.1f} GiB ({there / GIB:.1f} available), "
+        f"device {memory.device_bytes / GIB:.1f} GiB",
+        flush=True,
+    )
+    if reason := why_too_large(memory.host_bytes):
+        return {**row, "skipped": reason}
+    row |= start_on_device(job, context.runner)
+    if "losses" in row:
+        is_narrow = "state_dtype" in job.zero["offload_optimizer"]
+        row["is_falling"] = row["losses"][-1] < row["losses"][0]
+        is_within = not is_narrow or row["host_peak_bytes"] <= HOST_LIMIT_BYTES
+        # Where the device cannot be limited, the CPU, nothing is shown about its limit.
+        is_limited = job.device_limit_bytes is None or row["device_limit_bytes"] is not None
+        row["is_met"] = row["is_falling"] and is_within if is_limited else None
+    return row
+
+
+def why_too_large(needed_bytes: int) -> str:
+    """Return both numbers, if the host has not so much memory left."""
+    there = available_bytes()
+    if needed_bytes <= there:
+        return ""
+    return f"needs {needed_bytes / GIB:.1f} GiB of host memory, {there / GIB:.1f} are available"
+
+
+def with_plan(row: Row, job: Job) -> Row:
+    """Return the row with the planned peak, activations included, beside the measured one.
+
+    Null where the device does not measure its peak (the CPU), with the reason.
+    """
     if "step_s" not in row:
         return row
-    is_narrow = "state_dtype" in job.zero["offload_optimizer"]
-    is_within = not is_narrow or row["host_peak_bytes"] <= HOST_LIMIT_BYTES
-    is_falling = row["losses"][-1] < row["losses"][0]
-    # Where the device cannot be limited, the CPU, nothing is shown about its limit.
-    is_limited = job.device_limit_bytes is None or row["device_limit_bytes"] is not None
-    planned = job.plan(has_activations=True).memory.device_bytes
-    ratio = quotient(row["device_peak_bytes"], planned)
-    return {
-        **row,
-        "is_falling": is_falling,
-        "is_met": is_falling and is_within if is_limited else None,
-        "planned_peak_bytes": planned,
-        "peak_to_plan": ratio,
-        "is_plan_met": None if ratio is None else abs(ratio - 1) <= PLAN_BAR,
-    }
+    try:
+        planned = job.plan(has_activations=True).memory.device_bytes
+    except ZeroError as error:
+        return {**row, "planned_peak_bytes": None, "why_not_planned": str(error)}
+    peak = row["device_peak_bytes"]
+    beside: Row = {"planned_peak_bytes": planned, "plan_bar": PLAN_BAR}
+    if peak is None:
+        why = "this device does not tell its peak"
+        return {**row, **beside, "peak_to_plan": None, "is_plan_met": None, "why_null": why}
+    ratio = peak / planned
+    return {**row, **beside, "peak_to_plan": ratio, "is_plan_met": abs(ratio - 1) <= PLAN_BAR}
 
 
 def _section(found: Row) -> Section:
@@ -114,10 +134,8 @@ def _section(found: Row) -> Section:
 
 def _run(context: Context) -> Row:
     jobs = map(context.sized, capacity_jobs()[2:3] if context.is_dry_run else capacity_jobs())
-    return {
-        "host_limit_bytes": HOST_LIMIT_BYTES,
-        "rows": {job.name: _row(job, context) for job in jobs},
-    }
+    rows = {job.name: with_plan(_row(job, context), job) for job in jobs}
+    return {"host_limit_bytes": HOST_LIMIT_BYTES, "rows": rows}
 
 
 PART = Part(

@@ -5,10 +5,12 @@ Each row is one operation (encode; decode; decode_sum of 8 rows), kind, dtype an
 **moved** bytes are those that it must read and write, in closed form. A device-to-device copy that
 moves as many is timed in the same rounds, in turns with the Triton kernel and with the plain torch
 backend on the device. **share** is the copy's time over the kernel's: the kernel's bandwidth as a
-share of copy bandwidth. A small tensor's time is that of starting a kernel. The bar, 0.8, is for
-sizes of 64 Mi elements and more, which no cache holds.
-packages/zero-comm/tests/test_quantizer_backends.py compares the results with the host's, on an
-accelerator where there is one.
+share of copy bandwidth. The bar, 0.8, is for sizes of 64 Mi elements and more, which no cache
+holds. Before it is timed, each result is compared with the torch backend's on the host; a kernel
+that gives another is a row with that failure.
+
+The tensors repeat one pattern, a whole number of blocks long. Blocks don't affect each other, so
+the result is the pattern's, repeated; the host computes that once, whatever the size.
 
 Needs an accelerator that Triton serves. A dry run is in Triton's interpreter, or with the torch
 backend alone where triton isn't installed. There, figures of an accelerator are null.
@@ -17,13 +19,14 @@ backend alone where triton isn't installed. There, figures of an accelerator are
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,7 +36,7 @@ from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.report import US, Column, Section, bars
 from benchmarks.harness.rounds import has_figures, measured, take_turns
-from benchmarks.harness.train import timed_together
+from benchmarks.harness.tracing import synchronize
 from zero_comm import BlockFormat
 from zero_comm.quantizer.backend import Backend, find_backend
 from zero_comm.quantizer.torch_backend import TorchBackend
@@ -46,8 +49,11 @@ BAR: Final = 0.8
 BAR_NUMEL: Final = 64 * MI
 """Elements from which on it is asked for."""
 SUM_ROWS: Final = 8
+FIRST_KINDS: Final = ("int8", "int4")
 MEASURING: Final = 0.8
 """Share of the part's time in which a row may begin."""
+_BUSY_WIDTH = 4096
+_HOST = TorchBackend()
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,16 @@ class Settings:
 
     kinds: Sequence[str]
     numels: Sequence[int]
-    """Elements, each a multiple of every block size."""
+    """Elements, each a multiple of ``pattern_numel``."""
+    pattern_numel: int
+    """Elements that a tensor repeats. A multiple of every block size. See `operations`."""
     rounds: int
     calls: int
     """Calls of each contender in a round, timed together."""
 
 
-REAL: Final = Settings(KINDS, (64 * MI, 256 * MI, 16 * MI, 4 * MI, MI), rounds=7, calls=10)
-DRY: Final = Settings(KINDS, (1 << 10, 1 << 12), rounds=1, calls=1)
+REAL: Final = Settings(KINDS, (MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), MI, rounds=7, calls=10)
+DRY: Final = Settings(KINDS, (1 << 10, 1 << 12), 1 << 10, rounds=1, calls=1)
 
 
 def _run(context: Context) -> Row:
@@ -87,25 +95,40 @@ def _name(row: Row) -> str:
 def measure(place: Place, settings: Mapping[str, Any], deadline: float) -> Row:
     """Measure all rows in a process of their own. A target of `benchmarks.harness.ranks`.
 
-    The result is written row by row, the sizes of the bar first. Rows after ``deadline``,
+    The result is written row by row, the kinds and sizes of the bar first. Rows after ``deadline``,
     a time of `time.time`, are counted.
     """
     what = Settings(**settings)
     device = find_device()
     backend = interpreted() if device.type == "cpu" else on_device(device)
+    stopwatch = Stopwatch(device)
     found: Row = {"backend": backend.name, "rows": [], "num_left": 0}
-    for job in operations(what, device):
-        if time.time() > deadline:
-            found["num_left"] += 1
-            continue
-        row = dict(job.about)
-        try:
-            row |= compare(job, backend, what, device)
-        except Exception as error:  # a kernel that does not compile: a row
-            row["failure"] = f"{type(error).__name__}: {error}"
-        found["rows"].append(row)
-        place.write(found)
+    for part in _by_interest(what):
+        for job in operations(part, device):
+            if time.time() > deadline:
+                found["num_left"] += 1
+                continue
+            row = dict(job.about)
+            try:
+                row |= compare(job, backend, what, stopwatch, device)
+            except Exception as error:  # a wrong result, a kernel that does not compile: a row
+                row["failure"] = f"{type(error).__name__}: {error}"
+            found["rows"].append(row)
+            place.write(found)
     return found
+
+
+def _by_interest(settings: Settings) -> list[Settings]:
+    """Return the settings in parts: kinds and sizes of the bar, other sizes, other kinds."""
+    return [
+        replace(
+            settings,
+            kinds=[kind for kind in settings.kinds if (kind in FIRST_KINDS) == is_first],
+            numels=[numel for numel in settings.numels if (numel >= BAR_NUMEL) == is_large],
+        )
+        for is_first in (True, False)
+        for is_large in (True, False)
+    ]
 
 
 def on_device(device: torch.device) -> Backend:
@@ -134,57 +157,103 @@ def interpreted() -> Backend:
     return BACKEND
 
 
-class Operation(NamedTuple):
-    """One operation on tensors of one size.
-
-    ``about`` is its row: ``operation``, ``kind``, ``dtype``, ``numel``, and ``moved_bytes``, those
-    read and written at the least.
-    """
+@dataclass(frozen=True)
+class Operation:
+    """One operation on tensors of one size."""
 
     about: Row
+    """``operation``, ``kind``, ``dtype``, ``numel``, and ``moved_bytes``: read and written, at the
+    least."""
     run: Callable[[Backend], object]
+    spoil: Callable[[], object]
+    """Overwrites the last run's result."""
+    is_right: Callable[[], bool]
+    """Whether the last run's result is the host's. Waits for the device."""
 
 
 def operations(settings: Settings, device: torch.device) -> Iterator[Operation]:
     """Yield all operations, each made when it is taken: together they would fill the device."""
-    for numel in settings.numels:
-        for fmt in map(BlockFormat.make, settings.kinds):
-            for dtype in DTYPES:
-                yield _encode(fmt, dtype, numel, device)
-                yield _decode(fmt, dtype, numel, 1, device)
-            yield _decode(fmt, "fp32", numel, SUM_ROWS, device)
+    for kind in settings.kinds:
+        fmt = BlockFormat.make(kind)
+        for dtype in DTYPES:
+            for numel in settings.numels:
+                pattern = _pattern(1, settings.pattern_numel).to(DTYPES[dtype])
+                yield _encode(fmt, dtype, numel, pattern, device)
+                yield _decode(fmt, dtype, numel, pattern, device)
+        for numel in settings.numels:
+            pattern = _pattern(SUM_ROWS, settings.pattern_numel)
+            yield _decode(fmt, "fp32", numel, pattern, device)
 
 
-def _values(num_rows: int, numel: int, device: torch.device) -> Tensor:
-    """Return values with runs of many magnitudes, fp32."""
-    runs = torch.randint(-20, 5, (num_rows, numel // 32), device=device)
-    scales = torch.exp2(runs.float()).repeat_interleave(32, 1)
-    return scales.mul_(torch.randn(num_rows, numel, device=device))
+def _pattern(num_rows: int, numel: int) -> Tensor:
+    """Return values with runs of many magnitudes, fp32 on the host."""
+    generator = torch.Generator().manual_seed(numel + num_rows)
+    x = torch.randn(num_rows, numel, generator=generator)
+    runs = torch.randint(-20, 5, (num_rows, numel // 32), generator=generator)
+    return x * torch.exp2(runs.float()).repeat_interleave(32, 1)
 
 
-def _encode(fmt: BlockFormat, dtype: str, numel: int, device: torch.device) -> Operation:
-    x = _values(1, numel, device).to(DTYPES[dtype])
+def _encoded(pattern: Tensor, fmt: BlockFormat) -> Tensor:
+    rows = torch.empty(len(pattern), fmt.nbytes(pattern.shape[1]), dtype=torch.uint8)
+    _HOST.encode(pattern, rows, fmt, None)
+    return rows
+
+
+def _repeated_rows(pattern: Tensor, numel: int, fmt: BlockFormat, device: torch.device) -> Tensor:
+    """Return the quantized rows of ``pattern`` repeated up to ``numel`` elements each."""
+    part = pattern.shape[1]
+    rows = _encoded(pattern, fmt)
+    whole = torch.zeros(len(rows), fmt.nbytes(numel), dtype=torch.uint8, device=device)
+    # The bytes of the codes, and those of the scales.
+    stops = (0, fmt.codes_nbytes(part), fmt.used_nbytes(part))
+    stops_of_whole = (0, fmt.codes_nbytes(numel), fmt.used_nbytes(numel))
+    for i in (0, 1):
+        source = rows[:, stops[i] : stops[i + 1]].to(device)
+        target = whole[:, stops_of_whole[i] : stops_of_whole[i + 1]]
+        target.view(len(rows), numel // part, -1).copy_(source[:, None, :])
+    return whole
+
+
+def _encode(
+    fmt: BlockFormat, dtype: str, numel: int, pattern: Tensor, device: torch.device
+) -> Operation:
+    x = pattern.to(device).repeat(1, numel // pattern.shape[1])
     out = torch.empty(1, fmt.nbytes(numel), dtype=torch.uint8, device=device)
-    about = _about("encode", fmt, dtype, numel, x.nbytes + out.nbytes)
-    return Operation(about, lambda backend: backend.encode(x, out, fmt, None))
+    return Operation(
+        _about("encode", fmt, dtype, numel, x.nbytes + out.nbytes),
+        run=lambda backend: backend.encode(x, out, fmt, None),
+        spoil=lambda: out.fill_(0xA5),
+        is_right=lambda: torch.equal(out, _repeated_rows(pattern, numel, fmt, device)),
+    )
 
 
 def _decode(
-    fmt: BlockFormat, dtype: str, numel: int, num_rows: int, device: torch.device
+    fmt: BlockFormat, dtype: str, numel: int, pattern: Tensor, device: torch.device
 ) -> Operation:
     """Return decoding a row, or the sum of several."""
-    rows = torch.empty(num_rows, fmt.nbytes(numel), dtype=torch.uint8, device=device)
-    TorchBackend().encode(_values(num_rows, numel, device), rows, fmt, None)
-    out = torch.empty(1, numel, dtype=DTYPES[dtype], device=device)
 
-    def run(backend: Backend) -> None:
-        if num_rows > 1:
+    def run(backend: Backend, rows: Tensor, out: Tensor) -> None:
+        if len(rows) > 1:
             backend.decode_sum(rows, out[0], fmt)
         else:
             backend.decode(rows, out, fmt)
 
-    name = f"decode_sum of {num_rows}" if num_rows > 1 else "decode"
-    return Operation(_about(name, fmt, dtype, numel, rows.nbytes + out.nbytes), run)
+    def is_right() -> bool:
+        """Return whether finite values repeat the pattern's, but for signs of zeros."""
+        there = expected[0].to(device)
+        return bool((out[0].view(-1, len(there)) == there).all())
+
+    rows = _repeated_rows(pattern, numel, fmt, device)
+    out = torch.empty(1, numel, dtype=DTYPES[dtype], device=device)
+    expected = torch.empty_like(pattern[:1])
+    run(_HOST, _encoded(pattern, fmt), expected)
+    name = f"decode_sum of {len(rows)}" if len(rows) > 1 else "decode"
+    return Operation(
+        _about(name, fmt, dtype, numel, rows.nbytes + out.nbytes),
+        run=lambda backend: run(backend, rows, out),
+        spoil=lambda: out.fill_(-77),
+        is_right=is_right,
+    )
 
 
 def _about(operation: str, fmt: BlockFormat, dtype: str, numel: int, moved_bytes: int) -> Row:
@@ -192,9 +261,79 @@ def _about(operation: str, fmt: BlockFormat, dtype: str, numel: int, moved_bytes
     return {**about, "moved_bytes": moved_bytes}
 
 
-def compare(job: Operation, backend: Backend, settings: Settings, device: torch.device) -> Row:
-    """Time ``backend``, plain torch and a copy of as many bytes."""
+class Stopwatch:
+    """Times calls: by events on an accelerator, by the clock on a CPU.
+
+    A call takes the host longer to start than a small kernel takes to run. So the device is first
+    given other work, long enough for the host to start all the calls meanwhile: they then run back
+    to back, and the time between the two events is theirs alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._busy_s = 0.0
+        if device.type != "cpu":
+            self._busy = torch.zeros(_BUSY_WIDTH, _BUSY_WIDTH, dtype=torch.bfloat16, device=device)
+            self._keep_busy(3)
+            self._busy_s = self._between_events(lambda: self._keep_busy(10)) / 10
+
+    def time_s(self, run: Callable[[], object], calls: int) -> float:
+        """Return the seconds per call of ``run``, which was called before."""
+
+        def run_all() -> None:
+            for _ in range(calls):
+                run()
+
+        if self._device.type == "cpu":
+            return _seconds(run_all) / calls
+        synchronize(self._device)
+        host_s = calls * _seconds(run)
+        synchronize(self._device)
+        self._keep_busy(math.ceil(2 * host_s / self._busy_s))
+        return self._between_events(run_all) / calls
+
+    def _keep_busy(self, times: int) -> None:
+        for _ in range(times):
+            torch.mm(self._busy, self._busy)
+
+    def _between_events(self, run: Callable[[], object]) -> float:
+        start, stop = (torch.Event(self._device.type, enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started_at = time.perf_counter()
+    run()
+    return time.perf_counter() - started_at
+
+
+class WrongResultError(RuntimeError):
+    """The backend gives other bytes or values than the host."""
+
+
+def compare(
+    job: Operation, backend: Backend, settings: Settings, stopwatch: Stopwatch, device: torch.device
+) -> Row:
+    """Check and time ``backend``, plain torch and a copy of as many bytes.
+
+    Raises:
+        WrongResultError: a result differs from the host's.
+    """
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
+    is_equal = {}
+    for name, contender in backends.items():
+        job.spoil()
+        job.run(contender)
+        is_equal[name] = job.is_right()
+    if not is_equal[backend.name]:
+        raise WrongResultError(
+            f"{_name(job.about)}: the {backend.name} backend on {device} gives another result than "
+            "torch on the host: run packages/zero-comm/tests/test_quantizer_backends.py there"
+        )
     source = torch.zeros(job.about["moved_bytes"] // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -205,15 +344,14 @@ def compare(job: Operation, backend: Backend, settings: Settings, device: torch.
             job.run(backends[name])
 
     def time_s(name: str, _: int) -> Row:
-        return {"s": timed_together(lambda: run(name), settings.calls, device)}
+        return {"s": stopwatch.time_s(lambda: run(name), settings.calls)}
 
-    contenders = ["copy", *backends]
-    for name in contenders:
-        run(name)  # compiles and allocates
-    found = take_turns(contenders, settings.rounds, time_s)
+    run("copy")  # allocates; the others ran before
+    found = take_turns(["copy", *backends], settings.rounds, time_s)
     times = {name: statistics.median(row["s"] for row in rows) for name, rows in found.items()}
     return {
         "backend": backend.name,
+        "is_equal_to_host": is_equal,
         "median_s": times,
         **figures(times, job.about, backend.name, device),
     }

@@ -19,20 +19,16 @@ from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import MS, Column, Rows, Section, bars, green
 from benchmarks.harness.rounds import quotient, race_on_device
+from zero_core.errors import ZeroError
 
-RATIOS: tuple[float | str, ...] = ("auto", 0.8, 0.6, 0.4, 0.2, 0.0)
+RATIOS: tuple[float | str, ...] = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0, "auto")
 DEEPSPEED_RATIOS = (0.8, 0.6, 0.4, 0.2)
 """DeepSpeed has them at stage 3 alone. It counts sub-groups, not elements."""
 SETTLING = 80
 """Most steps for ``"ratio": "auto"`` to measure and settle, after the warm-up."""
 PEER_BAR, BEST_GOAL, AUTO_BAR = 2.0, 6.0, 0.95
-PEERS = {
-    "fsdp2": ("fsdp2", 3),
-    "fsdp2, units kept": ("fsdp2", 2),
-    "deepspeed-2": ("deepspeed", 2),
-    "deepspeed-3": ("deepspeed", 3),
-}
-"""Side and stage. They offload everything, as this engine does at ratio 1."""
+PEERS = ("fsdp2", "fsdp2, units kept", "deepspeed-2", "deepspeed-3")
+"""They offload everything, as this engine does at ratio 1."""
 COLUMNS = (
     Column("tokens/s", "tokens_per_s", ",.0f"),
     Column("ms", "step_s", ".1f", MS),
@@ -47,10 +43,7 @@ SPEED = Job("", "", GPT_1_3B, micro_batch=4, steps=10, warmup=3, dtype="bf16", s
 
 
 def speed_jobs(first: Job) -> list[Job]:
-    """Return every contender, the ends of the comparison first.
-
-    This engine is at the stage of ``first``.
-    """
+    """Return every contender, this engine at the stage of ``first``."""
 
     def job(name: str, side: str, stage: int, **offload: Any) -> Job:
         return replace(
@@ -62,14 +55,14 @@ def speed_jobs(first: Job) -> list[Job]:
             zero={"offload_optimizer": {**PINNED, **offload}},
         )
 
+    peers = [(f"deepspeed-3 ratio {ratio}", ratio) for ratio in DEEPSPEED_RATIOS]
     return [
-        job("ratio 1.0", "zero", first.stage, ratio=1.0),
-        *(job(name, side, stage) for name, (side, stage) in PEERS.items()),
         *(job(f"ratio {ratio}", "zero", first.stage, ratio=ratio) for ratio in RATIOS),
-        *(
-            job(f"deepspeed-3 ratio {ratio}", "deepspeed", 3, ratio=ratio)
-            for ratio in DEEPSPEED_RATIOS
-        ),
+        job("fsdp2", "fsdp2", 3),
+        job("fsdp2, units kept", "fsdp2", 2),
+        job("deepspeed-2", "deepspeed", 2),
+        job("deepspeed-3", "deepspeed", 3),
+        *(job(name, "deepspeed", 3, ratio=ratio) for name, ratio in peers),
     ]
 
 
@@ -83,11 +76,13 @@ def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
         is_dry = context.is_dry_run
         for micro_batch, num_rounds in ({2: 1} if is_dry else rounds).items():
             jobs = speed_jobs(replace(context.sized(first), micro_batch=micro_batch))
+            # The two ends of the comparison first.
+            order = ("ratio 0.4", "fsdp2") if is_dry else ("ratio 1.0", *PEERS, "ratio auto")
+            known = {job.name: job for job in jobs}
+            names = order if is_dry else dict.fromkeys((*order, *known))
             able, found = [], {}
-            for job in [job for job in jobs if not is_dry or job.name in ("ratio 0.4", "fsdp2")]:
-                # Peers have no plan. The model itself lies on the host while it is built.
-                why = why_too_large(job, 4 * job.shape.numel) if job.side == "zero" else ""
-                if why:
+            for job in (known[name] for name in names):
+                if why := _why_too_large(job):
                     found[job.name] = {"skipped": why}
                 else:
                     able.append(job)
@@ -98,6 +93,17 @@ def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
         return {"device_limit_bytes": first.device_limit_bytes, "rows": rows, "verdicts": judged}
 
     return Part(name, about, 12.0, run, _section)
+
+
+def _why_too_large(job: Job) -> str:
+    """Return why the host cannot hold this engine's job. Peers have no plan."""
+    if job.side != "zero":
+        return ""
+    try:
+        # The model itself lies on the host while it is built.
+        return why_too_large(job.plan().memory.host_bytes + 4 * job.shape.numel)
+    except ZeroError as error:
+        return str(error)
 
 
 def verdicts(rows: Rows, *, is_judged: bool = True) -> Row:

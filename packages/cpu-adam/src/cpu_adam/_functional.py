@@ -198,7 +198,7 @@ def adam_step_bf16(
         remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
         out: with an fp32 ``param`` alone: as in `adam_step`.
     """
-    scalars = compact_adam_scalars(seed=check_seed(seed), **hyper)
+    scalars = compact_adam_scalars(check_seed(seed), **hyper)
     written = _describe_master(param, remainder, out)
     written |= _describe((BFLOAT16,), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     _update(_kernels.adam_bfloat16, scalars, written, grad, copies, num_threads, stream=(0,))
@@ -436,6 +436,7 @@ def _update(
     else:
         out, out_type = copy.address, SPLIT if copy.type == INT16 else copy.type
     item = [master, first.address, *states, out, first.numel, *stream]
+    changed = tuple(written.values())
     pairs = _add_copies(copies, written, read)
     check_disjoint(written, read)
     copied: list[int] = []
@@ -447,7 +448,7 @@ def _update(
     kernel(isa, first.type, out_type, item, scalars, threads, _more_grads(others), copied)
     torch = loaded_torch()
     if torch is not None:  # mark tensors as changed, as torch's own in-place functions do
-        for block in (*written.values(), *(target for _, target in pairs)):
+        for block in (*changed, *(target for _, target in pairs)):
             if isinstance(block.owner, torch.Tensor):
                 torch.autograd.graph.increment_version(block.owner)
 

@@ -174,7 +174,7 @@ def _clamp(value: float) -> float:
 
 
 def compact_adam_scalars(
-    *, seed: int | None = None, **hyper: Unpack[AdamHyper]
+    seed: int | None = None, /, **hyper: Unpack[AdamHyper]
 ) -> CompactAdamScalars:
     """Scalars of `adam_scalars` in the form that the kernels with compact states take.
 

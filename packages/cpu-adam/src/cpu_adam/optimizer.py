@@ -353,7 +353,7 @@ def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[fl
     derive: Callable[..., tuple[float, ...]] = adam_scalars
     if group["state_dtype"] != "float32":
         seed = check_seed(group["seed"]) if group["state_dtype"] == "bfloat16" else None
-        derive = partial(compact_adam_scalars, seed=seed)
+        derive = partial(compact_adam_scalars, seed)
     return derive(
         step=step,
         lr=group["lr"],

@@ -6,9 +6,8 @@ engine        every stage against DDP (one rank: the bare model) with torch's fu
 offload       the same with the optimizer's state on the host, at several ratios
 comm          quantized collectives: the loss against that of the engine without; four ranks are
               two nodes, hpZ there changes no bit
-
-That no operation is earlier than what it needs, integration/tests/device proves without a device;
-that cpu-adam is torch's AdamW, packages/cpu-adam/tests.
+delays        the same bits when operations on any stream are late at random
+host_kernel   cpu-adam on the host against torch's fused AdamW on the device
 
 Several ranks share one device, by a gloo group that serves it; where that does not work the row
 says so. torch computes deterministically here: else the oracle would not repeat its own bits.
@@ -16,26 +15,40 @@ says so. torch computes deterministically here: else the oracle would not repeat
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import cpu_adam
+from benchmarks.experiments.gpu.correct.cases import (
+    BARS,
+    COLLECTIVES,
+    QUANTIZED_BAR,
+    RANKS_PER_NODE,
+    delay_cases,
+    engine_cases,
+    offload_cases,
+)
+from benchmarks.experiments.gpu.correct.delays import delayed
 from benchmarks.experiments.gpu.part import Context, Part
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import HERE, Place, Row
 from benchmarks.harness.report import Column, Section, bars
 from benchmarks.harness.rounds import has_figures
-from zero_core.testing import Case, compare_with_ddp, read_gaps, run_engine
+from zero_core.testing import Case, Trace, compare_with_ddp, read_gaps, run_engine
 
 GROUPS = (
     "engine 1",
     "offload 1",
+    "delays",
+    "host_kernel",
     "engine 2",
     "offload 2",
     "comm 2",
@@ -43,80 +56,17 @@ GROUPS = (
     "engine 3",
 )
 """With the number of ranks. Those of one rank are first."""
-DRY_GROUPS = ("offload 2", "comm 2")
+DRY_GROUPS = ("offload 2", "delays", "comm 2")
 
 STEPS = 10
 COMM_WIDTH = 33
 """Of the model: even the shards of its gradients are worth quantizing."""
-BARS = {"fp32": (4e-6, 2e-6), "bf16": (0.07, 0.04), "fp16": (0.0045, 4.5e-4)}
-"""Of a loss of about 3.6 and of a final value, as in the tests of the CPU, for cases whose
-arithmetic is not the oracle's: ranks or a norm summed in another order, a kernel on the host."""
-QUANTIZED_BAR = 0.1
-"""Of a loss, relative, with quantized collectives: twice the largest difference on the CPU, of a
-model so small that every block of a quantizer holds several parameters."""
-RANKS_PER_NODE = 2
-_QWZ, _QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
-_HPZ = {"zero_hpz_partition_size": RANKS_PER_NODE}
-SMALL_SCALE = {"fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 8}}
-PARAMETERS_TOO: Mapping[str, Any] = {
-    "offload_optimizer": {"device": "cpu", "ratio": 1.0},
-    "offload_param": {"device": "cpu"},
-}
-COLLECTIVES: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
-    2: {"qwZ": _QWZ, "qgZ": _QGZ},
-    4: {"hpZ": _HPZ, "all three": {**_QWZ, **_QGZ, **_HPZ}},
-}
-"""By ranks: one node, and two."""
-
-
-def engine_cases(*, is_dry_run: bool) -> list[list[Case]]:
-    """Return the cases without offload, a list of equal bits for each dtype.
-
-    Some steps in fp16 overflow and are skipped.
-    """
-    grid = itertools.product((1, 3), (0.0, 0.5), (0, 1, 2, 3))
-    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    if is_dry_run:
-        grid, dtypes = itertools.product((1,), (0.0,), (2, 3)), ("fp32", "fp16")
-    points = list(grid)
-    return [
-        [
-            Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=clipping)
-            for accumulation, clipping, stage in points
-        ]
-        for dtype in dtypes
-    ]
-
-
-def offload_cases(*, is_dry_run: bool) -> list[list[Case]]:
-    """Return the offloaded cases, a list for each dtype and ratio.
-
-    Ratios are all, none, and a split within a parameter; with all, a list has parameters on the
-    host, too.
-
-    Within a list no bit may differ. On an accelerator ratios differ by what its kernel and the
-    host's round differently. What is added up over micro-steps is handed on in 16 bits: in fp16 the
-    sum overflows before its parts do, which torch adds up in fp32, so there the scale is small.
-    """
-    ratios = (0.3,) if is_dry_run else (1.0, 0.3, 0.0)
-    found = []
-    for cases in engine_cases(is_dry_run=is_dry_run):
-        cases = [
-            replace(case, top=SMALL_SCALE)
-            if case.dtype == "fp16" and case.accumulation > 1
-            else case
-            for case in cases
-        ]
-        for ratio in ratios:
-            zero = _offload(ratio=ratio)
-            found.append([replace(case, zero=zero) for case in cases if case.stage > 0])
-        if not is_dry_run:  # on the CPU parameters lie in host memory as it is
-            found.append([replace(case, zero=PARAMETERS_TOO) for case in cases if case.stage == 3])
-    return found
-
-
-def _offload(**keys: Any) -> dict[str, Any]:
-    return {"offload_optimizer": {"device": "cpu", **keys}}
+NUMEL, KERNEL_STEPS = (1 << 20) + 77, 10
+KERNEL_RATE = 1e-2
+KERNEL_BAR = 2.0
+"""Units in the last place, per step."""
+DELAY_SHARE = 0.2
+SEEDS = (1, 2, 3)
 
 
 def _run(context: Context) -> Row:
@@ -147,14 +97,20 @@ def measure(place: Place, group: str, is_dry_run: bool) -> Row:
 
 
 def _found(place: Place, kind: str, *, is_dry_run: bool) -> Iterator[dict[str, Row]]:
-    torch.set_num_threads(1)
-    place.join(find_device(), is_shared=True)
-    if kind == "comm":
-        yield collectives(place)
-        return
-    make = offload_cases if kind == "offload" else engine_cases
-    for cases in make(is_dry_run=is_dry_run):
-        yield with_ddp(cases, place, is_offloaded=kind == "offload")
+    device = find_device()
+    if kind == "delays":
+        yield from under_delays(device, is_dry_run=is_dry_run)
+    elif kind == "host_kernel":
+        yield host_kernel(device)
+    else:
+        torch.set_num_threads(1)
+        place.join(device, is_shared=True)
+        if kind == "comm":
+            yield collectives(place)
+            return
+        make = offload_cases if kind == "offload" else engine_cases
+        for cases in make(is_dry_run=is_dry_run):
+            yield with_ddp(cases, place, is_offloaded=kind == "offload")
 
 
 def with_ddp(cases: list[Case], place: Place, *, is_offloaded: bool) -> dict[str, Row]:
@@ -192,9 +148,7 @@ def collectives(place: Place) -> dict[str, Row]:
         is_exact = name == "hpZ"
         gaps = [abs(a - b) / b for a, b in zip(trace.losses, plain.losses, strict=True)]
         if is_exact:
-            num_losses = sum(a != b for a, b in zip(trace.losses, plain.losses, strict=True))
-            values = plain.values.items()
-            gap: float = num_losses + sum(int((trace.values[n] != v).sum()) for n, v in values)
+            gap: float = _num_different(trace, plain)
         else:
             gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
         of_plain = plain.between_nodes_bytes
@@ -209,12 +163,101 @@ def collectives(place: Place) -> dict[str, Row]:
     return rows
 
 
+def under_delays(device: torch.device, *, is_dry_run: bool) -> Iterator[dict[str, Row]]:
+    """Yield the number of values per case that differ from those of a run without delays.
+
+    One case plants a race, which the delays have to show.
+    """
+    yield {"a planted race of threads": _planted_race(torch.device("cpu"), device)}
+    if device.type != "cpu":
+        yield {"a planted race of streams": _planted_race(device, device)}
+    for name, case in delay_cases(is_dry_run=is_dry_run).items():
+        plain = run_engine(case, 0, STEPS)
+        worst, num_late = 0, 0
+        for seed in SEEDS[:1] if is_dry_run else SEEDS:
+            with delayed(device, seed=seed, share=DELAY_SHARE) as late:
+                worst = max(worst, _num_different(run_engine(case, 0, STEPS), plain))
+            num_late += late()
+        is_met = worst == 0 and num_late > 0
+        yield {name: {"found": worst, "bar": 0, "is_met": is_met, "num_late": num_late}}
+
+
+def host_kernel(device: torch.device) -> dict[str, Row]:
+    """Compare cpu-adam on the host with torch's fused AdamW on the device, from equal values."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(NUMEL, generator=generator)
+    grads = [torch.randn(NUMEL, generator=generator) for _ in range(KERNEL_STEPS)]
+    hyper: dict[str, Any] = {"lr": KERNEL_RATE, "eps": 1e-8, "weight_decay": 0.1}
+    there = torch.nn.Parameter(start.to(device))
+    optimizer = torch.optim.AdamW([there], fused=True, betas=(0.9, 0.95), **hyper)
+    here = torch.nn.Parameter(start.clone())
+    host = cpu_adam.CPUAdam([here], betas=(0.9, 0.95), **hyper)
+    for grad in grads:
+        there.grad, here.grad = grad.to(device), grad.clone()
+        optimizer.step()
+        host.step()
+    ulps = _ulps(here.detach(), there.detach().cpu(), start)
+    bar = KERNEL_BAR * KERNEL_STEPS
+    return {f"{KERNEL_STEPS} steps": {"found": ulps, "bar": bar, "is_met": ulps <= bar}}
+
+
 def _name(case: Case) -> str:
     ratio = case.zero.get("offload_optimizer", {}).get("ratio")
     offload = "" if ratio is None else f", ratio {ratio}"
     offload += ", parameters too" if "offload_param" in case.zero else ""
     clip = ", clipped" if case.clipping else ""
     return f"stage {case.stage}, {case.dtype}, {case.accumulation} micro-steps{clip}{offload}"
+
+
+def _num_different(trace: Trace, plain: Trace) -> int:
+    """Return the number of losses and elements of final values that differ in a bit."""
+    num_losses = sum(a != b for a, b in zip(trace.losses, plain.losses, strict=True))
+    return num_losses + sum(
+        int((trace.values[name] != value).sum()) for name, value in plain.values.items()
+    )
+
+
+def _planted_race(place: torch.device, device: torch.device) -> Row:
+    """Write a value and read it without waiting: found is 1 if the read was too early.
+
+    The value lies at ``place``; the delays are those of ``device``.
+    """
+    value = torch.zeros(1, device=place)
+    with delayed(device, seed=0, share=1.0):
+        wait = _write_beside(value)
+        seen = value.clone()
+        wait()
+    is_early = int(seen.item() == 0.0)
+    return {"found": is_early, "bar": 1, "is_met": is_early == 1}
+
+
+def _write_beside(value: Tensor) -> Callable[[], None]:
+    """Set ``value`` to 1 on a stream of its own, on a host in a thread of its own."""
+
+    def write() -> None:
+        for _ in range(20):  # each of them late: all together later than the reader
+            value.fill_(0.0)
+        value.fill_(1.0)
+
+    if value.device.type == "cpu":
+        thread = threading.Thread(target=write)
+        thread.start()
+        return thread.join
+    stream = torch.Stream(value.device)
+    torch.accelerator.synchronize(value.device)
+    with stream:
+        write()
+    return stream.synchronize
+
+
+def _ulps(a: Tensor, b: Tensor, start: Tensor) -> float:
+    """Return the largest difference in units in the last place (fp32) of ``b`` or ``start``.
+
+    The larger of the two: a value that moved close to 0 has the rounding of those before.
+    """
+    size = torch.maximum(b.abs(), start.abs()).clamp(min=KERNEL_RATE)
+    spacing = (torch.nextafter(size, torch.tensor(torch.inf)) - size).double()
+    return float(((a.double() - b.double()).abs() / spacing).max())
 
 
 def _section(found: Row) -> Section:
@@ -246,7 +289,7 @@ def _section(found: Row) -> Section:
 
 PART = Part(
     "correct",
-    "equivalence with DDP and torch's optimizers",
+    "equivalence with DDP and torch's optimizers; the same bits under delays",
     8.0,
     _run,
     _section,
