@@ -103,9 +103,13 @@ def test_the_cpu_answers_under_any_number_what_a_device_answers() -> None:
     def public(kind: type) -> set[str]:
         return {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
 
-    for name in public(CpuAccelerator) - public(TorchAccelerator):
-        known = TorchAccelerator.NAMES.get(name, name)
-        assert hasattr(torch.accelerator, known) or hasattr(torch.cuda, known), name
+    assert public(CpuAccelerator) == public(TorchAccelerator)
+    other, seen = TorchAccelerator(torch.device("cpu")), Namespace(amp=None)
+    seen.set_rng_state = lambda *args: vars(seen).update(args=args)
+    other._module = seen
+    other.set_rng_state(device_index=0, new_state=state)
+    assert seen.args == (state, 0)
+    assert not hasattr(other, "amp"), "torch's, but not DeepSpeed's"
 
 
 @on_a_cpu

@@ -308,8 +308,10 @@ def test_leaf_modules_are_marked_by_class_name_suffix_and_configuration() -> Non
         body, ["body.2", "nowhere"], raise_if_not_found=False
     )
     assert (found, missing) == ([model[2]], ["nowhere"])
-    with pytest.raises(ValueError, match="no module"):
-        utils.set_z3_leaf_modules(model, [nn.Conv1d])
+    for wanted in ([nn.Conv1d], "NotALinear"):
+        with pytest.raises(ValueError, match="no module"):
+            utils.set_z3_leaf_modules(model, wanted)
+    assert utils.set_z3_leaf_modules(model, iter(["Linear"])) == layers
     engine = _engine(3, zero_optimization={"stage": 3, "leaf_module": {"names": ["0"]}})
     assert utils.get_z3_leaf_modules(engine.module) == [engine.module[0]]
 

@@ -488,6 +488,7 @@ def test_tiles_compute_what_the_whole_layer_does() -> None:
         torch.testing.assert_close(tiled(inputs), expected)
     split = {"input_is_already_split": True, "combine_out_splits": False}
     tiled = TiledLinear(7, 5, in_splits=2, out_splits=2, **split)
+    whole.register_buffer("scale", torch.ones(1))  # another class of layers may have more
     tiled.copy_params_from(whole)
     parts = tiled(inputs.split([4, 3], dim=-1))
     assert [part.shape[-1] for part in parts] == [3, 2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -415,9 +416,26 @@ def test_pickle_that_takes_for_ever_ends_with_its_processor_time(tmp_path: Path)
     child = os.fork()
     if child == 0:
         limit(0, spare_s=0)
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
         load_file(tmp_path / "a.pt")
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGXCPU
+
+
+@pytest.mark.parametrize(
+    ("line", "ended"),
+    [("exec head -c 1000000 /dev/zero", "SIGKILL"), ("echo []", "code 0"), ("echo {", "code 0")],
+)
+def test_answer_that_the_reader_would_not_give_is_refused(
+    line: str, ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{line}\n", encoding="ascii")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(CheckpointError, match=f"ended: {ended}"):
+        import_checkpoint(tmp_path, tmp_path.parent / "new")
 
 
 def test_reader_dies_with_its_parent() -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,46 +157,55 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return max(0, self.total_memory() - self.memory_allocated())
 
 
-class TorchAccelerator(DeepSpeedAccelerator):
-    """All devices of one kind of torch's accelerators (CUDA, XPU, MPS, ...).
+def _of_device(name: str) -> Callable[..., Any]:
+    """Return a method that calls ``torch.accelerator``'s function ``name`` for a device."""
 
-    What is not written out here is ``torch.accelerator``'s, or the kind's own module's.
-    """
+    def method(self: TorchAccelerator, device_index: int | None = None) -> Any:
+        return getattr(torch.accelerator, name)(device_index)
+
+    method.__doc__ = f"See ``torch.accelerator.{name}``."
+    return method
+
+
+class TorchAccelerator(DeepSpeedAccelerator):
+    """All devices of one kind of torch's accelerators (CUDA, XPU, MPS, ...)."""
 
     Stream = torch.Stream
     Event = torch.Event
-    NAMES: ClassVar[Mapping[str, str]] = {
-        "current_device": "current_device_index",
-        "set_device": "set_device_index",
-        "memory_cached": "memory_reserved",
-        "max_memory_cached": "max_memory_reserved",
-        "reset_max_memory_allocated": "reset_peak_memory_stats",
-        "reset_max_memory_cached": "reset_peak_memory_stats",
-    }
-    """torch's names for DeepSpeed's."""
 
     def __init__(self, kind: torch.device) -> None:
         super().__init__(kind.type, dist.get_default_backend_for_device(kind))
         self._module: Any = torch.get_device_module(kind)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        known = self.NAMES.get(name, name)
-        # foreign: torch's functions
-        function = getattr(torch.accelerator, known, None) or getattr(self._module, known)
-
-        def call(*args: Any, **named: Any) -> Any:
-            # An index of None is left out: torch's functions have several defaults for it.
-            return function(*(x for x in (*args, *named.values()) if x is not None))
-
-        return call
-
     def current_device_name(self) -> str:
-        return self.device_name(torch.accelerator.current_device_index())
+        return self.device_name(self.current_device())
 
-    def device(self, device_index: int | None = None) -> AbstractContextManager[None]:
-        return torch.accelerator.device_index(device_index)
+    current_device = staticmethod(torch.accelerator.current_device_index)
+    device_count = staticmethod(torch.accelerator.device_count)
+    is_available = staticmethod(torch.accelerator.is_available)
+    empty_cache = staticmethod(torch.accelerator.empty_cache)
+    device = _of_device("device_index")
+    set_device = _of_device("set_device_index")
+    synchronize = _of_device("synchronize")
+    current_stream = _of_device("current_stream")
+    memory_allocated = _of_device("memory_allocated")
+    max_memory_allocated = _of_device("max_memory_allocated")
+    memory_reserved = memory_cached = _of_device("memory_reserved")
+    max_memory_reserved = max_memory_cached = _of_device("max_memory_reserved")
+    memory_stats = _of_device("memory_stats")
+    reset_peak_memory_stats = _of_device("reset_peak_memory_stats")
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return self._module.default_stream(device_index)
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """Return the state of the device's generator: uint8, on the CPU."""
+        state: Tensor = self._module.get_rng_state(*_given(device_index))
+        return state
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        self._module.set_rng_state(new_state, *_given(device_index))
 
     def default_generator(self, device_index: int) -> torch.Generator:
         generator: torch.Generator = self._module.default_generators[device_index]
@@ -207,6 +216,11 @@ class TorchAccelerator(DeepSpeedAccelerator):
 
     def available_memory(self, device_index: int | None = None) -> int:
         return torch.accelerator.get_memory_info(device_index)[0]
+
+
+def _given(device_index: int | None) -> tuple[int, ...]:
+    """Return the index as an argument, left out if it is None: torch's default has another form."""
+    return () if device_index is None else (device_index,)
 
 
 @functools.cache

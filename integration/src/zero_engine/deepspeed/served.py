@@ -13,12 +13,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import NoReturn
+from typing import Any
 
-from zero_engine.deepspeed.errors import NotServedError, Unserved
+from zero_engine.deepspeed.errors import Unserved
 
 VERSION = "0.19.8"
 """The release of DeepSpeed whose interface this is."""
@@ -112,6 +113,115 @@ ALIASES: Mapping[str, str] = {
 }
 """DeepSpeed's path, and the modules whose names it has. A row may use those above it."""
 
+_NAMES_BY_PATHS = {
+    "accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
+    "accelerator.abstract_accelerator": "DeepSpeedAccelerator",
+    "accelerator.cpu_accelerator": "CpuAccelerator DeepSpeedAccelerator",
+    "accelerator.real_accelerator": "get_accelerator is_current_accelerator_supported",
+    "checkpoint.utils": "clone_tensors_for_torch_save",
+    "checkpointing runtime.activation_checkpointing.checkpointing": (
+        "checkpoint configure get_* is_* model_parallel_cuda_manual_seed non_reentrant_checkpoint "
+        "reset"
+    ),
+    "comm comm.comm": (
+        "ProcessGroup ReduceOp all* barrier batch_isend_irecv broadcast* destroy_process_group "
+        "gather get_* has_* inference_all_reduce init_distributed initialize_mesh_device irecv "
+        "is_* isend log_summary monitored_barrier new_group recv reduce* scatter send"
+    ),
+    "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME main",
+    "monitor.config": "*Config get_monitor_config",
+    "monitor.monitor": "Monitor MonitorMaster",
+    "ops.adagrad ops.adagrad.cpu_adagrad": "DeepSpeedCPUAdagrad",
+    "ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "ops.adam.cpu_adam": "DeepSpeedCPUAdam",
+    "ops.adam.fused_adam": "FusedAdam",
+    "ops.aio": "AsyncIOBuilder",
+    "ops.lion": "DeepSpeedCPULion FusedLion",
+    "ops.lion.cpu_lion": "DeepSpeedCPULion",
+    "ops.lion.fused_lion": "FusedLion",
+    "ops.op_builder": "AsyncIOBuilder Fused*Builder OpBuilder",
+    "ops.op_builder.all_ops": "ALL_OPS",
+    "ops.op_builder.builder": "OpBuilder",
+    "runtime.base_optimizer": "DeepSpeedOptimizer",
+    "runtime.config": "*_OPTIMIZER DeepSpeedConfig*",
+    "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
+    "runtime.engine": "DeepSpeedDataLoader DeepSpeedEngine Offload*Enum",
+    "runtime.lr_schedules": (
+        "[A-Z]*_* LRRangeTest OneCycle Warmup* add_tuning_arguments get_* override_* "
+        "parse_arguments update_lr"
+    ),
+    "runtime.utils": "clip_grad_norm_ logger see_memory_usage set_random_seed",
+    "runtime.zero zero": (
+        "GatheredParameters Init TiledLinear* ZeroParam* *register_external_parameter "
+        "unwrap_model_for_generation"
+    ),
+    "runtime.zero.offload_config": "Offload*Enum",
+    "runtime.zero.partition_parameters": (
+        "GatheredParameters Init ZeroParam* get_accelerator init_distributed is_zero_param "
+        "*register_external_parameter zero_wrapper_for_fp_tensor_constructor"
+    ),
+    "runtime.zero.tiling": "TiledLinear*",
+    "utils": (
+        "OnDevice RepeatingLoader instrument_w_nvtx log_dist* logger safe_* "
+        "set_log_level_from_string *z3_leaf_*"
+    ),
+    "utils.groups": "get_*",
+    "utils.init_on_device": "OnDevice",
+    "utils.logging": "log_dist* logger set_log_level_from_string warning_once",
+    "utils.nvtx": "instrument_w_nvtx",
+    "utils.tensor_fragment": "safe_*",
+    "utils.z3_leaf_module": "*z3_leaf_*",
+    "utils.zero_to_fp32": "convert_* get_fp32_* load_state_dict_*",
+}
+_PATTERNS = {
+    path: names.split() for paths, names in _NAMES_BY_PATHS.items() for path in paths.split()
+}
+"""The served names of each of DeepSpeed's modules, as patterns. Others stand there for own use."""
+
+_SUBMODULES_BY_PACKAGE = {
+    "accelerator": (
+        "cuda_accelerator hpu_accelerator klxpu_accelerator mlu_accelerator mps_accelerator "
+        "npu_accelerator sdaa_accelerator supa_accelerator xpu_accelerator"
+    ),
+    "checkpoint": (
+        "affine affine_transfer autoep_affine autoep_universal autoep_zero3_metadata constants "
+        "deepspeed_checkpoint ds_to_universal reshape_3d_utils reshape_meg_2d reshape_utils "
+        "universal_checkpoint zero_checkpoint"
+    ),
+    "comm": "backend ccl config constants mori pg_utils reduce_op torch utils",
+    "launcher": "constants launch launcher_helper multinode_runner",
+    "monitor": "comet csv_monitor tensorboard utils wandb",
+    "ops.adam": "multi_tensor_apply zenflow_cpu_adam zenflow_torch_adam",
+    "ops.lion": "multi_tensor_apply",
+    "ops.op_builder": (
+        "async_io cpu dc evoformer_attn fp_quantizer fused_adam fused_lamb fused_lion gds hpu "
+        "inference_core_ops inference_cutlass_builder klxpu mlu mps npu pin_memory "
+        "pin_memory_load quantizer ragged_ops ragged_utils random_ltd sdaa spatial_inference "
+        "stochastic_transformer supa transformer transformer_inference utils xpu"
+    ),
+    "runtime": (
+        "bf16_optimizer checkpoint_engine chunked_cross_entropy comm compiler config_utils "
+        "constants fp16 keep_in_fp32 model_checkpointing precision_config python_gc sparse_tensor "
+        "state_dict_factory superoffload swap_tensor torch_autocast zenflow"
+    ),
+    "runtime.activation_checkpointing": "config offload_activations",
+    "runtime.zero": (
+        "config contiguous_memory_allocator leaf_module_config linear muon offload_states "
+        "parameter_offload partitioned_param_coordinator partitioned_param_profiler stage3 "
+        "stage_1_and_2 test utils"
+    ),
+    "utils": (
+        "bwc comms_logging config debug exceptions mixed_precision_linkage module_utils numa "
+        "pin_memory pin_memory_tracker static_cache timer torch types zero_to_fp32 zero_to_torch"
+    ),
+}
+_SUBMODULES = {
+    f"{package}.{name}"
+    for package, names in _SUBMODULES_BY_PACKAGE.items()
+    for name in names.split()
+}
+"""Other modules in served packages. Only an import makes one, so a look-up must not find it."""
+
 
 class RefusedModule(ModuleType):
     """A module of DeepSpeed that is not served: every name in it is an `Unserved`."""
@@ -133,10 +243,6 @@ class RefusedModule(ModuleType):
             _unserved(f"{self._served_name}.{name}", self._reason)()
         super().__setattr__(name, value)
 
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse the call of a function, which `refuse_other_names` may take for a module."""
-        raise NotServedError(self._served_name, self._reason)
-
 
 def reason_to_refuse(name: str) -> str | None:
     """Return why ``deepspeed.NAME`` is refused, None if nothing is said of it."""
@@ -148,21 +254,33 @@ def reason_to_refuse(name: str) -> str | None:
 
 
 def refuse_other_names(path: str) -> None:
-    """Have ``zero_engine.deepspeed.PATH`` give an `Unserved` for each public name that it lacks."""
+    """Have ``zero_engine.deepspeed.PATH`` give an `Unserved` for each public name that it lacks.
+
+    The names that are served become its ``__all__``, unless it is the package itself.
+    """
     full_name = f"{_HOME}.{path}".removesuffix(".")
     module = sys.modules[full_name]
 
-    def find(name: str) -> Unserved | ModuleType:
-        if name.startswith("_"):
-            raise AttributeError(f"module {full_name!r} has no attribute {name!r}")
+    def find(name: str) -> Unserved:
         dotted = f"{path}.{name}".removeprefix(".")
-        reason = reason_to_refuse(dotted)
-        # foreign: a plain module has no path.
-        if reason is not None and name.islower() and hasattr(module, "__path__"):
-            return importlib.import_module(f"{_HOME}.{dotted}")
-        return _unserved(dotted, reason or INNER)
+        if name.startswith("_") or dotted in _SUBMODULES:
+            raise AttributeError(f"module {full_name!r} has no attribute {name!r}")
+        return _unserved(dotted, reason_to_refuse(dotted) or INNER)
 
     vars(module)["__getattr__"] = find
+    if path:
+        vars(module)["__all__"] = list(_served_names(path, vars(module)))
+
+
+def _served_names(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``content`` that ``deepspeed.PATH`` has."""
+    return {
+        name: value
+        for name, value in content.items()
+        if not name.startswith("_")
+        and not isinstance(value, ModuleType)
+        and any(fnmatchcase(name, pattern) for pattern in _PATTERNS.get(path, ()))
+    }
 
 
 def _unserved(name: str, reason: str) -> Unserved:
@@ -176,12 +294,8 @@ def serve() -> None:
         module = _module(path)
         for source in sources.split():
             content = vars(importlib.import_module(f"{_HOME}.{source}"))
-            vars(module).update(
-                (name, value)
-                for name, value in content.items()
-                if not name.startswith("_") and not isinstance(value, ModuleType)
-            )
-    for path in ("", *_OWN.split()):
+            vars(module).update(_served_names(path, content))
+    for path in ("", *_OWN.split(), *ALIASES):
         refuse_other_names(path)
 
 

@@ -82,8 +82,8 @@ def limit(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None:
     """
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     seconds = int(sum(os.times()[:2])) + 1 + spare_s + read_bytes * _SECONDS_PER_GB // 10**9
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for kind, bound in (
-        (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_AS, pages * resource.getpagesize() + read_bytes + _SPARE_BYTES),
         (resource.RLIMIT_CPU, seconds),
     ):

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zero_core import CheckpointError
@@ -19,6 +20,7 @@ from zero_engine.deepspeed_import.stage_0 import read_stage_0
 from zero_engine.deepspeed_import.zero_stages import FOLDER, read_universal, read_zero
 
 _WHAT = "the import of a checkpoint"
+_MAX_ANSWER_BYTES = 64 << 10
 
 
 def import_checkpoint(
@@ -66,19 +68,35 @@ def import_checkpoint(
         "parent": os.getpid(),
     }
     command = [sys.executable, "-P", "-m", "zero_engine.deepspeed_import.child"]
-    done = subprocess.run(command, input=json.dumps(request).encode(), stdout=subprocess.PIPE)
-    if done.returncode != 0:
-        ended = f"code {done.returncode}; what it printed is above"
-        if done.returncode == -signal.SIGXCPU:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with suppress(BrokenPipeError):  # it has ended: its code says how
+                child.stdin.write(json.dumps(request).encode())
+                child.stdin.close()
+            data = child.stdout.read(_MAX_ANSWER_BYTES + 1)
+            if len(data) > _MAX_ANSWER_BYTES:  # a pickle has taken it over
+                child.kill()
+            child.wait()
+        except BaseException:
+            child.kill()
+            raise
+    answer = None
+    if child.returncode == 0:
+        with suppress(ValueError, RecursionError):
+            answer = json.loads(data)
+    if not isinstance(answer, dict):
+        ended = f"code {child.returncode}; what it printed is above"
+        if child.returncode == -signal.SIGXCPU:
             ended = "SIGXCPU: it took more processor time than files of this size need"
-        elif done.returncode < 0:
-            ended = signal.Signals(-done.returncode).name
+        elif child.returncode < 0:
+            ended = signal.Signals(-child.returncode).name
         raise CheckpointError(
             f"{directory} is not imported: the process that reads it ended: {ended}"
         )
-    answer: dict[str, str] = json.loads(done.stdout)
     if "error" in answer:
-        is_corrupt = answer["kind"] == CheckpointCorruptError.__name__
+        is_corrupt = answer.get("kind") == CheckpointCorruptError.__name__
         raise (CheckpointCorruptError if is_corrupt else CheckpointError)(answer["error"])
     return target
 

@@ -91,6 +91,7 @@ def mark_configured(model: nn.Module, leaf_module: LeafModuleConfig | None) -> N
 def _set_by_class(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
+    classes = list(classes)  # an iterator is read once, a text matches no part of a name
     kinds = tuple(kind for kind in classes if isinstance(kind, type))
     found = [
         m
@@ -112,6 +113,7 @@ def _set_by_name(
     raise_if_not_found: bool,
     fits: Callable[[str, str], bool],
 ) -> tuple[list[nn.Module], list[str]]:
+    wanted = list(wanted)
     modules = dict(model.named_modules())
     found = [m for n, m in modules.items() if any(fits(n, name) for name in wanted)]
     missing = [name for name in wanted if not any(fits(n, name) for n in modules)]

@@ -91,7 +91,9 @@ class TiledLinear(nn.Module):
             GatheredParameters(other.parameters(recurse=False)),
             GatheredParameters(own.parameters(recurse=False), modifier_rank=0),
         ):
-            own.load_state_dict(other.state_dict())
+            own.weight.copy_(other.weight)
+            if own.bias is not None:
+                own.bias.copy_(other.bias)
 
 
 class TiledLinearReturnBias(TiledLinear):
