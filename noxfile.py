@@ -29,10 +29,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _pip_links = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
 if _found := subprocess.run(_pip_links, capture_output=True, text=True, check=False).stdout:
     os.environ.setdefault("UV_FIND_LINKS", ",".join(_found.split()))
-# Where its kernels cannot be compiled, zero-comm would be built without them.
-os.environ.setdefault("ZERO_COMM_REQUIRE_KERNELS", "1")
+os.environ.setdefault("ZERO_COMM_REQUIRE_KERNELS", "1")  # else it may be built without them
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
+COMMANDS = "integration[train,report]"
 FOLDERS = {**{name: f"packages/{name}" for name in PACKAGES}, "integration": "integration"}
 SOURCES = (
     *(f"packages/{name}/src" for name in PACKAGES),
@@ -132,7 +132,7 @@ def test_alone(session: nox.Session, part: str) -> None:
 def test_slow(session: nox.Session) -> None:
     """Programs around the packages, and what tests leave out of the gate: decision 228."""
     tested = ("zero-core", "zero-comm", "integration")
-    install_everything(session, extras=("ray",), tests_of=tested)
+    install_everything(session, extras=",ray", tests_of=tested)
     run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long pages
     run_tests(session, "integration", "tests/slow", "--ignore=tests/slow/test_doc_runs.py")
     for package in tested:
@@ -141,11 +141,10 @@ def test_slow(session: nox.Session) -> None:
 
 def run_examples(session: nox.Session) -> None:
     """Run the examples, each by the command that stands in it; each asserts that its loss fell."""
-    install_everything(session, "accelerate>=1.13", extras=("lightning", "ray"))
+    install_everything(session, "accelerate>=1.13", extras=",lightning,ray")
     environment = {"OMP_NUM_THREADS": "1"}  # two ranks, and CI has few cores
-    for path in sorted(Path("integration", "examples").rglob("*.py")):
-        if path.stem in ("lesson", "wide_products"):
-            continue  # what programs import
+    found = sorted(Path("integration", "examples").rglob("*.py"))
+    for path in (p for p in found if p.stem not in ("lesson", "wide_products")):
         description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = description.split("\n\n")[1]
         session.run(*shlex.split(command), env=environment)
@@ -153,7 +152,7 @@ def run_examples(session: nox.Session) -> None:
 
 def start_experiments(session: nox.Session) -> None:
     """Import every benchmark and every experiment of the lab, and print their help."""
-    install_everything(session, extras=("bench",))
+    install_everything(session, extras=",bench")
     for folder in ("benchmarks", "lab"):
         session.run("python", f"integration/{folder}/run.py", "--dry-run", silent=True)
 
@@ -168,7 +167,7 @@ def check_clusters(session: nox.Session) -> None:
 
 def look_at_report(session: nox.Session) -> None:
     """Go a new user's path, and look at a report's page in Debian's chromium or CHROMIUM."""
-    install_everything(session, extras=("hf",), tests_of=("integration",))
+    install_everything(session, extras=",hf", tests_of=("integration",))
     session.run(*PYTEST, "integration/browser")
 
 
@@ -243,14 +242,14 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run a benchmark, e.g. ``nox -s bench -- engine``; DeepSpeed is installed to compare with."""
-    install_everything(session, extras=("bench",))
+    install_everything(session, extras=",bench")
     session.run("python", "integration/benchmarks/run.py", *session.posargs)
 
 
 @nox.session
 def lab(session: nox.Session) -> None:
     """Run an experiment of the lab."""
-    install_everything(session, extras=("bench",))
+    install_everything(session, extras=",bench")
     session.run("python", "integration/lab/run.py", *session.posargs)
 
 
@@ -263,7 +262,7 @@ def compat(session: nox.Session, part: str) -> None:
     that had silent bugs.
     """
     peers = ("trl>=1.16", "bitsandbytes>=0.50", "torchao>=0.18")
-    install_everything(session, *peers, extras=("bench", "ray"), tests_of=("integration",))
+    install_everything(session, *peers, extras=",bench,ray", tests_of=("integration",))
     if part == "scars":
         session.run("python", "integration/lab/releases.py", *session.posargs)
         return
@@ -272,12 +271,8 @@ def compat(session: nox.Session, part: str) -> None:
     run_compat(session, "compile_deepspeed.py")
     if part == "peers":
         # That each of its modules is served or refused can be told only where it is installed.
-        beside = (
-            "test_deepspeed_names",
-            "test_deepspeed_config_table",
-            "slow/test_deepspeed_launcher",
-        )
-        session.run(*PYTEST, *(f"integration/tests/{name}.py" for name in beside))
+        beside = "test_deepspeed_names test_deepspeed_config_table slow/test_deepspeed_launcher"
+        session.run(*PYTEST, *(f"integration/tests/{name}.py" for name in beside.split()))
         session.run(*PYTEST, "integration/compat/checks")
         run_compat(session, "compare.py", *session.posargs)
         return
@@ -285,9 +280,7 @@ def compat(session: nox.Session, part: str) -> None:
     run_tests(session, "integration", "-k", HUGGING_FACE_TESTS)
     results = Path(session.create_tmp(), "compat.json")
     results.unlink(missing_ok=True)
-    families = (
-        f"--only={name}:" for name in ("TRL: trl", "transformers", "accelerate", "Lightning")
-    )
+    families = (f"--only={n}:" for n in ("TRL: trl", "transformers", "accelerate", "Lightning"))
     run_compat(session, "compare.py", *families, f"--results={results}")
 
 
@@ -350,7 +343,7 @@ def matrix(session: nox.Session, torch: str) -> None:
     """
     tools = [*(tool for package in FOLDERS for tool in group("test", package)), *group("runners")]
     pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))
-    session.install("--quiet", *own(session, *PACKAGES, with_commands()), *pinned, *tools)
+    session.install("--quiet", *own(session, *PACKAGES, COMMANDS), *pinned, *tools)
     for package in FOLDERS:
         run_tests(session, package)
 
@@ -359,8 +352,8 @@ def matrix(session: nox.Session, torch: str) -> None:
 @parts(*FOLDERS)
 def minimum(session: nox.Session, part: str) -> None:
     """Test a package with the lowest releases of all that its pyproject.toml declares."""
-    alone = ["cpu-adam[torch]" if "cpu" in part else part]
-    packages = [*PACKAGES, with_commands()] if part == "integration" else alone
+    alone = "cpu-adam[torch]" if "cpu" in part else part
+    packages = [*PACKAGES, COMMANDS] if part == "integration" else [alone]
     lowest = ("--quiet", "--resolution=lowest-direct")
     session.install(*lowest, *own(session, *packages), *group("test", part))
     session.install("--quiet", *group("runners"))  # they may be any release
@@ -376,20 +369,12 @@ def run_tests(session: nox.Session, package: str, *arguments: str) -> None:
 
 
 def install_everything(
-    session: nox.Session,
-    *further: str,
-    extras: tuple[str, ...] = (),
-    tests_of: tuple[str, ...] = (),
+    session: nox.Session, *further: str, extras: str = "", tests_of: tuple[str, ...] = ()
 ) -> None:
-    """Install the packages, ``further`` requirements, and the test tools of ``tests_of``."""
-    packages = own(session, "cpu-adam[torch]", *PACKAGES[1:], with_commands(*extras))
+    """Install the packages, ``further`` requirements, and test tools. ``extras``: ",ray,hf"."""
+    packages = own(session, "cpu-adam[torch]", *PACKAGES[1:], f"{COMMANDS[:-1]}{extras}]")
     tools = [tool for name in tests_of for tool in (*group("test", name), *group("runners"))]
     session.install(*CONSTRAINTS, *packages, *further, *tools)
-
-
-def with_commands(*extras: str) -> str:
-    """Name integration with what all its commands need, and with ``extras``."""
-    return f"integration[{','.join(('report', 'train', *extras))}]"
 
 
 def own(session: nox.Session, *packages: str) -> tuple[str, str]:

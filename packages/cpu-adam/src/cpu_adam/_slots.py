@@ -187,15 +187,14 @@ def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Ten
     return local
 
 
-def _check_scale(name: str, state: Any, numel: int) -> Tensor:
+def _check_scale(name: str, state: Tensor, numel: int) -> Tensor:
     _check_tensor(name, state)
     expected = (-(-numel // _kernels.BLOCK_NUMEL),)
     if not state.is_cpu or state.dtype is not torch.float32 or not state.is_contiguous():
         raise ValueError(f"state {name!r}: must be contiguous fp32 numbers on the CPU")
     if tuple(state.shape) != expected:
         raise ValueError(f"state {name!r}: must have shape {expected}, got {tuple(state.shape)}")
-    found: Tensor = state  # a DTensor is refused: it has no memory of its own
-    return found
+    return state  # a DTensor has no memory of its own: it is refused for that
 
 
 class Slot:
