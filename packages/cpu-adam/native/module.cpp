@@ -169,18 +169,17 @@ void read_scalars(Numbers& from, AdagradScalars& s) {
 }
 
 void read_scalars(Numbers& from, LionScalars& s) {
-  s = {from.next(), from.next(), from.next(), from.next(),
-       from.next(), from.next(), from.next()};
+  s = {from.next(), from.next(), from.next(), from.next(), from.next(), from.next(), from.next()};
 }
 
 void read_scalars(Numbers& from, SgdScalars& s) {
-  s = {from.next(), from.next(), from.next(), from.next(),
+  s = {from.next(), from.next(), from.next(),        from.next(),
        from.next(), from.next(), from.next() != 0.0f};
 }
 
 // Binds `rule`, whose items have so many states, and a stream if it draws random numbers.
 template <class Scalars>
-void define_update(py::module_& m, const char* name, RuleTable KernelTable::*rule, int num_states,
+void define_update(py::module_& m, const char* name, RuleTable KernelTable::* rule, int num_states,
                    bool has_stream = false) {
   m.def(
       name,
@@ -192,8 +191,8 @@ void define_update(py::module_& m, const char* name, RuleTable KernelTable::*rul
         read_scalars(numbers, s);
         if (!numbers.is_at_end()) throw py::value_error("scalars: too many numbers");
         const KernelTable& table = table_of(isa);
-        run_rule(table, table.*rule, grad_type, out_type,
-                 read_items(items, num_states, has_stream), &s, num_threads, more_grads, copies);
+        run_rule(table, table.*rule, grad_type, out_type, read_items(items, num_states, has_stream),
+                 &s, num_threads, more_grads, copies);
       },
       py::arg("isa"), py::arg("grad_type"), py::arg("out_type"), py::arg("items"),
       py::arg("scalars"), py::arg("num_threads"), py::arg("more_grads") = py::list(),

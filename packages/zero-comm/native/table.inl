@@ -6,8 +6,8 @@ struct ValueCoding {};
 
 #include "codec.inl"
 #include "difference.inl"
-#include "values.inl"
 #include "frame.inl"
+#include "values.inl"
 
 template <class Coding, class T>
 constexpr zero_comm::CodingTable kCoding = {encode_blocks<Coding, T>, decode_blocks<Coding, T>};

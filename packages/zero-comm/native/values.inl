@@ -205,8 +205,8 @@ ZERO_COMM_INLINE std::uint16_t encode_block(ValueCoding, const T*, const T* x, i
 // Fills one block of `size` elements, of which there are 256 in memory. Returns whether its bytes
 // are those of a block.
 template <class T>
-ZERO_COMM_INLINE bool decode_block(ValueCoding, std::uint16_t descriptor,
-                                   const std::uint8_t* codes, int size, T* x) {
+ZERO_COMM_INLINE bool decode_block(ValueCoding, std::uint16_t descriptor, const std::uint8_t* codes,
+                                   int size, T* x) {
   constexpr int kTopShift = Word<T>::kBits - 8;
   constexpr int kLowNbytes = static_cast<int>(sizeof(T)) - 1;
   const int mode = descriptor >> kModeShift;
