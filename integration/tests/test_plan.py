@@ -297,7 +297,7 @@ DISK = "/nvme"
 
 
 def sizes_of(config: dict[str, Any], words: str) -> list[Choice]:
-    """Return all choices of a placement, of a plan that nothing fits."""
+    """Return all choices of one placement in a plan in which nothing fits."""
     found = zero_core.plan(wide_blocks(8, 1024), config, 2, device_memory=1, nvme_path=DISK)
     return [choice for choice in found.choices if choice.placement.words == words]
 

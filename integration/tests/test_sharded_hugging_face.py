@@ -333,7 +333,7 @@ def test_every_rank_hears_of_a_folder_that_cannot_be_written(tmp_path: Path) -> 
 
 def _measure_export(rank: int, world_size: int, folder: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024}
-    for depth in (1, 20):  # the small one first: what torch and peft allocate when first used
+    for depth in (1, 20):  # the small one first, as a warm-up of torch and peft
         model = _adapted(make_lm("llama", **sizes, num_hidden_layers=depth))
         largest = sum(p.nbytes for p in model.get_base_model().model.layers[0].parameters())
         whole = sum(p.nbytes for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The kernels without Python: ``native/kernel_check.cpp``, here and on emulated Arm.
+"""Tests of the C++ kernels without Python (``native/kernel_check.cpp``), here and on emulated Arm.
 
 `nox -s "nightly(sanitize)"` runs it with sanitizers.
 """

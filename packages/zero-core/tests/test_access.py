@@ -66,7 +66,7 @@ def test_integers_are_no_zeros_where_they_are_not(ranks, stage):
     engine, model = _build(ranks, stage)
     counts = model.blocks[1].counts
     refusal = pytest.raises(RuntimeError, match=r"blocks\.1\.counts was read where stage 3 holds")
-    if ranks.rank == 0:  # alone: a read gathers nothing
+    if ranks.rank == 0:  # one rank is enough: a read starts no collective
         with refusal if stage == 3 else nullcontext():
             assert counts.tolist() == [0, 1, 2]
     with engine.gathered(params=[counts]):

@@ -25,7 +25,7 @@ class _Failing(nn.Linear):
         return torch.tanh(super().forward(x))
 
 
-# Blocks that fail on a bad batch, and that a rank cuts off: no shared model has them.
+# Blocks that fail on NaN, or that one rank detaches: no shared model has them.
 class _Net(nn.Module):
     """Frozen blocks between a trainable first layer and a trainable head, both in the root."""
 

@@ -260,7 +260,7 @@ def test_damaged_state_is_neither_saved_nor_used_by_a_step(tmp_path: Path) -> No
     before = space.flat_params()[200:253].clone()
     _offer_and_step(tier, space, 2)
     _assert_dead(tier, space, StorageCorruptError, f"{path}.*checksum")
-    assert torch.equal(space.flat_params()[200:253], before)  # nothing was made of the garbage
+    assert torch.equal(space.flat_params()[200:253], before)  # the corrupt data was not applied
 
 
 def test_a_full_disk_stops_the_step_and_the_checkpoint_goes_on(

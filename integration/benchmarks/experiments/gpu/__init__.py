@@ -1,1 +1,1 @@
-"""One accelerator, part by part."""
+"""Benchmarks of a single accelerator."""

@@ -1,4 +1,4 @@
-"""``deepspeed.checkpoint``: copies for ``torch.save``, and the names of DeepSpeed's files.
+"""``deepspeed.checkpoint``: copies of states for ``torch.save``, and DeepSpeed's file names.
 
 [Note: stand-in files] Tools look whether a checkpoint has the files that DeepSpeed would write
 (``mp_rank_00_model_states.pt``, ...). Checkpoints here have small files of these names, which hold

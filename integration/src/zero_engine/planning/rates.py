@@ -1,4 +1,4 @@
-"""Speeds of a machine, as seconds by amount: what a plan turns bytes and operations into time with.
+"""Measured cost curves of a machine, by which a plan converts bytes and operations to seconds.
 
 [Note: names of curves]
 `Rates.curves` has a curve for each name. "DTYPE" is a dtype's name, such as "bfloat16".

@@ -73,7 +73,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Measured:
-    """The usual step of all ranks.
+    """Typical step across ranks.
 
     Attributes:
         ranks: in order.

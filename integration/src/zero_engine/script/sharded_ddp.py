@@ -20,7 +20,7 @@ _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None
 
 
 def tell_after(shown: _ExceptHook) -> _ExceptHook:
-    """Return an ``sys.excepthook`` that adds `INSTEAD` where TrainingArguments refuses the word."""
+    """Return a ``sys.excepthook`` that adds `INSTEAD` where ``sharded_ddp`` is rejected."""
 
     def show(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None

@@ -144,7 +144,7 @@ class Reporter:
 
 
 class _PlaceColumn(ProgressColumn):
-    """The unit that is computed now, such as "backward of unit 3 (transformer.h.2)"."""
+    """Progress column with the unit being computed, as "backward of unit 3 (transformer.h.2)"."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ def group_names_begin_at() -> int:
 
 
 def begin_group_names_at(number: int) -> None:
-    """Name groups that all ranks make from now on by ``number``, or a higher one, and on."""
+    """Number the groups that all ranks make from now on, from at least ``number`` on."""
     world = dist.distributed_c10d._world
     world.group_count = max(world.group_count, number)
 

@@ -175,7 +175,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.state: Any = OptimizerState(core, self.param_groups)
         trained = (core.owns(p) for group in self.param_groups for p in group["params"])
         names = [name for name in trained if name is not None]
-        if not any(map(core.states.is_whole, names)):  # of those it holds the state itself
+        if not any(map(core.states.is_whole, names)):  # it holds their state itself
             own, vars(given)["state"] = given.state, self.state
             core.remove_at_end([AtEnd(lambda: vars(given).update(state=own))])
         self.loss_scaler = LossScaler(core)

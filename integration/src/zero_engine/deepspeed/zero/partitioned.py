@@ -91,7 +91,7 @@ class PartitionedValue:
     def gather(self, param: Tensor) -> Tensor:
         """Return the whole value of ``param``, on the CPU. Every rank must call it."""
         if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
-            _refuse("written to", param)  # of one element: torch refuses to write to the others
+            _refuse("written to", param)  # of one element: torch refuses other writes
         if self.recorded is not None:
             is_mine = self.control.rank == 0
             value = self.computed() if is_mine else _empty_off_heap(param.numel(), param.dtype)

@@ -28,7 +28,7 @@ def make_schema() -> _Schema:
     for name in ("ModulesConfig", "LeafModuleConfig"):
         for value in kinds[name]["properties"].values():
             value["type"] = ["array", "string"]
-    # torch's names of the two dtypes
+    # the two dtypes are given by torch's names, too
     kinds["TorchAutocastConfig"]["properties"]["dtype"] = {"type": "string", "default": "bf16"}
     kinds["Bf16Config"]["properties"]["check_grad_overflow"] = {"type": "boolean"}
     for name in ("Optimizer", "Scheduler"):

@@ -408,7 +408,7 @@ class FlatParams:
             self.shown.hide()
 
     def vacate(self) -> None:
-        """Make the parameters placeholders, as the memory of kept values is about to be emptied.
+        """Replace the parameters by placeholders before the memory of kept values is freed.
 
         A backward through what autograd saved of them is refused by torch from now on.
         """

@@ -488,7 +488,7 @@ class TrafficChoice:
     within_node_bytes: int  # bytes that a rank sends within its node
     between_nodes_bytes: int  # bytes that a rank sends to other nodes
     most_between_nodes_bytes: int  # the most that it may send to them
-    kept_bytes: int  # memory for it: secondary shards, messages and errors
+    kept_bytes: int  # extra memory: secondary shards, messages and errors
 
 
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:

@@ -203,7 +203,7 @@ class Recorder(Extension):
             self._begin(now, end if self._is_host else None)
 
     def _begin(self, now: float, end: Mark | None) -> None:
-        """Begin a step, at the ``end`` of the one before: what recording takes belongs to it."""
+        """Begin a step at the ``end`` of the one before. Time spent recording counts for it."""
         number = self._subject.train.global_steps + 1
         is_detailed = self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         self._step = _Step(now, time.time() + now - time.perf_counter(), is_detailed)

@@ -342,7 +342,7 @@ class GatheredParams:
                 self._edits.write_back(piece, values, is_new)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
-        """Refuse changes within a context that only reads, of which nothing would be left."""
+        """Refuse writes within a read-only context: they would be lost."""
 
         def is_changed(p: _FullParam) -> bool:
             if p.param._version != versions[id(p.param)] or p.flat.shown.restore(p.position):

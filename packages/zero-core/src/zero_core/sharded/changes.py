@@ -202,7 +202,7 @@ def decode(kind: Kind, encoded: Tensor, numel: int) -> Tensor | slice:
 
 
 class ShardChanges:
-    """Positions in a shard of ``numel`` elements that changed in one version.
+    """Positions of the elements of a shard, of ``numel``, that one version changed.
 
     They are two sets: all of them, and those moved by more than `NEAR` at once.
     """

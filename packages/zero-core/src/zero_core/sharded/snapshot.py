@@ -134,7 +134,7 @@ class Snapshot:
             if low >= stop:
                 return
             unread = self._unread[index]
-            if not unread:  # it does not wait for a reader then
+            if not unread:  # all read: no need to wait for the reader
                 continue
             with self._changed:
                 while self._max_bytes is not None and self._copies and unread:

@@ -138,7 +138,7 @@ class AcceleratorStreams(HostStreams):
         self.down = down
         self.up = up
         self._followers = [up]  # streams that wait for the caller's reads
-        self._checksums: torch.Stream | None = None  # with differences, as the next
+        self._checksums: torch.Stream | None = None  # for differences alone, as the next
         self._room: Tensor | None = None  # where a difference arrives
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
         self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)  # of two threads

@@ -80,7 +80,7 @@ class VirtualTime:
             self.caller = max(self.caller, time)
 
     def work(self, lane: str, what: str, seconds: float) -> None:
-        """Let whoever runs work for so long."""
+        """Advance the clock of the current thread by ``seconds``."""
         start = self.now()
         self.advance_to(start + seconds)
         self.note(lane, what, start, start + seconds)
