@@ -1,0 +1,173 @@
+"""Builds the fake CUDA into an environment with torch's CUDA build: ``python -m support.fake_cuda``.
+
+torch's wheel for CUDA needs NVIDIA's libraries to be imported. In their place it gets
+
+- ``libcudart``, ``libnccl`` and ``libfake_cuda_ops``, compiled from the sources in this folder;
+- stubs for every other function that it imports, which name themselves and fail.
+
+All lie in ``torch/lib``, where torch's libraries look last: every program of the environment has
+them, those that torchrun starts too. NVIDIA's own packages may not be installed beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+_FLAGS = ("g++", "-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-w")
+_PREFIXES = {  # of functions without a version, which say by their name where they are from
+    "nccl": "libnccl",
+    "cusparseLt": "libcusparseLt",
+    "cuFile": "libcufile",
+    "nvshmem": "libnvshmem_host",
+    "nvrtc": "libnvrtc",
+    "nvJitLink": "libnvJitLink",
+    "cu": "libcuda",
+}
+# Stubs that succeed in silence: torch calls them without using what they are for.
+_SILENT = r"cublas(Set|Get|Destroy)\w*|cu(dnn|solver|sparse)\w*(Create|Destroy|Set|Get)\w*|nvshmem\w*"
+_STUB = """
+#include <dlfcn.h>
+#include <stdio.h>
+static int told(const char* name, int silent) {
+  if (!silent) fprintf(stderr, "fake CUDA: %s has no stand-in\\n", name);
+  return !silent;
+}
+"""
+_CAPTURE = "void* stream, int* status) { *status = 0; return 0; }"
+_WRITTEN = {  # stubs that answer; the arguments of some differ from release to release
+    "cudaStreamGetCaptureInfo": _CAPTURE,
+    "cudaStreamGetCaptureInfo_v2": _CAPTURE,
+    "cublasCreate_v2": "void** handle) { static long next; *handle = (void*)(next += 64); return 0; }",
+    "cuDevicePrimaryCtxGetState": """int device, unsigned* flags, int* is_active) {
+        unsigned long (*contexts)() = dlsym(RTLD_DEFAULT, "fake_contexts");
+        *flags = 0;
+        *is_active = contexts() >> device & 1;
+        return 0;
+    }""",
+}
+
+
+def torch_folder() -> Path:
+    """Return the folder of the installed torch, without importing it."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise SystemExit("fake CUDA: install torch's CUDA build first")
+    return Path(found.origin).parent
+
+
+def imported_functions(folder: Path) -> dict[str, set[str]]:
+    """Return what torch's libraries in ``folder`` import of NVIDIA's, by the library's soname."""
+    libraries = sorted(folder.glob("lib*torch*.so")) + sorted(folder.glob("libc*.so"))
+    needed = set()
+    for library in libraries:
+        found = re.findall(r"NEEDED.*\[(.*)\]", _output("readelf", "-d", str(library)))
+        needed.update(found)
+    sonames = {name.split(".so")[0]: name for name in needed if re.match("lib(cu|nv|nccl)", name)}
+    functions = defaultdict(set)
+    for library in libraries:
+        for line in _output("nm", "-D", "--undefined-only", str(library)).splitlines():
+            name, _, version = line.split()[-1].partition("@")
+            prefix = next((p for p in _PREFIXES if name.removeprefix("__").startswith(p)), None)
+            if prefix is None:
+                continue
+            soname = version.lstrip("@") or sonames.get(_PREFIXES[prefix], "")
+            if version == "NVSHMEM":
+                soname = sonames["libnvshmem_host"]
+            if soname:
+                functions[soname].add(name)
+    for soname in sonames.values():
+        functions.setdefault(soname, set())
+    return dict(functions)
+
+
+def build(headers: Path) -> None:
+    """Compile everything into torch's folder, unless that was done from the same sources.
+
+    Args:
+        headers: folder with the headers of the CUDA runtime (``cuda_runtime_api.h``).
+    """
+    torch = torch_folder()
+    target = torch / "lib"
+    parts = [p.read_text() for p in sorted(HERE.glob("*.*")) if p.suffix in {".cpp", ".h", ".py"}]
+    key = hashlib.sha256("\n".join([*parts, (torch / "version.py").read_text()]).encode())
+    mark = target / "fake_cuda.key"
+    if mark.exists() and mark.read_text() == key.hexdigest():
+        return
+    functions = imported_functions(target)
+    with tempfile.TemporaryDirectory() as folder:
+        for soname, names in functions.items():
+            _compile_library(Path(folder), target, soname, names, headers, torch)
+        _run(
+            *_FLAGS,
+            f"-I{headers}",
+            f"-I{torch / 'include'}",
+            f"-I{torch / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
+            str(HERE / "ops.cpp"),
+            *("-o", str(target / "libfake_cuda_ops.so")),
+            *(f"-L{target}", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-Wl,--allow-shlib-undefined"),
+            f"-l:{next(s for s in functions if s.startswith('libcudart'))}",
+        )
+    mark.write_text(key.hexdigest())
+
+
+def _compile_library(
+    folder: Path, target: Path, soname: str, names: Iterable[str], headers: Path, torch: Path
+) -> None:
+    own = {"libcudart": "cudart.cpp", "libnccl": "nccl.cpp"}.get(soname.split(".so")[0])
+    sources = [str(HERE / own)] if own else []
+    defined = set(re.findall(r"\b(\w+)\(", (HERE / own).read_text())) if own else set()
+    stubs = folder / "stubs.c"
+    stubs.write_text(
+        _STUB
+        + "".join(
+            f"int {name}("
+            + _WRITTEN.get(
+                name, f'void) {{ return told("{name}", {int(bool(re.fullmatch(_SILENT, name)))}); }}'
+            )
+            + "\n"
+            for name in sorted(set(names) - defined)
+        )
+    )
+    made = folder / "stubs.o"
+    _run("gcc", "-w", "-O0", "-fPIC", "-c", str(stubs), "-o", str(made))
+    version = "NVSHMEM" if soname.startswith("libnvshmem") else soname
+    script = folder / "version"
+    script.write_text(f"{version} {{ global: *; }};")
+    # Files with another soname than asked for would be found by that name alone.
+    links = [f"-L{target}", f"-l:{_cudart(target)}"] if own == "nccl.cpp" else ["-ldl"]
+    _run(
+        *_FLAGS,
+        *(f"-I{headers}", f"-I{torch / 'include'}"),
+        *sources,
+        str(made),
+        *("-o", str(target / soname), f"-Wl,-soname,{soname}"),
+        *((f"-Wl,--version-script={script}",) if own != "nccl.cpp" else ()),
+        *links,
+    )
+
+
+def _cudart(target: Path) -> str:
+    return next(path.name for path in target.glob("libcudart.so.*"))
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"fake CUDA: {' '.join(command)}\n{result.stderr[-4000:]}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Build with the headers of the folder that is named."""
+    build(Path(arguments[0]))

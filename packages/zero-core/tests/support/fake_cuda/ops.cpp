@@ -1,0 +1,512 @@
+// torch's operators for CUDA tensors: the CPU's kernels, as jobs of streams. See [Note: fake CUDA].
+
+#include "fake.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/bernoulli_native.h>
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/mul.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/profiler/combined_traceback.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <unordered_map>
+
+namespace fake {
+
+using at::Tensor;
+using c10::Device;
+using c10::IValue;
+using Stack = torch::jit::Stack;
+
+cudaStream_t current_stream(c10::DeviceIndex device) {
+  return c10::cuda::getCurrentCUDAStream(device).stream();
+}
+
+std::string python_stack_of_thread() {
+  auto taken = torch::CapturedTraceback::gather(true, false, false);
+  auto known = torch::symbolize({taken.get()});
+  std::ostringstream text;
+  for (auto index : known.tracebacks.at(0)) {
+    auto& frame = known.all_frames.at(index);
+    text << frame.filename << ":" << frame.lineno << " " << frame.funcname << "\n";
+  }
+  return text.str();
+}
+
+void check(cudaError_t error) {
+  TORCH_CHECK(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error));
+}
+
+// Blocks of the caching allocator turn into NaN when they are free for their stream again: who
+// reads them without record_stream or a wait shows.
+void watch_allocator() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
+      using Entry = std::decay_t<decltype(entry)>;
+      auto stream = static_cast<cudaStream_t>(entry.stream_);
+      auto* data = reinterpret_cast<void*>(entry.addr_);
+      std::vector<Range> block{{entry.addr_, entry.addr_ + entry.size_}};
+      // The default stream of a device has no address: the device must be current.
+      int old = 0;
+      cudaGetDevice(&old);
+      if (old != entry.device_) cudaSetDevice(entry.device_);
+      if (entry.action_ == Entry::ALLOC) note("alloc", stream, "", {}, block);
+      if (entry.action_ == Entry::FREE_REQUESTED) note("free", stream, "", {}, block);
+      if (entry.action_ == Entry::FREE_COMPLETED) poison(stream, data, entry.size_);
+      if (old != entry.device_) cudaSetDevice(old);
+    });
+  });
+}
+
+// A CPU tensor over the shadow of a CUDA tensor's memory. Jobs hold addresses, no tensors: memory
+// that is freed too early is seen to be.
+Tensor twin_of(const Tensor& tensor) {
+  auto* base = tensor.storage().unsafeGetStorageImpl();
+  c10::DataPtr data(shadow_of(base->mutable_data()), Device(at::kCPU));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), base->nbytes(), std::move(data), nullptr,
+                       false);
+  auto twin = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  auto* impl = twin.unsafeGetTensorImpl();
+  impl->set_storage_offset(tensor.storage_offset());
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  if (tensor.is_conj()) impl->_set_conj(true);
+  if (tensor.is_neg()) impl->_set_neg(true);
+  return twin;
+}
+
+void touch(Job& job, const Tensor& tensor, bool is_write) {
+  if (tensor.numel() == 0 || !tensor.has_storage()) return;
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); d++) last += (tensor.size(d) - 1) * tensor.stride(d);
+  auto base = reinterpret_cast<uintptr_t>(tensor.storage().data()) +
+              static_cast<uintptr_t>(tensor.storage_offset()) * tensor.element_size();
+  uintptr_t end = base + static_cast<uintptr_t>(last + 1) * tensor.element_size();
+  (is_write ? job.writes : job.reads).push_back({base, end});
+}
+
+// Submits work that runs below autograd, with as many threads as the caller has.
+void launch(c10::DeviceIndex device, Job job, std::function<void()> run) {
+  watch_allocator();
+  job.run = [run = std::move(run), num_threads = at::get_num_threads()] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
+    run();
+  };
+  submit(current_stream(device), std::move(job));
+}
+
+// Maps the tensors of one value of a stack, which holds one or a list of them.
+template <typename F>
+IValue mapped(const IValue& value, F f) {
+  if (value.isTensor()) return f(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<Tensor> found;
+    for (const Tensor& tensor : value.toTensorList()) found.push_back(f(tensor));
+    return found;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> found;
+    for (std::optional<Tensor> tensor : value.toOptionalTensorList())
+      found.push_back(tensor ? std::optional<Tensor>(f(*tensor)) : std::nullopt);
+    return found;
+  }
+  return value;
+}
+
+// A host tensor of zeros with the shape, strides and dtype of a CUDA tensor.
+Tensor model_of(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  auto model =
+      at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+  if (model.numel() > 0) memset(model.storage().mutable_data(), 0, model.storage().nbytes());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+    model.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return model;
+}
+
+struct Form {  // of a result
+  bool is_defined;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+};
+using FormsAndShells = std::pair<std::vector<Form>, Stack>;
+std::mutex& forms_mutex = *new std::mutex;
+std::unordered_map<std::string, FormsAndShells>& known_forms =
+    *new std::unordered_map<std::string, FormsAndShells>;
+
+// Puts the results in the place of the arguments, to which results in place may refer: torch 2.10
+// drops the arguments first, so they are kept until then.
+void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
+  const Stack kept = stack;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+}
+
+struct Call {
+  const c10::OperatorHandle& op;
+  Stack* stack;
+  const c10::FunctionSchema& schema;
+  size_t num_args, first;
+  std::string name;
+  Device device{at::kCUDA, -1};
+  bool is_functional = false;  // has results that are no arguments
+
+  Call(const c10::OperatorHandle& op, Stack* stack)
+      : op(op),
+        stack(stack),
+        schema(op.schema()),
+        num_args(schema.arguments().size()),
+        first(stack->size() - num_args),
+        name(op.operator_name().name) {
+    bool has_dims = false;
+    for (size_t i = first; i < stack->size(); i++) {
+      (void)mapped((*stack)[i], [&](const Tensor& tensor) {
+        if (tensor.defined() && tensor.is_cuda() && !has_dims) {
+          device = tensor.device();
+          has_dims = tensor.dim() > 0;
+        }
+        return tensor;
+      });
+      if (device.index() < 0 && (*stack)[i].isDevice()) device = (*stack)[i].toDevice();
+    }
+    if (device.index() < 0) device = Device(at::kCUDA, c10::cuda::current_device());
+    for (auto& result : schema.returns()) is_functional |= !result.alias_info();
+  }
+
+  bool is_written(size_t i) const {
+    const auto* alias = schema.arguments()[i].alias_info();
+    return alias && alias->isWrite();
+  }
+
+  // Arguments over the shadow memory; host tensors are read now.
+  Stack twins(Job& job) {
+    Stack found;
+    for (size_t i = 0; i < num_args; i++) {
+      const IValue& value = (*stack)[first + i];
+      const auto& argument = schema.arguments()[i];
+      if (value.isDevice()) {
+        found.emplace_back(Device(at::kCPU));
+      } else if (argument.name() == "generator") {
+        found.emplace_back(next_generator(value));
+      } else {
+        found.push_back(mapped(value, [&](const Tensor& tensor) {
+          if (!tensor.defined()) return tensor;
+          if (tensor.is_cuda()) {
+            bool is_scalar = tensor.dim() == 0 && !is_written(i);
+            TORCH_CHECK(tensor.device() == device || is_scalar, "Expected all tensors of ",
+                        op.operator_name(), " on ", device, ", got one on ", tensor.device());
+            touch(job, tensor, is_written(i));
+            return twin_of(tensor);
+          }
+          bool takes_indices = name.find("index") != std::string::npos;
+          TORCH_CHECK(!is_written(i) && (tensor.dim() == 0 || takes_indices),
+                      "Expected all tensors of ", op.operator_name(), " on ", device, ", got one of ",
+                      tensor.numel(), " elements on ", tensor.device());
+          return tensor.clone();
+        }));
+      }
+    }
+    return found;
+  }
+
+  // Each operator draws from a CPU generator of its own: the numbers do not depend on when it runs.
+  at::Generator next_generator(const IValue& value) const {
+    at::Generator given = value.isGenerator() ? value.toGenerator()
+                                              : at::globalContext().defaultGenerator(device);
+    std::lock_guard<std::mutex> lock(given.mutex());
+    uint64_t offset = given.get_offset();
+    given.set_offset(offset + 4);  // a multiple of 4, as Philox's
+    return at::detail::createCPUGenerator(mixed(mixed(given.current_seed()) ^ offset));
+  }
+
+  // What the shapes, strides and dtypes of the results depend on.
+  std::string signature() const {
+    std::ostringstream text;
+    text << op.operator_name();
+    for (size_t i = 0; i < num_args; i++) {
+      text << "|";
+      bool has_tensors = false;
+      const IValue& value = (*stack)[first + i];
+      (void)mapped(value, [&](const Tensor& tensor) {
+        has_tensors = true;
+        if (tensor.defined()) {
+          text << tensor.scalar_type() << tensor.sizes() << tensor.strides() << tensor.is_cuda()
+               << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+        } else {
+          text << "-";
+        }
+        return tensor;
+      });
+      if (!has_tensors && !value.isGenerator()) text << value;
+    }
+    return text.str();
+  }
+
+  // The forms of the results, and the results with forms in the place of tensors. The first time,
+  // the CPU's kernel runs on zeros: a meta kernel differs from it in details that later kernels
+  // depend on (a layer norm's statistics in bf16, say).
+  FormsAndShells forms() const {
+    std::string key = signature();
+    {
+      std::lock_guard<std::mutex> lock(forms_mutex);
+      auto known = known_forms.find(key);
+      if (known != known_forms.end()) return known->second;
+    }
+    Stack args;
+    for (size_t i = 0; i < num_args; i++) {
+      const IValue& value = (*stack)[first + i];
+      if (value.isDevice()) {
+        args.emplace_back(Device(at::kCPU));
+      } else if (value.isGenerator()) {
+        args.emplace_back();
+      } else {
+        args.push_back(mapped(value, model_of));
+      }
+    }
+    Stack given = args;
+    run_on_cpu(op, args);
+    FormsAndShells found;
+    for (auto& value : is_functional ? args : given) {
+      found.second.push_back(mapped(value, [&](const Tensor& tensor) {
+        if (tensor.defined()) {
+          found.first.push_back(
+              {true, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()});
+        } else {
+          found.first.push_back({false, {}, {}, at::kFloat});
+        }
+        return Tensor();
+      }));
+    }
+    std::lock_guard<std::mutex> lock(forms_mutex);
+    if (known_forms.size() > 20000) known_forms.clear();
+    return known_forms[key] = std::move(found);
+  }
+
+  void finish(Stack results) {
+    stack->resize(first);
+    for (auto& result : results) stack->push_back(std::move(result));
+  }
+
+  void finish_with_arguments() {
+    Stack results;
+    for (auto& result : schema.returns()) {
+      for (size_t i = 0; i < num_args; i++) {
+        const auto* alias = schema.arguments()[i].alias_info();
+        if (alias && *alias == *result.alias_info()) {
+          results.push_back((*stack)[first + i]);
+          break;
+        }
+      }
+    }
+    finish(std::move(results));
+  }
+};
+
+Tensor empty_as(const Form& form, Device device) {
+  return at::empty_strided(form.sizes, form.strides,
+                           at::TensorOptions().dtype(form.dtype).device(device));
+}
+
+// Operators whose result's shape or value the host must know: it waits for the stream.
+const std::set<std::string>& data_dependent = *new std::set<std::string>{
+    "aten::nonzero", "aten::masked_select",      "aten::_unique2",  "aten::_unique",
+    "aten::equal",   "aten::unique_consecutive", "aten::bincount",  "aten::unique_dim",
+    "aten::histc",   "aten::repeat_interleave",  "aten::nonzero_static"};
+
+void run_now(Call& call) {
+  check(synchronize(current_stream(call.device.index()), "item"));
+  Job unused;
+  Stack args = call.twins(unused);
+  run_on_cpu(call.op, args);
+  Stack results;
+  for (auto& value : args) {
+    results.push_back(mapped(value, [&](const Tensor& tensor) {
+      if (!tensor.defined()) return tensor;
+      Tensor out = empty_as({true, tensor.sizes().vec(), tensor.strides().vec(),
+                             tensor.scalar_type()}, call.device);
+      Job job{call.name};
+      touch(job, out, true);
+      launch(call.device.index(), std::move(job),
+             [target = twin_of(out), tensor]() mutable { target.copy_(tensor); });
+      return out;
+    }));
+  }
+  if (call.is_functional) {
+    call.finish(std::move(results));
+  } else {
+    call.finish_with_arguments();
+  }
+}
+
+void fallback(const c10::OperatorHandle& op, Stack* stack) {
+  Call call(op, stack);
+  c10::cuda::CUDAGuard guard(call.device);
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (data_dependent.count(call.name)) return run_now(call);
+  Stack results;
+  std::vector<Tensor> outs;  // where a functional operator's results go, flat
+  bool needs_shape = call.is_functional;
+  for (size_t i = 0; i < call.num_args; i++) {
+    const IValue& value = (*stack)[call.first + i];
+    bool is_out = call.schema.arguments()[i].is_out();
+    needs_shape |= is_out && value.isTensor() && value.toTensor().numel() == 0;
+  }
+  if (needs_shape) {
+    auto [forms, shells] = call.forms();
+    size_t next = 0;
+    if (call.is_functional) {
+      for (auto& shell : shells) {
+        results.push_back(mapped(shell, [&](const Tensor&) {
+          const Form& form = forms.at(next++);
+          outs.push_back(form.is_defined ? empty_as(form, call.device) : Tensor());
+          return outs.back();
+        }));
+      }
+    } else {
+      for (size_t i = 0; i < call.num_args; i++) {
+        (void)mapped((*stack)[call.first + i], [&](const Tensor& tensor) {
+          const Form& form = forms.at(next++);
+          if (call.is_written(i) && tensor.numel() == 0) tensor.resize_(form.sizes);
+          return tensor;
+        });
+      }
+    }
+  }
+  Job job{call.name};
+  Stack args = call.twins(job);
+  std::vector<Tensor> targets;
+  for (auto& out : outs) {
+    if (out.defined()) touch(job, out, true);
+    targets.push_back(out.defined() ? twin_of(out) : Tensor());
+  }
+  launch(call.device.index(), std::move(job),
+         [op, args = std::move(args), targets = std::move(targets)]() mutable {
+           run_on_cpu(op, args);
+           size_t next = 0;
+           for (auto& value : args) {
+             (void)mapped(value, [&](const Tensor& tensor) {
+               if (next < targets.size() && targets[next].defined()) targets[next].copy_(tensor);
+               next++;
+               return tensor;
+             });
+           }
+         });
+  if (call.is_functional) {
+    call.finish(std::move(results));
+  } else {
+    call.finish_with_arguments();
+  }
+}
+
+// Copies between host and device are torch's own, over cudaMemcpyAsync.
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (!self.is_cuda() || !source.is_cuda() || self.device() != source.device())
+    return at::native::copy_(self, source, non_blocking);
+  if (self.numel() == 0) return self;
+  c10::cuda::CUDAGuard guard(self.device());
+  Job job{"aten::copy_", Kind::copy};
+  touch(job, source, false);
+  touch(job, self, true);
+  launch(self.device().index(), std::move(job),
+         [to = twin_of(self), from = twin_of(source)]() mutable { to.copy_(from); });
+  return self;
+}
+
+at::Scalar local_scalar(const Tensor& self) {
+  cudaStream_t stream = current_stream(self.device().index());
+  if (self.numel() > 0) {
+    Job read;
+    touch(read, self, false);
+    note("launch", stream, "item", read.reads, {});
+  }
+  check(synchronize(stream, "item"));
+  at::AutoDispatchBelowADInplaceOrView below;
+  return twin_of(self).item();
+}
+
+void record_stream(Tensor& self, c10::Stream stream) {
+  auto data = reinterpret_cast<uintptr_t>(self.storage().data());
+  c10::cuda::CUDAStream user(stream);
+  note("record_stream", user.stream(), "", {{data, data + self.storage().nbytes()}}, {});
+  c10::cuda::CUDACachingAllocator::recordStream(self.storage().data_ptr(), user);
+}
+
+// CUDA's dropout is one kernel with a generator of its own: here it is a mask and a product.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
+                                          std::optional<bool> train) {
+  if (!train.value_or(true))
+    return {input.clone(), at::empty_like(input, input.options().dtype(at::kBool)).fill_(true)};
+  Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
+}
+
+int64_t choose_math_attention(const Tensor&, const Tensor&, const Tensor&,
+                              const std::optional<Tensor>&, double, bool, std::optional<double>,
+                              bool) {
+  return static_cast<int64_t>(sdp::SDPBackend::math);
+}
+
+// Memory, views and what only describes tensors: torch's own kernels do not touch the values.
+const std::set<std::string> own_kernels{
+    "empty",      "empty_strided", "resize_",    "set_",         "_pin_memory",   "is_pinned",
+    "as_strided", "view",          "unfold",     "record_stream", "_reshape_alias", "copy_",
+    "_resize_output_", "_local_scalar_dense", "native_dropout", "_fused_sdp_choice",
+    "view_as_real", "view_as_complex", "is_set_to", "_has_same_storage_numel"};
+
+struct Silence : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// Replaces every kernel of CUDA's for which the CPU has one.
+torch::Library* replace_kernels() {
+  Silence silence;  // torch warns of each replaced kernel
+  c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  auto* lib = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__,
+                                 __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0 || own_kernels.count(name.name.substr(6))) continue;
+    auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        !op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd))
+      continue;
+    bool is_view = false;
+    for (auto& result : op->schema().returns())
+      is_view |= result.alias_info() && !result.alias_info()->isWrite();
+    if (is_view) continue;
+    std::string full =
+        name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    lib->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  lib->impl("copy_", &copy_);
+  lib->impl("_local_scalar_dense", &local_scalar);
+  lib->impl("record_stream", &record_stream);
+  lib->impl("native_dropout", &native_dropout);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_math_attention);
+  set_stack_source(&python_stack_of_thread);
+  return lib;
+}
+
+torch::Library* replaced = replace_kernels();
+
+}  // namespace fake
