@@ -44,9 +44,8 @@ class ReducedGrad(NamedTuple):
     """The reduced gradient of a segment. Call `FlatGrads.wait` before reading."""
 
     shard: Tensor  # the gradient for the tier: 1-D, in the offered dtype
-    # 2-norm of this rank's shard, in fp32 or wider. With a sequential plan, 1-D: one norm per
-    # chunk. None if ``shard`` is the gradient of one micro-step, because the tier accumulates
-    # gradients.
+    # 2-norm of this rank's shard, in fp32 or wider. With a sequential plan, one norm per chunk.
+    # None if ``shard`` is one micro-step's gradient, because the tier accumulates gradients.
     norm: Tensor | None
 
 
@@ -54,11 +53,9 @@ class FullGrad:
     """This rank's gradient of a segment before reduction: ``full_grad``.
 
     Attributes:
-        is_wide: whether the gradients of several backwards accumulate until the next reduction, in
-            the accumulation dtype. This determines the dtype of the reduction: set it alike on all
-            ranks.
-        memory: [padded_numel], the gradients added since the last reduction, or None if there are
-            none.
+        is_wide: whether several backwards accumulate until the next reduction, in the accumulation
+            dtype. All ranks must set the same value, which determines the reduction's dtype.
+        memory: [padded_numel], the gradients added since the last reduction. None if none were.
         until_read: work that ends when the other ranks have read ``memory``.
     """
 
@@ -130,7 +127,7 @@ class FullGrad:
                     view.fill_(self._missing)
         for gap in self._gaps:
             gap.zero_()
-        if self._segment.world_size == 1:  # later gradients are added to these zeros
+        if self._segment.world_size == 1:  # later gradients are added to the memory
             self._has_grad = [True] * len(self._has_grad)
             return full
         self._has_grad = self._no_grad.copy()
@@ -179,8 +176,7 @@ class GradShard:
     Attributes:
         is_empty: whether nothing was added since the last step.
         is_used_at_once: whether `offer` reads the gradient immediately.
-        is_part: whether the gradient is of one micro-step only, because the tier accumulates
-            gradients.
+        is_part: whether the gradient is one micro-step's, because the tier accumulates gradients.
         until_gathered: work that ends when the tensor returned by `offer` is complete, or None.
     """
 
@@ -195,7 +191,7 @@ class GradShard:
         self.until_gathered: NamedWork | None = None
         self._until_copied: Wait | None = None  # until the state tier has copied
         self._term_pool = buffers.term_pool
-        self._term: Tensor | None = None  # borrowed output of a later reduction
+        self._term: Tensor | None = None  # borrowed output of a reduction to add
         self._rounded_pool = buffers.rounded_pool
         self._rounded: Tensor | None = None  # the tensor offered to the tier, if rounded
 
@@ -309,7 +305,7 @@ class SummedShard(GradShard):
 
     def add(self, reduced: Tensor) -> bool:
         if self._changed is not None:
-            # ^A reduction's output implies that all ranks have read the other ranks' shards.
+            # A reduction ends only after all ranks have read the other ranks' shards.
             self.values().copy_(self._changed)
             self._changed = None
         if self._plan.normed is not None and self._plan.rounded is not reduced.dtype:
@@ -449,8 +445,7 @@ class FlatGrads:
         param_numbers: the parameters' numbers in the layout.
         full: this rank's gradient before reduction.
         shard: the reduced gradient.
-        is_updated: whether an update has used the gradient. Nothing may be added until the next
-            step.
+        is_updated: whether an update has used the gradient, so that this step may not add to it.
     """
 
     _missing = 0.0  # gradient of a parameter that has none
@@ -466,7 +461,7 @@ class FlatGrads:
         views: SegmentViews,
         arithmetic: Arithmetic,
     ) -> None:
-        """``span`` is this rank's range of the segment in the local flat space."""
+        """``span`` is the range of this rank's shard in the local flat space."""
         self.segment = segment
         self.params = list(params)
         self.plan = plan = buffers.plan
@@ -493,7 +488,7 @@ class FlatGrads:
     # ----------------------------------------------------------- one backward
 
     def begin_backward(self) -> None:
-        """Begin a backward. For subclasses."""
+        """Begin a backward. Subclasses may override this no-op."""
 
     def add(self, position: int, grad: Tensor) -> None:
         if grad.layout is not _STRIDED:
@@ -554,9 +549,8 @@ class FlatGrads:
         else:
             work.wait()
             self._norm = norm = self._arithmetic.measure(reduced)
-            # Reading the norm of a CPU tensor is free. If it is finite, so are all contributions.
-            # Reading a device tensor would synchronize, so the contributions are checked on the
-            # device instead.
+            # A finite norm means finite contributions, and reading a CPU norm is free. Reading a
+            # device norm would synchronize, so check the contributions on the device.
             if not (norm.is_cpu and math.isfinite(norm.sum().item())):
                 parts = work.contributions()
                 if parts:
@@ -573,9 +567,9 @@ class FlatGrads:
     def result(self) -> ReducedGrad:
         """Return the gradient to offer to the state tier.
 
-        The gradient is the step's, or the micro-step's if the tier accumulates gradients. At stage
-        0 the call is a collective that overlaps with backward. The result may be read after `wait`,
-        or immediately if the tier owns gradients.
+        It is the step's gradient, or the micro-step's if the tier accumulates. At stage 0 the call
+        is a collective that overlaps with backward. Read the result after `wait`, or immediately if
+        the tier owns gradients.
         """
         rounded = self.shard.rounded()
         if self.shard.is_part:
@@ -627,8 +621,7 @@ class FlatGrads:
     def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
         """Apply in-place edits of `covered` and ``changes`` (pairs of a start and new elements).
 
-        Call it after all ranks have agreed on the gradient. Before, other ranks may read this
-        shard.
+        Call after all ranks have agreed on the gradient: before, they may read this shard.
         """
         self.wait()
         self._norm = None
@@ -643,9 +636,9 @@ class FlatGrads:
     def nonfinite_ranks(self) -> list[int] | None:
         """Return the ranks whose non-finite gradients this rank has observed.
 
-        Each such rank is observed by some rank. Returns None if this rank observed none: the
-        collectives do not expose contributions, this rank's part of the sum is finite, or only the
-        sum over micro-steps overflowed.
+        Each such rank is observed by some rank. Returns None if the collectives do not expose
+        contributions, if this rank's part of the sum is finite, or if only the sum over micro-steps
+        overflowed.
         """
         if self.segment.world_size == 1:
             return [0]
@@ -686,7 +679,7 @@ class Arithmetic:
     def add_squares(self, norms: Sequence[Tensor], squares: Sequence[Tensor]) -> Tensor:
         """Sum the squares of all segments: [num_sums], float64, for the sum over ranks.
 
-        ``norms`` are 0-dim norms of segments. ``squares`` are further sums of squares, [1] each.
+        ``norms``: results of `measure`. ``squares``: other segments' sums of squares, [1] each.
         """
         sums = [*squares]
         if norms:

@@ -197,8 +197,6 @@ class FlatParams:
         self.is_deferred = False
         access.register(self, shown.read_params)
 
-    # ----------------------------------------------------------------- states
-
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
         """Start to gather the current values into ``full``, unless ``full`` already holds them.
 
@@ -353,8 +351,6 @@ class FlatParams:
         if self.is_kept and is_here and (self.is_gather_launched or not self.is_exchanged):
             self.gather()
             self.wait()
-
-    # ---------------------------------------- access from outside a forward or backward
 
     def part_of(self, position: int, shard: Tensor) -> Tensor:
         """Return the elements of ``shard`` that belong to the parameter at ``position``."""
