@@ -83,8 +83,7 @@ class BackwardOrder:
         self._trails: list[_Trail] = []
         self._followed: _Trail | None = None  # the trail followed last in this backward
         self._entered: set[int] = set()  # units entered in this backward
-        # A trail and the positions in it that are being recomputed. The bool below is whether a
-        # gradient of one of them is ready.
+        # A trail and its recomputed positions, and whether a gradient of one of these is ready.
         self._recomputed: tuple[_Trail, list[int]] | None = None
         self._is_recomputed_ready = False
 

@@ -204,7 +204,7 @@ class UnitSet:
         return self._full_params_depth > 0
 
     def vacate(self) -> None:
-        """Make all parameters placeholders until `FlatParams.reoccupy`. No gather may be open."""
+        """Make parameters placeholders until `FlatParams.reoccupy`. No gather may be under way."""
         for unit in self.units:
             for flat in unit.params:
                 flat.vacate()
