@@ -170,6 +170,8 @@ class _Reference(SavedParam):
 
 
 class GatheredParams:
+    """Implementation of `GatheredCalls`, and source of references for saved parameters."""
+
     def __init__(self, passes: Passes, state: ShardedState, edits: Edits) -> None:
         self._passes = passes
         self._units = passes.units

@@ -236,10 +236,9 @@ class StateAccess:
                         "or rank; load a checkpoint instead"
                     )
             if piece is not None and not isinstance(tier, WholeTier):
+                # An empty write raises KeyError for an unknown state, before anything is restored.
                 for what in states.keys() - set(tier.state_names()):
-                    tier.write_state(
-                        what, piece.start, states[what].reshape(-1)[:0]
-                    )  # checks the name
+                    tier.write_state(what, piece.start, states[what].reshape(-1)[:0])
         for name, (scalars, states) in saved.items():
             _, slot, piece, whole = self._find(name, "state", is_local=True)
             if whole is not None:
