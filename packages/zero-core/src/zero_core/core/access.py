@@ -61,7 +61,7 @@ NEEDS_NO_VALUE = frozenset(
         *(Tensor.requires_grad_, Tensor.__dlpack_device__),
         *(torch.is_complex, torch.is_floating_point, torch.is_signed, torch.numel),
         *(torch.is_same_size, torch.result_type, torch.autograd.grad),
-        torch._has_compatible_shallow_copy_type,  # `nn.Module.to`
+        torch._has_compatible_shallow_copy_type,  # used by `nn.Module.to`
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randint_like),
         *(torch.randn_like, torch.zeros_like, Tensor.new_empty, Tensor.new_empty_strided),
         *(Tensor.new_full, Tensor.new_ones, Tensor.new_zeros),
@@ -174,7 +174,7 @@ class _Refused(_Closed):
         return f"Parameter(without values here, {tuple(self.shape)}, {self.dtype})"
 
 
-# A slot wrapper runs in C. It is called for every parameter of every gather.
+# This slot wrapper runs in C, because it is called for every parameter of every gather.
 _set_class = vars(object)["__class__"].__set__
 
 
@@ -197,7 +197,7 @@ def derive(base: type, own: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 class _Classes(dict[type, type]):
-    """Caches subclasses of a base and a parameter's class, by the parameter's class."""
+    """Cache of subclasses of a base and a parameter's class, by the parameter's class."""
 
     def __init__(self, base: type) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
 
 
 def set_class(param: Tensor, found: type[Tensor]) -> None:
-    """Restore the class ``found`` of a tensor."""
+    """Set a tensor's class back to ``found``."""
     if type(param) is not found:
         param.__class__ = found
 
@@ -347,9 +347,9 @@ class ShownParams:
         self.written: nn.Parameter | None = None
         self._rank = rank
         self._versions = list(map(_get_version, self.params))
-        self._moved: int | None = None  # position of a parameter replaced while shown
+        self._moved: int | None = None  # position of a parameter whose data was replaced
         self._views = views
-        self._shown = views.placeholders  # the views or placeholders that the parameters use
+        self._shown = views.placeholders  # views or placeholders in use
         # By position: copies that hidden parameters are views of, and the number of holders of
         # each.
         self._copies: dict[int, Tensor] = {}
@@ -469,11 +469,11 @@ class ShownParams:
     def _find_moved(self) -> int | None:
         is_hidden = not (self.is_shown or self._copies)
         if is_hidden and all(map(_REFUSED.made.__contains__, map(type, self.read_params))):
-            return None  # otherwise user code swapped the objects together with their classes
+            return None  # otherwise user code swapped parameter objects with their classes
         with DisableTorchFunction():  # reading an address must not count as a read of the value
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._shown.addresses
-        if self._views.is_opaque:  # refilled opaque storage has a new address each time
+        if self._views.is_opaque:  # opaque buffers get a new address at each refill
             expected = list(map(Tensor.data_ptr, self._shown.slots))
         if found == expected:
             return None

@@ -25,7 +25,6 @@ _HASH, _SQUARED_HASH, _SUMS = "hash", "squares of the hash", "sums"
 
 
 def _sizes(num_params: int, num_units: int, arithmetic: Arithmetic) -> dict[str, int]:
-    """Return the number of elements of each slot, by name."""
     numbers = dict.fromkeys(("unreduced", "with gradient", "written"), 1)
     hashed = {_HASH: NUM_WORDS, _SQUARED_HASH: NUM_WORDS}
     marks = {"used": num_params, "left out": num_units}
@@ -63,14 +62,14 @@ class Facts:
         self._read = self._total
         if self._has_stream:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
-        self._event: torch.Event | None = None  # copy to the host that it has not waited for
+        self._event: torch.Event | None = None  # after a copy to the host, until awaited
         self.is_known = False  # whether the host has read the sum
 
     # ------------------------------------------------ before the all-reduce
 
     def begin(self) -> None:
         """Begin a step's facts. All slots start at 0."""
-        self._wait()  # the upload of an earlier sum that nobody read
+        self._wait()  # an earlier upload may still read ``_sent``
         self._sent.zero_()
 
     def put(self, name: str, number: float) -> None:
@@ -126,7 +125,6 @@ class Facts:
 
     @property
     def is_hash_agreed(self) -> bool:
-        """Whether all ranks have set the same hash."""
         return bool(self._has_one_hash(self._known(_HASH), self._known(_SQUARED_HASH)))
 
     @property

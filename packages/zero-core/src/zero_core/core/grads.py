@@ -191,7 +191,7 @@ class GradShard:
         self.until_gathered: NamedWork | None = None
         self._until_copied: Wait | None = None  # until the state tier has copied
         self._term_pool = buffers.term_pool
-        self._term: Tensor | None = None  # borrowed output of a reduction to add
+        self._term: Tensor | None = None  # borrowed output of a later reduction of the step
         self._rounded_pool = buffers.rounded_pool
         self._rounded: Tensor | None = None  # the tensor offered to the tier, if rounded
 
@@ -398,7 +398,7 @@ class PassedOnShard(GradShard):
         return is_first
 
     def add_own(self, full: FullGrad) -> None:
-        if full.memory is not None:  # None if Ctrl-C interrupted `FlatGrads.finish` here
+        if full.memory is not None:  # None on a retry, after Ctrl-C in `FlatGrads.finish`
             self._lent = full.pass_on()
             self.add(self._lent[1])
 
@@ -478,9 +478,9 @@ class FlatGrads:
             self.shard = PassedOnShard(segment, buffers, tier, span, device)
         self._communicator = communicator
         self._arithmetic = arithmetic
-        self._reduction: NamedReduction | None = None  # under way, or None
-        self._target: Tensor | None = None  # its output, held from before its launch
-        self._norm: Tensor | None = None  # of the shard, if already known
+        self._reduction: NamedReduction | None = None  # pending
+        self._target: Tensor | None = None  # the pending reduction's output
+        self._norm: Tensor | None = None  # norm of the shard, if known
         self._until_reduced: NamedWork | None = None  # ends when the reduced sum is complete
         self._nonfinite: Tensor | None = None  # by rank: bool, [world_size]
         self.is_updated = False
@@ -488,7 +488,7 @@ class FlatGrads:
     # ----------------------------------------------------------- one backward
 
     def begin_backward(self) -> None:
-        """Begin a backward. Subclasses may override this no-op."""
+        """Called when a backward begins. Subclasses may override this method."""
 
     def add(self, position: int, grad: Tensor) -> None:
         if grad.layout is not _STRIDED:
@@ -542,7 +542,7 @@ class FlatGrads:
         statistics, nonfinite = work.statistics(), None
         if statistics is not None:
             self._until_reduced = self.full.until_read = work
-            if self.shard.is_used_at_once or not self.shard.is_empty:  # the sum is used now
+            if self.shard.is_used_at_once or not self.shard.is_empty:  # read or added to now
                 self.wait()
             self._norm = self._arithmetic.of_reduction(statistics.norm)
             nonfinite = statistics.nonfinite
@@ -657,7 +657,7 @@ class FlatGrads:
 
 
 class Arithmetic:
-    """Sums and norms of gradients. The default equals torch and DDP; subclasses may differ."""
+    """Sums and norms of gradients, equal to those of torch and DDP. Subclasses may differ."""
 
     num_sums: int = 1  # length of the vector that `add_squares` returns
     grads_class: type[FlatGrads] = FlatGrads

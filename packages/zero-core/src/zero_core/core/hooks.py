@@ -103,7 +103,7 @@ def _hook_gradient(
         passes.driver.gradient_ready(unit, unit.grads[number], position, grad)
 
     is_required = param.requires_grad
-    param.requires_grad_(True)  # torch requires this; the hook survives the reset below
+    param.requires_grad_(True)  # torch hooks only such tensors
     handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     param.requires_grad_(is_required)
     return handle

@@ -77,7 +77,7 @@ class BackwardOrder:
         # See [Note: blocks that need no gradient].
         self._without_grad: set[int] = set()
         self._with_grad: set[int] = set()
-        self.left_out: frozenset[int] = frozenset()  # by all ranks, in this step
+        self.left_out: frozenset[int] = frozenset()  # blocks without gradients on any rank
         self._next = 0  # index into _order
         self._num_missing: dict[int, int] = {}  # by unit: number of gradients not ready
         self._trails: list[_Trail] = []
@@ -250,7 +250,7 @@ class Prefetch:
     """Selects the units to gather ahead: the next ones in the order common to all ranks.
 
     Attributes:
-        windows: for forward and for backward: the units to prefetch, in order, by the unit in use.
+        windows: for forward, and for backward: units to prefetch, in order, by the unit in use.
         ahead: pairs of the unit in use and a unit prefetched for it that was not used yet.
     """
 
@@ -272,7 +272,7 @@ class Prefetch:
     def enter(self, unit: int, *, backward: bool) -> tuple[range, list[int]]:
         """Enter ``unit``. Return its window, and the prefetched units that will not be used next.
 
-        The latter occur if units are not used in the order of the module tree.
+        Such units exist only if the model does not use units in the order of the module tree.
         """
         window = self.windows[backward][unit]
         strays = []

@@ -39,8 +39,7 @@ _NO_VERSION = -1
 class ShardSource(ABC):
     """This rank's shard of a segment: on the device (`DeviceShard`) or offloaded.
 
-    ``span`` is the shard's range in the local flat space, which the state tier updates. None if
-    frozen.
+    ``span`` is the shard's range in the local flat space of the state tier, or None if frozen.
     """
 
     def __init__(
@@ -57,13 +56,12 @@ class ShardSource(ABC):
     def wait_update(self, *, is_beside: bool = False) -> None:
         """Wait until the shard holds its updated values.
 
-        ``is_beside``: the caller is not the training thread. The reported place is then not
-        changed.
+        ``is_beside``: another thread than training calls, and leaves `Communicator.place` alone.
         """
         if self.span is not None:
             is_at_once = is_beside or self._tier.are_params_ready(*self.span)
             with nullcontext() if is_at_once else self._communicator.place.during(UPDATE):
-                self._tier.wait_params(*self.span)  # this call also orders streams and threads
+                self._tier.wait_params(*self.span)  # also orders streams and threads
 
     @abstractmethod
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
@@ -74,7 +72,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Return the shard, [shard_numel], without copying. Callers must not change it."""
+        """Return the shard, [shard_numel], for reading only."""
 
     @abstractmethod
     def write(self, start: int, values: Tensor) -> None:
@@ -172,7 +170,7 @@ class FlatParams:
         pool: BufferPool,
         has_remote_updates: bool,
     ) -> None:
-        """Create without replacing any storage; `adopt` does that later.
+        """Create without replacing any storage. `adopt` does that later.
 
         ``kept`` is ``full`` if it is in the arena, or None if ``pool`` lends ``full``.
         ``has_remote_updates``: whether other ranks update slices of ``full``.
@@ -200,9 +198,8 @@ class FlatParams:
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
         """Start to gather the current values into ``full``, unless ``full`` already holds them.
 
-        Blocks until a pending host update has ended. ``exact``: gather without quantization,
-        whatever the collectives do otherwise. ``backward``: whether the gather serves a backward
-        pass.
+        Blocks until a pending host update has ended. ``exact``: without quantization, even if the
+        collectives quantize. ``backward``: whether the gather serves a backward.
         """
         if self._full_version == self.version:
             return
@@ -224,8 +221,7 @@ class FlatParams:
     def publish(self, launcher: Launcher | None) -> None:
         """Start to exchange stale kept values, after their update.
 
-        ``launcher`` starts the gather in its thread. None: wait for the update and gather in this
-        thread.
+        ``launcher`` starts the gather in its thread. None: this thread waits and gathers.
         """
         if launcher is None:
             self.gather()

@@ -55,7 +55,7 @@ from zero_core.watch.place import OUTSIDE
 class GradientSink(Protocol):
     """Interface of `zero_core.step.gradient.StepGradient`, which collects reduced gradients."""
 
-    params_with_grad: set[int]  # since the last step; `BackwardPass` adds to it
+    params_with_grad: set[int]  # numbers since the last step, added by `BackwardPass`
 
     @property
     def is_boundary(self) -> bool:
@@ -82,7 +82,7 @@ class GradientSink(Protocol):
         """Restart the step, because a forward found that the last backward did not end."""
 
     def drop_untaken(self) -> bool:
-        """Drop gradients that an interrupted backward left on parameters. Return whether any."""
+        """Drop gradients left on parameters by an interrupted backward. Return if there were any."""
 
     def reopen(self) -> None:
         """Note that more gradients will be added. All ranks then agree on the facts again."""
@@ -200,7 +200,7 @@ class BackwardPass:
         self._stay_idle: set[int] = set()  # units that an idle backward gathers only once
 
     def begin(self) -> None:
-        """Begin a backward when its first hook runs, and register `end`. No-op if one is open."""
+        """Begin a backward when its first hook runs, unless one is open."""
         if self.is_open:
             return
         units = self._units.units
@@ -210,7 +210,7 @@ class BackwardPass:
         self._place.enter("backward")
         self._is_reducing = self.will_reduce()
         if not self._is_reducing:
-            self.reductions.accumulate_locally()  # later backwards are added before reducing
+            self.reductions.accumulate_locally()  # later backwards add to these gradients
         call_at_end_of_backward(self.end)
 
     def open(self, num_missing: dict[int, int], *, is_new: bool) -> None:
@@ -226,7 +226,7 @@ class BackwardPass:
         self._units.drain()
         self._sink.begin_backward(is_new_round=self.should_sync and is_new)
         self.is_open = True
-        self._is_reducing = False  # `begin` sets it; vertical schedules reduce by themselves
+        self._is_reducing = False  # `begin` sets it, the vertical schedule does not
         self._units.saved.entered = None
         self._recomputed.clear()
         self.order.begin_backward(num_missing)
@@ -257,7 +257,7 @@ class BackwardPass:
             # parameter.
             num_missing = self._recomputed.get(previous.index)
             if num_missing is not None and (num_missing > 0 or not previous.count_trainable()):
-                units.current = None  # so `go_to` does not release it; `end` does
+                units.current = None  # `end` releases the unit instead of `go_to`
         self._place.enter(self.names[unit.index])
         units.saved.entered = unit
         for skipped in self.order.enter(unit.index, forward):
@@ -306,7 +306,7 @@ class BackwardPass:
         else:
             units.go_to(unit, backward=True)
             if skipped in self._stay_idle:
-                units.current = None  # so `go_to` does not release it; `end` does
+                units.current = None  # `end` releases the unit instead of `go_to`
 
     def will_reduce(self) -> bool:
         """Whether a backward that ends now reduces gradients."""
@@ -345,7 +345,7 @@ class BackwardPass:
         """Drop all gradients and start a new step. Gathered units stay gathered."""
         if self.is_open:
             self._sink.drop_untaken()
-        self.is_open = True  # if Ctrl-C interrupts, a forward drops the rest
+        self.is_open = True  # after Ctrl-C in this method, the next forward drops the rest
         self.reductions.discard()
         self.order.forget()
         self._sink.clear()
@@ -601,7 +601,7 @@ class Passes:
     def __init__(
         self, units: UnitSet, communicator: Communicator, sink: GradientSink, facts: Facts
     ) -> None:
-        """Create without hooks; `zero_core.core.hooks.install` registers them."""
+        """Create without hooks. `zero_core.core.hooks.install` registers them."""
         self.units = units
         self.backward = BackwardPass(units, communicator, sink, facts)
         self.forward = ForwardPass(units, communicator, self.backward)
@@ -613,7 +613,6 @@ class Passes:
         self.drive_by_hooks()
 
     def drive_by_hooks(self) -> None:
-        """Let the hooks on the model drive the passes."""
         self.driver = Driver(self.forward.enter, self.forward.leave, self.backward.gradient_ready)
 
     def remove(self) -> None:

@@ -25,7 +25,6 @@ Wait = Callable[[], object]
 
 
 def allocator(device: torch.device) -> Allocate:
-    """Return a function that allocates ordinary memory of ``device``."""
     return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -70,7 +69,7 @@ class CopyStream:
 
 
 class Arena:
-    """Long-lived memory on one device, allocated once. ``buffers`` lists it by kind."""
+    """Long-lived memory on one device, allocated once. ``buffers`` holds it by kind."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate

@@ -133,7 +133,6 @@ class SavedWeights:
             hooks.__exit__(None, None, None)
 
     def end_forward(self) -> None:
-        """End the current forward, if any."""
         self._forward = self._backward = None  # from now on only saved tensors reference them
         self.leave_thread()
         self._hooks.clear()  # hooks of threads that have ended

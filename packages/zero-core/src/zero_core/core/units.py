@@ -70,7 +70,7 @@ class UnitSet:
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
         self._launcher: Launcher | None = None
-        self._is_publishing = False  # whether some published exchange was not awaited
+        self._is_publishing = False  # whether any published exchange is not awaited yet
         self._publishing = threading.RLock()
         for unit in units:
             for flat in unit.params:
@@ -138,7 +138,6 @@ class UnitSet:
             self.wait(unit)
 
     def wait(self, unit: Unit) -> None:
-        """Wait for the gather of ``unit``."""
         if unit.index in self.ready:
             return
         for flat in unit.params:
