@@ -82,7 +82,7 @@ class GradientSink(Protocol):
         """Restart the step, because a forward found that the last backward did not end."""
 
     def drop_untaken(self) -> bool:
-        """Drop gradients left on parameters by an interrupted backward. Return if there were any."""
+        """Drop gradients left by an interrupted backward. Return whether there were any."""
 
     def reopen(self) -> None:
         """Note that more gradients will be added. All ranks then agree on the facts again."""

@@ -91,7 +91,7 @@ class _HostCopy:
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=pin_memory)
             held = self._bytes()
             self._host.copy_(held, non_blocking=pin_memory)
-            if held.device.type != "cpu":  # delays reuse until the copy ends
+            if held.device.type != "cpu":  # record_stream delays reuse of the memory
                 held.record_stream(torch.accelerator.current_stream(held.device))
 
     def restore(self) -> None:
@@ -224,7 +224,7 @@ class DeviceStates:
         dicts: list[dict[str, Any]] = [m._parameters for m in modules]
         dicts += [m._modules for m in modules]
         self._empty = [d for d in dicts if not d]
-        self._places = [d.values() for d in dicts if d]  # views, which follow changes
+        self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
 
     def _check_names(self, *, has_substitutes: bool) -> None:
@@ -330,7 +330,7 @@ class DeviceStates:
         if not self._away:
             return
         for part in self._away.values():
-            while part:  # if one fails, all parts count as offloaded
+            while part:  # if a restore fails, all parts count as offloaded
                 part[-1].restore()
                 part.pop()
         device = self._state.device

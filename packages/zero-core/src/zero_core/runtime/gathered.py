@@ -177,7 +177,7 @@ class GatheredParams:
         self._units = passes.units
         self.state = state
         self._edits = edits
-        self.small: _SmallParams | None = None  # None unless they are kept
+        self.small: _SmallParams | None = None  # set by `keep_small_params`
         # For each open context: versions of its read-only parameters, by id.
         self._reading: list[dict[int, int]] = []
         self._edited: set[int] = set()  # ids of parameters that a context may change
@@ -276,7 +276,7 @@ class GatheredParams:
                 for read in self._reading:
                     read.update((key, known[key]) for key in read.keys() & known.keys())
             else:
-                for p in full:  # if user code replaced the memory of kept parameters
+                for p in full:  # copy back from memory that user code assigned to ``data``
                     if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
                         with torch.no_grad():
                             p.tensor.copy_(p.param.data)
@@ -312,7 +312,7 @@ class GatheredParams:
 
     @torch.no_grad()
     def _spread(self, full: list[_FullParam], rank: int, before: list[Tensor]) -> None:
-        """Broadcast the values of ``rank``, which passes the old ones. See [Note: edits]."""
+        """Broadcast the values of ``rank``. Only ``rank`` passes ``before``. See [Note: edits]."""
         control = self.state.control
         self.state.quiesce()  # other ranks may still gather the old values
         if not full:
@@ -328,7 +328,7 @@ class GatheredParams:
                     "build()"
                 )
         for number, (p, change) in enumerate(zip(full, found, strict=True)):
-            values = p.spec.to_elements(p.tensor)  # a view
+            values = p.spec.to_elements(p.tensor)  # a view of ``p.tensor``
             if before:
                 p.tensor.copy_(p.param.data)
             is_new = None
@@ -412,7 +412,7 @@ class GatheredParams:
             if not is_needed:
                 self._units.release(unit)
             self._units.gather_exact(unit)
-            with torch.inference_mode(False):  # inference mode would make them unusable elsewhere
+            with torch.inference_mode(False):  # else autograd could not use the clones
                 new = {(flat, n): flat.params[n].data.clone() for flat, n in missing}
             if not is_needed:
                 self._units.release(unit)

@@ -11,7 +11,7 @@ of the block object is wrapped. Names, class and hooks do not change.
 [Note: two streams and one call ahead]
 One stream per direction copies inputs to the host and back, in parallel with the blocks. The host
 does not wait. When backward requests the inputs of a call, the inputs of the next call that it will
-need are prefetched. That is the call before. With the vertical schedule it is the same block's call
+need are prefetched: the previous call, or with the vertical schedule the same block's call
 for the next micro-batch, or after the last micro-batch the previous block's for the first. A host
 buffer is reused when nothing references the packed tensor. The next copy into the buffer waits for
 the last copy out of it.
@@ -40,7 +40,7 @@ from zero_core.object_methods import ObjectMethods
 
 MAX_IN_PIECE = 8  # maximal number of buffers pinned at a time
 _MAX_IDLE = 1024  # number of calls after which unused buffers of a size are dropped
-_ALIGNMENT = 256  # of buffers, in bytes
+_ALIGNMENT = 256  # alignment of buffers in bytes
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class HostCopies:
                 if self._num_calls - call > _MAX_IDLE:
                     del self._last_use[idle]
                     self._free.pop(idle, None)
-            with torch.inference_mode(False):  # training uses it, too
+            with torch.inference_mode(False):  # training uses the memory, too
                 piece = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
             free += [(piece[n * size : (n + 1) * size], None) for n in range(count)]
         buffer, last_copy = free.pop()
@@ -162,7 +162,7 @@ class HostCopies:
 
 
 class _Call(list[weakref.ref[HostCopy]]):
-    number = 0  # in the order of all calls
+    number = 0  # number of the call
 
 
 class HostInputs:

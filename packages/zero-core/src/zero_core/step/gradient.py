@@ -150,7 +150,7 @@ class StepGradient:
                 grads.wait()
             grads.shard.release(tier.offer_grad(start, reduced.shard))
         else:  # one micro-step's gradient, which the tier accumulates
-            accumulating = cast(AccumulatingTier, tier)  # implied by the gradient plan
+            accumulating = cast(AccumulatingTier, tier)  # its plan requires such a tier
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
             if not is_last:
                 return False
@@ -351,7 +351,7 @@ class StepGradient:
         why_skipped = _CHANGED
         if self._is_checked and not math.isfinite(self._facts.square_sum):
             # On all ranks, even if a change of param.grad has replaced the non-finite values.
-            self._communicator.forget_errors()  # discard quantization errors
+            self._communicator.forget_errors()  # discard error feedback
             why_skipped = _explain_nonfinite(self.grads, self._state)
         active = [i for i, p in enumerate(self._state.pieces) if used[p.param] > 0]
         self._decided = active, grad_scale
@@ -403,7 +403,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def _explain_nonfinite(grads_of: Mapping[int, FlatGrads], state: ShardedState) -> str:
     """Name the parameters with a non-finite gradient, and the ranks that produced it.
 
-    Every rank must call it. If several ranks have non-finite values in a segment, all are named.
+    Every rank must call it. Names all ranks that produced non-finite values in a segment.
     """
     names, seen = [], []
     for index, grads in grads_of.items():

@@ -112,8 +112,8 @@ class ParamGrads:
         ]
         self._complete: dict[int, _Complete] = {}  # by segment
         self._given: dict[int, _Complete] = {}  # of ``_complete``: those read or set
-        self.set_params: set[int] = set()  # numbers, since the all-reduce of the facts
-        self._assigned: dict[int, nn.Parameter] = {}  # by id: set before the gradient was complete
+        self.set_params: set[int] = set()  # numbers of parameters set since the all-reduce
+        self._assigned: dict[int, nn.Parameter] = {}  # by id: assigned before completion
         # Segments changed in this step before the all-reduce of the facts, in this step after it,
         # and in the previous step after it.
         self._changed: set[int] = set()
@@ -162,7 +162,7 @@ class ParamGrads:
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
-        """Set the step's gradient of ``param``. Return False if torch's attribute must hold it."""
+        """Set the step's gradient of ``param``. Return False to store it in torch's attribute."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
         found = self._complete.get(index)

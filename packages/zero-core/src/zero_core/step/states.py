@@ -1,7 +1,7 @@
-"""Reads and sets master weights, gradients and optimizer states by parameter name.
+"""Access to master weights, gradients and optimizer states by parameter name.
 
 [Note: full and local]
-full    the whole parameter in its shape. Every rank must call.
+full    the whole parameter in its shape. Every rank must call the method.
 local   the part covered by this rank's optimizer state, 1-D: the whole parameter at stage 0, else a
         slice, which may be empty. Elements are in the order of the parameter's strides. If the
         optimizer keeps the state for whole parameters, one rank, the owner, has all of it.
@@ -65,7 +65,7 @@ class StateAccess:
                 self._home |= dict.fromkeys((spec.name, *spec.aliases), (segment, slot))
 
     def has_gradient(self) -> bool:
-        """Return whether "grad" can be read and set. Every rank must call.
+        """Return whether "grad" can be read and set. Every rank must call it.
 
         True after a step's last backward. False within ``no_sync``, and after gradients were
         dropped.
@@ -73,7 +73,7 @@ class StateAccess:
         return self._is_any(self.holds_gradient and self._passes.backward.is_last)
 
     def has_any_gradient(self) -> bool:
-        """Return whether `holds_gradient` is true on any rank. Every rank must call."""
+        """Return whether `holds_gradient` is true on any rank. Every rank must call it."""
         return self._is_any(self.holds_gradient)
 
     @property
@@ -310,7 +310,7 @@ class StateAccess:
             if low < high:
                 first = max(slot.start, state.covered(segment.index)[0])
                 grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
-            else:  # offer the segment again: all ranks agree on it again
+            else:  # every rank must offer the segment again
                 grads.replace(0, part[:0])
             self._gradient.params_with_grad.add(slot.param)
             self._passes.backward.reductions.offer(grads, is_last=True)
