@@ -158,7 +158,7 @@ def decode_gaps(encoded: Tensor) -> Tensor:
 def pack_bits(mask: Tensor) -> Tensor:
     """Pack a 1-D bool ``mask`` into bits, uint8."""
     if mask.numel() % 8 or mask.storage_offset() % 8:  # cannot be viewed as int64
-        mask = torch.nn.functional.pad(mask, (0, -mask.numel() % 8))  # a copy
+        mask = torch.nn.functional.pad(mask, (0, -mask.numel() % 8))  # copies the mask
     words = mask.view(torch.int64) * _GATHER_BITS
     return (words >> 56).to(torch.uint8)
 
@@ -177,7 +177,7 @@ def encode(mask: Tensor, value_bytes: int | None = None) -> tuple[Kind, Tensor]:
     """
     positions = mask.nonzero().view(-1)
     numel, count = mask.numel(), positions.numel()
-    num_bits = -(-numel // 8)  # number of bytes
+    num_bits = -(-numel // 8)  # bytes of the bits encoding
     size = value_bytes or 0
     if count == numel or (size and (numel - count) * size <= min(num_bits, count)):
         return Kind.ALL, torch.empty(0, dtype=torch.uint8)
@@ -212,10 +212,10 @@ class ShardChanges:
     """
 
     def __init__(self, numel: int) -> None:
-        self.num_updates = 0  # how often a value may have changed
+        self.num_updates = 0  # upper bound of the changes of an element
         self._numel = numel
         self.ranges: set[tuple[int, int]] = set()  # (start, stop) ranges that are in both sets
-        self._sets: list[tuple[Kind, Tensor]] = []  # further positions. A single set serves both
+        self._sets: list[tuple[Kind, Tensor]] = []  # other positions: all and far, or one set
         self._written: list[tuple[int, int]] = []  # sorted (start, stop) of the last update
 
     @property
@@ -294,7 +294,7 @@ class ChangeLog:
         self._max_bytes = max_bytes
         self._open: dict[int, ShardChanges] = {}
         self._closed: list[dict[int, ShardChanges]] = []  # of the versions after `oldest`
-        self._seen: dict[int, int] = {}  # by segment not compared: last seen version
+        self._seen: dict[int, int] = {}  # by uncompared segment: last seen version
         self._lock = threading.Lock()
 
     # ------------------------------------------------------ called during a step

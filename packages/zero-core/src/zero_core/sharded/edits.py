@@ -1,4 +1,4 @@
-"""Detects parameter values that user code writes directly, between steps of the engine.
+"""Detection of parameter values that user code writes directly, between two steps.
 
 [Note: edits past the engine]
 ``p.clamp_()``, ``p.data.copy_()`` or ``module.load_state_dict()`` change the value of a parameter.
@@ -180,7 +180,7 @@ class Edits(Extension):
             self._state.tier.write_state(MASTER, piece.start, new)
 
     def _compare(self, piece: Piece, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where ``elements`` were written in this rank's part, the part, and its masters."""
+        """Return a mask of written elements, the elements and the masters of this rank's part."""
         own = elements[piece.offset : piece.offset + piece.stop - piece.start].cpu()
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
         rounded = old.to(own.dtype)

@@ -1,4 +1,4 @@
-"""Allocates all of an engine's buffers. `pool.py` explains long-lived and pooled memory.
+"""Allocation of all of an engine's buffers. `pool.py` explains long-lived and pooled memory.
 
 On the meta device the same code computes every size without allocating memory. `zero_core.plan`
 uses this to count bytes.

@@ -73,7 +73,7 @@ class CommonBuffers:
         self._agreed = self._seen
 
     def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
-        """Return tensors in the form of the agreed buffers, and whether each is the module's."""
+        """Return tensors of the agreed buffers' forms, and whether each is the module's own."""
         found: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
         for b in self._agreed:
             value = b.module._buffers.get(b.key)

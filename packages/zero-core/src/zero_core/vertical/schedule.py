@@ -56,7 +56,7 @@ from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
 from zero_core.watch.place import OUTSIDE
 
 _log = logging.getLogger(__name__)
-_OWN = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
+_OWN = frozenset(vars(nn.Module()))  # names of attributes that every module has
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:
@@ -98,7 +98,7 @@ class MicroBatch:
     starter waits, so nothing runs in parallel.
     """
 
-    loss: Tensor  # detached; set when the forward has ended
+    loss: Tensor  # detached, set when the forward has ended
     scaled_loss: Tensor | None = None  # None once backward has begun
 
     def __init__(
@@ -202,8 +202,7 @@ class VerticalSchedule(MicroBatches):
         if state.device.type == "cpu":
             share_arenas()  # micro-batches run on separate threads, one at a time
         self._host_inputs = host_inputs
-        # Tensors in attributes of modules before a turn. None after the first step has checked
-        # them.
+        # Tensors in attributes of modules before a micro-batch runs. None after the first step.
         self._in_attributes: dict[str, list[Tensor]] | None = {}
         self._running: MicroBatch | None = None  # the micro-batch whose forward is running
         # In backward: the running micro-batch, and the unit whose gradients it computes. The unit
@@ -423,7 +422,7 @@ class VerticalSchedule(MicroBatches):
         if unit is own:
             one.partial.discard(one.number, param)
             self._add(unit, grads, position, grad)
-        else:  # the root's: `_check_params` refuses others
+        else:  # a parameter of the root, by `_check_params`
             one.partial.put(one.number, param, grad)
 
     def _name(self, segment: int) -> str:

@@ -65,7 +65,7 @@ class PartialGrads:
         self._grads[number].pop(param, None)
 
     def get(self, number: int, param: int) -> Tensor | None:
-        """Return the previous sum on the device, or None. It stays there until `end_turn`."""
+        """Return the sum so far, which stays on the device until `end_turn`, or None."""
         found = self._grads[number].get(param)
         if isinstance(found, HostCopy):
             found = self._grads[number][param] = found.copies.take(found)
@@ -110,7 +110,7 @@ class SegmentCrossing(Exception):
 
     def __init__(self, segment: int | None) -> None:
         super().__init__(segment)
-        self.segment = segment  # the tensor's, or None for another micro-batch
+        self.segment = segment  # of the tensor, None if of another micro-batch
 
 
 @dataclass(eq=False, slots=True)

@@ -60,7 +60,7 @@ OTHER_BLOCKS = (
     "If a rank calls blocks that others do not call, as experts, name the module that holds them "
     "in zero_optimization.leaf_module"
 )
-_MAX_NAMED = 4  # in a message: number of ranks or statements
+_MAX_NAMED = 4  # maximal number of ranks or statements in a message
 _ENDED = ("Z", "X")
 _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
 # Shares of ``within_s``: time between two beats, time of a wait before others are observed, time
@@ -72,7 +72,7 @@ _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkp
 _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
-_NUM_WATCHED = 1024  # maximal number of device collectives; hosts are not further ahead
+_NUM_WATCHED = 1024  # maximal number of watched collectives of a device
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
 
 
@@ -99,16 +99,16 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Finding about why a rank waits."""
+    """Explanation of why a rank waits."""
 
     text: str  # names ranks
-    level: int  # of `logging`: ERROR if it cannot heal by itself, INFO if it is no cause
+    level: int  # of `logging`: ERROR if permanent, INFO if the text names no cause
     is_final: bool  # whether waiting longer would not change it
 
 
 @dataclass
 class _Seen:
-    """The last beat of a rank, and when this rank read it, first saw its number, and its place."""
+    """The last beat of a rank, when it was read, and since when its number and place are equal."""
 
     beat: Beat
     at: float
@@ -116,7 +116,7 @@ class _Seen:
     place_since: float
 
     @property
-    def silent_s(self) -> float:  # unknown after the last read
+    def silent_s(self) -> float:  # up to the last read
         return self.at - self.since
 
     @property
@@ -128,7 +128,7 @@ class _Seen:
 class _Wait:
     """A wait of this rank, and the beats of all ranks read since the wait began."""
 
-    identity: object  # unique to this wait; None: this rank does not wait
+    identity: object  # identity of this wait, None if this rank does not wait
     since: float
     last_read: float = -math.inf
     window: int = 0  # number of the window being read
@@ -156,10 +156,10 @@ def _state_of(beat: Beat) -> str:
 
 
 class ThreadedBoard:
-    """Non-blocking access to beats in a store. Its thread keeps it alive until `close`."""
+    """Non-blocking access to beats in a store. A thread keeps this object alive until `close`."""
 
     def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
-        """``keys``: of all ranks' beats. ``host``: the store's host, as "rank 0 of the job"."""
+        """``keys``: key of each rank's beat. ``host``: the store's host, "rank 0 of the job"."""
         self.host = host
         self.is_lost = False  # whether the connection has failed, which stops all use
         self._store = store
