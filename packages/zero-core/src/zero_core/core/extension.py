@@ -51,7 +51,7 @@ class Extension:
         """Attach to the engine's `ShardedState`, which has no values yet."""
 
     def remove(self) -> None:
-        """Undo `attach`. Only this rank calls it."""
+        """Undo `attach`, without communication."""
 
     def describe(self) -> str:
         """Return text that must be equal on all ranks: the class, and its settings if any."""

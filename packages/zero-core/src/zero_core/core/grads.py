@@ -189,7 +189,7 @@ class GradShard:
         self._plan = buffers.plan
         self._shard = buffers.shard
         self.until_gathered: NamedWork | None = None
-        self._until_copied: Wait | None = None  # until the state tier has copied
+        self._until_copied: Wait | None = None  # waits for the state tier's copy
         self._term_pool = buffers.term_pool
         self._term: Tensor | None = None  # borrowed output of a later reduction of the step
         self._rounded_pool = buffers.rounded_pool
@@ -508,7 +508,7 @@ class FlatGrads:
 
     def _open(self) -> None:
         if self._until_reduced is not None or self.shard.until_gathered is not None:
-            self.wait()  # for the reduction of a dropped or repeated step
+            self.wait()  # end the reduction of a dropped or repeated step
         if self.plan.case is GradientCase.ALONE:  # full_grad is grad_shard
             self.shard.wait_until_copied()
         self.full.open()

@@ -53,7 +53,7 @@ class _Trail:
     def __init__(self, forward: Forward) -> None:
         self.forward = weakref.ref(forward)
         self.units: list[int] = []  # not yet reached by backward, in forward order
-        self.passed: set[int] = set()  # of ``units``, those that the forward passed by
+        self.passed: set[int] = set()  # units in ``units`` that the forward passed by
         self.is_pending = True  # no backward has begun since the forward
 
     def last_position(self, unit: int) -> int | None:

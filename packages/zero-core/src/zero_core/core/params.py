@@ -61,7 +61,7 @@ class ShardSource(ABC):
         if self.span is not None:
             is_at_once = is_beside or self._tier.are_params_ready(*self.span)
             with nullcontext() if is_at_once else self._communicator.place.during(UPDATE):
-                self._tier.wait_params(*self.span)  # also orders streams and threads
+                self._tier.wait_params(*self.span)  # wait_params also orders streams and threads
 
     @abstractmethod
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:

@@ -132,7 +132,7 @@ class BufferPool:
     def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
         """Borrow a 1-D view of ``numel`` elements of a free buffer, uninitialized.
 
-        ``user`` identifies the content. It must be the same in each step.
+        ``user`` identifies the content, and must be equal in each step.
         """
         if len(self._free) > self._num_spare:
             address = self._last.get(user, 0)
@@ -197,7 +197,7 @@ class BufferViews(NamedTuple):
 
     slots: list[Tensor]  # one per parameter, with its shape and strides
     gaps: list[Tensor]  # padding between and after parameters
-    addresses: list[int]  # of ``slots``, at the time the views were made
+    addresses: list[int]  # addresses of ``slots`` when the views were made
 
 
 class SegmentViews:

@@ -125,10 +125,10 @@ class UnitSet:
                 self.wait(self.tail)
 
     def _await_tail(self) -> None:
-        """Wait for the launched gather of the tail when any thread reads its parameters."""
+        """Wait for the tail's gather, in any thread that reads a parameter of the tail."""
         with self._opening_tail:
             assert self.tail is not None, "its parameter was read"
-            if any(flat.is_deferred for flat in self.tail.params):  # else already released
+            if any(flat.is_deferred for flat in self.tail.params):  # else released already
                 self.open_tail()
 
     def gather_exact(self, unit: Unit) -> None:

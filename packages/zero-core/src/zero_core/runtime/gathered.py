@@ -126,7 +126,7 @@ class _FullParam(NamedTuple):
     tensor: Tensor  # the values, of which the parameter is a view
 
 
-_holders: list[weakref.ref[GatheredParams]] = []  # of all engines, newest last
+_holders: list[weakref.ref[GatheredParams]] = []  # instances of all engines, newest last
 
 
 def _refer(param: nn.Parameter) -> _Reference | None:
@@ -184,7 +184,7 @@ class GatheredParams:
         self._units.saved.refer = _refer
 
     def begin(self) -> None:
-        """Make references to the engine's parameters possible, until `remove`."""
+        """Allow references to this engine's parameters, until `remove`."""
         _holders[:] = [*(ref for ref in _holders if ref() is not None), weakref.ref(self)]
 
     @property

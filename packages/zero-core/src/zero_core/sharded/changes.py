@@ -51,7 +51,7 @@ from torch import Tensor
 from zero_core.core.params import FlatParams
 from zero_core.protocols import ParamStore
 
-_CPU_NUMEL = 1 << 18  # so many old and new values fit into a core's cache
+_CPU_NUMEL = 1 << 18  # this many old and new values fit into a core's cache
 _DEVICE_NUMEL = 1 << 25
 _MORE = 255
 # Multiplier that gathers the lowest bits of an int64's 8 bytes in its highest byte.
@@ -105,7 +105,7 @@ def to_low_bits(values: Tensor, form: Form) -> Tensor:
 
 
 def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
-    """Return the values nearest to ``old`` (16-bit) with the lowest bits ``codes``."""
+    """Return the values nearest to ``old`` (16-bit) whose lowest bits are ``codes``."""
     low = codes.to(torch.int32)
     if form is Form.LOW4:
         low = torch.stack([low & 0xF, low >> 4], 1).view(-1)[: old.numel()]
@@ -293,7 +293,7 @@ class ChangeLog:
         self._num_versions = num_versions
         self._max_bytes = max_bytes
         self._open: dict[int, ShardChanges] = {}
-        self._closed: list[dict[int, ShardChanges]] = []  # of the versions after `oldest`
+        self._closed: list[dict[int, ShardChanges]] = []  # one entry per version after `oldest`
         self._seen: dict[int, int] = {}  # by uncompared segment: last seen version
         self._lock = threading.Lock()
 

@@ -83,7 +83,7 @@ class StepGradient:
             if flat.is_kept and flat.segment.is_trainable
             for slot, param in zip(flat.segment.slots, flat.params, strict=True)
         ]
-        self.grads: dict[int, FlatGrads] = {}  # by segment; complete after `agree`
+        self.grads: dict[int, FlatGrads] = {}  # by segment, complete after `agree`
         # By segment: the norm, or a function returning the square sum if the tier accumulates
         # gradients.
         self._norms: dict[int, Tensor | Callable[[], Tensor]] = {}
@@ -344,7 +344,7 @@ class StepGradient:
             follow(self._train.global_steps + 1)
         self.param_grads.decided()
         used = self._facts.counts("used")
-        for param in self.param_grads.set_params:  # set after the facts were summed
+        for param in self.param_grads.set_params:  # changed after the facts were summed
             used[param] = float(param in self.params_with_grad)
         norm, is_taken, grad_scale = self._decide_by(self._square_sum)
         self.policy.settle(is_void=not is_taken)

@@ -90,7 +90,7 @@ class _Complete:
 
     grads: FlatGrads
     given: dict[int, Tensor | None] = field(default_factory=dict)  # None: set to None by the user
-    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, including known changes
+    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, with known changes
 
 
 class ParamGrads:
@@ -110,8 +110,8 @@ class ParamGrads:
             for param in state.trained_params
             if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
         ]
-        self._complete: dict[int, _Complete] = {}  # by segment
-        self._given: dict[int, _Complete] = {}  # of ``_complete``: those read or set
+        self._complete: dict[int, _Complete] = {}  # by segment index
+        self._given: dict[int, _Complete] = {}  # entries of ``_complete`` that were read or set
         self.set_params: set[int] = set()  # numbers of parameters set since the all-reduce
         self._assigned: dict[int, nn.Parameter] = {}  # by id: assigned before completion
         # Segments changed in this step before the all-reduce of the facts, in this step after it,
@@ -245,7 +245,7 @@ class ParamGrads:
     def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
         """Write ``changes`` into the gradients, after agreement. Return the changed gradients."""
         for index, one in self._given.items():
-            if index in changes or one.checksums:  # a change may keep a checksum
+            if index in changes or one.checksums:  # a change may leave the checksum equal
                 one.grads.change(_elements(one.grads, changes.get(index, {})))
         for index in changes:
             one = self._complete[index]

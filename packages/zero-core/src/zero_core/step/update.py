@@ -150,7 +150,7 @@ class InBackwardPolicy(UpdatePolicy):
         if active:
             groups = self._train.hyperparameters()
             self._settings = self._settings or repr(groups)
-            self._updated.update(active)  # before ``step``, which may raise midway
+            self._updated.update(active)  # first, because ``step`` may raise midway
             # Final updates exclude scaling and clipping, so ``grad_scale`` is 1.
             self._tier.step(groups, active, grad_scale=1.0)
         return bool(active)

@@ -110,10 +110,10 @@ class MicroBatch:
         partial: PartialGrads,
     ) -> None:
         """Create. The thread uses the caller's current stream of ``device``."""
-        self.number = number  # in the step, from 0 on
+        self.number = number  # number in the step, from 0 on
         self.partial = partial  # incomplete gradients of all micro-batches
         self.segments = Segments(partial, number)  # segments of this micro-batch's graph
-        self.states: tuple[Tensor, ...] | None = None  # of random generators, while paused
+        self.states: tuple[Tensor, ...] | None = None  # generator states, while paused
         self.is_done = False  # whether its forward has ended
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
@@ -217,7 +217,7 @@ class VerticalSchedule(MicroBatches):
             self._hook(number, module)
 
     def _hook(self, number: int, module: nn.Module) -> None:
-        versions: list[int] = []  # of the module's buffers before its forward
+        versions: list[int] = []  # versions of the module's buffers before its forward
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             one = self._running
@@ -365,7 +365,7 @@ class VerticalSchedule(MicroBatches):
                         f"{self._name(one.segments.number)} or code in front of it leaves a tensor "
                         f"in the attribute {name}, where another micro-batch would find it",
                     )
-        self._running = None  # not reset after an error, until abandoned
+        self._running = None  # stays set after an error, until `abandon`
         one.states = random_states(self._device)
 
     def _run_backward(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -110,7 +110,7 @@ class SegmentCrossing(Exception):
 
     def __init__(self, segment: int | None) -> None:
         super().__init__(segment)
-        self.segment = segment  # of the tensor, None if of another micro-batch
+        self.segment = segment  # the tensor's segment, None if of another micro-batch
 
 
 @dataclass(eq=False, slots=True)

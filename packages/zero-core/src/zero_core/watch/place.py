@@ -136,7 +136,7 @@ class StepClock:
         self._marks: list[tuple[str, str, Mark]]
         self._marks = [(doing, "", self._now() if begin is None else begin)]
         self._launched = launched
-        self.under_way: list[tuple[str, Mark, Mark]] = []  # host only: collectives
+        self.under_way: list[tuple[str, Mark, Mark]] = []  # collectives, on a host
         # At each change of the place: seconds since the step began, bytes held, and place. Empty if
         # not recorded.
         self.trail: list[tuple[float, int, str]] = []

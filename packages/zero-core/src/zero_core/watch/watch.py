@@ -514,7 +514,7 @@ class Watch:
             self._cause = cause
             self._publish(time.monotonic())
         if cause:
-            self._board.flush(_FLUSH_S)  # this process may end now
+            self._board.flush(_FLUSH_S)  # because this process may end now
 
     def explain(self) -> str:
         """Return which rank made this rank's collective fail. May wait to detect silent ranks."""
