@@ -216,7 +216,7 @@ _DEFERRED, _REFUSED = _Classes(_Closed), _Classes(_Refused)
 
 
 def open_all(params: Sequence[nn.Parameter]) -> None:
-    """Restore the parameters' own classes: they hold their values."""
+    """Restore the own classes of parameters, which hold their values."""
     list(map(_set_class, params, map(_own_classes.__getitem__, map(type, params))))
 
 

@@ -77,7 +77,7 @@ class BackwardOrder:
         # See [Note: blocks that need no gradient].
         self._without_grad: set[int] = set()
         self._with_grad: set[int] = set()
-        self.left_out: frozenset[int] = frozenset()  # blocks without gradients on any rank
+        self.left_out: frozenset[int] = frozenset()  # blocks that backward needs on no rank
         self._next = 0  # index into _order
         self._num_missing: dict[int, int] = {}  # by unit: number of gradients not ready
         self._trails: list[_Trail] = []

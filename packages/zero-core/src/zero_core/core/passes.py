@@ -55,15 +55,15 @@ from zero_core.watch.place import OUTSIDE
 class GradientSink(Protocol):
     """Interface of `zero_core.step.gradient.StepGradient`, which collects reduced gradients."""
 
-    params_with_grad: set[int]  # numbers since the last step, added by `BackwardPass`
+    params_with_grad: set[int]  # parameter numbers, added by `BackwardPass`
 
     @property
     def is_boundary(self) -> bool:
-        pass
+        """Whether the current micro-step is the last one of its step."""
 
     @property
     def is_reduced(self) -> bool:
-        pass
+        """Whether the reduced gradient of every segment was added."""
 
     def begin_backward(self, *, is_new_round: bool) -> None:
         """Check, at the start of a backward, that it may add to the step's gradient.
@@ -94,7 +94,7 @@ class GradientSink(Protocol):
         """Drop an update enqueued ahead of the decision, because more will be reduced."""
 
     def clear(self) -> None:
-        pass
+        """Drop the gradient and start a new step."""
 
 
 class Reductions:
@@ -240,7 +240,7 @@ class BackwardPass:
         self._stay_idle = {i for i, num in uses.items() if num > 1} & self._ever_recomputed
 
     def enter(self, unit: Unit, forward: Forward | None) -> None:
-        """Gather ``unit`` for the backward of ``forward``, or for its recomputation if None."""
+        """Gather ``unit`` for the backward of ``forward``, or to recompute ``unit`` if None."""
         units = self._units
         if unit is units.saved.entered:
             return

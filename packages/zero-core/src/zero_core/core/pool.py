@@ -154,7 +154,7 @@ class BufferPool:
         return view
 
     def _add_buffer(self) -> int:
-        with torch.inference_mode(False):  # training uses them, too
+        with torch.inference_mode(False):  # so that training can use the buffer
             buffer = self._allocate(self.buffer_bytes, torch.uint8)
         address = buffer.data_ptr()
         self._all[address] = buffer
@@ -232,7 +232,7 @@ class SegmentViews:
         key = (storage_of(full) if self.is_opaque else full.data_ptr(), full.dtype)
         found = self._found.get(key)
         if found is None:
-            with torch.inference_mode(False):  # training uses them, too
+            with torch.inference_mode(False):  # so that training can use the views
                 slots = [
                     form.to_values(full[slot.start : slot.stop])
                     for form, slot in zip(self.forms, self.slots, strict=True)

@@ -151,7 +151,7 @@ class SavedWeights:
         if tensor.is_leaf:
             param = self.refer(tensor) if isinstance(tensor, nn.Parameter) else None
             return tensor if param is None else param
-        # Most saved tensors are activations, handled below.
+        # Most other saved tensors are activations, which are only detached.
         source = autocast_source(tensor) if self._is_autocast else None
         packed = None if source is None else self._pack(source)
         if packed is None or isinstance(packed, Tensor | _Cast):

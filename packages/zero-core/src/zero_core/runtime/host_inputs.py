@@ -1,6 +1,6 @@
 """Inputs of recomputed blocks, optionally kept in host memory.
 
-The vertical schedule also keeps gradients of tied weights there.
+The vertical schedule also keeps gradients of tied weights in host memory.
 
 [Note: recomputed blocks]
 With ``activation_checkpointing`` each block saves only its inputs and is recomputed in backward
@@ -109,7 +109,7 @@ class HostCopies:
                 if self._num_calls - call > _MAX_IDLE:
                     del self._last_use[idle]
                     self._free.pop(idle, None)
-            with torch.inference_mode(False):  # training uses the memory, too
+            with torch.inference_mode(False):  # so that training can use the memory
                 piece = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
             free += [(piece[n * size : (n + 1) * size], None) for n in range(count)]
         buffer, last_copy = free.pop()
@@ -218,7 +218,7 @@ def recompute_blocks(
 ) -> ObjectMethods:
     """Wrap the forwards of ``blocks``, in the passes' order. See [Note: recomputed blocks].
 
-    ``is_on_cpu``: keep inputs in host memory. ``host_inputs`` copies inputs on an accelerator.
+    ``is_on_cpu``: keep inputs in host memory. ``host_inputs`` moves them from an accelerator.
     """
 
     def wrap(unit: Unit, block: nn.Module) -> Callable[..., Any]:

@@ -116,10 +116,9 @@ def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
 
 
 def compare(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks of 1-D tensors of a 16-bit dtype: where any bit differs, and where by far.
+    """Compare two 1-D tensors of a 16-bit dtype. Return masks of changed and of far elements.
 
-    The second mask contains positions whose values differ by more than `NEAR` or in sign. The cost
-    does not depend on the number of changes.
+    Far elements differ by more than `NEAR`, or in sign. The cost is independent of the changes.
     """
     # Distances of magnitudes, valid for equal signs. Uses integer operations, because torch's
     # comparisons take 5 times as long.

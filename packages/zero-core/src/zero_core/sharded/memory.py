@@ -64,7 +64,7 @@ class RefilledBuffers(BufferPool):
     def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
         buffer = self._of.get(user)
         if buffer is None:
-            with torch.inference_mode(False):  # training uses the memory, too
+            with torch.inference_mode(False):  # so that training can use the memory
                 buffer = self._of[user] = self._allocate(numel, dtype)
         elif not buffer.untyped_storage().nbytes():
             buffer.untyped_storage().resize_(numel * dtype.itemsize)

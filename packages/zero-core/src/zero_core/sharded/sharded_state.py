@@ -213,7 +213,7 @@ class ShardedState:
 
     @cached_property
     def places_of(self) -> dict[int, tuple[tuple[FlatParams, int], ...]]:
-        """Places of each model parameter, or of its components, by the parameter's ``id``."""
+        """`places` of each model parameter, one per component, by the parameter's ``id``."""
         whole = {
             id(q.param): tuple(self.places[id(c)] for c in q.components) for q in self.quantized
         }

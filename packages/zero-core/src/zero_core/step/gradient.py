@@ -258,7 +258,7 @@ class StepGradient:
         self.policy.settle(is_void=True)
 
     def clear(self) -> None:
-        if self.policy.ahead:  # the step was aborted
+        if self.policy.ahead:  # the step was aborted after `update_ahead`
             _, is_taken, _ = self._decide_by(self._square_sum)
             is_void = (
                 self._facts.is_any("unreduced")

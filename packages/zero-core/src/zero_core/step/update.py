@@ -102,7 +102,7 @@ class UpdatePolicy:
         """Raise if an update has already used the gradient. ``what``: the refused action."""
 
     def clear(self) -> None:
-        pass
+        """Start a new step."""
 
 
 class AheadPolicy(UpdatePolicy):
