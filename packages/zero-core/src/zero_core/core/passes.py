@@ -263,7 +263,8 @@ class BackwardPass:
         for skipped in self.order.enter(unit.index, forward):
             self._gather_skipped(skipped)
         if self._is_reducing:
-            self._reduce_ready()  # before the next gather: [Note: one order ...] in `order`
+            # Reduce before the next gather: [Note: one order for gathers and reductions] in `order`.
+            self._reduce_ready()
         units.go_to(unit, backward=True)
 
     def enter_recompute(self, unit: Unit) -> None:
