@@ -232,7 +232,7 @@ class BackwardPass:
         self.order.begin_backward(num_missing)
 
     def begin_idle(self, path: Sequence[Unit]) -> None:
-        """Begin a backward without gradients. Its end visits the ``path`` of a forward."""
+        """Begin a backward without gradients. `end` visits the ``path`` of a forward."""
         self.begin()
         # With data, a block that is used twice and recomputed stays gathered until its gradients
         # are ready. So the idle rank must gather it only once.
@@ -263,7 +263,7 @@ class BackwardPass:
         for skipped in self.order.enter(unit.index, forward):
             self._gather_skipped(skipped)
         if self._is_reducing:
-            # Reduce before the next gather: [Note: one order for gathers and reductions] in `order`.
+            # Reduce before gathering: [Note: one order for gathers and reductions] in `order`.
             self._reduce_ready()
         units.go_to(unit, backward=True)
 
@@ -536,7 +536,7 @@ class ForwardPass:
         return True
 
     def go_out_of(self, unit: Unit, *, needs_grad: bool) -> bool:
-        """Leave the forward of ``unit``. Return False if a hook raised before it was entered."""
+        """Leave the forward of ``unit``. Return False if a hook raised before `go_into`."""
         if unit.is_block and self._forward is not None:
             self._order.leave(unit.index, needs_grad=needs_grad)
         running = self.running

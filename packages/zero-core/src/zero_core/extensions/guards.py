@@ -43,7 +43,7 @@ class ReplicaCheck(Extension):
 
     @torch.no_grad()
     def before_update(self, number: int) -> None:
-        """Compare every ``check_replicas_every`` steps. An error names ranks in the minority."""
+        """Compare the parameters of all ranks, every ``check_replicas_every`` steps."""
         state, control = self._state, self._state.control
         if number % self._every or control.world_size == 1:
             return

@@ -50,7 +50,7 @@ class HostCopy:
     copies: HostCopies
     buffer: Tensor
     values: Tensor  # view of the buffer, in the tensor's shape and dtype
-    last_copy: torch.Event  # copy to the host, or the last copy back
+    last_copy: torch.Event  # end of the copy to the host, or of the last copy back
     fetched: Tensor | None = None  # the values on the device, until used
     is_fetched: bool = False  # whether they were ever fetched
 
@@ -218,7 +218,7 @@ def recompute_blocks(
 ) -> ObjectMethods:
     """Wrap the forwards of ``blocks``, in the passes' order. See [Note: recomputed blocks].
 
-    ``is_on_cpu``: keep inputs in host memory. ``host_inputs`` moves them from an accelerator.
+    ``is_on_cpu``: keep inputs in host memory. ``host_inputs`` moves accelerator inputs.
     """
 
     def wrap(unit: Unit, block: nn.Module) -> Callable[..., Any]:

@@ -135,7 +135,7 @@ class Snapshot:
             if low >= stop:
                 return
             unread = self._unread[index]
-            if not unread:  # all read: do not wait for the reader
+            if not unread:  # a block without unread states needs no wait
                 continue
             with self._changed:
                 while self._max_bytes is not None and self._copies and unread:
