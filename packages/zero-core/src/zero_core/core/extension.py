@@ -75,7 +75,7 @@ class Extension:
         that the checkpoint contains.
         """
 
-    # -------------------------------------------------------- life of an engine
+    # ----------------------------------------------- events outside of a step
 
     def begun(self) -> None:
         """Called when the engine is built and its memory holds the first values."""
@@ -100,7 +100,7 @@ class Extension:
         """
         return None
 
-    # ----------------------------------------------------------------- a step
+    # --------------------------------------------------------- events of a step
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Called when the program calls the engine with these arguments, before they are cast."""

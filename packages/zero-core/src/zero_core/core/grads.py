@@ -485,8 +485,6 @@ class FlatGrads:
         self._nonfinite: Tensor | None = None  # by rank: bool, [world_size]
         self.is_updated = False
 
-    # ----------------------------------------------------------- one backward
-
     def begin_backward(self) -> None:
         """Called when a backward begins. Subclasses may override this method."""
 
@@ -561,8 +559,6 @@ class FlatGrads:
         if not self.shard.add(reduced) or self.plan.normed is not None:
             self._norm = None  # the norm covers only the last reduction
         self.full.close()
-
-    # ---------------------------------------------------- the step's gradient
 
     def result(self) -> ReducedGrad:
         """Return the gradient to offer to the state tier.

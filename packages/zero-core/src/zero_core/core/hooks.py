@@ -89,9 +89,8 @@ def _hook_unit(passes: Passes, unit: Unit, module: nn.Module) -> list[RemovableH
 def _hook_gradient(
     passes: Passes, index: int, number: int, position: int, param: nn.Parameter
 ) -> Any:
-    # The garbage collector cannot see the hooks of a tensor. A strong reference to the passes,
-    # which refer to the tensor, would therefore never be freed. The module hooks keep the passes
-    # alive.
+    # The garbage collector cannot see a tensor's hooks. If the hook held the passes, which hold the
+    # tensor, neither would ever be freed. The hooks of modules keep the passes alive.
     alive = weakref.ref(passes)
 
     def take(param: nn.Parameter) -> None:

@@ -88,7 +88,7 @@ class BackwardOrder:
         self._is_recomputed_ready = False
 
     def begin_forward(self) -> Forward:
-        """Begin a forward with gradients. Whatever it saves for backward must hold the token."""
+        """Begin a forward with gradients. Weights saved for backward must hold the result."""
         forward = Forward()
         old = self._trails[:-_NUM_KEPT]  # without steps, old trails would accumulate
         self._trails = [t for t in old if t.forward() is not None] + self._trails[-_NUM_KEPT:]

@@ -235,7 +235,7 @@ class StepGradient:
                 norms.append(norm)
                 continue
             square, device = norm(), self._state.device
-            if square.device != device:  # a copy would wait for the device
+            if square.device != device:  # copying to the device would wait
                 square = torch.full((), square.item(), dtype=square.dtype, device=device)
             squares.append(square.view(1))
         return self._arithmetic.add_squares(norms, squares)

@@ -429,7 +429,7 @@ class Watch:
         line = f"rank {self._rank}: {what} has not ended for {waited_s:.1f} s: {verdict.text}"
         _log.log(verdict.level, "%s", line)
         if is_error and not self._place.waits_for:
-            write_error_file("CollectiveError", line)  # torch's watchdog may abort silently
+            write_error_file("CollectiveError", line)  # torch may end this process silently
 
     def _judge(self) -> Verdict | None:
         """Return which rank, or the board's store, keeps this rank waiting."""
