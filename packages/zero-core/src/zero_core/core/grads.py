@@ -540,7 +540,7 @@ class FlatGrads:
         statistics, nonfinite = work.statistics(), None
         if statistics is not None:
             self._until_reduced = self.full.until_read = work
-            if self.shard.is_used_at_once or not self.shard.is_empty:  # read or added to now
+            if self.shard.is_used_at_once or not self.shard.is_empty:  # the output is used now
                 self.wait()
             self._norm = self._arithmetic.of_reduction(statistics.norm)
             nonfinite = statistics.nonfinite

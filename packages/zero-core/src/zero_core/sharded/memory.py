@@ -312,7 +312,7 @@ class Memory:
 
     def _find_targets(self) -> None:
         config, tier, offloaded = self._config, self._offloaded.tier, self._offloaded.indices
-        # A split master weight shares bits with the parameter, and must be on the same device.
+        # A split master weight includes the parameter's memory, so the tier must write that memory.
         is_split = config.zero_optimization.offload_optimizer.state_dtype != "float32"
         compared: dict[int, tuple[int, Tensor, tuple[int, int]]] = {}
         for index, (start, stop) in self.spans.items():

@@ -137,7 +137,7 @@ class AheadPolicy(UpdatePolicy):
 
 
 class InBackwardPolicy(UpdatePolicy):
-    """Updates each segment for good in backward. See [Note: optimizer in backward]."""
+    """Updates each segment in backward, without undo. See [Note: optimizer in backward]."""
 
     begins_early = is_final = True
     _settings = ""  # hyperparameters used by this step's updates
