@@ -350,7 +350,7 @@ class StepGradient:
         self.policy.settle(is_void=not is_taken)
         why_skipped = _CHANGED
         if self._is_checked and not math.isfinite(self._facts.square_sum):
-            # On all ranks, even if a change of param.grad has replaced the non-finite values.
+            # All ranks run this, even if a change of param.grad replaced the non-finite values.
             self._communicator.forget_errors()  # drop the error feedback of quantization
             why_skipped = _explain_nonfinite(self.grads, self._state)
         active = [i for i, p in enumerate(self._state.pieces) if used[p.param] > 0]

@@ -67,7 +67,7 @@ _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
 # without a beat before a rank counts as silent, time of a wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
 _MIN_SILENCE_S = 0.5
-_LONG = 6  # factor on the time after which a live rank in disk work is named
+_LONG = 6  # delay factor before a live rank in disk work is named
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
@@ -533,7 +533,7 @@ class Watch:
             if now >= deadline or (verdict is not None and verdict.is_final):
                 break
             time.sleep(pause_s)
-        # Ranks that waited for each other give up together. The line logged before has the cause.
+        # Ranks that waited for each other give up together. An earlier log line names the cause.
         known = [found for found in (verdict, logged) if found is not None]
         return max(known, key=lambda found: found.level).text if known else ""
 
