@@ -3,15 +3,17 @@
 With many small parameters, a step's time is spent in Python, not in memory. Everything done at
 every step therefore works on columns of all parameters, by `map` and similar functions.
 
-[Note: checks of a step] A `Slot` is one parameter's verified memory: dtypes, shapes, strides,
-storages, and addresses. A `Snapshot` of slots checks that all of these are unchanged. A `Table` of
-slots has the kernel's arguments in columns, and checks the gradients, which are new at every step.
-A `Roster` has a group's slots, a snapshot of all of them, and a table of those with a gradient. All
-are reused until a tensor is replaced.
+[Note: checks of a step]
+A `Slot` is one parameter's verified memory: dtypes, shapes, strides, storages, and addresses. A
+`Snapshot` of slots checks that all of these are unchanged. A `Table` of slots has the kernel's
+arguments in columns, and checks the gradients, which are new at every step. A `Roster` has a
+group's slots, a snapshot of all of them, and a table of those with a gradient. All are reused until
+a tensor is replaced.
 
-[Note: extents] A tensor's extent identifies the memory that it may use: first element's address,
-dtype, numel, storage offset, and bytes of the storage. An address alone is not enough. A storage
-can shrink in place, and the allocator can reuse a freed address for a smaller storage.
+[Note: extents]
+A tensor's extent identifies the memory that it may use: first element's address, dtype, numel,
+storage offset, and bytes of the storage. An address alone is not enough. A storage can shrink in
+place, and the allocator can reuse a freed address for a smaller storage.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Reference definition of the kernels in NumPy. Every compiled kernel computes the same bits.
 
-[Note: the order of operations] The formulas are those of torch.optim's for-loop
-(``foreach=False``), and each operation is rounded to fp32. On CPUs with FMA, torch's lerp, addcmul
-and add(alpha=) round a multiplication and addition once. These operations are calls of `fma` below.
-Only the square root differs: torch's, on x86, is off by 1 ulp for about one number in six. Here the
-root is correctly rounded (IEEE 754), as in torch's fused Adam.
+[Note: the order of operations]
+The formulas are those of torch.optim's for-loop (``foreach=False``), and each operation is rounded
+to fp32. On CPUs with FMA, torch's lerp, addcmul and add(alpha=) round a multiplication and addition
+once. These operations are calls of `fma` below. Only the square root differs: torch's, on x86, is
+off by 1 ulp for about one number in six. Here the root is correctly rounded (IEEE 754), as in
+torch's fused Adam.
 
 Sign and payload of NaNs depend on the CPU, so all NaNs count as equal.
 """

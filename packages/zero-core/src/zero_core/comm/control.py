@@ -3,11 +3,11 @@
 Accelerators use collectives of their library (`zero_core.comm.groups`). Hosts use direct messages
 (`zero_core.comm.host`).
 
-[Note: communicators and lanes] A **communicator** connects some ranks. A library such as NCCL runs
-the collectives of a communicator in the order in which each rank starts them, which must be the
-same on all its ranks. Gathers and reductions may interleave differently on different ranks, so each
-of the two has its own communicator, called a **lane**. Control exchanges use the caller's
-communicator.
+[Note: communicators and lanes]
+A **communicator** connects some ranks. A library such as NCCL runs the collectives of a
+communicator in the order in which each rank starts them, which must be the same on all its ranks.
+Gathers and reductions may interleave differently on different ranks, so each of the two has its own
+communicator, called a **lane**. Control exchanges use the caller's communicator.
 """
 
 from __future__ import annotations

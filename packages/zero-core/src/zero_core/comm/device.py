@@ -4,16 +4,18 @@ All-gather and all-to-all are the library's. A reduction is an all-to-all follow
 rank order (`zero_core.comm.fused_sum`), on the stream of reductions. The compute stream waits for
 it when it uses the sum.
 
-[Note: two levels] Rank n * R + l has position l on node n, with N nodes of R ranks. A single
-all-to-all among all ranks would send (N - 1) R slices per rank to other nodes. Instead, ranks of a
-node first exchange slices: each receives those for the ranks at its own position on all nodes. It
-adds them in rank order in fp32 to N partial sums of its node. Ranks at equal positions then
-exchange partial sums and add them in the order of the nodes. Each rank thus sends N - 1 partial
-sums to other nodes. All stages and runs add in the same order.
+[Note: two levels]
+Rank n * R + l has position l on node n, with N nodes of R ranks. A single all-to-all among all
+ranks would send (N - 1) R slices per rank to other nodes. Instead, ranks of a node first exchange
+slices: each receives those for the ranks at its own position on all nodes. It adds them in rank
+order in fp32 to N partial sums of its node. Ranks at equal positions then exchange partial sums and
+add them in the order of the nodes. Each rank thus sends N - 1 partial sums to other nodes. All
+stages and runs add in the same order.
 
-[Note: coded exchanges] With a codec (`zero_core.protocols.SliceCodec`), an exchange whose peers are
-all on other nodes sends encoded slices or partial sums. The ranks first exchange the messages'
-lengths, for which the host blocks. The messages are decoded before the sum.
+[Note: coded exchanges]
+With a codec (`zero_core.protocols.SliceCodec`), an exchange whose peers are all on other nodes
+sends encoded slices or partial sums. The ranks first exchange the messages' lengths, for which the
+host blocks. The messages are decoded before the sum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Process groups of the engines: creation, sharing between engines, and destruction.
 
-[Note: groups that cannot hang] torch creates a process group in one of three ways, each with a
-condition:
+[Note: groups that cannot hang]
+torch creates a process group in one of three ways, each with a condition:
 
 - ``new_group(ranks)`` must be called by *every* rank of the job, member or not, in the same order.
   The group's name is a counter of these calls. Since torch 2.15 (pytorch#189073) the counter also
@@ -20,13 +20,13 @@ the highest one. An engine over some of the ranks uses the third way if a device
 otherwise the second. Its ranks first agree on a number that none of them has used for a group
 before (`zero_core._torch.counting_groups`).
 
-[Note: shared groups] A group is reused for the same backend, ranks and lane, by other subgroups of
-the same engine (ZeRO++'s two exchanges have equal subgroups) and by later engines. The members
-first agree whether the group still exists, because an engine may have been closed on some of them
-only. A rank aborts a group when the group's last user on that rank is closed. The rank does not
-wait for other ranks, and no collective may be under way on the group. Groups that end together are
-aborted in one call, because NCCL's aborts of several communicators may wait for each other
-(pytorch#119797).
+[Note: shared groups]
+A group is reused for the same backend, ranks and lane, by other subgroups of the same engine
+(ZeRO++'s two exchanges have equal subgroups) and by later engines. The members first agree whether
+the group still exists, because an engine may have been closed on some of them only. A rank aborts a
+group when the group's last user on that rank is closed. The rank does not wait for other ranks, and
+no collective may be under way on the group. Groups that end together are aborted in one call,
+because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
 
 If a library is dropped without `close`, its groups end when any library next requests a group or is
 closed. A finalizer would run at a different time on each rank, and on any thread.

@@ -3,38 +3,40 @@
 gloo's all-gather is a ring of copies, and its reduce-scatter is a whole all-reduce. A direct
 exchange takes about a third of the time.
 
-[Note: near and far] A **far** peer receives the bytes point to point over torch.distributed. A
-**near** peer shares memory with this rank (`zero_core.comm.shared_memory`) and receives a **token**
-with the offset and size of the bytes. The near peer reads the bytes in place when it waits. A
-gather thus costs one copy and a reduction none. Memory outside the shared window (a plug-in's
-buffers) is sent to all peers as if they were far. All ranks must use the same kind of memory in the
-same call.
+[Note: near and far]
+A **far** peer receives the bytes point to point over torch.distributed. A **near** peer shares
+memory with this rank (`zero_core.comm.shared_memory`) and receives a **token** with the offset and
+size of the bytes. The near peer reads the bytes in place when it waits. A gather thus costs one
+copy and a reduction none. Memory outside the shared window (a plug-in's buffers) is sent to all
+peers as if they were far. All ranks must use the same kind of memory in the same call.
 
 Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
 end with an **acknowledgement**. Gathers need none: shards change only after an exchange of all
 ranks that follows their gathers (`zero_core.protocols.Collectives`).
 
-[Note: once per node] With N nodes of R ranks, a rank sends its shard once to each other node, to
-the rank at the same position there, which forwards the shard within its node. This sends N - 1
-shards between nodes instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a
-job of the queue of gathers. Reductions stay direct, because summing within each node first would
-change the rounding.
+[Note: once per node]
+With N nodes of R ranks, a rank sends its shard once to each other node, to the rank at the same
+position there, which forwards the shard within its node. This sends N - 1 shards between nodes
+instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the queue of
+gathers. Reductions stay direct, because summing within each node first would change the rounding.
 
-[Note: coded slices] With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive
-encoded slices. A slice is decoded into the buffer where the raw slice would have arrived, so the
-order of the sum is the same. Encoding takes a pass over the slices. It runs as a job of the queue
-of reductions, in parallel with backward.
+[Note: coded slices]
+With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive encoded slices. A
+slice is decoded into the buffer where the raw slice would have arrived, so the order of the sum is
+the same. Encoding takes a pass over the slices. It runs as a job of the queue of reductions, in
+parallel with backward.
 
 The receiver does not know a message's length in advance. Sender and receiver both know the length
 of the unit's last message and expect slightly more. The sender sends that many bytes, starting with
 the true length, and the receiver posts its receive early. Excess bytes follow in a second message.
 (Sending the length first costs 18 ms per unit at 200 Mbit/s, because it queues behind other data.)
 
-[Note: messages of different sizes never meet] Ranks that take different branches start different
-exchanges. gloo's collectives match exchanges by order alone, and if sizes differ, gloo ends the
-receiving process with ``std::terminate``. `HostLibrary` matches messages by sender and by a tag
-that contains the kind of exchange and the number of bytes (modulo `_NUM_SIZES`). Ranks on different
-branches therefore wait for each other until the timeout raises an error that names them.
+[Note: messages of different sizes never meet]
+Ranks that take different branches start different exchanges. gloo's collectives match exchanges by
+order alone, and if sizes differ, gloo ends the receiving process with ``std::terminate``.
+`HostLibrary` matches messages by sender and by a tag that contains the kind of exchange and the
+number of bytes (modulo `_NUM_SIZES`). Ranks on different branches therefore wait for each other
+until the timeout raises an error that names them.
 """
 
 from __future__ import annotations

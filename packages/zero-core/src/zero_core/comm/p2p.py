@@ -1,9 +1,10 @@
 """Point-to-point messages, matched by sender and tag.
 
-[Note: channels and threads] A tag combines the channel, the unit and the kind of exchange. Each
-subgroup of each engine over a process group has a different channel. Engines, subgroups, units and
-queues may therefore interleave freely, provided that sender and receiver start the messages of one
-tag in the same order. Any thread may send and receive: gloo's pairs and the mailbox have locks.
+[Note: channels and threads]
+A tag combines the channel, the unit and the kind of exchange. Each subgroup of each engine over a
+process group has a different channel. Engines, subgroups, units and queues may therefore interleave
+freely, provided that sender and receiver start the messages of one tag in the same order. Any
+thread may send and receive: gloo's pairs and the mailbox have locks.
 """
 
 from __future__ import annotations

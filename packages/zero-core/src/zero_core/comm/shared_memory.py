@@ -4,27 +4,29 @@ Between processes of one host, gloo sends bytes through the loopback interface, 
 the kernel and wake-ups. Here a rank sends only the offset of its bytes, and its peers read them in
 place.
 
-[Note: one window per rank] Each rank has a **window**: a memfd, an anonymous file outside any file
-system and not limited by ``/dev/shm``. The window is as large as the host's memory, and its pages
-are allocated at their first write. When the engine is built, all peers map the whole window through
-``/proc/PID/fd``. Ranks that cannot map it (another host, user or PID namespace) share no memory.
-Buffers are allocated from the window in ascending order. An offset in a window means the same to
-every rank.
+[Note: one window per rank]
+Each rank has a **window**: a memfd, an anonymous file outside any file system and not limited by
+``/dev/shm``. The window is as large as the host's memory, and its pages are allocated at their
+first write. When the engine is built, all peers map the whole window through ``/proc/PID/fd``.
+Ranks that cannot map it (another host, user or PID namespace) share no memory. Buffers are
+allocated from the window in ascending order. An offset in a window means the same to every rank.
 
 The window is **sealed** at its size, because shrinking it would kill every process that reads it
 afterwards (SIGBUS). Mapped pages stay readable until the reader unmaps them. A rank may therefore
 exit, drop its engine or be killed while a slower peer still reads its last gather.
 
-[Note: pipes] Each rank has one pipe per peer, which the peer opens through ``/proc/PID/fd`` for
-writing. A message is a single write of its tag, two numbers, and a serial number among the messages
-with the same sender and tag. Messages can therefore be awaited in any order and read from the pipe
-by any thread. End of file on a pipe means that its writer has died. (With gloo, whose thread polls
-for a connection's lock, a message took a scheduler tick of 4 ms where ranks have one core each.)
+[Note: pipes]
+Each rank has one pipe per peer, which the peer opens through ``/proc/PID/fd`` for writing. A
+message is a single write of its tag, two numbers, and a serial number among the messages with the
+same sender and tag. Messages can therefore be awaited in any order and read from the pipe by any
+thread. End of file on a pipe means that its writer has died. (With gloo, whose thread polls for a
+connection's lock, a message took a scheduler tick of 4 ms where ranks have one core each.)
 
-[Note: interrupts] Ctrl-C raises KeyboardInterrupt between two calls in the main thread. Data read
-from a pipe is therefore stored by the same C call that reads it, and sorted in steps that can be
-repeated. An interrupted reader finds that it is still registered as the reader and continues. Other
-threads wait for it.
+[Note: interrupts]
+Ctrl-C raises KeyboardInterrupt between two calls in the main thread. Data read from a pipe is
+therefore stored by the same C call that reads it, and sorted in steps that can be repeated. An
+interrupted reader finds that it is still registered as the reader and continues. Other threads wait
+for it.
 """
 
 from __future__ import annotations

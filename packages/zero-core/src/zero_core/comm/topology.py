@@ -1,17 +1,18 @@
 """Placement of ranks: the group that trains, each rank's device, and the ranks per node.
 
-[Note: ranks per node] With ``build(mesh=...)`` of two dimensions, the last dimension is the node.
-Otherwise each rank names its node by the first of these variables that its launcher sets:
-torchrun's ``LOCAL_WORLD_SIZE`` (with ``GROUP_RANK``, the node's number), or SLURM's
-``SLURM_NODEID``. If none is set (Open MPI does not number nodes), or if ranks have different
-launchers, the host name identifies the node. Two torchrun or SLURM nodes on one machine count as
-two. All nodes are treated as having equally many consecutive ranks: see `fold`.
+[Note: ranks per node]
+With ``build(mesh=...)`` of two dimensions, the last dimension is the node. Otherwise each rank
+names its node by the first of these variables that its launcher sets: torchrun's
+``LOCAL_WORLD_SIZE`` (with ``GROUP_RANK``, the node's number), or SLURM's ``SLURM_NODEID``. If none
+is set (Open MPI does not number nodes), or if ranks have different launchers, the host name
+identifies the node. Two torchrun or SLURM nodes on one machine count as two. All nodes are treated
+as having equally many consecutive ranks: see `fold`.
 
-[Note: a rank's device] A rank uses the device bound to its process group
-(``init_process_group(device_id=...)``). If none is bound, it uses the current device, unless that
-is device 0, the default. In that case it uses device ``LOCAL_RANK`` if it exists. With
-``CUDA_VISIBLE_DEVICES`` set per rank, only device 0 exists. ``build`` compares the devices of all
-ranks (`check_devices`).
+[Note: a rank's device]
+A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
+is bound, it uses the current device, unless that is device 0, the default. In that case it uses
+device ``LOCAL_RANK`` if it exists. With ``CUDA_VISIBLE_DEVICES`` set per rank, only device 0
+exists. ``build`` compares the devices of all ranks (`check_devices`).
 """
 
 from __future__ import annotations

@@ -1,28 +1,31 @@
 """State tier on the compute device: a torch optimizer over slices. `FlatTier` is its base.
 
-[Note: master weights here] An fp32 or float64 parameter shard is its own master weight and is
-updated in place. A 16-bit shard has a separate fp32 master weight, which is rounded into the shard
-after a step. A shard on another device than the update has a separate master weight, whatever its
-dtype.
+[Note: master weights here]
+An fp32 or float64 parameter shard is its own master weight and is updated in place. A 16-bit shard
+has a separate fp32 master weight, which is rounded into the shard after a step. A shard on another
+device than the update has a separate master weight, whatever its dtype.
 
-[Note: states] Each piece of the local flat space is an ``nn.Parameter`` over its slice of the
-master weights, so any elementwise torch optimizer runs with its own kernels. States are views of
-flat buffers, one buffer per dtype. On an accelerator the buffers are allocated in ``build``, so
-that a job that does not fit fails early and states do not fragment activation memory. The optimizer
-then starts from states of zeros, if a probe shows that this equals starting without states. On a
-CPU, or if the probe fails (SGD with dampening, NAdam), the optimizer creates states in its first
-step, and they are moved to the buffers.
+[Note: states]
+Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master weights, so
+any elementwise torch optimizer runs with its own kernels. States are views of flat buffers, one
+buffer per dtype. On an accelerator the buffers are allocated in ``build``, so that a job that does
+not fit fails early and states do not fragment activation memory. The optimizer then starts from
+states of zeros, if a probe shows that this equals starting without states. On a CPU, or if the
+probe fails (SGD with dampening, NAdam), the optimizer creates states in its first step, and they
+are moved to the buffers.
 
-[Note: turns] A step updates the pieces in turns of at most `TURN_NUMEL` elements, which bounds the
-optimizer's temporary memory (``foreach`` allocates at least 4 bytes per element). Gradients
-narrower than the master weights are widened into one buffer shared by all turns. A piece larger
-than a turn is split into several parameters.
+[Note: turns]
+A step updates the pieces in turns of at most `TURN_NUMEL` elements, which bounds the optimizer's
+temporary memory (``foreach`` allocates at least 4 bytes per element). Gradients narrower than the
+master weights are widened into one buffer shared by all turns. A piece larger than a turn is split
+into several parameters.
 
-[Note: ahead of the decision] Torch's fused kernels read ``found_inf`` on the device and change
-nothing if it is 1. A step can therefore be enqueued before the host knows whether to take it
-(`DeviceTier.step_ahead`). Gradients are multiplied by the factor outside the kernel, so that
-results are bit-identical to `step`. States that the optimizer creates in such a step (SGD's, if
-momentum was 0 in ``build``) are uninitialized if the step is void, and are dropped.
+[Note: ahead of the decision]
+Torch's fused kernels read ``found_inf`` on the device and change nothing if it is 1. A step can
+therefore be enqueued before the host knows whether to take it (`DeviceTier.step_ahead`). Gradients
+are multiplied by the factor outside the kernel, so that results are bit-identical to `step`. States
+that the optimizer creates in such a step (SGD's, if momentum was 0 in ``build``) are uninitialized
+if the step is void, and are dropped.
 """
 
 from __future__ import annotations

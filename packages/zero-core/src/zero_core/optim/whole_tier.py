@@ -1,10 +1,11 @@
 """State tier of optimizers that need whole parameters.
 
-[Note: whole parameters] Each parameter has an owner among the ranks that hold a part of it. The
-owner has the parameter's whole optimizer state. Master weights stay sharded. A parameter within one
-shard is updated in place. A parameter that crosses shard bounds is *divided*: in each step its
-owner gathers master weight and gradient, runs the optimizer, and returns the new values. If every
-rank has the whole state (stage 0, one rank), each rank updates everything and nothing is sent.
+[Note: whole parameters]
+Each parameter has an owner among the ranks that hold a part of it. The owner has the parameter's
+whole optimizer state. Master weights stay sharded. A parameter within one shard is updated in
+place. A parameter that crosses shard bounds is *divided*: in each step its owner gathers master
+weight and gradient, runs the optimizer, and returns the new values. If every rank has the whole
+state (stage 0, one rank), each rank updates everything and nothing is sent.
 
 Parameters in groups that the optimizer declares elementwise (`zero_core.optim.factory`) have no
 owner: each rank updates its slice and keeps the slice's state.
@@ -14,9 +15,10 @@ step, an owned parameter temporarily holds its whole master weight and gradient,
 holds the rank's 1-D slice. All other parameters have no gradient, so optimizers skip them. Shapes,
 groups, hooks and per-parameter state are therefore the same as without an engine.
 
-[Note: rounds] Divided parameters are exchanged in rounds of consecutive segments. The parameters of
-a round are in total no larger than those of the largest segment, which bounds the bytes in flight.
-Parameters without a gradient are not sent. Unlike in other tiers, ``step`` is a collective.
+[Note: rounds]
+Divided parameters are exchanged in rounds of consecutive segments. The parameters of a round are in
+total no larger than those of the largest segment, which bounds the bytes in flight. Parameters
+without a gradient are not sent. Unlike in other tiers, ``step`` is a collective.
 """
 
 from __future__ import annotations
