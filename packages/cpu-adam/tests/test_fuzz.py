@@ -43,7 +43,6 @@ FORMS = [*UPDATES.values(), Update("grad_norm_sq", make_grad, {}, has_out=False)
 
 
 def parameters_of(function: str) -> set[str]:
-    """Return the names of a function's parameters, including `AdamHyper`'s."""
     names = set(inspect.signature(getattr(cpu_adam, function)).parameters)
     return names | (set(AdamHyper.__annotations__) if "hyper" in names else set())
 
@@ -151,7 +150,6 @@ def distorted(choose: random.Random, array: np.ndarray) -> Any:
 
 
 def bfloat16(choose: random.Random, bits: np.ndarray) -> Any:
-    """Return bf16 memory, as a torch tensor or without torch."""
     if torch is None or choose.random() < 0.5:
         return Bfloat16(bits)
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)

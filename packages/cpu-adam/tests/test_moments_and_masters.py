@@ -331,7 +331,6 @@ class TestConvertState:
                 assert torch.equal(before["state"][key][name], value)
 
     def split_of(self, param, master):
-        """Split one element's fp32 master. Return the parameter and its state."""
         params = [torch.nn.Parameter(torch.tensor([param], dtype=torch.bfloat16))]
         optimizer = CPUAdam(params, master_dtype="float32")
         train(optimizer, params, 1)

@@ -25,7 +25,6 @@ SETTINGS = [
 
 
 def mixed_params(half):
-    """Return fp32, 16-bit and channels_last parameters."""
     params = make_params(SIZES)
     for index, dtype in ((0, torch.bfloat16), (1, half)):
         for param in params[index::3]:

@@ -63,7 +63,7 @@ class NamedWork:
 
 @dataclass(slots=True, eq=False)
 class NamedReduction(NamedWork):
-    """A reduction under way. ``_protocols`` are the optional protocols that its work implements."""
+    """A reduction under way. ``_protocols``: the optional protocols that ``_work`` implements."""
 
     _protocols: frozenset[type]
 

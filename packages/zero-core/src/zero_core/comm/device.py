@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMemory | None:
-    """Share memory among the CPU ranks of this node. None where that is impossible."""
+    """Return memory shared by this node's CPU ranks, or None if they cannot share memory."""
     if ranks.device.type != "cpu" or ranks.size == 1 or not dist.is_initialized():
         return None  # without torch.distributed, ranks are threads of one process
     timeout_s = ranks.timeout_s or timeout_of(ranks.group, ranks.device).total_seconds()
@@ -103,7 +103,7 @@ class DeviceCollectives(Transport):
         """Every rank of ``library`` must call it, but only ``members`` take part. None: all."""
         super().__init__(library.rank, queues, meter, members)
         self._library, links = library, self._links
-        self._buffers: dict[str, Tensor] = {}  # scratch, by purpose: reductions run one at a time
+        self._buffers: dict[str, Tensor] = {}  # scratch by purpose; reductions never overlap
         # If a parameter is unused on one rank only, that rank interleaves reductions and gathers
         # differently. Each queue therefore has its own communicator.
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
@@ -145,7 +145,7 @@ class DeviceCollectives(Transport):
         return self._gathers.all_gather(out, shard)
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
-        nodes = None if is_added else self._nodes  # reduce_add keeps rank order, across nodes
+        nodes = None if is_added else self._nodes  # reduce_add must add in rank order
         near, far = self._links.direct(out.numel() * full.itemsize)
         if nodes is not None:
             sum_nbytes = out.numel() * sum_dtype(full.dtype).itemsize

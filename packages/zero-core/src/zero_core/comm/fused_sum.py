@@ -74,7 +74,7 @@ def sum_by_torch(
 
 def find_nonfinite(slices: Tensor, nonfinite: Tensor) -> None:
     """Set ``nonfinite[r]`` to True where row r of ``slices`` has NaN or Inf."""
-    # The infinity norm propagates NaN and Inf. `isfinite` of all elements would allocate a mask.
+    # The infinity norm propagates NaN and Inf, and needs no mask as large as the slices.
     largest = torch.linalg.vector_norm(slices, torch.inf, dim=1)
     nonfinite.logical_or_(largest.isfinite().logical_not_())
 

@@ -76,7 +76,7 @@ _LEAVE_S = 30.0
 _LOOK_S = 1.0
 """Time after which a `StoreExchange` that waits asks whether the other ranks are alive."""
 
-# torch 2.13 renamed the tensor collectives; the old names warn there.
+# torch 2.13 renamed the tensor collectives and deprecated the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -104,8 +104,7 @@ class Ranks:
             return self
         if not self.has_own_device:
             return replace(self, timeout_s=timeout_s)
-        # Here a wait does not block the host. The backend ends the process after the group's
-        # timeout.
+        # Here waits do not block the host. After a timeout, the backend ends the process.
         set_timeout(self.group, timeout_s)
         return replace(self, timeout_s=None)
 
@@ -144,10 +143,7 @@ class Ranks:
         return ControlGroup(hosts, self.device, place, watch)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        """Return an exchange for a thread that runs during training.
-
-        Every rank must create these exchanges in the same order.
-        """
+        """Return an exchange for a background thread. Ranks must create them in the same order."""
         return StoreExchange(self, "a save beside training", watch)
 
     def messages(self) -> Messages:
@@ -240,10 +236,7 @@ class ProcessLibrary:
     def _make(
         self, parts: Sequence[tuple[int, ...]], own: tuple[int, ...], lane: Lane, number: int
     ) -> dist.ProcessGroup | None:
-        """Create a process group for each of ``parts`` and return the one of ``own``, if any.
-
-        See [Note: groups that cannot hang].
-        """
+        """Create a group per part and return ``own``'s. See [Note: groups that cannot hang]."""
         members = dist.get_process_group_ranks(self._group)
         backend = backend_on(self._group, self._ranks.device)
         options: dict[str, Any] = {
@@ -341,10 +334,7 @@ class StoreExchange(Exchange):
             self.longest_wait_s = timeout_of(ranks.group, ranks.device).total_seconds()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's ``data`` (ASCII), in rank order.
-
-        Raises CollectiveError if a rank is dead or late.
-        """
+        """Return all ranks' ``data`` (ASCII). Raises CollectiveError if a rank is dead or late."""
         if self.world_size == 1:
             return [data]
         keys, before = self._keys(self._num_rounds), self._keys(self._num_rounds - 1)
@@ -375,10 +365,7 @@ class StoreExchange(Exchange):
         return rows
 
     def leave(self) -> None:
-        """Wait until the last round has been read.
-
-        Rank 0, whose process may host the store, waits for the other ranks.
-        """
+        """Make rank 0, which may host the store, wait until all ranks have read the last round."""
         ends, last = self._keys(self._num_rounds), self._keys(self._num_rounds - 1)
         if self._store is not None and not self._is_broken:
             with suppress(RuntimeError):  # a failure here does not matter: the exchange is over

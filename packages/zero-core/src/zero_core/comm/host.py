@@ -81,10 +81,7 @@ class Transport:
         self._codec: SliceCodec | None = None
 
     def coded(self, codec: SliceCodec) -> Self:
-        """Return a copy that encodes gradients with ``codec``.
-
-        See [Note: coded slices], and [Note: coded exchanges] in `zero_core.comm.device`.
-        """
+        """Return a copy of these collectives that encodes gradients with ``codec``."""
         found = copy.copy(self)
         found._codec = codec
         return found
@@ -159,8 +156,7 @@ class HostCollectives(Transport):
         self._near = frozenset(peer for peer in self._peers if self._members[peer] in near)
         self._channel = messages.next_channel()
         self._buffers = _Buffers()
-        # Expected bytes of the next encoded message, by unit and peer: (sent to it, received from
-        # it).
+        # Expected bytes of a unit's next encoded messages, by (unit, peer): (sent, received).
         self._expected: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
@@ -267,7 +263,7 @@ class HostCollectives(Transport):
     def _exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> _Parcel:
-        """Exchange tensors of equal size. ``offset``: of ``given`` in shared memory, or None."""
+        """Send ``given`` and receive ``into``. ``offset``: that of ``given`` in shared memory."""
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
             return _Parcel(into, works)
@@ -349,7 +345,7 @@ class HostCollectives(Transport):
 
 @dataclass(slots=True, eq=False)
 class _Parcel:
-    """Bytes of one peer under way."""
+    """A receive from one peer under way."""
 
     into: Tensor
     works: Sequence[Work]

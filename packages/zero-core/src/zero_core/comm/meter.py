@@ -79,29 +79,18 @@ class Links:
 
     @property
     def sums_in_two_levels(self) -> bool:
-        """Whether gradients are summed within each node first.
-
-        See [Note: two levels] in `zero_core.comm.device`.
-        """
+        """Whether gradients are first summed per node: see [Note: two levels] of `device`."""
         is_apart = 1 < self.ranks_per_node < self.world_size
         return self.is_ring and is_apart and not self.is_sequential
 
     @property
     def codes_slices(self) -> bool:
-        """Whether reductions can encode the slices that go to other nodes.
-
-        An accelerator's exchange encodes all slices or none. If it also has slices for the rank's
-        own node, none is encoded.
-        """
+        """Whether reductions can encode slices for other nodes. Accelerators encode all or none."""
         is_mixed = self.is_ring and self.ranks_per_node > 1 and not self.sums_in_two_levels
         return self.num_nodes > 1 and not is_mixed
 
     def reduction(self, slice_bytes: int, sum_bytes: int) -> tuple[int, int]:
-        """Bytes of a reduce-scatter.
-
-        ``slice_bytes`` is the size of one slice of a gradient, ``sum_bytes`` that of a partial sum
-        of slices.
-        """
+        """Bytes of a reduction. ``sum_bytes``: size of a partial sum of slices."""
         if not self.sums_in_two_levels:
             return self.direct(slice_bytes)
         near, others = self.ranks_per_node - 1, self.num_nodes - 1
@@ -138,7 +127,7 @@ class Meter:
             row[2] += sent[1]
 
     def end_step(self) -> None:
-        """Make the rows added since the last call the ones that `report` returns."""
+        """End the step: `report` now returns the rows added since the last call."""
         with self._lock:
             rows, self._open = self._open, {}
         self._last = tuple(Traffic(*key, *rows[key]) for key in ORDER if key in rows)

@@ -75,8 +75,7 @@ class StreamQueues:
     def launch(self, job: _Job, *, is_reduction: bool) -> Work:
         """Run ``job`` with the queue's stream as the current stream."""
         if is_reduction not in self._streams:
-            # High priority: NCCL's few thread blocks would otherwise wait for those of large
-            # matmuls.
+            # High priority: otherwise NCCL's few thread blocks wait for those of large matmuls.
             self._streams[is_reduction] = torch.Stream(self._device, priority=-1)
         stream = self._streams[is_reduction]
         outcome: Future[None] = Future()

@@ -121,7 +121,7 @@ class SharedMemory:
                     window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
                     if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
-            # A rank enters this exchange after it has mapped the windows of its peers.
+            # After this exchange every rank has mapped its peers' windows, so it may close its own.
             table = control.gather_bytes(bytes(r in self._mapped for r in range(len(cards))))
         finally:
             if descriptor is not None:
@@ -151,10 +151,7 @@ class SharedMemory:
         return offset if 0 <= offset < self._nbytes else None
 
     def receive(self, letter: Letter, like: Tensor) -> Tensor:
-        """Wait for ``letter`` and return a view of the bytes it locates, with ``like``'s dtype.
-
-        Raises CollectiveError if the number of bytes differs from that of ``like``.
-        """
+        """Wait for ``letter`` and return a view of the bytes it locates, with ``like``'s dtype."""
         peer = letter[0]
         offset, nbytes = self.mailbox.wait(letter)
         if nbytes != like.nbytes:
@@ -232,7 +229,8 @@ def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None
         finally:
             os.close(opened)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # else: other host or user
+        # Other errors mean that the process belongs to another host or user.
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             _log.warning("cannot share memory with process %d: %s; %s", pid, error, _advice(error))
         return None
     if window[:_SECRET_BYTES] != secret:
@@ -257,7 +255,9 @@ class Mailbox:
         self._sent: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._expected: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._raw: deque[tuple[int, tuple[int, int, int, int]]] = deque()  # received but not sorted
-        self._lock = RLock()  # guards all below; `Condition.__enter__` could be interrupted
+        # Guards the attributes below. `with` on the Condition would run Python code that Ctrl-C can
+        # interrupt.
+        self._lock = RLock()
         self._changed = Condition(self._lock)
         self._reader: int | None = None  # thread that reads the pipes
         self._ended: set[int] = set()  # peers whose pipe is closed
@@ -303,7 +303,7 @@ class Mailbox:
                 return
             except BrokenPipeError:
                 return
-            except BlockingIOError:  # pipe full: read, as the peer may wait for that
+            except BlockingIOError:  # full: the peer may wait for this rank to read
                 deadline = deadline or time.monotonic() + self._timeout_s
                 if time.monotonic() > deadline:
                     raise RuntimeError(

@@ -23,7 +23,7 @@ DTYPE_NAMES: Final = {
     torch.float16: "fp16",
     torch.float64: "fp64",
 }
-# Without fused multiply-add, the interpreter computes the same bits for the norm.
+# No fused multiply-add, so that Triton's interpreter computes the same bits of the norm.
 LAUNCH_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 4}
 
 

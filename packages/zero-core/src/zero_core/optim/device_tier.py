@@ -115,7 +115,7 @@ class FlatTier:
                 masters.append((start, shard.to(device, dtype)))
         self._masters = Chunked(masters)
         self._grads: dict[int, Tensor] = {}
-        self._scaled: set[int] = set()  # starts of offers that were multiplied in place
+        self._scaled: set[int] = set()  # starts of offered gradients that were scaled in place
         # Asynchronous copies of updated shards to the host, on a separate stream: {start: (stop,
         # event)}. A copy waits for the update, readers of the shard wait for its event, and the
         # next update waits for all copies. The host never blocks.
@@ -131,9 +131,9 @@ class FlatTier:
         self._scaled.clear()
 
     def _scale_offers(self, firsts: Iterable[int], factor: Tensor | float) -> list[int]:
-        """Multiply the offers that contain the elements ``firsts``, each once. Return their starts.
+        """Scale the offered gradients that contain ``firsts`` in place, once. Return their starts.
 
-        Offers that must be widened are multiplied after widening instead.
+        Gradients that must be widened are scaled after widening instead.
         """
         offered = sorted(self._grads)
         starts = sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
@@ -224,13 +224,13 @@ class _Turn:
     """Parts that are updated together. See [Note: turns]."""
 
     members: list[list[nn.Parameter]]  # parameters by group
-    parts: list[_Part] = field(default_factory=list)  # in ascending order
-    extents: dict[int, list[int]] = field(default_factory=dict)  # [start, stop] by offer
+    parts: list[_Part] = field(default_factory=list)  # sorted by start
+    extents: dict[int, list[int]] = field(default_factory=dict)  # range of parts, by gradient
     sizes: list[list[int]] = field(default_factory=list)  # lengths of parts and gaps, by extent
     places: list[int] = field(default_factory=list)  # each part's index in ``sizes``
 
     def numel_with(self, part: _Part, offer: int) -> int:
-        """Return the widened elements of this turn after adding ``part`` of gradient ``offer``."""
+        """Return the size of the widened gradients if ``part`` of gradient ``offer`` were added."""
         sizes = {known: stop - start for known, (start, stop) in self.extents.items()}
         start = self.extents[offer][0] if offer in self.extents else part.start
         return widened_numel({**sizes, offer: part.stop - start}.values())
@@ -276,7 +276,7 @@ class DeviceTier(FlatTier):
         self._num_steps = [0] * len(pieces)
         self._ahead: list[int] = []  # pieces updated by `step_ahead`
         self._made: list[tuple[_Part, str]] = []  # states created in the last step
-        self._parts: list[list[_Part]] = []  # by piece
+        self._parts: list[list[_Part]] = []  # parts of each piece
         self._members: list[list[nn.Parameter]] = [[] for _ in groups]
         for piece, (start, stop, group) in enumerate(pieces):
             self._parts.append(
@@ -374,7 +374,7 @@ class DeviceTier(FlatTier):
         if is_void:
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
-            self._scaled.clear()  # the factor was 1
+            self._scaled.clear()  # nothing was scaled: the factor was 1
             # States created by the void step are uninitialized: drop them and unused flat buffers.
             for part, name in self._made:
                 part.states.pop(name).zero_()
@@ -430,8 +430,8 @@ class DeviceTier(FlatTier):
             is_given = self._initial.get((part.param.dtype, part.group)) is not None
             has_state = is_given or self._num_steps[part.piece] > 0
             have_all &= has_state
-            # New states are moved to the flat buffers turn by turn. A turn with the new states of a
-            # single offer limits the extra memory.
+            # New states exist twice until they are moved to the flat buffers. Create the states of
+            # one offered gradient at a time to limit the extra memory.
             is_full = not turns or not (has_state or offer in turns[-1].extents)
             is_full = is_full or turns[-1].numel_with(part, offer) > self.turn_numel
             # Torch's fused SGD creates states for all parameters of a call or for none.
@@ -534,7 +534,7 @@ class DeviceTier(FlatTier):
                 continue
             for name in names:
                 self._state_of(part, name).zero_()
-            if not self._give_state(part):  # not empty for all: Adagrad starts from an initial sum
+            if not self._give_state(part):  # for example Adagrad, which starts from an initial sum
                 fresh = self._make([{**group, "params": [part.param]}])
                 self._optimizer.state[part.param] = dict(fresh.state.get(part.param, {}))
                 self._flatten_state(part)
@@ -614,7 +614,7 @@ def optimizer_maker(
 
     Some options apply only at construction, not per group: Adagrad's initial sum.
     """
-    make: Any = optimizer_class  # each class types its own options
+    make: Any = optimizer_class  # constructors have different signatures
     taken = inspect.signature(optimizer_class).parameters.keys() - {"params"}
     return partial(make, **{name: v for name, v in groups[0].items() if name in taken})
 

@@ -85,7 +85,7 @@ class LossScaler:
         self.growth_delay = 0  # steps before the first window starts: DeepSpeed delays it by one
 
     def update(self, *, is_overflow: bool) -> None:
-        """Adapt the scale after a step: taken, or skipped because of an overflow."""
+        """Adapt the scale after a step. ``is_overflow``: the step was skipped for an overflow."""
         if not self.is_dynamic:
             return
         config = self.config
@@ -140,7 +140,7 @@ class TrainState:
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # number of times that gradients were dropped, with or without a step
         self.accumulation = Accumulation(config.gradient_accumulation_steps)
-        self._num_parts = 1  # ranks whose losses are averaged by division here
+        self._num_parts = 1  # number of ranks by which losses are divided
         if config.world_size_invariant:
             step_size = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
             self._num_parts = config.train_batch_size // step_size
@@ -217,8 +217,7 @@ class TrainState:
             )
         if "optimizer" not in without and counts[0] == counts[1]:
             for number, (own, group) in enumerate(zip(self._param_groups, groups, strict=True)):
-                # Ignore keys on one side only: schedules and optimizers (Prodigy) add keys over
-                # time.
+                # Ignore keys on one side only: schedules and Prodigy add keys over time.
                 for key in own.keys() & group.keys():
                     if not _is_setting(own[key], group[key]):
                         raise CheckpointCorruptError(

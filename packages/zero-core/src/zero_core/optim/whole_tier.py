@@ -134,7 +134,7 @@ class WholeTier(FlatTier):
             elif state and number in sliced and number in self._piece_of:
                 piece, spec = self._piece_of[number], layout.params[number]
                 stop = piece.offset + piece.stop - piece.start
-                self._initial[number] = own = dict(state)  # unchanged if the build fails
+                self._initial[number] = own = dict(state)  # copied, in case the build fails
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
                         elements = spec.to_elements(value)[piece.offset : stop].clone()
@@ -372,10 +372,10 @@ def step_bytes(
 ) -> tuple[int, int]:
     """Return the temporary bytes of a step: (parameters and gradients, messages).
 
-    Each number is that of the rank with the largest. The first counts whole parameters and widened
-    gradients, the second the bytes sent and received in the largest round. ``is_apart``: the update
-    runs on another device than the gradients. ``dtypes``: master weight and offered gradient, by
-    trainable segment.
+    Both are maxima over the ranks. The first counts whole parameters and widened gradients, the
+    second the bytes sent and received in the largest round. ``is_apart``: the update runs on
+    another device than the gradients. ``dtypes``: master weight and offered gradient, by trainable
+    segment.
     """
     wholes = assign_owners(layout, sliced=sliced)
     divided = [whole for whole in wholes if is_sharded and whole.is_divided]
@@ -475,7 +475,7 @@ class _Exchange:
     def _exchange(
         self, parts: Tensor, to: Sequence[_Parcel], of: Sequence[_Parcel], *, rows: int
     ) -> Tensor:
-        """Send ``rows`` values per element of each parcel in ``to``. Return those of ``of``."""
+        """Send the parcels ``to`` and return the parcels ``of``. ``rows``: values per element."""
         sent, received = ([0] * self._control.world_size for _ in range(2))
         for numels, parcels in ((sent, to), (received, of)):
             for peer, _, share in parcels:
@@ -499,10 +499,7 @@ def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> 
 def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
-    """Set values and gradients of the parameters in ``lent``, and restore all afterwards.
-
-    Parameters that are not in ``lent`` have no gradient meanwhile.
-    """
+    """Set the values and gradients in ``lent``, no gradient elsewhere, and restore all at exit."""
     with access.opened(param for param in params if isinstance(param, nn.Parameter)):
         before = [(param, param.data, get_grad(param)) for param in params]
         try:

@@ -347,7 +347,7 @@ class Recorder(Extension):
         numel = layout.local_numel(is_sharded=subject.memory.has_sharded_state)
         on_host = self._tier.host_numel if self._tier is not None else 0
         model: dict[str, Any] = {}  # the Hugging Face configuration
-        with suppress(AttributeError, TypeError, ValueError):  # foreign: others' attributes
+        with suppress(AttributeError, TypeError, ValueError):  # foreign: another library's
             found = state.module.config.to_dict()  # type: ignore[operator,union-attr]
             model = dict(json.loads(json.dumps(found, default=str)))
         return RunRecord(
@@ -382,7 +382,7 @@ def _abandon(pid: int, file: RecordFile, memory: MemoryMeter) -> None:
 def _uncaught() -> BaseException | None:
     if hasattr(sys, "ps1"):  # foreign: an interactive interpreter continues after errors
         return None
-    return getattr(sys, "last_value", None)  # foreign: the interpreter's
+    return getattr(sys, "last_value", None)  # foreign: an attribute of the interpreter
 
 
 def _end(step: int, error: BaseException | None) -> EventRecord:

@@ -102,7 +102,7 @@ def _is_edited(engine: Engine, folder: Path) -> list[float]:
 
 
 def _loads(engine: Engine, folder: Path) -> list[float]:
-    # old weights return with a new version
+    # Loading restores old weights under a new version number.
     losses = [micro_step(engine, 0)]
     engine.save_checkpoint(folder)
     losses += [micro_step(engine, 1), micro_step(engine, 2), evaluate(engine, 2)]

@@ -184,10 +184,7 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
 def run_engine(
     case: Case, rank: int, steps: int, *, resume_from: str | None = None, **build_kwargs: Any
 ) -> Trace:
-    """Train the same model on the same batches with the engine.
-
-    ``resume_from`` is the folder of a checkpoint to resume from.
-    """
+    """Train as `run_ddp` does, with the engine. ``resume_from``: a checkpoint's folder."""
     trace = Trace()
     device = find_ranks(None, None).device  # the engine would choose the same device
     engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)

@@ -33,7 +33,7 @@ from zero_core._libc import release_free_pages
 from zero_core.comm.groups import Ranks
 from zero_core.comm.topology import find_ranks
 
-# Imports of a test's ranks: the oracle imports most modules.
+# Modules that ranks of tests import. The oracle imports most of them.
 _PRELOADED = [__name__, "zero_core.testing.oracle", "pytest", "hypothesis"]
 _LIMIT = timedelta(minutes=5)
 """Longest wait of one rank for another."""

@@ -51,7 +51,7 @@ def _choose(rows: Sequence[pytest.Function], least: int) -> list[pytest.Function
     missing = {value for value, count in counts.items() if count > 1}
     kept: list[pytest.Function] = []
     while missing or len(kept) < least:
-        # Max() returns the first of several equal rows.
+        # Of equally good rows, max() returns the first.
         best = max(left, key=lambda row: len(_values(row) & missing))
         left.remove(best)
         kept.append(best)
