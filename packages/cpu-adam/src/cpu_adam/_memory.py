@@ -51,7 +51,7 @@ class Block(NamedTuple):
 def loaded_torch() -> Any | None:
     """Return torch if the program has imported it, else None."""
     torch = sys.modules.get("torch")
-    # Foreign: torch, perhaps partially imported.
+    # foreign: torch, perhaps partially imported.
     return torch if hasattr(torch, "autograd") else None
 
 

@@ -255,8 +255,7 @@ class Mailbox:
         self._sent: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._expected: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._raw: deque[tuple[int, tuple[int, int, int, int]]] = deque()  # received but not sorted
-        # Guards the attributes below. `with` on the Condition would run Python code that Ctrl-C can
-        # interrupt.
+        # Guards the attributes below. Ctrl-C could interrupt `Condition.__enter__`, not an RLock.
         self._lock = RLock()
         self._changed = Condition(self._lock)
         self._reader: int | None = None  # thread that reads the pipes

@@ -84,7 +84,7 @@ class Chunked:
             part.copy_(values[low - start : low - start + part.numel()])
 
     def one(self, start: int, stop: int) -> Tensor:
-        """Return a view of ``[start, stop)``, which must lie within one chunk."""
+        """Return a view of ``[start, stop)``, which must be within one chunk."""
         ((_, view),) = self.parts(start, stop)
         return view
 

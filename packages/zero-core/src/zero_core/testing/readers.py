@@ -77,7 +77,7 @@ class _Block(nn.Module):
 
 
 class Watched(nn.Module):
-    """Model whose forward calls ``look`` with the name of the current moment."""
+    """Model whose forward calls a function with the name of the current moment."""
 
     def __init__(self) -> None:
         super().__init__()
