@@ -48,7 +48,7 @@ IN_PARALLEL = (
     # Gloo may close a connection while ranks connect, before a test has begun (decision 229).
     *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
-GATE = ("-m", "not slow", "--ignore=tests/slow")  # decision 228
+GATE = ("-m", "not slow", "--ignore=tests/slow")  # tests run for every change (decision 228)
 
 # Torch releases, and the CUDA versions of their wheels on the package index.
 TORCH_CUDA = {
@@ -61,7 +61,7 @@ TORCH_CUDA = {
 }
 # For these, Triton's interpreter (used in tests) needs an array conversion that NumPy 2.4 removed.
 OLD_NUMPY = {"2.10.0": ("numpy<2.4",), "2.11.0": ("numpy<2.4",)}
-# Newest releases, and the previous ones that work with the rest of the row on a CPU.
+# The newest releases, and previous releases that work together on a CPU.
 HUGGING_FACE = {
     "hugging-face-new": (
         *("transformers==5.23.0", "accelerate==1.15.0", "trl==1.16.0"),
@@ -235,7 +235,7 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation site. API pages are read from the sources without importing them."""
     session.install("--quiet", *group("docs"))
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # decision 214
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # MkDocs 1 is chosen by decision 214
     session.run("mkdocs", "build", "--strict", *session.posargs, env=quiet)
 
 
@@ -338,7 +338,7 @@ def wheels(session: nox.Session) -> None:
 def matrix(session: nox.Session, torch: str) -> None:
     """Test all packages together with another torch or Python.
 
-    Without a GPU, the tests run on the CPU, as in CI with the release in constraints.txt.
+    Without a GPU, the tests run on the CPU. CI uses the torch release in constraints.txt.
     """
     tools = [*(tool for package in FOLDERS for tool in group("test", package)), *group("runners")]
     pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))

@@ -392,7 +392,7 @@ class TestConvertState:
         optimizer.step()
         assert optimizer.state[params[0]]["step"].item() == 6
         assert all(param.isfinite().all() for param in params)
-        # Convert the state dict instead, which must stay unchanged.
+        # Converting the state dict gives the same result and leaves the state dict unchanged.
         other_params = [torch.nn.Parameter(param.detach().clone()) for param in params]
         loaded = CPUAdam(other_params)
         loaded.load_state_dict(convert_state(before, target))

@@ -242,7 +242,7 @@ class Slot:
             self.out_type = SPLIT
             rest = _check_state(REMAINDER, state[REMAINDER], local, torch.int16)
             self.addresses = (self.local_address, *states, self._watch(REMAINDER, rest))
-            # An fp32 master that is added later replaces the split one.
+            # Watch for an fp32 master, which replaces the split one if it is added later.
             self.watched.append(Watched(MASTER, None, local, self.extent))
         else:
             self.out_type = kind

@@ -232,8 +232,7 @@ class CPUAdam(Optimizer):
                         dtype = value.dtype if is_kept else torch.float32
                         self.state[param][name] = value.to(param.device, dtype, copy=True)
 
-        # Run these hooks last before and first after loading, so that users' hooks see usual
-        # states.
+        # The last hook before loading and the first one after, so that users' hooks are unaffected.
         before = self.register_load_state_dict_pre_hook(remember)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:

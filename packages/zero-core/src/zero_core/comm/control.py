@@ -102,7 +102,7 @@ class DeviceLibrary(ControlLibrary, Protocol):
 
 
 class Exchange(Protocol):
-    """Exchange of bytes between ranks, and of errors that all ranks then raise."""
+    """Exchange of bytes between ranks. `together` raises an error of one rank on all ranks."""
 
     rank: int  # rank within the group
     world_size: int

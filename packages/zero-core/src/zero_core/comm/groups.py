@@ -212,7 +212,7 @@ class ProcessLibrary:
                 "subgroup: every rank gives the subgroup that it is in, for the same lane; "
                 f"together they are all ranks, each once; found {found}"
             )
-        # A rank's subgroup needs a group if any member lacks one or members know different groups.
+        # Select subgroups where a member lacks the group, or members know different groups.
         to_make = [p for p in parts if not names[p[0]] or len({names[r] for r in p}) > 1]
         made = self._make(to_make, own, lane, max(numbers))
         if made is not None:

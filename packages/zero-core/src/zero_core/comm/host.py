@@ -506,7 +506,7 @@ class HostLibrary:
         """Broadcast along a binomial tree: no rank sends more than log2(ranks) times."""
         size = self.world_size
         place = (self.rank - source) % size
-        # The parent of a position clears its lowest bit, the children set one lower bit.
+        # A position's parent has the lowest set bit cleared. Its children have one lower bit set.
         reach = place & -place if place else 1 << (size - 1).bit_length()
         flat = tensor.view(-1)
         if place:

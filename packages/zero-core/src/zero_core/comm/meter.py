@@ -69,7 +69,7 @@ class Links:
             total = (self.world_size - 1) * shard_bytes
             between = total // self.ranks_per_node if self.ranks_per_node < self.world_size else 0
             return total - between, between
-        # Send to one rank of each other node. Within the node, send the own and the arrived shards.
+        # Send the shard to one rank per other node. Within a node, send own and arrived shards.
         near = self.ranks_per_node - 1
         return near * self.num_nodes * shard_bytes, (self.num_nodes - 1) * shard_bytes
 

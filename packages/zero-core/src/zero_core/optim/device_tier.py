@@ -50,7 +50,7 @@ from zero_core.layout.arithmetic import ALIGNMENT, round_up
 from zero_core.protocols import ChangeWatcher, ParamStore
 
 MASTER = "master_weight"
-_STORED_NUMEL = 1 << 18  # elements rounded at a time for a store, few enough for the CPU cache
+_STORED_NUMEL = 1 << 18  # elements per write to a `ParamStore`, few enough for the CPU cache
 TURN_NUMEL = 1 << 26
 """Elements that are updated at once: 256 MiB of fp32."""
 
@@ -225,7 +225,7 @@ class _Turn:
 
     members: list[list[nn.Parameter]]  # parameters by group
     parts: list[_Part] = field(default_factory=list)  # sorted by start
-    extents: dict[int, list[int]] = field(default_factory=dict)  # range of parts, by gradient
+    extents: dict[int, list[int]] = field(default_factory=dict)  # [start, stop] by offered gradient
     sizes: list[list[int]] = field(default_factory=list)  # lengths of parts and gaps, by extent
     places: list[int] = field(default_factory=list)  # each part's index in ``sizes``
 

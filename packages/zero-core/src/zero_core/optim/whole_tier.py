@@ -176,7 +176,7 @@ class WholeTier(FlatTier):
         with _lending(self._model_params, lent):
             self._optimizer.step()
             for model_param, (values, _) in lent.items():
-                if model_param.data_ptr() != values.data_ptr():  # replaced by the optimizer
+                if model_param.data_ptr() != values.data_ptr():  # memory replaced by the optimizer
                     values.copy_(model_param.detach())
         updated = {param: values for param, (values, _) in found.items()}
         for exchange in self._exchanges:  # return divided parameters to the ranks that hold a part

@@ -81,7 +81,7 @@ class _Step:
     losses: list[Tensor] = field(default_factory=list)
     num_backwards: int = 0
     num_idle: int = 0
-    # Set at the end of the step:
+    # The fields below are set at the end of the step.
     record: dict[str, Any] = field(default_factory=dict)  # fields of `StepRecord`
     detail: dict[str, Any] = field(default_factory=dict)  # fields of `DetailRecord`, or empty
     clock: StepClock | None = None

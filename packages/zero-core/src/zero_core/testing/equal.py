@@ -306,7 +306,7 @@ class Row:
     """One equality test: a variant in a scenario."""
 
     scenario: str  # key of `SCENARIOS` or `BY_NAME`
-    variant: str  # key of the variants
+    variant: str  # name of the variant
     stage: int
     dtype: str  # "fp32", "bf16" or "fp16"
     ranks: int  # number of simulated ranks

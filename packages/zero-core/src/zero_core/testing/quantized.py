@@ -193,7 +193,7 @@ class _Block(nn.Module):
         down, up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
         self.adapter = nn.Sequential(OrderedDict(down=down, up=up))
         self.second = PlainLinear(width)
-        # Its autograd node is the first in the block's backward.
+        # The autograd node of this layer is the first one in the block's backward.
         self.last = AttachedLinear(_drawn(width))
 
     def forward(self, x: Tensor) -> Tensor:
