@@ -59,7 +59,7 @@ TORCH_CUDA = {
     "2.14.0": "13.0",
     "2.15.0": "13.2",
 }
-# For these, Triton's interpreter (used in tests) needs an array conversion that NumPy 2.4 removed.
+# Triton's interpreter of these releases needs an array conversion that NumPy 2.4 removed.
 OLD_NUMPY = {"2.10.0": ("numpy<2.4",), "2.11.0": ("numpy<2.4",)}
 # The newest releases, and previous releases that work together on a CPU.
 HUGGING_FACE = {
@@ -267,7 +267,7 @@ def compat(session: nox.Session, part: str) -> None:
         session.run("python", "integration/lab/releases.py", *session.posargs)
         return
     compiled = Path(session.bin).parent.resolve() / "compiled"
-    session.env["TORCH_EXTENSIONS_DIR"] = str(compiled)  # default: one shared folder
+    session.env["TORCH_EXTENSIONS_DIR"] = str(compiled)  # environments share the default
     run_compat(session, "compile_deepspeed.py")
     if part == "peers":
         # These tests compare with DeepSpeed's own modules, so they need DeepSpeed installed.

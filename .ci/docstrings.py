@@ -50,7 +50,7 @@ def read_first_lines(folder: Path) -> Iterator[tuple[str, str]]:
             if isinstance(node, (ast.Module, *DOCUMENTED)):
                 description = ast.get_docstring(node)
                 if description:
-                    place = getattr(node, "lineno", 1)  # a module has none
+                    place = getattr(node, "lineno", 1)  # a module has no lineno
                     yield f"{path}:{place}", description.split("\n")[0]
 
 

@@ -64,7 +64,7 @@ def find_capability_probes(modules: dict[str, Module]) -> list[str]:
             if ast.unparse(node.args[0]) == "self":
                 continue  # the class's own attribute
             if _root_name(node.args[0]) in _imported_names(module):
-                continue  # checks a library's version
+                continue  # probes an imported library's version
             around = "\n".join(lines[max(0, node.lineno - 3) : (node.end_lineno or node.lineno)])
             if "# foreign:" not in around:
                 found.append(f"{module.path}:{node.lineno}: {ast.unparse(node)}")
@@ -84,7 +84,7 @@ def _root_name(node: ast.expr) -> str | None:
 
 
 def _imported_names(module: Module) -> set[str]:
-    """Names that a module's imports bind."""
+    """Return the names that a module's imports bind."""
     nodes = [n for n in ast.walk(module.tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     return {(a.asname or a.name).split(".")[0] for n in nodes for a in n.names}
 
