@@ -2,7 +2,7 @@
 
 All-gather and all-to-all are the library's. A reduction is an all-to-all followed by a local sum in
 rank order (`zero_core.comm.fused_sum`), on the stream of reductions. The compute stream waits for
-it when it uses the sum.
+the reduction before it uses the sum.
 
 [Note: two levels]
 Rank n * R + l has position l on node n, with N nodes of R ranks. A single all-to-all among all

@@ -392,7 +392,7 @@ class _HostReduction:
 
     owner: HostCollectives
     out: Tensor
-    # Each rank's slice, in rank order. Peers' slices are filled in by `wait`.
+    # After `wait`: each rank's slice of the gradient, in rank order.
     contributions: list[Tensor]
     parcels: dict[int, _Parcel]
     received: Tensor | None

@@ -56,14 +56,14 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     Other classes declare ``is_elementwise = True``. All others get whole parameters
     (`zero_core.optim.whole_tier`).
     """
-    # foreign: a class of the user's
+    # foreign: the user's class
     declared = getattr(optimizer_class, "is_elementwise", False)
     return optimizer_class in _ELEMENTWISE or declared is True
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Return the indices of the groups that the optimizer declares elementwise."""
-    # foreign: an object of the user's
+    # foreign: the user's object
     declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
     return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))
 
@@ -135,7 +135,7 @@ def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool
     ``update_rule``.
     """
     if given is not None:
-        # foreign: a class of the user's
+        # foreign: the user's class
         declared = getattr(type(given), "has_host_kernel", False)
         return type(given) in _KERNEL_CLASSES or declared is True
     if config.optimizer is None or config.optimizer.params.get("torch_adam"):
