@@ -87,7 +87,7 @@ class TestQuantization:
         back = reference.dequantize_exp_avg_sq_root(root_codes, root_scale)
         np.testing.assert_allclose(back[:2], [3, 3], 1e-6)
         assert not codes[3:].any()
-        assert (back[3:] > 0).all()  # a denominator never vanishes
+        assert (back[3:] > 0).all()  # the decoded denominator never becomes zero
 
     def test_small_roots_survive_beside_large_ones(self):
         root = np.float32(10.0) ** -np.linspace(0, 8, BLOCK, dtype=np.float32)

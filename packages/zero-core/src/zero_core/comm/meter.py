@@ -34,7 +34,7 @@ class Traffic:
     # "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "to_host" or "to_device"
     collective: str
     content: str  # "parameters", "gradients", ...: constants at the top of this module
-    num_calls: int  # per step
+    num_calls: int  # calls in the step
     within_node_bytes: int = 0  # sent to ranks of the same node (mean over ranks)
     between_nodes_bytes: int = 0  # sent to other nodes (mean over ranks)
     host_link_bytes: int = 0  # sent between a rank's device and its host

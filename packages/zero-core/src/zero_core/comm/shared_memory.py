@@ -102,7 +102,7 @@ class SharedMemory:
         self._stop = mmap.PAGESIZE  # end of the allocated part of the window
         self._buffers: list[Tensor] = []  # kept alive by this object, because peers read them
         self._mapped: dict[int, Tensor] = {}  # whole windows, by rank
-        self._found: dict[tuple[int, int, int, torch.dtype], Tensor] = {}  # cached views
+        self._found: dict[tuple[int, int, int, torch.dtype], Tensor] = {}  # cache of `at`
         per_node = ranks_per_node or control.world_size
         first = self._rank // per_node * per_node
         others = [rank for rank in range(first, first + per_node) if rank != self._rank]
@@ -280,7 +280,7 @@ class Mailbox:
             return False
         self._descriptors.add(writer)
         self._writers[peer] = writer
-        return stat.S_ISFIFO(os.fstat(writer).st_mode)  # else the descriptor was reused
+        return stat.S_ISFIFO(os.fstat(writer).st_mode)  # False: another file
 
     def begin(self, peers: Collection[int]) -> None:
         """Close all pipes except those from and to ``peers``, which are connected both ways."""

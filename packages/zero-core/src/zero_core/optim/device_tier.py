@@ -298,7 +298,7 @@ class DeviceTier(FlatTier):
             [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
         )
         if not self._parts or device.type in ("cpu", "meta"):
-            return  # see [Note: states]
+            return  # the optimizer creates states in its first step: see [Note: states]
         for dtype, kinds in self._probe().items():
             for name, kind in kinds.items():
                 if name not in self._flat:
@@ -516,7 +516,7 @@ class DeviceTier(FlatTier):
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
-        self._plan_key = None  # turns depend on existing states
+        self._plan_key = None  # the plan depends on which states exist
         names = [name for name in self._flat if name != MASTER]
         for part in self._parts[piece]:
             self._announce(part.start, part.stop)

@@ -81,7 +81,7 @@ class LossScaler:
             self.scale = config.loss_scale
         self.is_applied = False  # whether a loss of the current micro-step has been scaled
         self.hysteresis_left = config.hysteresis  # overflows left; the last one halves the scale
-        self.steps_since_overflow = 0  # steps since the last overflow
+        self.steps_since_overflow = 0
         self.growth_delay = 0  # steps before the first window starts: DeepSpeed delays it by one
 
     def update(self, *, is_overflow: bool) -> None:

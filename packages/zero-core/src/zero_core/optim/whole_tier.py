@@ -253,7 +253,7 @@ class WholeTier(FlatTier):
             if name in sliced:
                 continue
             if isinstance(value, int | float):
-                scalars[name] = value  # keep an int an int
+                scalars[name] = value  # an int stays an int
             elif isinstance(value, Tensor) and value.numel() == 1:
                 scalars[name] = float(value)
             else:

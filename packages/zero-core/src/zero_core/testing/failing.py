@@ -114,7 +114,7 @@ class Interruption:
     moment: int  # number of the interrupted call, from 1; 0: none
     is_signal: bool  # send SIGINT instead of raising KeyboardInterrupt in the function
     packages: Sequence[str]
-    num_calls: int = 0  # calls so far
+    num_calls: int = 0  # calls counted so far
 
     @contextmanager
     def armed(self) -> Iterator[None]:

@@ -125,7 +125,7 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
     device = find_ranks(None, None).device  # the engine would choose the same device
     model = make_model(case.width).to(device)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    copies = {n: nn.Parameter(p.detach().clone()) for n, p in params.items()}  # master weights
+    copies = {n: nn.Parameter(p.detach().clone()) for n, p in params.items()}  # fp32 master weights
     if case.dtype != "fp32":
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype])
     is_alone = ranks is None and dist.get_world_size() == 1
@@ -211,9 +211,9 @@ def run_engine(
 class Gap(NamedTuple):
     """Largest differences of an engine run on one rank."""
 
-    loss: float  # losses, compared with DDP's
-    value: float  # final values, compared with DDP's
-    across_stages: float  # both, compared with the first run of the case at another stage
+    loss: float  # largest difference from DDP's losses
+    value: float  # largest difference from DDP's final values
+    across_stages: float  # largest difference from the first run of the case at another stage
 
 
 def compare_with_ddp(

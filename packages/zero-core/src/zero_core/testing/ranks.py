@@ -186,7 +186,7 @@ class PeakMemory:
     nbytes: int  # the rise, set at exit from the context
 
     def __enter__(self) -> PeakMemory:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset VmHWM
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak, VmHWM
         self._before = _read("VmRSS")
         return self
 
