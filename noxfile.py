@@ -133,8 +133,7 @@ def test_slow(session: nox.Session) -> None:
     """Test programs around the packages, and run tests outside the gate (decision 228)."""
     tested = ("zero-core", "zero-comm", "integration")
     install_everything(session, extras=",ray", tests_of=tested)
-    # Spread over processes.
-    run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")
+    run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long tests
     run_tests(session, "integration", "tests/slow", "--ignore=tests/slow/test_doc_runs.py")
     for package in tested:
         run_tests(session, package, "-m", "slow", "--ignore=tests/slow", "--dist=load")

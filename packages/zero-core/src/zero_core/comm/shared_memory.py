@@ -280,7 +280,7 @@ class Mailbox:
             return False
         self._descriptors.add(writer)
         self._writers[peer] = writer
-        return stat.S_ISFIFO(os.fstat(writer).st_mode)  # False: another file
+        return stat.S_ISFIFO(os.fstat(writer).st_mode)  # False: the descriptor was reused
 
     def begin(self, peers: Collection[int]) -> None:
         """Close all pipes except those from and to ``peers``, which are connected both ways."""
