@@ -1,4 +1,4 @@
-"""Checks the first lines of docstrings: ``python .ci/docstrings.py [PATH ...]``.
+"""Check of the first lines of docstrings: ``python .ci/docstrings.py [PATH ...]``.
 
 A first line should be an imperative sentence (functions) or a noun phrase (classes, modules,
 properties). Three marks indicate a bad one: it begins like a relative clause or a fragment ("What

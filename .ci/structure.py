@@ -1,4 +1,4 @@
-"""Checks the source: ``python .ci/structure.py [ROOT]``. `imports.toml` has the import rules.
+"""Check of the source: ``python .ci/structure.py [ROOT]``. `imports.toml` has the import rules.
 
 The rules for the source of every package:
 

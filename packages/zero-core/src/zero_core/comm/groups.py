@@ -450,7 +450,7 @@ def _next_number() -> int:
 
 
 def backend_on(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """Return the backend of ``group`` for the type of ``device``, or None."""
+    """Return the backend that ``group`` uses for the type of ``device``, or None."""
     pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
     return dict(pairs).get(device.type)
 

@@ -108,7 +108,7 @@ class Links:
 
 
 class Meter:
-    """Counts the bytes that this rank sends in a step."""
+    """Counter of the bytes that this rank sends in a step."""
 
     def __init__(self, links: Links) -> None:
         self.links = links

@@ -252,7 +252,7 @@ class _Turn:
 
 
 class DeviceTier(FlatTier):
-    """State tier on the compute device, with `step_ahead`."""
+    """State tier on the compute device, which can step before the host decides to."""
 
     turn_numel: ClassVar[int] = TURN_NUMEL
 

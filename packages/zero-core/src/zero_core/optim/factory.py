@@ -52,8 +52,8 @@ otherwise, and is none."""
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Return whether the update of an element depends on that element alone.
 
-    Such optimizers can update slices of parameters. Torch's elementwise optimizers are listed here.
-    Other classes declare ``is_elementwise = True``. All others get whole parameters
+    Such optimizers can update slices of parameters. `_ELEMENTWISE` lists torch's optimizers of this
+    kind. Other classes declare ``is_elementwise = True``. All other optimizers get whole parameters
     (`zero_core.optim.whole_tier`).
     """
     # foreign: the user's class

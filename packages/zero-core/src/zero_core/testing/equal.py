@@ -86,7 +86,7 @@ def _evaluates_in_between(engine: Engine, folder: Path) -> list[float]:
 
 
 def _is_edited(engine: Engine, folder: Path) -> list[float]:
-    # Edit through the module's parameters and through `engine.states`, including frozen ones.
+    # Edit trained and frozen parameters, through the module and through `engine.states`.
     losses = [micro_step(engine, 0), evaluate(engine, 0)]
     last = engine.world_size - 1
     with engine.gathered(modifier_rank=last) as model, torch.no_grad():
