@@ -96,7 +96,7 @@ class Transport:
         raise NotImplementedError
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # training cannot write inference tensors
+        with torch.inference_mode(False):  # training could not write a tensor of inference mode
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
@@ -170,7 +170,7 @@ class HostCollectives(Transport):
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._shared is None or device.type != "cpu":
             return super().zeros(numel, dtype, device)
-        with torch.inference_mode(False):  # training cannot write inference tensors
+        with torch.inference_mode(False):  # training could not write a tensor of inference mode
             return self._shared.zeros(numel, dtype)
 
     def all_gather(
@@ -433,7 +433,7 @@ class _Buffers:
             return free.pop()  # no prior check: another thread may pop the last buffer
         except IndexError:
             self.nbytes += numel * dtype.itemsize
-            with torch.inference_mode(False):  # training cannot write inference tensors
+            with torch.inference_mode(False):  # training could not write a tensor of inference mode
                 return torch.empty(numel, dtype=dtype)
 
     def release(self, buffer: Tensor) -> None:

@@ -56,14 +56,14 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     kind. Other classes declare ``is_elementwise = True``. All other optimizers get whole parameters
     (`zero_core.optim.whole_tier`).
     """
-    # foreign: the user's class
+    # foreign: the user's class, which may lack the attribute
     declared = getattr(optimizer_class, "is_elementwise", False)
     return optimizer_class in _ELEMENTWISE or declared is True
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Return the indices of the groups that the optimizer declares elementwise."""
-    # foreign: the user's object
+    # foreign: the user's object, which may lack the method
     declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
     return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))
 
@@ -135,7 +135,7 @@ def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool
     ``update_rule``.
     """
     if given is not None:
-        # foreign: the user's class
+        # foreign: the user's class, which may lack the attribute
         declared = getattr(type(given), "has_host_kernel", False)
         return type(given) in _KERNEL_CLASSES or declared is True
     if config.optimizer is None or config.optimizer.params.get("torch_adam"):
