@@ -1,8 +1,8 @@
-"""Everything that is run on this repository: ``python -m nox -s SESSION -- ARGUMENTS``.
+"""All checks and tests of this repository: ``python -m nox -s SESSION -- ARGUMENTS``.
 
-``nox -l`` lists the sessions; ``-s "tests(zero-core)"`` is one part of one. Arguments go to what a
-session runs. Environments are kept; ``-R`` also skips installing into them, for a quick second run.
-With uv they are made in seconds: it keeps built wheels, and environments share torch's files.
+``nox -l`` lists the sessions, and ``-s "tests(zero-core)"`` runs one part of a session. Arguments
+are passed to the session's program. Environments are reused, and ``-R`` also skips installation.
+With uv, creating an environment takes seconds: uv caches built wheels and shares torch's files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests"]
-# Where bytecode isn't written, every process compiles torch again: not in nox's environments.
+# Allow bytecode in nox's environments. Without bytecode, every process compiles torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# uv reads none of pip's settings. Wheels beside an index, such as torch's for a CPU, are a setting.
+# uv ignores pip's settings, such as a link to CPU wheels of torch beside the index.
 _pip_links = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
 if _found := subprocess.run(_pip_links, capture_output=True, text=True, check=False).stdout:
     os.environ.setdefault("UV_FIND_LINKS", ",".join(_found.split()))
-os.environ.setdefault("ZERO_COMM_REQUIRE_KERNELS", "1")  # else it may be built without them
+os.environ.setdefault("ZERO_COMM_REQUIRE_KERNELS", "1")  # fail if kernels are missing
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
 COMMANDS = "integration[train,report]"
@@ -41,16 +41,16 @@ SOURCES = (
 CHECKED = ("noxfile.py", ".ci", "packages", "integration")
 CONSTRAINTS = ("--quiet", "--constraint", "constraints.txt")
 PYTEST = ("python", "-m", "pytest", "-q")
-# Files of tests go to several processes: most tests start ranks, which wait for each other more
-# than they compute. A file stays together, for what its tests share.
+# Run test files in several processes, because most tests start ranks and wait. Tests of one file
+# run in the same process, because they share fixtures.
 IN_PARALLEL = (
     *("--numprocesses=auto", "--maxprocesses=3", "--dist=loadfile", "--durations=25"),
-    # Gloo may close a connection while ranks meet, before any test has begun (decision 229).
+    # Gloo may close a connection while ranks connect, before a test has begun (decision 229).
     *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
-GATE = ("-m", "not slow", "--ignore=tests/slow")  # decision 228
+GATE = ("-m", "not slow", "--ignore=tests/slow")  # tests run for every change (decision 228)
 
-# A torch release and the CUDA version that its wheels on the package index are built for.
+# Torch releases, and the CUDA versions of their wheels on the package index.
 TORCH_CUDA = {
     "2.10.0": "12.8",
     "2.11.0": "13.0",
@@ -59,9 +59,9 @@ TORCH_CUDA = {
     "2.14.0": "13.0",
     "2.15.0": "13.2",
 }
-# Triton's interpreter, which only tests use, converts arrays as NumPy allowed it until 2.3.
+# Triton's interpreter of these releases needs an array conversion that NumPy 2.4 removed.
 OLD_NUMPY = {"2.10.0": ("numpy<2.4",), "2.11.0": ("numpy<2.4",)}
-# The newest releases and the ones before that work with the rest of the row on a CPU.
+# The newest releases, and previous releases that work together on a CPU.
 HUGGING_FACE = {
     "hugging-face-new": (
         *("transformers==5.23.0", "accelerate==1.15.0", "trl==1.16.0"),
@@ -70,8 +70,8 @@ HUGGING_FACE = {
     "hugging-face-old": (
         "transformers==5.22.2",
         "accelerate==1.14.0",
-        "trl==1.14.2",  # 1.15.0 has its losses in a GPU's kernels alone
-        "peft==0.21.2",  # 0.21.1 does not adapt T5 with these transformers
+        "trl==1.14.2",  # 1.15.0 has its losses only as GPU kernels
+        "peft==0.21.2",  # 0.21.1 cannot adapt T5 with this transformers release
         "lightning==2.6.5",
     ),
 }
@@ -80,7 +80,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 def parts(*names: str) -> Callable[..., Any]:
-    """Run a session once for each of ``names``, in an environment of its own."""
+    """Run a session once for each of ``names``, each in a separate environment."""
     return nox.parametrize("part", [nox.param(name, id=name) for name in names])
 
 
@@ -88,8 +88,8 @@ def parts(*names: str) -> Callable[..., Any]:
 def train(session: nox.Session) -> None:
     """Install everything and train."""
     install_everything(session)
-    # In nox's place, not below it: nox gives a program 0.3 s after Ctrl-C and passes no SIGTERM
-    # on, and this one saves a checkpoint first. So this session is the last of a nox run.
+    # Replace the nox process by the training, which needs time to save a checkpoint. nox kills
+    # programs 0.3 s after Ctrl-C and does not forward SIGTERM. No session can follow this one.
     program = str(Path(session.bin) / "zero-engine")
     environment = {**os.environ, **{k: v for k, v in session.env.items() if v is not None}}
     sys.stdout.flush()
@@ -99,7 +99,7 @@ def train(session: nox.Session) -> None:
 @nox.session
 @parts("lint", "types", *PACKAGES, "cpu-adam-and-torch", "together")
 def tests(session: nox.Session, part: str) -> None:
-    """Lint, test one package alone, or check types and test all packages together: the gate."""
+    """Run the gate: lint, types, and tests of each package alone and of all together."""
     if part == "lint":
         lint(session)
     elif part == "types":
@@ -108,8 +108,8 @@ def tests(session: nox.Session, part: str) -> None:
     elif part == "together":
         install_everything(session, tests_of=("integration",))
         run_tests(session, "integration", *GATE, "tests", "conformance")
-        # Those of its tests that take cpu-adam, which was not there when it was tested alone.
-        # In one process, as they are few: each imports torch, for seconds.
+        # Also run zero-offload's few tests that need cpu-adam, which tests(zero-offload) skips. One
+        # process is enough: each further process would import torch for seconds.
         chosen = ("--numprocesses=0", "-k", "cpu_adam or kernel_class")
         run_tests(session, "zero-offload", *chosen)
     else:
@@ -117,11 +117,11 @@ def tests(session: nox.Session, part: str) -> None:
 
 
 def test_alone(session: nox.Session, part: str) -> None:
-    """Install one package with nothing but what it declares, and run its tests."""
-    package, _, torch = part.partition("-and-")  # optional to cpu-adam: once without, once with it
+    """Install one package with only its declared dependencies, and run its tests."""
+    package, _, torch = part.partition("-and-")  # cpu-adam is tested with and without torch
     tools = (*group("test", package), *group("runners"))
     session.install(*CONSTRAINTS, *own(session, package + f"[{torch}]" * bool(torch)), *tools)
-    # A package that imports a sibling by accident must not find it.
+    # Siblings must be absent, so that an accidental import fails.
     strange = {*(name.replace("-", "_") for name in PACKAGES), "torch" * (part == "cpu-adam")}
     refuse(session, *sorted(strange - {package.replace("-", "_"), ""}))
     files = sorted(Path(FOLDERS[package], "tests").glob("test_*.py")) if torch else []
@@ -130,19 +130,19 @@ def test_alone(session: nox.Session, part: str) -> None:
 
 
 def test_slow(session: nox.Session) -> None:
-    """Programs around the packages, and what tests leave out of the gate: decision 228."""
+    """Test programs around the packages, and run tests outside the gate (decision 228)."""
     tested = ("zero-core", "zero-comm", "integration")
     install_everything(session, extras=",ray", tests_of=tested)
-    run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long pages
+    run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long tests
     run_tests(session, "integration", "tests/slow", "--ignore=tests/slow/test_doc_runs.py")
     for package in tested:
         run_tests(session, package, "-m", "slow", "--ignore=tests/slow", "--dist=load")
 
 
 def run_examples(session: nox.Session) -> None:
-    """Run the examples, each by the command that stands in it; each asserts that its loss fell."""
+    """Run every example by the command in its docstring. Each asserts that its loss falls."""
     install_everything(session, "accelerate>=1.13", extras=",lightning,ray")
-    environment = {"OMP_NUM_THREADS": "1"}  # two ranks, and CI has few cores
+    environment = {"OMP_NUM_THREADS": "1"}  # two ranks on CI's few cores
     found = sorted(Path("integration", "examples").rglob("*.py"))
     for path in (p for p in found if p.stem not in ("lesson", "wide_products")):
         description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -158,7 +158,7 @@ def start_experiments(session: nox.Session) -> None:
 
 
 def check_clusters(session: nox.Session) -> None:
-    """Check the files for clusters by the schemas of Kubernetes, Kubeflow and SkyPilot."""
+    """Check the cluster files against the schemas of Kubernetes, Kubeflow and SkyPilot."""
     readers = ("kubeflow-trainer-api>=2.2", "skypilot>=0.14", "pyyaml>=6")
     session.install(*CONSTRAINTS, "pytest", *readers)
     home = {"HOME": session.create_tmp()}  # SkyPilot keeps files there
@@ -166,13 +166,13 @@ def check_clusters(session: nox.Session) -> None:
 
 
 def look_at_report(session: nox.Session) -> None:
-    """Go a new user's path, and look at a report's page in Debian's chromium or CHROMIUM."""
+    """Follow a new user's path, and view a report page in Debian's chromium or CHROMIUM."""
     install_everything(session, extras=",hf", tests_of=("integration",))
     session.run(*PYTEST, "integration/browser")
 
 
 def run_kernels(session: nox.Session) -> None:
-    """Build and run the test program of cpu-adam's kernels, for minutes."""
+    """Build and run the test program of cpu-adam's kernels, which takes minutes."""
     session.install(*CONSTRAINTS, *own(session, "cpu-adam"), *group("test", "cpu-adam"))
     with session.chdir("packages/cpu-adam"):
         session.run(*PYTEST, "-m", "program")
@@ -189,7 +189,7 @@ def test_sanitized(session: nox.Session) -> None:
     found = [str(session.run(*each, external=True, silent=True)).strip() for each in find]
     environment = {
         "LD_PRELOAD": ":".join(found),
-        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter leaves memory to its end
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter does not free all memory at exit
         "PYTHONMALLOC": "malloc",
     }
     with session.chdir("packages/cpu-adam"):
@@ -210,13 +210,13 @@ NIGHTLY = {
 @nox.session
 @parts(*NIGHTLY)
 def nightly(session: nox.Session, part: str) -> None:
-    """Run what the gate leaves out (decision 228)."""
+    """Run checks and tests outside the gate (decision 228)."""
     NIGHTLY[part](session)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check Python, C++, docstrings and imports; change nothing."""
+    """Check Python, C++, docstrings and imports without changing files."""
     session.install("--quiet", *group("lint"))
     session.run("ruff", "check", *CHECKED)
     session.run("ruff", "format", "--check", *CHECKED)
@@ -233,15 +233,15 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation site. The API is read from the sources: nothing is imported."""
+    """Build the documentation site. API pages are read from the sources without importing them."""
     session.install("--quiet", *group("docs"))
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # decision 214
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # MkDocs 1 is chosen by decision 214
     session.run("mkdocs", "build", "--strict", *session.posargs, env=quiet)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run a benchmark, e.g. ``nox -s bench -- engine``; DeepSpeed is installed to compare with."""
+    """Run a benchmark, e.g. ``nox -s bench -- engine``. Also installs DeepSpeed for comparison."""
     install_everything(session, extras=",bench")
     session.run("python", "integration/benchmarks/run.py", *session.posargs)
 
@@ -256,10 +256,10 @@ def lab(session: nox.Session) -> None:
 @nox.session
 @parts("peers", *HUGGING_FACE, "scars")
 def compat(session: nox.Session, part: str) -> None:
-    """Run public scripts with DeepSpeed itself, and Hugging Face's libraries' newest releases.
+    """Test compatibility with DeepSpeed, public scripts and Hugging Face's libraries.
 
     peers: ``-- ARGUMENTS`` go to ``integration/compat/compare.py``. scars: releases of DeepSpeed
-    that had silent bugs.
+    with silent bugs.
     """
     peers = ("trl>=1.16", "bitsandbytes>=0.50", "torchao>=0.18")
     install_everything(session, *peers, extras=",bench,ray", tests_of=("integration",))
@@ -267,10 +267,10 @@ def compat(session: nox.Session, part: str) -> None:
         session.run("python", "integration/lab/releases.py", *session.posargs)
         return
     compiled = Path(session.bin).parent.resolve() / "compiled"
-    session.env["TORCH_EXTENSIONS_DIR"] = str(compiled)  # all environments share one by default
+    session.env["TORCH_EXTENSIONS_DIR"] = str(compiled)  # environments share the default
     run_compat(session, "compile_deepspeed.py")
     if part == "peers":
-        # That each of its modules is served or refused can be told only where it is installed.
+        # These tests compare with DeepSpeed's own modules, so they need DeepSpeed installed.
         beside = "test_deepspeed_names test_deepspeed_config_table slow/test_deepspeed_launcher"
         session.run(*PYTEST, *(f"integration/tests/{name}.py" for name in beside.split()))
         session.run(*PYTEST, "integration/compat/checks")
@@ -285,8 +285,8 @@ def compat(session: nox.Session, part: str) -> None:
 
 
 def run_compat(session: nox.Session, program: str, *arguments: str) -> None:
-    """Run public scripts, as the ``program`` in ``integration/compat`` says."""
-    # It takes what starts and measures ranks from the benchmarks' harness.
+    """Run the ``program`` of ``integration/compat``."""
+    # The program imports the benchmarks' harness, which starts and measures ranks.
     path = {"PYTHONPATH": str(Path("integration").resolve())}
     session.run("python", f"integration/compat/{program}", *arguments, env=path)
 
@@ -294,7 +294,7 @@ def run_compat(session: nox.Session, program: str, *arguments: str) -> None:
 @nox.session
 @parts("tests", "soak")
 def faults(session: nox.Session, part: str) -> None:
-    """Break checkpoints, processes and configurations; ``soak -- --minutes 20`` kills at random."""
+    """Break checkpoints, processes and configurations. ``soak -- --minutes 20`` kills at random."""
     install_everything(session, tests_of=("integration",))
     with session.chdir("integration"):
         command = (*PYTEST, "faults") if part == "tests" else ("python", "-m", "faults.soak")
@@ -303,32 +303,32 @@ def faults(session: nox.Session, part: str) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all packages, install them from the wheelhouse alone without a compiler, and train."""
+    """Build all packages, install their wheels offline without a compiler, and train."""
     session.install("--quiet", "build>=1.2", "pip>=25")
     wheelhouse = Path("wheelhouse").resolve()
     shutil.rmtree(wheelhouse, ignore_errors=True)
     for folder in FOLDERS.values():
-        # The wheel is built from the unpacked sdist, in an environment with what it requires alone.
+        # The wheel is built from the unpacked sdist, in an environment with only its requirements.
         session.run("python", "-m", "build", "--outdir", str(wheelhouse), folder)
-    # By file: an index may have packages of these names that are not these.
+    # By file name: an index may have other packages with these names.
     own = [
         f"{path}[all]" if path.name.startswith("zero_engine") else str(path)
         for path in sorted(wheelhouse.glob("*.whl"))
     ]
-    # What they require joins them there: binaries only, what has to be built would fail.
+    # Download the requirements too. A package without a wheel must fail.
     pip_download = ("python", "-m", "pip", "download", *CONSTRAINTS)
     session.run(*pip_download, "--only-binary=:all:", f"--dest={wheelhouse}", *own)
     temporary = Path(session.create_tmp()).resolve()
     fresh = temporary / "fresh"
     session.run("python", "-m", "venv", "--clear", str(fresh))
     programs = fresh / ("Scripts" if sys.platform == "win32" else "bin")
-    # No compiler within reach, no index, no settings that name another place.
+    # Allow no compiler, no index, and no settings that name another source.
     bare = {"PATH": str(programs), "CC": None, "CXX": None, "PIP_FIND_LINKS": None}
     bare["PIP_CONFIG_FILE"] = os.devnull
     pip_install = (str(programs / "python"), "-m", "pip", "install", "--quiet", "--no-index")
     session.run(*pip_install, f"--find-links={wheelhouse}", *own, env=bare, external=True)
     run = ("--steps=20", "--layers=2", "--width=64", "--ranks=2", "--output=run", "--overwrite")
-    with session.chdir(temporary):  # away from the sources
+    with session.chdir(temporary):  # outside the source tree
         session.run(str(programs / "zero-engine"), "train", *run, env=bare, external=True)
 
 
@@ -336,10 +336,9 @@ def wheels(session: nox.Session) -> None:
 @nox.parametrize("python", PYTHONS)
 @nox.parametrize("torch", [nox.param(v, id=f"torch-{v}-cuda-{c}") for v, c in TORCH_CUDA.items()])
 def matrix(session: nox.Session, torch: str) -> None:
-    """Test everything together with another torch or Python.
+    """Test all packages together with another torch or Python.
 
-    The CUDA version is that of the release's wheels. Without a GPU the same tests run on the CPU:
-    that column is what CI runs, with the release in constraints.txt.
+    Without a GPU, the tests run on the CPU. CI uses the torch release in constraints.txt.
     """
     tools = [*(tool for package in FOLDERS for tool in group("test", package)), *group("runners")]
     pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))
@@ -351,34 +350,35 @@ def matrix(session: nox.Session, torch: str) -> None:
 @nox.session(python=PYTHONS[0], venv_backend="uv")
 @parts(*FOLDERS)
 def minimum(session: nox.Session, part: str) -> None:
-    """Test a package with the lowest releases of all that its pyproject.toml declares."""
+    """Test a package with the lowest versions that its pyproject.toml declares."""
     alone = "cpu-adam[torch]" if "cpu" in part else part
     packages = [*PACKAGES, COMMANDS] if part == "integration" else [alone]
     lowest = ("--quiet", "--resolution=lowest-direct")
     session.install(*lowest, *own(session, *packages), *group("test", part))
-    session.install("--quiet", *group("runners"))  # they may be any release
+    session.install("--quiet", *group("runners"))  # any version will do
     run_tests(session, part, *(GATE if part != "cpu-adam" else ()))
 
 
 def run_tests(session: nox.Session, package: str, *arguments: str) -> None:
-    """Run a package's tests from within its folder, where its settings are."""
+    """Run a package's tests in its folder, which has the pytest settings."""
     with session.chdir(FOLDERS[package]):
         options = (*IN_PARALLEL, *arguments, *session.posargs)
-        # There are more processes than cores: a thread that spins takes them from others.
+        # Spinning threads would slow down others, because there are more processes than cores.
         session.run(*PYTEST, *options, env={"OMP_WAIT_POLICY": "passive"})
 
 
 def install_everything(
     session: nox.Session, *further: str, extras: str = "", tests_of: tuple[str, ...] = ()
 ) -> None:
-    """Install the packages, ``further`` requirements, and test tools. ``extras``: ",ray,hf"."""
+    """Install all packages, ``further`` requirements and test tools. ``extras``: ",ray,hf"."""
     packages = own(session, "cpu-adam[torch]", *PACKAGES[1:], f"{COMMANDS[:-1]}{extras}]")
     tools = [tool for name in tests_of for tool in (*group("test", name), *group("runners"))]
     session.install(*CONSTRAINTS, *packages, *further, *tools)
 
 
 def own(session: nox.Session, *packages: str) -> tuple[str, str]:
-    """Name folders of this repository in a file: uv builds one that a command names every time."""
+    """Return pip's arguments for packages of this repository."""
+    # In a requirements file: uv would rebuild packages named on the command line every time.
     file = Path(session.virtualenv.location, "own.txt")
     names = [package.replace("integration", "zero-engine") for package in packages]
     folders = [Path(FOLDERS[package.split("[")[0]]).resolve().as_uri() for package in packages]
@@ -394,7 +394,7 @@ def group(name: str, package: str = "") -> tuple[str, ...]:
 
 
 def refuse(session: nox.Session, *modules: str) -> None:
-    """Fail if one of ``modules`` is in the environment: nobody declared it."""
+    """Fail if one of ``modules`` is installed, because no package here declares it."""
     found = f"[m for m in {modules!r} if importlib.util.find_spec(m)]"
     program = f"import importlib.util, sys; sys.exit({found} or None)"
     session.run("python", "-c", program, silent=True, log=False)

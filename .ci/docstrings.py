@@ -1,13 +1,12 @@
-"""Counts docstrings whose first line is a fragment: ``python .ci/docstrings.py [PATH ...]``.
+"""Check of the first lines of docstrings: ``python .ci/docstrings.py [PATH ...]``.
 
-A first line is an imperative sentence (functions) or a noun phrase (classes, modules, properties).
-Three marks tell that it is not: it begins like a relative clause or a fragment ("What ...",
-"Whose ...", "Of ..."), it chains two facts by a semicolon, or it uses a homely verb for a technical
-one ("tell", "lie", "come", "look", "let go").
+A first line should be an imperative sentence (functions) or a noun phrase (classes, modules,
+properties). Three marks indicate a bad one: it begins like a relative clause or a fragment ("What
+...", "Of ..."), it joins two facts by a semicolon, or it uses a homely verb ("tell", "lie", "come")
+instead of a technical one.
 
-What a package exports at its top must have docstrings, with every public method. Elsewhere a
-function whose name says it needs none. The exit code is 1 if an exported name has none, or if
-`MAX_SHARE` or more of a folder's first lines have a mark.
+Everything that a package exports at its top level, including public methods, needs a docstring. The
+exit code is 1 if one is missing, or if a folder's share of marked lines reaches `MAX_SHARE`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ HOMELY = re.compile(
 
 
 def find_marks(line: str) -> list[str]:
-    """Name the marks of a docstring's first line."""
+    """Return the marks of a docstring's first line."""
     marks = []
     if FRAGMENT.match(line):
         marks.append("fragment")
@@ -51,12 +50,12 @@ def read_first_lines(folder: Path) -> Iterator[tuple[str, str]]:
             if isinstance(node, (ast.Module, *DOCUMENTED)):
                 description = ast.get_docstring(node)
                 if description:
-                    place = getattr(node, "lineno", 1)  # a module has none
+                    place = getattr(node, "lineno", 1)  # a module has no lineno
                     yield f"{path}:{place}", description.split("\n")[0]
 
 
 def find_undocumented(source: Path) -> Iterator[str]:
-    """Yield what the package at ``source`` exports at its top without a docstring."""
+    """Yield exports of the package at ``source`` that have no docstring."""
     top = ast.parse((source / "__init__.py").read_text(encoding="utf-8"))
     exported = {a.name for n in ast.walk(top) if isinstance(n, ast.ImportFrom) for a in n.names}
     for path in source.rglob("*.py"):
@@ -74,7 +73,7 @@ def _lacks_docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print every marked first line, and the share of them in each folder."""
+    """Print marked first lines, exports without a docstring, and each folder's share of marks."""
     folders = [path for name in arguments or FOLDERS for path in sorted(Path().glob(name))]
     is_bad = False
     for folder in folders:

@@ -1,6 +1,6 @@
-"""Checks a release's tag: ``python .ci/release.py zero-core-v0.2.0``.
+"""Check of a release's tag: ``python .ci/release.py zero-core-v0.2.0``.
 
-Prints what the release workflow needs: the package, its folder, whether it has compiled code.
+Prints outputs for the release workflow: the package, its folder, and whether it has compiled code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def find_problem(tag: str, root: Path = ROOT) -> str | None:
-    """Return why ``tag`` is no release of a package, or None."""
+    """Return why ``tag`` is not a valid release tag, or None."""
     name, separator, version = tag.rpartition("-v")
     folder = root / folder_of(name)
     if not separator or not (folder / "pyproject.toml").is_file():
@@ -29,12 +29,12 @@ def find_problem(tag: str, root: Path = ROOT) -> str | None:
 
 
 def folder_of(package: str) -> str:
-    """Return the folder of a ``package``, from the root of the repository."""
+    """Return the folder of ``package``, relative to the repository's root."""
     return "integration" if package == "zero-engine" else f"packages/{package}"
 
 
 def main(tag: str) -> int:
-    """Print the outputs of the workflow's step, or the problem."""
+    """Print the outputs for the workflow, or the problem."""
     problem = find_problem(tag)
     if problem is not None:
         print(problem, file=sys.stderr)

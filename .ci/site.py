@@ -1,7 +1,7 @@
-"""Hook of mkdocs: pages from files outside of docs/, and links between them and docs/.
+"""MkDocs hook: pages for files outside docs/, and links to these pages.
 
-READMEs of the packages become pages. A source that a page links to becomes a page that shows it.
-So no link leaves the site.
+The packages' READMEs become pages. A source file that a page links to gets a page that shows the
+file. All such links therefore stay within the site.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", 
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made from files outside of docs/."""
+    """Add pages for files outside docs/."""
     for source, uri in PAGES.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
     linked = {}
@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links at the pages of this site."""
+    """Replace links to repository files by links to pages of this site."""
     here = page.file.src_uri
 
     def redirected(found: re.Match[str]) -> str:
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _path_of(link: str, uri: str) -> str | None:
-    """The file that a link of a page means, from the root of the repository; None: another site."""
+    """Return the linked file, relative to the repository's root. None: a link to another site."""
     if "://" in link or link.startswith("mailto:"):
         return None
     origin = ORIGINS.get(uri, f"docs/{uri}")
@@ -67,7 +67,7 @@ def _path_of(link: str, uri: str) -> str | None:
 
 
 def _is_source(path: str) -> bool:
-    """Whether a linked file is shown on a page of its own. One that is missing fails the build."""
+    """Whether a linked file gets a page of its own. A link to a missing file fails the build."""
     return not path.startswith("docs/") and path not in PAGES and (ROOT / path).is_file()
 
 
@@ -76,7 +76,7 @@ def _uri_of(path: str) -> str:
         return PAGES[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    name = path.replace("/.", "/").lstrip(".")  # names that begin with a dot are left out
+    name = path.replace("/.", "/").lstrip(".")  # mkdocs skips names with a leading dot
     return f"source/{name}" if path.endswith(".md") else f"source/{name}.md"
 
 

@@ -1,11 +1,11 @@
-"""Checks the source by reading it: ``python .ci/structure.py [ROOT]``. `imports.toml` has imports.
+"""Check of the source: ``python .ci/structure.py [ROOT]``. `imports.toml` has the import rules.
 
-Rules, for the source of every package:
+The rules for the source of every package:
 
-- no ``getattr(x, "name", default)`` or ``hasattr(x, "name")`` stands in for a declared protocol,
-  except where the object belongs to another project (a comment ``# foreign:`` says whose);
-- no file reads a private attribute of a class of another file;
-- zero-core's signatures have at most `MAX_CALLABLES` parameters of type ``Callable``.
+- ``getattr(x, "name", default)`` or ``hasattr(x, "name")`` must not replace a declared protocol,
+  unless the object belongs to another project. A comment ``# foreign:`` then names the owner.
+- No file reads a private attribute of another file's class.
+- zero-core's functions have at most `MAX_CALLABLES` parameters of type ``Callable``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SOURCES = {
     "benchmarks": "integration",
     "faults": "integration",
 }
-# Attributes of torch's own classes, whose names some class here shares.
+# Private attributes of torch's classes that have the same name as one here.
 TORCH_PRIVATES = {"_base", "_buffers", "_parameters", "_modules", "_version", "_opt_called"}
 
 
 @dataclass
 class Module:
-    """One source file: its dotted name and its syntax tree."""
+    """A source file: its dotted name and syntax tree."""
 
     name: str
     path: Path
@@ -40,7 +40,7 @@ class Module:
 
 
 def read_modules(root: Path) -> dict[str, Module]:
-    """Read all source files below ``root``, the root of the repository, by dotted name."""
+    """Read all source files below the repository's root ``root``, by dotted name."""
     modules: dict[str, Module] = {}
     for package, folder in SOURCES.items():
         for path in sorted((root / folder / package).rglob("*.py")):
@@ -51,7 +51,7 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 
 def find_capability_probes(modules: dict[str, Module]) -> list[str]:
-    """Calls of ``getattr`` with a default, or ``hasattr``, of a constant name."""
+    """Find calls of ``getattr`` with a default, or of ``hasattr``, with a constant name."""
     found = []
     for module in modules.values():
         lines = module.path.read_text(encoding="utf-8").splitlines()
@@ -62,9 +62,9 @@ def find_capability_probes(modules: dict[str, Module]) -> list[str]:
             if not is_probe or not isinstance(node.args[1], ast.Constant):
                 continue
             if ast.unparse(node.args[0]) == "self":
-                continue  # an own attribute
+                continue  # the class's own attribute
             if _root_name(node.args[0]) in _imported_names(module):
-                continue  # which release of a library this is
+                continue  # probes an imported library's version
             around = "\n".join(lines[max(0, node.lineno - 3) : (node.end_lineno or node.lineno)])
             if "# foreign:" not in around:
                 found.append(f"{module.path}:{node.lineno}: {ast.unparse(node)}")
@@ -72,7 +72,7 @@ def find_capability_probes(modules: dict[str, Module]) -> list[str]:
 
 
 def _root_name(node: ast.expr) -> str | None:
-    """The name that an expression such as ``a.b(c).d`` starts with."""
+    """Return the name that an expression such as ``a.b(c).d`` starts with."""
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.Attribute):
             node = node.value
@@ -84,13 +84,13 @@ def _root_name(node: ast.expr) -> str | None:
 
 
 def _imported_names(module: Module) -> set[str]:
-    """Names that a module's imports bind."""
+    """Return the names that a module's imports bind."""
     nodes = [n for n in ast.walk(module.tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     return {(a.asname or a.name).split(".")[0] for n in nodes for a in n.names}
 
 
 def find_foreign_privates(modules: dict[str, Module]) -> list[str]:
-    """Reads of an attribute ``x._name`` that this file defines nowhere."""
+    """Find reads of private attributes that this file does not define."""
     private = re.compile(r"_[a-z]\w*$")
     defined_somewhere = {name for m in modules.values() for name in _defined_privates(m)}
     found = []
@@ -119,7 +119,7 @@ def _defined_privates(module: Module) -> set[str]:
 
 
 def find_callable_parameters(modules: dict[str, Module]) -> list[str]:
-    """Parameters of zero-core's functions that are annotated with ``Callable``."""
+    """Find parameters of zero-core's functions that are annotated with ``Callable``."""
     found = []
     own = [m for m in modules.values() if re.match(r"zero_core(?!\.testing)", m.name)]
     aliases = {"Callable"} | {
@@ -149,7 +149,7 @@ CHECKS = {
 
 
 def main(root: Path) -> int:
-    """Print what breaks a rule; the exit code is 1 if anything does."""
+    """Print violations of the rules. The exit code is 1 if there are any."""
     modules = read_modules(root)
     failures = 0
     for title, check in CHECKS.items():

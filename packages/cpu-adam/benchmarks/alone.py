@@ -1,8 +1,8 @@
-"""One training loop on the CPU with torch's AdamW and with CPUAdam, all in turns.
+"""Compare torch's AdamW and CPUAdam on one CPU training loop, in alternating steps.
 
-Needs torch and cpu-adam alone: ``python benchmarks/alone.py [--width 1024] [--rounds 11]``. Prints
-milliseconds per step (forward, backward and update; and the update alone), as medians over all
-rounds, and the bytes of optimizer state. A ratio is that of the medians to torch's fused AdamW.
+Needs only torch and cpu-adam: ``python benchmarks/alone.py [--width 1024] [--rounds 11]``. Prints
+medians over all rounds of milliseconds per step (forward, backward and update) and per update, and
+bytes of optimizer state. Ratios are relative to torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
 
 
 class Contender:
-    """A model with its optimizer, and the times of its steps."""
+    """A model, its optimizer, and the measured times."""
 
     def __init__(self, make: Callable[[Iterable[Tensor]], Optimizer], width: int) -> None:
-        torch.manual_seed(0)  # every contender starts from the same weights
+        torch.manual_seed(0)  # equal initial weights for every contender
         layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())]
         self.model = nn.Sequential(*layers, nn.Linear(width, width))
         self.optimizer = make(self.model.parameters())
@@ -41,7 +41,6 @@ class Contender:
         self.update_ms: list[float] = []
 
     def train(self, inputs: Tensor) -> float:
-        """Take one step, and return its loss."""
         start = time.perf_counter()
         loss = (self.model(inputs) - inputs).square().mean()
         loss.backward()
@@ -66,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     contenders = {name: Contender(make, args.width) for name, make in OPTIMIZERS.items()}
     inputs = torch.randn(args.batch, args.width)
-    for one in contenders.values():  # creates the states
+    for one in contenders.values():  # warm up: creates the optimizer states
         one.train(inputs)
         one.step_ms, one.update_ms = [], []
     losses = {}

@@ -1,31 +1,30 @@
-// Part of kernel.inl: Adam with 8-bit states, applied block by block.
+// Part of kernel.inl: Adam with 8-bit states, one block at a time.
 
 // [Note: 8-bit states]
 // Blocks of kBlockNumel elements share a scale, their largest magnitude (block-wise quantization:
-// Dettmers et al. 2021, arXiv 2110.02861). Both moments are kept in the unit of the gradient: the
-// first, and the square root of the second. Small values shall survive beside large ones.
-// The first moment: rounded to an integer is (nearly) the square root, y = compress(x * top /
-// scale). `compress` halves the exponent and is linear in between: the bits of an fp32 number,
-// shifted right by one, plus half the bits of 1.0. It lies within 6.1% of the square root, takes
-// two integer operations where the square root takes a dozen cycles, and has an exact inverse, as
-// cheap. `top` is what compresses to the largest code, 127.
-// The second: an 8-bit floating-point number without sign or zero, that is, the first bits of the
-// ratio to the largest root: 16 codes for each power of two, 255 for the largest itself. Nothing
-// becomes zero, and a denominator that vanished would make the update explode.
-// The scale is exact: as the moments decay, so does it, and the codes need not change.
-// A block whose largest value is below 2**-100 is stored as zero. A block that holds a moment which
-// is not finite gets a scale of NaN: its elements are lost, and seen to be.
+// Dettmers et al. 2021, arXiv 2110.02861). The states are the first moment and the square root of
+// the second moment. The encodings keep small values precise next to large ones. First moment: the
+// code is y = compress(x * top / scale), rounded to an integer. `compress` approximates the square
+// root within 6.1%. It halves the exponent and is linear in between: it shifts the bits of an fp32
+// number right by one and adds half of the bits of 1.0. It takes two integer operations instead of
+// a square root's dozen cycles, and its inverse is exact and equally cheap. `top` compresses to the
+// largest code, 127. Second moment: the code is an 8-bit floating-point number without sign and
+// zero, made of the leading bits of the ratio to the block's largest root. There are 16 codes per
+// power of two, and 255 means the largest root. No code means zero, because a denominator of zero
+// would make the update explode. The scale is exact fp32. When moments decay, the scale decays and
+// the codes need not change. A block whose largest value is below 2**-100 is stored as zero. A
+// block with a non-finite moment gets a scale of NaN, which marks its elements as lost.
 constexpr int kBlock = static_cast<int>(cpu_adam::kBlockNumel);
 constexpr float kExpAvgUnit = 1.0f / 16128.0f;
-// A little less than what compresses to 127, so that no rounding mode makes 128 of it.
+// Slightly less than 16128, which compresses to 127: no rounding mode may produce 128.
 constexpr float kExpAvgTop = 16127.0f;
 constexpr std::uint32_t kOneBits = 0x3f800000u;
 
-// Of the bits of a number that is not negative.
+// `bits` are those of a non-negative float.
 CPU_ADAM_INLINE UInt compress(UInt bits) { return uadd(ushr<1>(bits), uset1(kOneBits / 2)); }
 
-// Of the magnitude of any number: the sign is shifted out. What `compress` makes of zero, and zero,
-// become zero.
+// Inverts `compress` for the magnitude of a float: the shift removes the sign. Zero, and the value
+// that `compress` returns for zero, give zero.
 CPU_ADAM_INLINE Vec expand(UInt bits) {
   const UInt one = uset1(kOneBits);
   return as_float(usub(umax(uadd(bits, bits), one), one));
@@ -54,7 +53,7 @@ CPU_ADAM_INLINE float float_from(std::uint32_t bits) {
 
 CPU_ADAM_INLINE void write_float(char* to, float value) { std::memcpy(to, &value, sizeof value); }
 
-// What turns a block's largest value, given as bits, into its stored scale and codes.
+// Scale of a block, and the factor that maps values to codes.
 struct BlockScale {
   float scale;
   float inverse;
@@ -68,7 +67,7 @@ struct BlockScale {
   }
 };
 
-// Where a block is in memory.
+// Addresses of a block's arrays.
 template <class Grad, class Target>
 struct BlockPlace {
   char* master;
@@ -79,7 +78,7 @@ struct BlockPlace {
   char* exp_avg_scale;
   char* exp_avg_sq_scale;
 
-  // The block from element i of a span on.
+  // The block starts at element i of the span.
   CPU_ADAM_INLINE BlockPlace(const cpu_adam::Span& span, std::int64_t i)
       : master(span.master + i * Target::kMasterBytes),
         grad(span.grad + i * Grad::kBytes),
@@ -93,10 +92,10 @@ struct BlockPlace {
 constexpr int kBlockVectors = kBlock / kLanes;
 
 // [Note: two halves of a block]
-// What a block's codes are is known only when all its moments are. So a block is updated in two
-// halves, and the second half of one block follows the first half of the next, which it does not
-// depend on: the one has a square root, the other a division and most of the integer operations,
-// and a CPU that looks ahead works on the end of the one and the beginning of the other at a time.
+// A block's codes depend on its largest moment, so a block is updated in two halves. The second
+// half of each block runs after the first half of the next block, on which it does not depend. The
+// first half contains the square root, the second half contains the division and most integer
+// operations. An out-of-order CPU can therefore overlap the two.
 template <class Grad, class Target, bool kL2>
 struct FirstHalf {
   Vec masters[kBlockVectors];
@@ -105,10 +104,10 @@ struct FirstHalf {
   UInt largest_average, largest_root;
 
   CPU_ADAM_INLINE void run(const CompactAdam<kL2>& adam, const BlockPlace<Grad, Target>& at) {
-    // The moments' decay is in the factor that the codes are multiplied by anyway.
+    // Apply the decay of the moments through the factors that multiply the codes.
     const Vec unit = mul(set1(read_float(at.exp_avg_scale) * kExpAvgUnit), adam.beta1);
     const Vec root_unit = mul(set1(read_float(at.exp_avg_sq_scale)), sqrt_(adam.beta2));
-    // Plain locals: members would go to memory and back for every vector.
+    // Local variables, because members would be stored to memory for every vector.
     UInt largest = uset1(0);
     UInt root_largest = uset1(0);
     for (int k = 0; k < kBlockVectors; ++k) {
@@ -121,7 +120,7 @@ struct FirstHalf {
       adam.average(masters[k], Grad::load(at.grad + i * Grad::kBytes), average, square);
       averages[k] = average;
       roots[k] = sqrt_(square);
-      // Numbers that are not negative are ordered like their bits, and a NaN is above them.
+      // Bits of non-negative floats have the order of the floats, with NaN as the largest.
       largest = umax(largest, magnitude_bits(average));
       root_largest = umax(root_largest, magnitude_bits(roots[k]));
     }
@@ -159,7 +158,7 @@ CPU_ADAM_INLINE void run_second_half(const CompactAdam<kL2>& adam,
   }
 }
 
-// Whole blocks, from `begin` to `end`.
+// Updates the whole blocks from `begin` to `end`.
 template <class Grad, class Target, bool kL2>
 CPU_ADAM_INLINE void update_blocks(const CompactAdam<kL2>& adam, const cpu_adam::Span& span,
                                    std::int64_t begin, std::int64_t end) {
@@ -176,7 +175,7 @@ CPU_ADAM_INLINE void update_blocks(const CompactAdam<kL2>& adam, const cpu_adam:
   run_second_half(adam, Place(span, end - kBlock), halves[current]);
 }
 
-// The last elements of a tensor, fewer than a block: through a padded copy.
+// Updates the last elements of a tensor, fewer than a block, in a zero-padded copy.
 template <class Grad, class Target, bool kL2>
 void update_last_block(const CompactAdam<kL2>& adam, const cpu_adam::Span& span, std::int64_t begin,
                        std::int64_t count) {
@@ -200,7 +199,7 @@ void update_last_block(const CompactAdam<kL2>& adam, const cpu_adam::Span& span,
   if (Target::kOutBytes > 0) copy_bytes(at.out, out, count * Target::kOutBytes);
 }
 
-// `begin` is a multiple of kBlock: the driver sees to it.
+// The driver ensures that `begin` is a multiple of kBlock.
 template <class Grad, class Target, bool kL2>
 CPU_ADAM_INLINE void update_int8(const cpu_adam::CompactAdamScalars& scalars,
                                  const cpu_adam::Span& span, std::int64_t begin, std::int64_t end) {

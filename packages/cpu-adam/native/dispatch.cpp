@@ -33,7 +33,7 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
   return r;
 }
 
-// The register state that the operating system saves at a task switch (XCR0).
+// Returns the register state that the operating system saves at a context switch (XCR0).
 unsigned long long saved_register_state() {
 #if defined(_MSC_VER)
   return _xgetbv(0);
@@ -51,7 +51,8 @@ struct Support {
   bool avx512;
 };
 
-// Bits as in Intel's Software Developer's Manual, volume 2A (CPUID) and volume 1, 13.3 (XCR0).
+// Bit numbers are from Intel's Software Developer's Manual, volume 2A (CPUID) and volume 1, section
+// 13.3 (XCR0).
 Support detect() {
   const Registers basic = cpuid(1, 0);
   const bool has_osxsave = has_bit(basic.ecx, 27);
@@ -88,7 +89,7 @@ std::vector<const KernelTable*> find_tables() {
 }  // namespace
 
 const std::vector<const KernelTable*>& available_tables() {
-  // Leaked: workers may outlive static destructors.
+  // Never freed: workers may outlive static destructors.
   static const auto* tables = new std::vector<const KernelTable*>(find_tables());
   return *tables;
 }

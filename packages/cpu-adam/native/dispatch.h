@@ -1,4 +1,4 @@
-// Which instruction sets this build has and this CPU and operating system can run.
+// Instruction sets that this build contains and that the CPU and operating system support.
 #pragma once
 
 #include <vector>
@@ -7,10 +7,10 @@
 
 namespace cpu_adam {
 
-// Usable kernels, plainest first.
+// Usable kernels, slowest first.
 const std::vector<const KernelTable*>& available_tables();
 
-// Every instruction set that some build of this package has, usable here or not.
+// All instruction sets that any build of this package has, usable here or not.
 std::vector<const char*> known_isas();
 
 }  // namespace cpu_adam

@@ -1,4 +1,4 @@
-// Reads a DLPack capsule (https://dmlc.github.io/dlpack/latest/c_api.html), 0.x or 1.x.
+// Reads a DLPack capsule, version 0.x or 1.x (https://dmlc.github.io/dlpack/latest/c_api.html).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,7 +8,7 @@
 
 namespace cpu_adam {
 
-// The binary layout that the DLPack specification fixes; field order is what matters.
+// Binary layout of the DLPack specification. The order of the fields matters.
 struct DLTensorView {
   void* data;
   std::int32_t device_type;
@@ -33,8 +33,8 @@ struct VersionedView {
 
 inline constexpr std::uint64_t kReadOnlyFlag = 1;
 
-// (address, shape, strides or None, type code, bits, lanes, device type, is_read_only), of a
-// capsule that stays the caller's to keep alive. Raises TypeError for anything else.
+// Returns (address, shape, strides or None, type code, bits, lanes, device type, is_read_only) of a
+// capsule, which the caller must keep alive. Raises TypeError for an unusable capsule.
 inline pybind11::tuple read_dlpack(const pybind11::capsule& capsule) {
   namespace py = pybind11;
   const char* name = capsule.name();

@@ -9,17 +9,17 @@
 namespace cpu_adam {
 namespace {
 
-// Elements a thread takes at a time: long enough for hardware prefetching (a few pages per
-// stream), short enough for the threads to finish together.
+// Elements that a thread takes at a time. A few pages per array let hardware prefetching work, and
+// small grains let threads finish at the same time.
 constexpr std::int64_t kGrainNumel = 8 * 1024;
 
-// Items start at multiples of this in the concatenated list, so that a grain's border inside an
-// aligned tensor is aligned to a cache line, and never lies inside a block of 8-bit states.
+// Items start at multiples of this number in the concatenated list. Grain borders within an aligned
+// tensor are therefore aligned to a cache line and never split a block of 8-bit states.
 constexpr std::int64_t kAlignNumel = kBlockNumel;
 static_assert(kAlignNumel % 64 == 0 && kGrainNumel % kAlignNumel == 0, "borders are aligned");
 
-// From here on (at 28 bytes each) a call's memory exceeds the caches; see [Note: streaming the
-// copy].
+// From this size on (28 bytes per element), a call's memory exceeds the caches. See [Note:
+// streaming the copy].
 constexpr std::int64_t kStreamNumel = 4 * 1024 * 1024;
 
 struct Context {
@@ -47,8 +47,8 @@ void run_grain(void* opaque, std::int64_t grain) {
 
 constexpr std::int64_t kTypeBytes[kNumGradTypes] = {4, 2, 2};
 
-// Elements of a sum of gradients in the making, or of states that are copied: 8 KiB of each, a part
-// of a first-level cache.
+// Elements of a tile: 8 KiB each for a sum of gradients or a copied state, which fit in a
+// first-level cache.
 constexpr std::int64_t kTileNumel = 2 * 1024;
 static_assert(kTileNumel % kAlignNumel == 0, "borders are aligned");
 
@@ -80,7 +80,8 @@ void run_summed_grain(void* opaque, std::int64_t grain) {
     const std::int64_t end = std::min(begin + kTileNumel, stop);
     add_all(*context.table, *context.gradients, begin, end, tile);
     Span span = context.item->span;
-    // Where element 0 would be: kernels add the index, which random numbers depend on.
+    // Address where element 0 would be, because kernels add the index. The index cannot be shifted
+    // instead: random numbers depend on it.
     span.grad = reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(tile) -
                                               static_cast<std::uintptr_t>(begin) * sizeof(float));
     context.function(span, begin, end, context.scalars, context.is_streaming);
@@ -118,7 +119,7 @@ void sum_summed_chunk(void* opaque, std::int64_t chunk) {
   context.sums[chunk] = context.table->sum_of_squares[kFloat32](from, 0, end - begin);
 }
 
-// Copies what belongs to elements [begin, end). `begin` is the first element of a block.
+// Makes all copies for elements [begin, end). `begin` must be the first element of a block.
 void copy_range(const CopyingUpdate& update, std::int64_t begin, std::int64_t end) {
   for (const Copy& copy : *update.copies) {
     const std::int64_t first = begin / kBlockNumel * copy.block_bytes;

@@ -1,4 +1,4 @@
-// Splits a list of tensors into grains and runs a kernel over them.
+// Splits a list of tensors into grains and runs a kernel on them, on several threads.
 #pragma once
 
 #include <cstdint>
@@ -11,32 +11,32 @@ namespace cpu_adam {
 struct Item {
   Span span;
   std::int64_t numel;
-  std::int64_t offset = 0;  // where it starts in the concatenated list; set by run_items
+  std::int64_t offset = 0;  // start in the concatenated list; set by run_items
 };
 
 // [Note: several gradients]
-// A gradient may be the sum of several, say of the micro-steps of one step, each of a type of its
-// own. They are added in fp32, in order, a tile at a time, in a buffer that stays in the caches:
-// the kernel for an fp32 gradient reads it from there, and memory is passed once.
+// A gradient may be a sum of several gradients, for example of a step's micro-steps, whose types
+// may differ. They are added in fp32, in order, tile by tile, in a buffer that fits in the caches.
+// The kernel for fp32 gradients reads the buffer, so each gradient is read from memory once.
 struct Gradient {
   const char* address;
   int type;
 };
 
 // [Note: copies first]
-// Memory that is copied right before the elements that it belongs to are updated, a tile at a time,
-// so that the update finds what was copied in the caches: the old values of states, say, or those
-// that the update then starts from. `block_bytes` belong to kBlockNumel elements.
+// Memory can be copied just before the update of the same elements, tile by tile, so that the
+// update finds the tile in the caches. A copy may save old values of a state, or write the values
+// that the update starts from. `block_bytes` are the bytes of kBlockNumel elements.
 struct Copy {
   const char* from;
   char* to;
   std::int64_t block_bytes;
   std::int64_t num_bytes;
-  bool is_read;  // whether the update reads the copy
+  bool is_read;  // whether the update reads the target
 };
 
-// Updates one item by `function` with `scalars`, after `copies`. `copy_and_update` is a
-// RangeFunction whose scalars are this struct.
+// A `function` with its `scalars`, to be run after `copies`. `copy_and_update` is the RangeFunction
+// that takes this struct as its scalars.
 struct CopyingUpdate {
   RangeFunction function;
   const void* scalars;
@@ -46,21 +46,22 @@ struct CopyingUpdate {
 void copy_and_update(const Span& span, std::int64_t begin, std::int64_t end, const void* update,
                      bool is_streaming);
 
-// Up to this many elements, the calling thread does the work alone.
+// With at most this many elements, only the calling thread works.
 constexpr std::int64_t kInlineNumel = 32 * 1024;
 
 void run_items(RangeFunction function, std::vector<Item>& items, const void* scalars,
                int num_threads);
 
-// Updates one item with the sum of `gradients` in place of its own; `function` takes fp32.
+// Updates one item with the sum of `gradients` instead of the item's own gradient. `function` is
+// the one for fp32 gradients.
 void run_summed(const KernelTable& table, RangeFunction function, const Item& item,
                 const std::vector<Gradient>& gradients, const void* scalars, int num_threads);
 
-// The sum of squares of `numel` elements: chunks of a fixed size, added in order, so that neither
-// thread count nor instruction set changes it.
+// Returns the sum of squares of `numel` elements. Chunks have a fixed size and are added in order,
+// so the result does not depend on thread count or instruction set.
 double run_sum(SumFunction function, const char* grad, std::int64_t numel, int num_threads);
 
-// The same of the sum of several gradients, which is that of their fp32 sum in memory.
+// Returns the sum of squares of the fp32 sum of several gradients.
 double run_sum_of_summed(const KernelTable& table, const std::vector<Gradient>& gradients,
                          std::int64_t numel, int num_threads);
 

@@ -1,5 +1,5 @@
-// AVX2 with FMA and F16C: sixteen elements at a time, in two registers, so that sixteen 16-bit
-// elements fill one register when they are stored.
+// AVX2 with FMA and F16C. Processes 16 elements at a time in two registers, so that 16 16-bit
+// results fill one register.
 
 #include <immintrin.h>
 
@@ -90,8 +90,8 @@ struct BF16 {
   static CPU_ADAM_INLINE Vec load(const char* from) {
     return {widen(load_8_halves(from)), widen(load_8_halves(from + 16))};
   }
-  // The rounded value in the low half of each 32 bits. A NaN is left as it is: it comes out of
-  // arithmetic, so it is quiet, and stays one without its low bits.
+  // Returns rounded values in the low half of each 32-bit lane. A NaN is not rounded. Arithmetic
+  // results are quiet NaNs, which remain NaNs without their low bits.
   static CPU_ADAM_INLINE __m256i round_8(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -101,7 +101,7 @@ struct BF16 {
     return _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
   }
   static CPU_ADAM_INLINE __m256i round(Vec x) {
-    // The pack works within each 128-bit lane: swap the middle quarters back.
+    // The pack instruction works within 128-bit lanes: swap the middle quarters afterwards.
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_8(x.low), round_8(x.high)), 0xd8);
   }
   static CPU_ADAM_INLINE void store(char* to, Vec x) { store_halves(to, round(x)); }
@@ -122,7 +122,7 @@ struct F16 {
   static CPU_ADAM_INLINE void stream(char* to, Vec x) { stream_halves(to, round(x)); }
 };
 
-// Sixteen 32-bit integers; `i` for signed, `u` for unsigned or either.
+// 16 32-bit integers. Operations start with `u` if unsigned or sign-independent, else with `i`.
 struct UInt {
   __m256i low, high;
 };

@@ -1,6 +1,6 @@
-// AVX-512 (foundation, and BW for 16-bit elements): thirty-two elements at a time, in two
-// registers, so that thirty-two 16-bit elements fill one register when they are stored. The bf16
-// instructions of later CPUs are left out on purpose: they flush subnormal numbers.
+// AVX-512 F, and BW for 16-bit elements. Processes 32 elements at a time in two registers, so that
+// 32 16-bit results fill one register. The bf16 instructions of later CPUs are not used, because
+// they flush subnormal numbers.
 
 #include <immintrin.h>
 
@@ -45,7 +45,7 @@ CPU_ADAM_INLINE Vec if_ordered(Vec test, Vec a, Vec b) {
           _mm512_mask_mov_ps(b.high, ordered_mask(test.high), a.high)};
 }
 
-// Thirty-two 32-bit integers; `i` for signed, `u` for unsigned or either.
+// 32 32-bit integers. Operations start with `u` if unsigned or sign-independent, else with `i`.
 struct UInt {
   __m512i low, high;
 };
@@ -117,7 +117,7 @@ CPU_ADAM_INLINE UInt if_ordered(Vec test, UInt a, UInt b) {
           _mm512_mask_mov_epi32(b.high, ordered_mask(test.high), a.high)};
 }
 CPU_ADAM_INLINE __m512 copy_sign_16(__m512 x, __m512 y) {
-  // 0xd8: the second operand's bit where the third has one, else the first's.
+  // 0xd8 selects the second operand's bit where the third operand's bit is 1, else the first's.
   return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
       _mm512_castps_si512(x), _mm512_castps_si512(y), _mm512_set1_epi32(INT32_MIN), 0xd8));
 }
@@ -147,7 +147,7 @@ CPU_ADAM_INLINE UInt load_i16(const char* from) {
   return {_mm512_cvtepi16_epi32(load_16_halves(from)),
           _mm512_cvtepi16_epi32(load_16_halves(from + 32))};
 }
-// Sixteen halves of thirty-two, from `first` on, each above a half of zeros.
+// Moves 16 of 32 16-bit values, from `first` on, to the upper halves of 32-bit lanes.
 CPU_ADAM_INLINE __m512i widen_halves(__m512i halves, int first) {
   const __m512i places =
       _mm512_setr_epi32(0x00000000, 0x00010000, 0x00020000, 0x00030000, 0x00040000, 0x00050000,
@@ -160,7 +160,7 @@ CPU_ADAM_INLINE UInt load_upper_16(const char* from) {
   const __m512i halves = _mm512_loadu_si512(from);
   return {widen_halves(halves, 0), widen_halves(halves, 16)};
 }
-// Every second one of sixty-four halves: the lower ones of each 32 bits, or the upper ones.
+// Selects the lower (first = 0) or upper (first = 1) 16 bits of each 32-bit lane.
 CPU_ADAM_INLINE __m512i halves_of(UInt x, int first) {
   const __m512i even =
       _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26,
@@ -195,8 +195,8 @@ struct F32 {
 struct BF16 {
   static constexpr int kBytes = 2;
   static CPU_ADAM_INLINE Vec load(const char* from) { return as_float(load_upper_16(from)); }
-  // A NaN is left as it is: it comes out of arithmetic, so it is quiet, and stays one without its
-  // low bits.
+  // A NaN is not rounded. Arithmetic results are quiet NaNs, which remain NaNs without their low
+  // bits.
   static CPU_ADAM_INLINE __m512i round_16(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -228,7 +228,7 @@ struct F16 {
   }
 };
 
-// Sixteen sums: of the elements of even registers and of odd ones alike.
+// Sixteen sums. Elements of even and odd registers are added to the same sums.
 struct Doubles {
   __m512d low, high;
 };

@@ -1,5 +1,5 @@
-// NEON of 64-bit Arm: eight elements at a time, in two registers, so that eight 16-bit elements
-// fill one register when they are stored. Every such processor has it: no flag, no detection.
+// NEON of 64-bit Arm. Processes 8 elements at a time in two registers, so that 8 16-bit results
+// fill one register. Every 64-bit Arm CPU has NEON, so no compiler flag or detection is needed.
 
 #include <arm_neon.h>
 
@@ -14,7 +14,7 @@ struct Vec {
 };
 constexpr int kLanes = 8;
 constexpr int kVectorsAtOnce = 4;
-constexpr int kStreamBytes = 0;  // no intrinsic stores past the caches
+constexpr int kStreamBytes = 0;  // no intrinsic for non-temporal stores
 [[maybe_unused]] CPU_ADAM_INLINE void stream_fence() {}
 
 CPU_ADAM_INLINE Vec set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
@@ -50,7 +50,7 @@ CPU_ADAM_INLINE Vec copy_sign(Vec x, Vec y) {
   return {copy_sign_4(x.low, y.low), copy_sign_4(x.high, y.high)};
 }
 
-// As bytes, so that an address needs no alignment.
+// Loads bytes, because byte loads need no alignment.
 CPU_ADAM_INLINE uint8x16_t load_16_bytes(const char* from) {
   return vld1q_u8(reinterpret_cast<const std::uint8_t*>(from));
 }
@@ -84,8 +84,8 @@ struct BF16 {
     const uint16x8_t halves = vreinterpretq_u16_u8(load_16_bytes(from));
     return {widen(vget_low_u16(halves)), widen(vget_high_u16(halves))};
   }
-  // A NaN is left as it is: it comes out of arithmetic, so it is quiet, and stays one without its
-  // low bits.
+  // A NaN is not rounded. Arithmetic results are quiet NaNs, which remain NaNs without their low
+  // bits.
   static CPU_ADAM_INLINE uint16x4_t round_4(float32x4_t x) {
     const uint32x4_t bits = vreinterpretq_u32_f32(x);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -98,8 +98,8 @@ struct BF16 {
   }
 };
 
-// Subnormal halves are not flushed in any mode. Stores round in the caller's mode, where x86 rounds
-// to nearest: doing so here would take many instructions instead of one.
+// Subnormal halves are never flushed. Stores round in the caller's mode, whereas x86 rounds to
+// nearest, which would take many instructions here.
 struct F16 {
   static constexpr int kBytes = 2;
   static CPU_ADAM_INLINE Vec load(const char* from) {
@@ -112,7 +112,7 @@ struct F16 {
   }
 };
 
-// Eight 32-bit integers; `i` for signed, `u` for unsigned or either.
+// 8 32-bit integers. Operations start with `u` if unsigned or sign-independent, else with `i`.
 struct UInt {
   uint32x4_t low, high;
 };
@@ -129,7 +129,8 @@ CPU_ADAM_INLINE Vec as_float(UInt x) {
 CPU_ADAM_INLINE Vec to_float(UInt x) {
   return {vcvtq_f32_s32(as_signed(x.low)), vcvtq_f32_s32(as_signed(x.high))};
 }
-// No conversion rounds in the caller's mode: rounded to a whole number first, it is exact.
+// No conversion instruction uses the caller's rounding mode. Round to an integral float first,
+// whose conversion is exact.
 CPU_ADAM_INLINE UInt to_int(Vec x) {
   return {as_unsigned(vcvtq_s32_f32(vrndiq_f32(x.low))),
           as_unsigned(vcvtq_s32_f32(vrndiq_f32(x.high)))};

@@ -1,4 +1,4 @@
-// One element at a time, on any CPU: the kernels' plainest form, and the fallback.
+// Scalar kernels for any CPU: the simplest implementation, and the fallback.
 
 #include <cmath>
 #include <cstring>
@@ -40,9 +40,10 @@ CPU_ADAM_INLINE Vec sqrt_(Vec a) { return __builtin_sqrtf(a); }
 #if defined(__FP_FAST_FMAF)
 CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }
 #else
-// fma without the instruction (libm's is ten times slower): the product is exact in double; the
-// sum is rounded to odd, after which rounding to float is right (Boldo and Melquiond, "Emulation
-// of FMA and correctly rounded sums", 2008). The error of the sum is Knuth's TwoSum.
+// Computes fma without the instruction, because libm's software fma is ten times slower. The
+// product is exact in double precision. The sum is rounded to odd, which makes the final rounding
+// to float correct (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+// Knuth's TwoSum gives the error of the sum.
 CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) {
   const double product = static_cast<double>(a) * static_cast<double>(b);
   const double addend = c;
@@ -51,7 +52,7 @@ CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) {
   const double error = (product - (sum - back)) + (addend - back);
   std::int64_t bits;
   std::memcpy(&bits, &sum, sizeof bits);
-  // A NaN in the error (infinite operands) compares false twice: the sum stays as it is.
+  // For infinite operands the error is NaN, both comparisons are false, and the sum is unchanged.
   if (((error > 0.0) | (error < 0.0)) & ((bits & 1) == 0)) {
     bits += ((error > 0.0) == (sum > 0.0)) ? 1 : -1;
   }
@@ -116,14 +117,14 @@ struct F16 {
     const std::uint32_t magnitude = bits & 0x7fffffffu;
     std::uint32_t half;
     if (magnitude > 0x7f800000u) {
-      half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);  // NaN: quiet, top of the payload kept
+      half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);  // NaN: quiet, keeping the top of the payload
     } else if (magnitude >= 0x47800000u) {
-      half = 0x7c00u;  // 65536 and above
+      half = 0x7c00u;  // 65536 and above: infinity
     } else if (magnitude >= 0x38800000u) {
-      // A normal half. The carry may reach the exponent, up to infinity: that is right.
+      // A normal half. A carry into the exponent is correct, also if the result is infinity.
       half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
     } else {
-      // A subnormal half counts units of 2**-24, which is one unit in the last place of 0.5f.
+      // A subnormal half is a multiple of 2**-24, which is one ulp of 0.5f.
       half = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     }
     const std::uint16_t result = static_cast<std::uint16_t>(sign | half);
@@ -131,14 +132,15 @@ struct F16 {
   }
 };
 
-// `i` for signed, `u` for unsigned or either.
+// Integer vector operations start with `u` if unsigned or sign-independent, else with `i`.
 using UInt = std::uint32_t;
 
 CPU_ADAM_INLINE UInt as_bits(Vec x) { return bits_of(x); }
 CPU_ADAM_INLINE Vec as_float(UInt x) { return float_of(x); }
 CPU_ADAM_INLINE Vec to_float(UInt x) { return static_cast<float>(static_cast<std::int32_t>(x)); }
-// Of numbers from -255 to 255: the sum's last place counts ones, so it holds the integer, rounded
-// in the caller's mode. Its sign is that of x: otherwise, towards zero would be downward.
+// Rounds numbers from -255 to 255 to integers in the caller's rounding mode. Adding 2**23 makes the
+// last bit of the sum worth 1. The constant has the sign of x, otherwise rounding towards zero
+// would round negative numbers down.
 CPU_ADAM_INLINE UInt to_int(Vec x) {
   const std::uint32_t sign = bits_of(x) & 0x80000000u;
   const std::uint32_t big = sign | bits_of(0x1p23f);
@@ -170,7 +172,7 @@ CPU_ADAM_INLINE UInt is_ordered(Vec x) { return x == x ? 0xffffffffu : 0u; }
 CPU_ADAM_INLINE UInt if_nonzero(UInt test, UInt a, UInt b) {
   return (test & 0x7fffffffu) != 0 ? a : b;
 }
-template <class Either>  // Vec or UInt
+template <class Either>
 CPU_ADAM_INLINE Either if_ordered(Vec test, Either a, Either b) {
   return test == test ? a : b;
 }

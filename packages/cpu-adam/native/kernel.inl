@@ -1,37 +1,37 @@
-// The kernels, written once. Each isa_*.cpp defines the primitives and then includes this file
-// inside its own unnamed namespace, so that every function below has internal linkage.
+// The kernels in terms of primitives. Each isa_*.cpp defines the primitives and includes this file
+// within an unnamed namespace, so that every function below has internal linkage.
 //
 // [Note: what an isa_*.cpp defines]
 // kLanes             elements in a vector
-// kVectorsAtOnce     vectors in each of the short loops that the work is cut into
+// kVectorsAtOnce     vectors that the loops of update_vectors process together
 // Vec                a vector of kLanes floats
 // set1, add, sub, mul, div, sqrt_, fma_, nfma   elementwise on Vec; fma_(a, b, c) rounds a * b + c
 //                    once, nfma(a, b, c) rounds c - a * b once
 // copy_sign(x, y)    the magnitude of x with the sign of y
 // F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec), and
-//                    stream(char*, Vec), a store past the caches, if kStreamBytes is not 0
+//                    stream(char*, Vec), a non-temporal store, if kStreamBytes is not 0
 // kStreamBytes       the alignment that `stream` needs, or 0
-// stream_fence       orders streamed stores before what follows
+// stream_fence       orders non-temporal stores before later stores
 // UInt               a vector of kLanes 32-bit integers
-// as_bits, as_float  Vec to UInt and back, the same bits
-// to_float, to_int   signed integers to Vec and back; to_int rounds in the caller's mode
+// as_bits, as_float  reinterpret Vec as UInt and back
+// to_float, to_int   convert signed integers to Vec and back; to_int rounds in the caller's mode
 // uset1, uadd, usub, umul, uand, uor, uxor, ushl<n>, ushr<n>   elementwise, modulo 2**32
-// umax, reduce_umax  the larger one, unsigned; the largest of all lanes, as one number
-// igreater           of signed integers: all ones or zero
+// umax, reduce_umax  unsigned maximum: elementwise, and of all lanes as one number
+// igreater           compares signed integers: all ones or zero
 // is_ordered         all ones where a float is not NaN, else zero
 // if_ordered(test, a, b)   a where the float `test` is not NaN, else b; of Vec and of UInt
-// if_nonzero(test, a, b)   a where `test`, the bits of a float, is not of a zero, else b; of UInt
+// if_nonzero(test, a, b)   a where the float with bits `test` is not zero, else b; of UInt
 // lanes              0, 1, 2, ...
-// load_u8, load_i8, load_i16, load_upper_16   the last one: into the upper halves, zeros below
-// store_8, store_16  keep the low bits...
-// store_upper_16     ...and this the upper half of each
+// load_u8, load_i8, load_i16, load_upper_16   load_upper_16 fills upper halves, with zeros below
+// store_8, store_16  store the low 8 or 16 bits of each lane
+// store_upper_16     stores the upper 16 bits of each lane
 // Doubles            min(kLanes, 16) doubles: zero_doubles, store_doubles, add_square(sum, Vec),
-//                    which takes the first sixteen lanes first
+//                    which adds the squares of the first sixteen lanes first
 //
 // [Note: one result for one element]
-// Every primitive is correctly rounded (IEEE 754), contraction by the compiler is off, and the last
-// few elements go through the very same vector code by way of a padded copy. So a result depends on
-// neither instruction set, position in the array, nor thread count.
+// Every primitive is correctly rounded (IEEE 754), the compiler may not contract operations, and
+// the last elements run through the same vector code in a padded copy. Results therefore do not
+// depend on instruction set, position in the array, or thread count.
 
 #include "memory.inl"
 #include "rules.inl"
@@ -41,9 +41,10 @@
 #include "blocks.inl"
 
 // [Note: one sum for all]
-// Sixteen sums in double precision, of every sixteenth element each, then added in pairs: the same
-// for every vector length. A square of an fp32 number is exact in double, and a sum of fewer than
-// 2**700 of them finite; so the sum is finite if and only if every element is.
+// Each of sixteen double-precision sums adds every sixteenth element, and the sums are then added
+// in pairs. The order is therefore equal for every vector length. The square of an fp32 number is
+// exact in double precision, and a sum of fewer than 2**700 squares does not overflow. The sum is
+// thus finite if and only if every element is finite.
 template <class Grad>
 double sum_of_squares(const char* grad, std::int64_t begin, std::int64_t end) {
   constexpr int kSums = kLanes < 16 ? 16 / kLanes : 1;
@@ -71,7 +72,7 @@ double sum_of_squares(const char* grad, std::int64_t begin, std::int64_t end) {
   return lane[0];
 }
 
-// One of several gradients; see [Note: several gradients] in driver.h.
+// Adds one of several gradients. See [Note: several gradients] in driver.h.
 template <class Grad>
 void add_gradient(float* sum, const char* grad, std::int64_t numel, bool is_first) {
   char* const to = reinterpret_cast<char*>(sum);
@@ -91,7 +92,7 @@ void add_gradient(float* sum, const char* grad, std::int64_t numel, bool is_firs
   }
 }
 
-// Copies past the caches. Unaligned bytes at either end are copied through them.
+// Copies with non-temporal stores, except unaligned bytes at the ends.
 template <class Float>
 void copy_past_caches(char* to, const char* from, std::int64_t num_bytes) {
   std::int64_t i = 0;
@@ -107,7 +108,8 @@ void copy_past_caches(char* to, const char* from, std::int64_t num_bytes) {
   std::memcpy(to + i, from + i, static_cast<std::size_t>(num_bytes - i));
 }
 
-// A RuleTable of `function`, in the order of DType; `split` is its variant for a split master.
+// Initializes a RuleTable with `function` for each DType. `split` is the variant for a split
+// master.
 #define CPU_ADAM_BY_OUT(function, grad, split)                                          \
   {function<grad, Whole<F32>>, function<grad, Whole<BF16>>, function<grad, Whole<F16>>, \
    function<grad, Whole<NoOut>>, split}

@@ -1,6 +1,7 @@
-// The border between the code for one instruction set and everything else: plain structs and a
-// table of function pointers. Included by files with instruction-set flags, so it defines no
-// function and pulls in no standard template: the linker might keep their AVX copy for all.
+// Interface between the code for one instruction set and all other code: plain structs and a table
+// of function pointers. Files compiled with instruction-set flags include this header, so it
+// defines no function and includes no standard template. Otherwise the linker might keep an AVX
+// copy of such a function for the whole program.
 #pragma once
 
 #include <cstdint>
@@ -13,29 +14,28 @@
 
 namespace cpu_adam {
 
-// Element types of gradients and copies. The numbers are shared with _memory.py.
-// kSplit, in the place of a copy's type: the master weight is split, see [Note: a split master].
+// Element types of gradients and copies, with the numbers of _memory.py. kSplit, as the type of a
+// copy, means that the master weight is split: see [Note: a split master].
 enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kNone = 3, kSplit = 4 };
 constexpr int kNumGradTypes = 3;
 constexpr int kNumOutTypes = 5;
 constexpr int kMaxStates = 4;
 
-// Elements that share the scales of their 8-bit states.
+// Elements of a block, which share the scales of 8-bit states.
 constexpr std::int64_t kBlockNumel = 128;
 
-// Elements whose squares are summed before the sums of all such chunks are added, in order.
+// Elements of a chunk in a sum of squares. Sums of chunks are added in order.
 constexpr std::int64_t kChunkNumel = 32 * 1024;
 
 // [Note: a split master]
-// A bf16 parameter is the upper half of its fp32 master weight; the lower half is kept beside it.
-// The parameter is the master rounded to the nearest bf16, and the one of the greater magnitude if
-// two are as near. The remainder, an int16, is the difference of the two, both seen as 32-bit
-// integers: master bits = (parameter bits << 16) + remainder. It is the lower half of the master's
-// bits as they are, and the master comes back bit by bit.
+// A bf16 parameter is the upper half of its fp32 master weight, and a separate int16 remainder is
+// the lower half. The parameter is the master rounded to the nearest bf16, ties away from zero.
+// With both as 32-bit integers, master bits = (parameter bits << 16) + remainder. The remainder is
+// the lower half of the master's bits, and the sum restores the master bit by bit.
 
-// One tensor's memory. `state` holds what the update rule keeps, in the rule's order (Adam:
-// exp_avg, exp_avg_sq). Addresses need no alignment. If the master is split, `master` is the bf16
-// parameter and `out` the remainder. `stream` sets the random numbers of tensors apart.
+// Memory of one tensor. `state` has the update rule's states in the rule's order (Adam: exp_avg,
+// exp_avg_sq). Addresses need no alignment. If the master is split, `master` is the bf16 parameter
+// and `out` the remainder. `stream` makes the random numbers of tensors differ.
 struct Span {
   char* master;
   const char* grad;
@@ -44,8 +44,7 @@ struct Span {
   std::uint32_t stream;
 };
 
-// What Adam's update needs, the same for every element of a call; see reference.py for the
-// formulas.
+// Scalars of Adam, equal for all elements of a call. See reference.py for the formulas.
 struct AdamScalars {
   float grad_scale;
   float decay;
@@ -59,7 +58,7 @@ struct AdamScalars {
   float neg_step_size;
 };
 
-// Adam with states of 8 or 16 bits; see reference.py. The key is that of the random numbers.
+// Scalars of Adam with 8- or 16-bit states. See reference.py. `key` is for the random numbers.
 struct CompactAdamScalars {
   float grad_scale;
   float decay;
@@ -100,26 +99,26 @@ struct SgdScalars {
   bool is_nesterov;
 };
 
-// Updates elements [begin, end) of a span; `scalars` is the struct of the update rule.
-// is_streaming: the copy is not read again soon, and may go past the caches.
+// Updates elements [begin, end) of a span. `scalars` is the struct of the update rule.
+// is_streaming: store the copy with non-temporal stores, because it is not read again soon.
 using RangeFunction = void (*)(const Span& span, std::int64_t begin, std::int64_t end,
                                const void* scalars, bool is_streaming);
 
-// The sum of the squares of elements [begin, end), in double precision.
+// Returns the sum of squares of elements [begin, end), in double precision.
 using SumFunction = double (*)(const char* grad, std::int64_t begin, std::int64_t end);
 
-// Writes elements [0, numel) of a gradient to `sum`, or adds them to it.
+// Writes elements [0, numel) of a gradient to `sum`, or adds them to `sum`.
 using AddFunction = void (*)(float* sum, const char* grad, std::int64_t numel, bool is_first);
 
-// Copies memory that is not read again soon, past the caches where it can.
+// Copies memory that is not read again soon, with non-temporal stores if possible.
 using CopyFunction = void (*)(char* to, const char* from, std::int64_t num_bytes);
 
-// One update rule, for each type of gradient and of copy; null where the rule has no such variant.
+// Functions of an update rule by types of gradient and copy. Null: not supported.
 struct RuleTable {
   RangeFunction by_type[kNumGradTypes][kNumOutTypes];
 };
 
-// Everything that one instruction set offers. Another update rule is another member.
+// All kernels for one instruction set. A new update rule adds a member.
 struct KernelTable {
   const char* name;
   RuleTable adam;
@@ -128,7 +127,7 @@ struct KernelTable {
   RuleTable adagrad;
   RuleTable lion;
   RuleTable sgd;        // with a momentum buffer
-  RuleTable sgd_plain;  // without
+  RuleTable sgd_plain;  // without a momentum buffer
   SumFunction sum_of_squares[kNumGradTypes];
   AddFunction add_gradient[kNumGradTypes];
   CopyFunction copy;

@@ -1,19 +1,20 @@
-// Part of kernel.inl: how weights, copies and states lie in memory.
+// Part of kernel.inl: memory layout of weights, copies and states.
 
 CPU_ADAM_INLINE void copy_bytes(char* to, const char* from, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
-// The absent copy: nothing is stored.
+// Used without a copy: stores nothing.
 struct NoOut {
   static constexpr int kBytes = 0;
   static CPU_ADAM_INLINE void store(char*, Vec) {}
 };
 
 // [Note: streaming the copy]
-// The copy is only written. An ordinary store first reads the cache line: 30 bytes of traffic per
-// element where 28 would do (16-bit). A streamed store does not. It pays if the memory of the call
-// exceeds the caches, so that the copy would be evicted anyway; the driver decides that.
+// The copy is only written. An ordinary store first reads the cache line, which adds 2 bytes of
+// traffic to the 28 bytes per element with a 16-bit copy. A non-temporal ("streamed") store does
+// not. It is faster if the memory of the call exceeds the caches, so that the copy would be evicted
+// anyway. The driver decides.
 template <class Out>
 struct Streamed {
   static constexpr int kBytes = Out::kBytes;
@@ -21,8 +22,8 @@ struct Streamed {
 };
 
 // [Note: targets]
-// Where a rule's master weight is: Whole<Out> is an fp32 master with a copy of type Out; Split is
-// the bf16 parameter and its remainder, see [Note: a split master] in kernels.h.
+// Storage formats of master weights. Whole<Out> is an fp32 master with a copy of type Out. Split is
+// a bf16 parameter and its remainder: see [Note: a split master] in kernels.h.
 template <class Out>
 struct Whole {
   static constexpr int kMasterBytes = 4;
@@ -45,26 +46,27 @@ struct Split {
   static constexpr bool kReadsOut = true;
   static CPU_ADAM_INLINE Vec load(const char* master, const char* out, std::int64_t index) {
     const UInt upper = load_upper_16(master + index * 2);
-    // A parameter that is zero is so by the user's hand (or less than 2**-133): a remainder from
-    // before could wrap around to a NaN.
+    // If the parameter is zero, the user has set it to zero (or it is below 2**-133). Ignore the
+    // old remainder then, because adding it could give a NaN.
     return as_float(if_nonzero(upper, uadd(upper, load_i16(out + index * 2)), upper));
   }
   static CPU_ADAM_INLINE void store(char* master, char* out, std::int64_t index, Vec x) {
     const UInt bits = as_bits(x);
-    // A NaN is not rounded: it comes out of arithmetic, so it is quiet, and stays a NaN.
+    // A NaN is not rounded. Arithmetic results are quiet NaNs, which remain NaNs.
     store_upper_16(master + index * 2, if_ordered(x, uadd(bits, uset1(0x8000)), bits));
     store_16(out + index * 2, bits);
   }
 };
 
 // [Note: states]
-// How a rule's states lie in memory: kStates, kStateBytes, load, store. `index` says where the
-// vector is in memory, `position` which elements of the tensor it holds.
+// A states class describes how a rule's states are stored: kStates, kStateBytes, load, store.
+// `index` is the position of the vector in memory, and `position` the index of its first element in
+// the tensor. They differ in padded copies.
 template <int kCount>
 struct Float32States {
   static constexpr int kStates = kCount;
   static constexpr int kStateBytes = 4;
-  // No array is empty.
+  // C++ has no empty arrays.
   using Values = Vec[kCount > 0 ? kCount : 1];
   static CPU_ADAM_INLINE void load(char* const* state, std::int64_t index, Values& values) {
     for (int k = 0; k < kCount; ++k) values[k] = F32::load(state[k] + index * kStateBytes);
@@ -76,10 +78,10 @@ struct Float32States {
 };
 
 // [Note: stochastic rounding]
-// A state is rounded up with the probability of its distance from the value below, so that on
-// average small changes are not lost. The random numbers are a function of (key, stream, element)
-// alone: a counter, scrambled by two rounds of multiply and xor-shift with the multipliers of
-// MurmurHash3's finalizer (Appleby, public domain). The key comes from the seed and the step.
+// A state is rounded up with a probability equal to its distance from the bf16 value below, so that
+// small changes survive on average. Random numbers depend only on (key, stream, element). They are
+// a counter, scrambled by two rounds of multiply and xor-shift with the multipliers of
+// MurmurHash3's finalizer (Appleby, public domain). The key is derived from seed and step.
 CPU_ADAM_INLINE UInt random_bits(const std::uint32_t (&key)[2], std::int64_t position) {
   const auto wide = static_cast<std::uint64_t>(position);
   const auto low = static_cast<std::uint32_t>(wide);
@@ -91,7 +93,8 @@ CPU_ADAM_INLINE UInt random_bits(const std::uint32_t (&key)[2], std::int64_t pos
   return uxor(x, ushr<16>(x));
 }
 
-// The bf16 number above or below, in the upper half of each lane. Infinities stay; so do NaNs.
+// Returns an adjacent bf16 number in the upper half of each lane. Infinities and NaNs are
+// unchanged.
 CPU_ADAM_INLINE UInt round_stochastically(Vec x, UInt random16) {
   return if_ordered(x, uadd(as_bits(x), random16), as_bits(x));
 }

@@ -1,5 +1,5 @@
-// The Python face of the kernels: addresses and numbers in, nothing of Python beyond this file.
-// Callers (the package's own Python) have checked every argument; see _memory.py.
+// Python binding of the kernels. Functions take addresses and numbers, which the package's Python
+// code has checked (see _memory.py). All other C++ files are independent of Python.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -32,8 +32,7 @@ char* address_at(const py::list& words, py::ssize_t at) {
   return reinterpret_cast<char*>(static_cast<std::uintptr_t>(word_at(words, at)));
 }
 
-// Items of `num_states` states: master, grad, the states, out, numel; and the stream, if there is
-// one.
+// Reads items: master, grad, `num_states` states, out, numel, and with `has_stream` the stream.
 std::vector<Item> read_items(const py::list& words, int num_states, bool has_stream) {
   const auto count = static_cast<py::ssize_t>(words.size());
   const py::ssize_t words_per_item = 4 + num_states + (has_stream ? 1 : 0);
@@ -66,7 +65,7 @@ void check_grad_type(int grad_type) {
   }
 }
 
-// The first gradient, and those to be added to it: address and type of each, one after another.
+// Reads gradients. `words` has address and type of each further gradient.
 std::vector<Gradient> read_gradients(const char* first, int grad_type, const py::list& words) {
   const auto count = static_cast<py::ssize_t>(words.size());
   if (count % 2 != 0) throw py::value_error("more_grads: an address and a type for each");
@@ -78,7 +77,7 @@ std::vector<Gradient> read_gradients(const char* first, int grad_type, const py:
   return gradients;
 }
 
-// What is copied first: source, target, bytes per block of elements and bytes of each.
+// Reads copies: source, target, bytes per block of elements, and total bytes.
 std::vector<Copy> read_copies(const py::list& words, const Span& span) {
   const auto count = static_cast<py::ssize_t>(words.size());
   if (count % 4 != 0) throw py::value_error("copies: four numbers for each");
@@ -95,7 +94,7 @@ std::vector<Copy> read_copies(const py::list& words, const Span& span) {
   return copies;
 }
 
-// Runs the rule of `table`; `scalars` is its struct.
+// Runs the rule of `table`. `scalars` is the rule's struct.
 void run_rule(const KernelTable& kernels, const RuleTable& table, int grad_type, int out_type,
               std::vector<Item> items, const void* scalars, int num_threads,
               const py::list& more_grads, const py::list& copied) {
@@ -124,7 +123,7 @@ void run_rule(const KernelTable& kernels, const RuleTable& table, int grad_type,
   run_summed(kernels, function, items[0], gradients, scalars, num_threads);
 }
 
-// The scalars of a call, one after another.
+// Reader of a call's scalars, one after another.
 class Numbers {
  public:
   explicit Numbers(const std::vector<double>& values) : values_(values) {}
@@ -142,7 +141,7 @@ class Numbers {
   std::size_t at_ = 0;
 };
 
-// Each rule's scalars have the order of its struct, in which a braced list is evaluated.
+// Scalars are in the order of the rule's struct. C++ evaluates a braced list in that order.
 
 void read_scalars(Numbers& from, AdamScalars& s) {
   s.grad_scale = from.next();
@@ -177,7 +176,8 @@ void read_scalars(Numbers& from, SgdScalars& s) {
        from.next(), from.next(), from.next() != 0.0f};
 }
 
-// Binds `rule`, whose items have so many states, and a stream if it draws random numbers.
+// Defines the Python function of `rule`. Items have `num_states` states, and a stream if the rule
+// draws random numbers.
 template <class Scalars>
 void define_update(py::module_& m, const char* name, RuleTable KernelTable::* rule, int num_states,
                    bool has_stream = false) {
@@ -211,7 +211,8 @@ double sum_of_squares(int isa, int grad_type, std::uint64_t address, std::int64_
   return run_sum_of_summed(table, gradients, numel, num_threads);
 }
 
-// The step counts of many parameters: as torch calls, they would take longer than the update.
+// Reads the fp32 number at each address. Torch calls for many parameters' step counts would take
+// longer than the update.
 py::list read_numbers(const py::list& addresses) {
   const auto count = static_cast<py::ssize_t>(addresses.size());
   py::list numbers(count);

@@ -1,8 +1,8 @@
-// Part of kernel.inl: rules applied to a range of elements, one by one.
+// Part of kernel.inl: rules applied to a range of elements.
 
-// kVectors vectors: load, update, store. In short loops, each over all of them: what follows a
-// square root or a division waits for it, and a CPU that has taken in too much that waits takes in
-// nothing more. `position` is that of the first element, see [Note: states].
+// Updates kVectors vectors, in short loops over all of them. Otherwise instructions that wait for a
+// square root or division would fill the CPU's reorder buffer. `position` is the index of the first
+// element in the tensor: see [Note: states].
 template <int kVectors, class Rule, class Grad, class Target>
 CPU_ADAM_INLINE void update_vectors(const Rule& rule, char* master, const char* grad,
                                     char* const* state, char* out, std::int64_t index,
@@ -21,7 +21,7 @@ CPU_ADAM_INLINE void update_vectors(const Rule& rule, char* master, const char* 
   for (int k = 0; k < kVectors; ++k) Target::store(master, out, index + k * kLanes, masters[k]);
 }
 
-// Fewer elements than a vector: through a padded copy, so that the arithmetic is the same.
+// Updates fewer elements than a vector in a padded copy, with the same arithmetic.
 template <class Rule, class Grad, class Target>
 void update_tail(const Rule& rule, char* master, const char* grad, char* const* state, char* out,
                  std::int64_t index, std::int64_t count) {
@@ -53,11 +53,11 @@ void update_tail(const Rule& rule, char* master, const char* grad, char* const* 
   }
 }
 
-// The tail's copy is stored plainly: a padded copy has no alignment.
+// TailTarget stores the tail's copy with ordinary stores, because a padded copy is not aligned.
 template <class Rule, class Grad, class Target, class TailTarget>
 CPU_ADAM_INLINE void update_range(const Rule& rule, const cpu_adam::Span& span, std::int64_t begin,
                                   std::int64_t end) {
-  // Plain locals: a char* store may alias the struct, and would make the loop reload it.
+  // Local variables: a char* store may alias the struct, so the loop would reload its members.
   char* const master = span.master;
   const char* const grad = span.grad;
   char* const out = span.out;
@@ -88,7 +88,7 @@ CPU_ADAM_INLINE void update_span(const Rule& rule, const cpu_adam::Span& span, s
   update_range<Rule, Grad, Whole<Out>, Whole<Out>>(rule, span, begin, end);
 }
 
-// The remainder is read as well as written: nothing to stream.
+// The remainder is read and written, so non-temporal stores would not save traffic.
 template <class Rule, class Grad>
 CPU_ADAM_INLINE void update_span(const Rule& rule, const cpu_adam::Span& span, std::int64_t begin,
                                  std::int64_t end, bool, Split) {
@@ -119,7 +119,7 @@ void adam_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end
   }
 }
 
-// A rule that is one type, whatever its scalars.
+// Runs a rule whose type does not depend on its scalars.
 template <class Rule, class Scalars, class Grad, class Target>
 CPU_ADAM_INLINE void rule_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end,
                                 const void* scalars, bool is_streaming) {

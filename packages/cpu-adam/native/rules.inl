@@ -1,16 +1,16 @@
 // Part of kernel.inl: the update rules.
 
 // [Note: division by a constant]
-// The quotient of every element by one and the same number, correctly rounded as `div` is but
-// cheaper: the product q with the rounded reciprocal y, and its error a - b * q, times y, added (as
-// in Markstein's theorem, 1990, though q need not be one of the two floats next to the quotient).
-// Why it is right: let a and b be in [1, 2), both of 24 bits. Rounding can go wrong only near the
-// middle between two floats, which a / b never is: it stays 2**-48 / b away if a < b, and twice
-// that otherwise. There q is half a unit off, never one and a half: y is off by 2**-25 at most, so
-// a * y by less than a unit, 2**-24, before it is rounded. So the error is about b * 2**-25, exact
-// in 24 bits, and the correction off by b * 2**-50 at most (twice that if a >= b): less, as b < 2.
-// Nothing may underflow on the way: a square root is at least 2**-75. An infinity has no error, and
-// its first product stands.
+// Divides every element by the same number, correctly rounded like `div` but cheaper: multiply by
+// the rounded reciprocal y to get q, then add y times the error a - b * q (as in Markstein's
+// theorem, 1990, although q need not be adjacent to the quotient). Proof: let a and b be 24-bit
+// numbers in [1, 2). Rounding can fail only near a midpoint of two floats. a / b stays at least
+// 2**-48 / b away from midpoints if a < b, and twice that otherwise. y is off by at most 2**-25, so
+// a * y is off by less than one unit, 2**-24, before rounding. Near a midpoint, q is therefore half
+// a unit off, never one and a half. The error a - b * q is about b * 2**-25, exact in 24 bits. The
+// correction is then off by at most b * 2**-50 (twice that if a >= b), which is less than the
+// distance, because b < 2. No intermediate result may underflow: a square root is at least 2**-75.
+// For an infinity the error is NaN, and the first product is returned.
 struct Divisor {
   Vec value, reciprocal;
 
@@ -24,16 +24,16 @@ struct Divisor {
 };
 
 // [Note: rules]
-// A rule changes one vector in two halves: `begin` updates the states, and the master weight as far
-// as it can; `finish` returns the new one. Between them lies what takes long, a square root or
-// nothing, and its results: Pending.
+// A rule updates a vector in two halves. `begin` updates the states, and the master weight as far
+// as possible. `finish` returns the new master weight. Pending contains the results of long-latency
+// operations (a square root) between the halves.
 struct RootPending {
   Vec numerator, root;
 };
 
-// Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), in the operation order of
-// torch.optim's for-loop; see reference.py. kL2: weight decay joins the gradient. kLerpFromGrad:
-// the first moment is interpolated starting from the gradient (1 - beta1 >= 0.5).
+// Adam (Kingma and Ba 2015) and AdamW (Loshchilov and Hutter 2019), in the operation order of
+// torch.optim's for-loop; see reference.py. kL2: weight decay is added to the gradient.
+// kLerpFromGrad: interpolate the first moment starting from the gradient (1 - beta1 >= 0.5).
 template <bool kL2, bool kLerpFromGrad>
 struct AdamRule : Float32States<2> {
   using Pending = RootPending;
@@ -71,9 +71,8 @@ struct AdamRule : Float32States<2> {
   }
 };
 
-// AdamW and Adam with compact states. Their formulas are equal, but for what is computed once for
-// all: they need not match torch's last place, so every product of constants is one constant.
-// kL2: weight decay joins the gradient.
+// AdamW and Adam with compact states. The formulas are the same, but results need not match torch's
+// last bit, so products of constants are precomputed. kL2: weight decay is added to the gradient.
 template <bool kL2>
 struct CompactAdam {
   Vec grad_scale, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2_sqrt, denominator_scale,
@@ -91,7 +90,7 @@ struct CompactAdam {
         denominator_scale(set1(s.denominator_scale)),
         denominator_offset(set1(s.denominator_offset)) {}
 
-  // The new moments, from the old ones times their decay.
+  // Updates the moments, which are already multiplied by their decay.
   CPU_ADAM_INLINE void average(Vec master, Vec grad, Vec& exp_avg, Vec& exp_avg_sq) const {
     if (kL2) grad = fma_(master, l2, mul(grad, grad_scale));
     exp_avg = fma_(one_minus_beta1, grad, exp_avg);
@@ -99,7 +98,7 @@ struct CompactAdam {
     exp_avg_sq = fma_(part, part, exp_avg_sq);
   }
 
-  // The new master weight; `root` is the square root of the second moment.
+  // Returns the new master weight. `root` is the square root of the second moment.
   CPU_ADAM_INLINE Vec apply(Vec master, Vec exp_avg, Vec root) const {
     const Vec denominator = fma_(root, denominator_scale, denominator_offset);
     return fma_(master, decay, div(exp_avg, denominator));
@@ -167,7 +166,7 @@ struct LionRule : Float32States<1> {
   CPU_ADAM_INLINE Pending begin(Vec& master, Vec raw_grad, Values& state) const {
     const Vec grad = mul(raw_grad, grad_scale);
     const Vec direction = fma_(one_minus_beta1, grad, mul(beta1, state[0]));
-    // -lr * sign(direction), by its bits: 0 for 0, NaN for NaN.
+    // Compute -lr * sign(direction) on bits: 0 for 0, NaN for NaN.
     const UInt signed_lr = uxor(neg_lr_bits, uand(as_bits(direction), uset1(0x80000000u)));
     const UInt nonzero = igreater(magnitude_bits(direction), uset1(0));
     const UInt nan = uand(uxor(is_ordered(direction), uset1(~0u)), uset1(0x7fc00000u));

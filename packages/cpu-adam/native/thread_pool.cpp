@@ -32,8 +32,8 @@ long current_process() {
 #endif
 }
 
-// Rounding and flush-to-zero modes are per thread. Workers take over the caller's, so that results
-// do not depend on the thread (torch.set_flush_denormal is an example of a caller's wish).
+// Rounding and flush-to-zero modes are per thread. Workers use the caller's modes (for example
+// those of torch.set_flush_denormal), so that results do not depend on the thread.
 #if defined(CPU_ADAM_HAVE_X86)
 struct FloatMode {
   unsigned value;
@@ -52,7 +52,8 @@ struct FloatMode {
 };
 #endif
 
-// Signals are for the interpreter's own threads: a thread inherits its creator's mask.
+// Blocks signals while workers are created, because a thread inherits its creator's mask and only
+// the interpreter's threads should handle signals.
 class BlockSignals {
  public:
 #if defined(_WIN32)
@@ -61,7 +62,7 @@ class BlockSignals {
   BlockSignals() {
     sigset_t blocked;
     sigfillset(&blocked);
-    // A fault belongs to the thread that made it: faulthandler and sanitizers want to see it.
+    // Faults stay unblocked, so that faulthandler and sanitizers see them in the faulting thread.
     for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&blocked, fault);
     pthread_sigmask(SIG_SETMASK, &blocked, &previous_);
   }
@@ -73,13 +74,13 @@ class BlockSignals {
 };
 
 // [Note: spinning]
-// To wake a sleeping thread takes as long as it takes to update some hundred thousand elements. So
-// whoever waits looks again and again for a little while before it sleeps: a worker for the next
-// job of a caller that has many, a caller for the last grain of its workers.
+// Waking a sleeping thread takes as long as updating some hundred thousand elements. A waiting
+// thread therefore polls for a short time before it sleeps: a worker for the caller's next job, and
+// a caller for the last grain of its workers.
 constexpr std::chrono::microseconds kSpinTime{100};
 constexpr int kLooksPerClock = 64;
 
-// The processor that this thread is on; -1 where that is not known.
+// Returns the CPU that this thread runs on, or -1 if unknown.
 int current_cpu() {
 #if defined(__linux__)
   return sched_getcpu();
@@ -88,7 +89,7 @@ int current_cpu() {
 #endif
 }
 
-// Moves this thread from this processor to any other that it may run on.
+// Moves this thread from `cpu` to any other CPU that the thread may use.
 void leave_cpu(int cpu) {
 #if defined(__linux__)
   cpu_set_t allowed;
@@ -122,11 +123,11 @@ void spin_until(const Condition& is_true) {
   } while (std::chrono::steady_clock::now() < end);
 }
 
-// One thread's part of the grains; on a cache line of its own.
+// One thread's part of the grains, aligned to a cache line to avoid false sharing.
 struct alignas(64) Part {
   std::atomic<std::int64_t> next;
   std::int64_t end;
-  bool is_taken;  // by a thread that starts with it; guarded by the pool's mutex
+  bool is_taken;  // a thread has started with this part; guarded by the pool's mutex
 };
 
 std::atomic<ThreadPool*> g_pool{nullptr};
@@ -147,9 +148,9 @@ struct ThreadPool::Job {
   FloatMode mode;
   int num_wanted;                  // helpers that may still join; guarded by the pool's mutex
   std::atomic<int> num_active{0};  // helpers at work; written under the pool's mutex
-  std::condition_variable done;    // num_active has become 0
+  std::condition_variable done;    // signals that num_active is 0
 
-  // The part to start with: a worker's own if it is free, else the next free one.
+  // Returns the part to start with: the preferred one if it is free, else the next free one.
   int take_part(int preferred) {
     int part = preferred < num_parts ? preferred : 0;
     while (parts[part].is_taken) part = (part + 1) % num_parts;
@@ -189,7 +190,7 @@ void ThreadPool::start_workers(std::size_t count) {
       const int number = static_cast<int>(num_workers_) + 1;
       std::thread([this, number] { work(number); }).detach();
     } catch (const std::system_error&) {
-      return;  // out of threads: those that exist, and the caller, do the work
+      return;  // no more threads: existing workers and the caller do the work
     }
     ++num_workers_;
   }
@@ -202,8 +203,8 @@ void ThreadPool::work(int number) {
     if (jobs_.empty()) {
       const int shared_cpu = caller_cpu_;
       lock.unlock();
-      // Linux may wake a worker on the processor that it ran on last. If a caller is there by now,
-      // the worker runs when the caller does not, and helps nobody.
+      // Linux may wake a worker on the CPU where it last ran. If a caller runs there now, worker
+      // and caller would alternate instead of running in parallel.
       if (shared_cpu >= 0 && shared_cpu == current_cpu()) leave_cpu(shared_cpu);
       if (has_worked) spin_until([this] { return has_jobs_.load(std::memory_order_relaxed); });
       has_worked = false;
@@ -221,7 +222,7 @@ void ThreadPool::work(int number) {
     job->mode.set();
     job->participate(part);
     lock.lock();
-    // Notified under the lock: the job lives on its caller's stack, and is gone soon after.
+    // Notify under the lock: the job is on its caller's stack and may be destroyed afterwards.
     if (--job->num_active == 0) job->done.notify_one();
   }
 }
@@ -236,7 +237,7 @@ void ThreadPool::run(const Task& task, int num_threads) {
   for (int k = 0; k < num_parts; ++k) {
     parts[k].next.store(task.num_grains * k / num_parts, std::memory_order_relaxed);
     parts[k].end = task.num_grains * (k + 1) / num_parts;
-    parts[k].is_taken = k == 0;  // the caller's
+    parts[k].is_taken = k == 0;  // the caller starts with part 0
   }
   Job job(task, parts.get(), num_parts);
   {

@@ -1,5 +1,5 @@
-// A small pool of std::threads. Not OpenMP: torch's wheel brings its own libgomp, and two OpenMP
-// runtimes in one process have given wrong results.
+// Small thread pool based on std::thread. OpenMP is not used: torch's wheel bundles its own
+// libgomp, and two OpenMP runtimes in one process have produced wrong results.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace cpu_adam {
 
-// Work of `num_grains` independent grains. `run` must not throw.
+// `num_grains` independent pieces of work. `run` must not throw.
 struct Task {
   void (*run)(void* context, std::int64_t grain);
   void* context;
@@ -18,24 +18,24 @@ struct Task {
 };
 
 // [Note: how work is shared]
-// A job's grains are split into one contiguous part per thread, always the same for the same
-// arguments, and a worker starts with the part of its own number if it can, so that memory first
-// touched by a thread is near it again. A thread that is done with
-// its part takes grains from the others', so a worker that the operating system delays (or that
-// never got started) costs nothing but its help. Which thread runs a grain never changes a result.
-// Several threads may submit jobs at once; every caller works on its own, and workers join any job
-// that still wants help.
+// A job's grains are split into one contiguous part per thread, always equally for equal arguments.
+// A worker starts with the part of its own number if that is free, because it may have touched this
+// memory first, so that the memory is on its NUMA node. A thread that has finished its part takes
+// grains of other parts, so a delayed or missing worker does not block the job. Results never
+// depend on which thread runs a grain. Several threads may submit jobs at once. Every caller works
+// on its own job, and workers join any job that still needs helpers.
 //
 // [Note: fork]
-// Threads do not survive fork, and a lock may be held at that moment. So a pool belongs to the
-// process that made it: a child finds a foreign process id, leaves that pool alone and makes its
-// own.
+// Threads do not survive fork, and a lock may be held during fork. A pool therefore belongs to the
+// process that created it. A child sees another process id in the pool, ignores the pool, and
+// creates a new one.
 class ThreadPool {
  public:
-  // The pool of this process; never destroyed, since workers may outlive static destructors.
+  // Returns the pool of this process, which is never destroyed, because workers may outlive static
+  // destructors.
   static ThreadPool& of_this_process();
 
-  // Runs every grain, on the calling thread and up to num_threads - 1 workers; returns when done.
+  // Runs every grain on the calling thread and up to num_threads - 1 workers, then returns.
   void run(const Task& task, int num_threads);
 
  private:
@@ -48,9 +48,9 @@ class ThreadPool {
   const long process_id_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::vector<Job*> jobs_;             // those that want help; guarded by mutex_
-  std::atomic<bool> has_jobs_{false};  // whether there are any; written under mutex_
-  int caller_cpu_ = -1;                // where the last caller ran; guarded by mutex_
+  std::vector<Job*> jobs_;             // jobs that need helpers; guarded by mutex_
+  std::atomic<bool> has_jobs_{false};  // whether jobs_ is not empty; written under mutex_
+  int caller_cpu_ = -1;                // CPU of the last caller; guarded by mutex_
   std::size_t num_workers_ = 0;        // guarded by mutex_
 };
 

@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures shared by all tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.kernel_cases import HYPER
 import cpu_adam
 from cpu_adam import _isa
 
-# A busy machine must not fail a property by being slow.
+# No deadlines: a busy machine makes properties slow.
 settings.register_profile("cpu-adam", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("cpu-adam")
 
@@ -29,7 +29,7 @@ def hyper():
 
 @pytest.fixture(autouse=True)
 def one_torch_thread():
-    """torch's threads spin while they wait: on a busy machine that takes most of the time."""
+    """Run torch on one thread: its waiting threads spin, which is slow on a busy machine."""
     torch = sys.modules.get("torch")
     if torch is None:
         yield

@@ -1,4 +1,4 @@
-"""A wrong argument is refused by name, before anything is touched."""
+"""Wrong arguments raise an error that names them, and no array changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arrays_of(update):
 
 
 def refuse_update(update, error, match, *, arrays=None, **changes):
-    """The call raises, and no array has changed."""
+    """Check that the call raises and that no array changes. Return the error message."""
     arrays = arrays_of(update) if arrays is None else arrays
     arguments = {name: as_argument(array) for name, array in arrays.items()}
     before = copies(arrays)
@@ -55,13 +55,13 @@ def refuse(arrays, hyper, error, match, **changes):
 def test_an_argument_that_is_no_array_of_its_types_is_refused(update):
     for name, array in arrays_of(update).items():
         for wrong in (3.0, np.float64(3.0), "text", [1.0] * NUMEL, object(), b"bytes"):
-            # A list as a gradient is several gradients.
+            # a list as ``grad`` means several gradients
             place = r"\[0\]" if name == "grad" and isinstance(wrong, list) else ""
             refuse_update(update, TypeError, f"^{name}{place}: expected a", **{name: wrong})
         if name not in OPTIONAL:
             refuse_update(update, TypeError, f"^{name}: expected", **{name: None})
         others = [np.zeros(array.shape, dtype) for dtype in WRONG_DTYPES]
-        if name not in ("grad", "out", "param"):  # which may be of 16 bits, or are
+        if name not in ("grad", "out", "param"):  # other arguments do not accept 16-bit floats
             others.append(np.zeros(array.shape, np.float16))
             if array.dtype != np.uint16:
                 others.append(Bfloat16(np.zeros(array.shape, np.uint16)))
@@ -75,7 +75,7 @@ def test_an_array_of_another_shape_or_layout_is_refused(update):
             wrong = as_argument(np.zeros(shape, array.dtype))
             refuse_update(update, ValueError, f"^{name}: must have", **{name: wrong})
         if array.dtype == np.uint16:
-            continue  # exported by a type that has no strides and flags
+            continue  # Bfloat16 has no strides and flags
         gaps, frozen = np.zeros(2 * array.size, array.dtype)[::2], array.copy()
         refuse_update(update, ValueError, f"^{name}: must be contiguous", **{name: gaps})
         frozen.flags.writeable = False
@@ -160,7 +160,7 @@ def test_what_sgd_and_adagrad_cannot_do():
 
 
 class Exporter:
-    """An object with DLPack, of 0.x (no arguments) or 1.x."""
+    """Object with DLPack version 0.x (no arguments) or 1.x."""
 
     def __init__(self, make, *, device=1, is_old=False):
         self.make, self.device = make, device

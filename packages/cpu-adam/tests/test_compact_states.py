@@ -1,4 +1,4 @@
-"""Adam with 8-bit and bf16 states: the bits of `cpu_adam.reference`, and what they are worth."""
+"""Adam with 8-bit and bf16 states: bit-identical to `cpu_adam.reference`, and precise enough."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cpu_adam import reference
 
 class TestSplitMaster:
     def masters(self):
-        """Every upper half with the lower halves where rounding changes, and random ones."""
+        """Return every upper half, combined with lower halves where rounding changes."""
         upper = np.arange(2**16, dtype=np.uint32) << 16
         lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xCDEF]
         return np.concatenate([upper + np.uint32(half) for half in lower]).view(np.float32)
@@ -56,7 +56,7 @@ class TestSplitMaster:
 
     @pytest.mark.parametrize("is_zero_lr", [True, False])
     def test_the_kernel_stores_every_master_like_the_reference(self, isa, is_zero_lr, hyper):
-        # With a step the results are other masters anyway: a seventh of them will do.
+        # A step changes the masters, so every seventh one is enough.
         masters = self.masters()[:: 1 if is_zero_lr else 7]
         param, remainder = reference.split_master(masters)
         arrays = {**make_bf16(param.size, is_split=True), "param": param, "remainder": remainder}
@@ -67,8 +67,8 @@ class TestSplitMaster:
                 arrays[name] = np.zeros(param.size, np.uint16)
         after = assert_rule_is_reference("adam_step_bf16", arrays, **hyper)
         if is_zero_lr:
-            # An infinite weight times no weight decay is NaN, and NaNs differ; a weight whose
-            # parameter is zero is zero; all others stay.
+            # An infinite weight times zero weight decay is NaN, and NaNs may differ. A zero
+            # parameter gives a zero weight. All other weights must stay the same.
             is_kept = np.isfinite(masters) & ((param & 0x7FFF) > 0)
             assert_same(
                 {name: array[is_kept] for name, array in after.items()},
@@ -87,7 +87,7 @@ class TestQuantization:
         back = reference.dequantize_exp_avg_sq_root(root_codes, root_scale)
         np.testing.assert_allclose(back[:2], [3, 3], 1e-6)
         assert not codes[3:].any()
-        assert (back[3:] > 0).all()  # a denominator never vanishes
+        assert (back[3:] > 0).all()  # the decoded denominator never becomes zero
 
     def test_small_roots_survive_beside_large_ones(self):
         root = np.float32(10.0) ** -np.linspace(0, 8, BLOCK, dtype=np.float32)
@@ -95,14 +95,15 @@ class TestQuantization:
         back = reference.dequantize_exp_avg_sq_root(codes, scale)
         is_large = root > 2.0**-15
         assert (np.abs(back / root - 1)[is_large] <= 1 / 32).all()
-        assert (back[~is_large] > 2.0**-16).all()  # none is lost: a zero would make updates explode
+        assert (back[~is_large] > 2.0**-16).all()  # a zero root would make updates explode
 
     def test_small_averages_survive_beside_large_ones(self):
         average = np.float32(10.0) ** -np.linspace(0, 8, BLOCK, dtype=np.float32)
         codes, _, scale, _ = reference.quantize_moments(average, average)
         back = reference.dequantize_exp_avg(codes, scale)
         is_large = average > 1e-2
-        assert (np.abs(back / average - 1)[is_large] < 0.09).all()  # half a code of about 12
+        # Half the spacing of codes around 12.
+        assert (np.abs(back / average - 1)[is_large] < 0.09).all()
         assert (codes[average > 1e-4] > 0).all()
 
     def test_every_code_survives_a_round_trip(self):

@@ -1,4 +1,4 @@
-"""Copies made in the pass of an update: old values of states, or values that it starts from."""
+"""Copies made during an update: old values of states, or values that the update starts from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import cpu_adam
 from cpu_adam import reference
 
 CHUNK = reference.CHUNK_NUMEL
-LENGTHS, LONG = [0, 1, 15, 127, 300, 2049], CHUNK + 333  # the latter has five parts for threads
+LENGTHS, LONG = [0, 1, 15, 127, 300, 2049], CHUNK + 333  # LONG has five grains, which threads share
 Arrays = dict[str, np.ndarray]
 
 
@@ -24,7 +24,7 @@ def update(request):
 
 
 def like(arrays: Arrays, shift: int = 0) -> Arrays:
-    """Other memory, whose addresses are not aligned but for a shift of 0."""
+    """Allocate arrays like ``arrays``, aligned to 64 bytes only if ``shift`` is 0."""
     made = {}
     for name, array in arrays.items():
         raw = np.full(array.nbytes + 128, 7, np.uint8)

@@ -1,4 +1,4 @@
-"""Properties of every update: the bits of `cpu_adam.reference`, whatever surrounds the arrays."""
+"""Every update is bit-identical to `cpu_adam.reference` and writes nothing outside its arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.rule_cases import (
 import cpu_adam
 from cpu_adam import _isa, reference
 
-# What a vector loop of 8 or 16 lanes, unrolled, and its remainder may miss.
+# Lengths around multiples of 8 and 16 lanes, to test unrolled vector loops and their tails.
 LENGTHS = [*range(3), 7, 8, 9, *range(15, 18), *range(31, 34), 63, 64, 65, *range(95, 98)]
 LENGTHS += [127, 128, 129, 256, 300, 1000]
 OUTPUTS = [
@@ -163,7 +163,7 @@ def test_a_block_of_8_bit_moments_that_is_not_finite_is_lost_alone(isa, value, i
     arrays["grad"][3 * BLOCK + 7] = value
     after = assert_rule_is_reference("adam_step_8bit", arrays, **hyper)
     assert np.isnan(after["exp_avg_scale"]).tolist() == [False, False, False, True, False]
-    # What is lost is seen at the next step, and only there.
+    # The NaN scale affects the same block at the next step, and no other block.
     after["grad"][:] = 1
     param = assert_rule_is_reference("adam_step_8bit", after, **hyper)["param"]
     is_nan = np.isnan(reference.bfloat16_to_float32(param) if is_split else param)
@@ -173,8 +173,8 @@ def test_a_block_of_8_bit_moments_that_is_not_finite_is_lost_alone(isa, value, i
 
 @pytest.mark.parametrize(("beta2", "step"), [(0.999, 1), (0.999, 777), (0.95, 3), (0.5, 2)])
 def test_the_division_by_the_bias_correction_is_rounded_correctly(isa, beta2, step, hyper):
-    # Many significands of the second moment, over 40 powers of two. The weight becomes the
-    # quotient of a constant by what was divided: a quotient that is off shows.
+    # Uses many significands of the second moment, over 40 powers of two. The weight becomes a
+    # constant divided by the bias-corrected root, which exposes an incorrect division.
     numel = 1 << 18
     significands = np.random.default_rng(step).integers(2**23, 2**24, numel)
     exp_avg_sq = np.ldexp(significands, np.arange(numel) % 40 - 60).astype(np.float32)
@@ -192,7 +192,6 @@ def test_every_16_bit_gradient_is_read_right(isa, dtype, hyper):
 
 
 def rounding_cases() -> np.ndarray:
-    """Return all fp16 and bf16 values, their midpoints, and the fp32 neighbours of each."""
     every = np.arange(2**16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):
         values = every.view(np.float16).astype(np.float32)
@@ -208,7 +207,7 @@ def test_out_is_rounded_to_nearest_even_and_keeps_nan(isa, dtype, hyper):
     zeros = {name: np.zeros_like(master) for name in ("grad", "exp_avg", "exp_avg_sq")}
     arrays, out = {"master": master.copy(), **zeros}, np.zeros(master.shape, dtype)
     run_kernel(arrays, out, **{**hyper, "lr": 0.0, "weight_decay": 0.0, "eps": 1.0})
-    assert_same_bits(arrays["master"], master)  # the update leaves values alone
+    assert_same_bits(arrays["master"], master)  # the update must not change values
     with np.errstate(over="ignore", invalid="ignore"):
         assert_same_bits(out, narrow(master, dtype))
     widened = reference.bfloat16_to_float32(out) if dtype is np.uint16 else out

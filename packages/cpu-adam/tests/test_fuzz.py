@@ -1,11 +1,10 @@
-"""Random calls of updates and norms, each of which succeeds or names an argument.
+"""Random calls of updates and norms: each succeeds, or raises an error that names an argument.
 
-No call crashes.
+Errors must be a TypeError or ValueError whose message begins with the argument's name. No call may
+crash.
 
-Every error is a TypeError or a ValueError that begins with the name of an argument.
-
-``CPU_ADAM_FUZZ_CALLS`` sets the number of calls, ``CPU_ADAM_FUZZ_SEED`` where they begin; a failure
-names the seed of the call. Run it with a sanitized build too: ``nox -s nightly -- sanitize``.
+``CPU_ADAM_FUZZ_CALLS`` sets the number of calls, and ``CPU_ADAM_FUZZ_SEED`` the first seed. A
+failure reports the call's seed. ``nox -s nightly -- sanitize`` runs this test with sanitizers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from cpu_adam._scalars import AdamHyper
 
 try:
     import torch
-except ImportError:  # then NumPy and DLPack alone
+except ImportError:  # test with NumPy and DLPack only
     torch = None
 
 NUM_CALLS = int(os.environ.get("CPU_ADAM_FUZZ_CALLS", "2000"))
@@ -44,7 +43,6 @@ FORMS = [*UPDATES.values(), Update("grad_norm_sq", make_grad, {}, has_out=False)
 
 
 def parameters_of(function: str) -> set[str]:
-    """Return the names of a function's arguments, with those of Adam that it passes on."""
     names = set(inspect.signature(getattr(cpu_adam, function)).parameters)
     return names | (set(AdamHyper.__annotations__) if "hyper" in names else set())
 
@@ -68,7 +66,7 @@ OBJECTS: tuple[Any, ...] = (
 
 
 class Exporter:
-    """An object whose ``__dlpack__`` may misreport, raise, or return nonsense."""
+    """Object whose ``__dlpack__`` may misreport, raise, or return nonsense."""
 
     def __init__(self, choose: random.Random, array: np.ndarray) -> None:
         self.array = array
@@ -137,7 +135,7 @@ TENSORS = (
 
 
 def distorted(choose: random.Random, array: np.ndarray) -> Any:
-    """Return the array in another layout, place or form, or as it is if it has no such form."""
+    """Return the array with another layout or type, or unchanged if that is impossible."""
     how = choose.random()
     if how < 0.1 and array.dtype.kind == "f" and array.dtype.isnative and array.flags.c_contiguous:
         return Exporter(choose, array)
@@ -152,14 +150,13 @@ def distorted(choose: random.Random, array: np.ndarray) -> Any:
 
 
 def bfloat16(choose: random.Random, bits: np.ndarray) -> Any:
-    """Return bf16 memory, as a torch tensor or without torch."""
     if torch is None or choose.random() < 0.5:
         return Bfloat16(bits)
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def overlapping(choose: random.Random, array: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return an array of this kind in another one's memory, if that is large enough."""
+    """Return an array like ``array`` in the memory of ``other``, if that is large enough."""
     memory = other.reshape(-1).view(np.uint8)
     if memory.size < array.nbytes:
         return array
@@ -168,7 +165,7 @@ def overlapping(choose: random.Random, array: np.ndarray, other: np.ndarray) -> 
 
 
 def random_call(choose: random.Random, form: Update) -> dict[str, Any]:
-    """Return keyword arguments of one call, mostly valid so that it passes the first check."""
+    """Return keyword arguments of a call, mostly valid ones, so that later checks are reached."""
     shape = choose.choice(SHAPES) if choose.random() < 0.3 else (choose.choice(LENGTHS),)
     numel, kinds = int(np.prod(shape)), (np.float32, np.float32, np.float16, np.uint16)
     arrays = form.make(numel, grad_dtype=choose.choice(kinds), seed=choose.randrange(9))
@@ -198,7 +195,7 @@ def random_call(choose: random.Random, form: Update) -> dict[str, Any]:
 
 
 def make_call(seed: int) -> tuple[str, str]:
-    """Make the call of ``seed``. Returns the function and how it ended."""
+    """Make the call of ``seed``. Return the function's name and "success" or the error's type."""
     choose = random.Random(seed)
     form = choose.choice(FORMS)
     function = form.function
@@ -219,7 +216,7 @@ def make_call(seed: int) -> tuple[str, str]:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
 def test_any_call_succeeds_or_names_an_argument():
     endings = Counter(map(make_call, range(FIRST_SEED, FIRST_SEED + NUM_CALLS)))
-    if NUM_CALLS >= 1000:  # the fuzzer reaches both the kernels and the checks
+    if NUM_CALLS >= 1000:  # with enough calls, every function must succeed and raise each error
         for function in KNOWN:
             for ending in ("success", "TypeError", "ValueError"):
                 assert endings[function, ending] > NUM_CALLS // 500, (function, ending)

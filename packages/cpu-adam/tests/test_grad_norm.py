@@ -1,4 +1,4 @@
-"""`grad_norm_sq`: one value for every instruction set and thread count."""
+"""`grad_norm_sq` has the same bits for every instruction set and thread count."""
 
 from __future__ import annotations
 

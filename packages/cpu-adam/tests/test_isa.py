@@ -1,4 +1,4 @@
-"""The instruction set is the best there is, unless CPU_ADAM_ISA says otherwise."""
+"""The best instruction set is used, unless CPU_ADAM_ISA selects another one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests of the C++ kernels without Python (``native/kernel_check.cpp``), here and on emulated Arm.
+"""Runs the C++ test of the kernels (``native/kernel_check.cpp``) natively and on emulated Arm.
 
-`nox -s "nightly(sanitize)"` runs it with sanitizers.
+`nox -s "nightly(sanitize)"` runs the same program with sanitizers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def call(*command: str | Path) -> str:
 
 
 def build(folder: Path, *definitions: str) -> Path:
-    """Build the program in ``folder``."""
     call(
         *("cmake", "-S", PACKAGE, "-B", folder, "-DCPU_ADAM_CHECK=ON"),
         *("-DCMAKE_BUILD_TYPE=Release", *definitions),
@@ -54,7 +53,7 @@ def build(folder: Path, *definitions: str) -> Path:
 
 
 def digests(said: str) -> dict[str, str]:
-    """Instruction set -> digest of its results, from what the program printed."""
+    """Parse the program's output to {instruction set: digest of its results}."""
     found = re.findall(r"^(\w+) cases=\d+ wrong=0 digest=(\w+)$", said, re.MULTILINE)
     assert len(found) == len(said.splitlines())
     return dict(found)

@@ -1,4 +1,4 @@
-"""`CPUAdam` with moments of every width and masters of 16-bit parameters, whole or split."""
+"""`CPUAdam` with every dtype of moments, and whole or split master weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEPT = {"float32": "master_weight", "split": "remainder"}
 
 
 def master_of(param, state):
-    """Return the fp32 master weight, in whichever form it is kept."""
+    """Return the fp32 master weight, however it is stored."""
     if "master_weight" in state:
         return state["master_weight"]
     return torch.as_tensor(
@@ -41,7 +41,7 @@ def master_of(param, state):
 
 
 def is_tie(master):
-    """Mark masters midway between two bf16 numbers that rounding to even takes to the lower one."""
+    """Find masters midway between two bf16 numbers that rounding to even takes to the lower one."""
     return (master.view(torch.int32) & 0x1FFFF) == 0x8000
 
 
@@ -69,7 +69,7 @@ def test_each_combination_keeps_its_bytes(state_dtype, master_dtype, expected):
 
 
 def test_a_split_master_takes_the_same_way_as_an_fp32_parameter(isa):
-    # The oracle is an fp32 parameter, which is its own master, with the same gradients.
+    # An fp32 parameter is its own master, so it is the expected result for equal gradients.
     split = make_params(SIZES, dtype=torch.bfloat16)
     oracle = [torch.nn.Parameter(param.detach().float()) for param in split]
     options = {"weight_decay": 0.1, "lr": 3e-3}
@@ -142,7 +142,7 @@ def test_training_resumes_bit_identically_from_a_state_dict(state_dtype, dtype, 
     optimizer = CPUAdam(params, seed=7, **options)
     train(optimizer, params, 5)
     saved = save(optimizer, params)
-    # Into the same setting, none, and the other one: the state dict brings its own.
+    # Any constructor argument works, because the state dict overrides it.
     for given in (None, *MASTERS) if dtype is torch.bfloat16 else (None,):
         resumed, other = resume(saved, partial(CPUAdam, lr=123.0, master_dtype=given))
         assert other.param_groups[0]["master_dtype"] == master_dtype
@@ -331,7 +331,6 @@ class TestConvertState:
                 assert torch.equal(before["state"][key][name], value)
 
     def split_of(self, param, master):
-        """Split one element's fp32 master. Returns the parameter and its state."""
         params = [torch.nn.Parameter(torch.tensor([param], dtype=torch.bfloat16))]
         optimizer = CPUAdam(params, master_dtype="float32")
         train(optimizer, params, 1)
@@ -393,7 +392,7 @@ class TestConvertState:
         optimizer.step()
         assert optimizer.state[params[0]]["step"].item() == 6
         assert all(param.isfinite().all() for param in params)
-        # The same through a state dict, which is left alone.
+        # Converting the state dict gives the same result and leaves the state dict unchanged.
         other_params = [torch.nn.Parameter(param.detach().clone()) for param in params]
         loaded = CPUAdam(other_params)
         loaded.load_state_dict(convert_state(before, target))

@@ -1,4 +1,4 @@
-"""`CPUAdam` is a well-behaved torch.optim.Optimizer."""
+"""`CPUAdam` behaves like other torch optimizers."""
 
 from __future__ import annotations
 
@@ -207,8 +207,6 @@ class TestRefusals:
 
 
 class TestWhatCannotBeUsed:
-    """It is refused by name, and nothing has been touched."""
-
     def trained(self):
         params = make_params([(3,), (4,)])
         optimizer = CPUAdam(params)

@@ -1,4 +1,4 @@
-"""Replacements of memory and settings between two steps of `CPUAdam`, each of which is noticed."""
+"""`CPUAdam` notices when memory or settings are replaced between two steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ SETTINGS = [
 
 
 def mixed_params(half):
-    """Return fp32, 16-bit and channels_last parameters."""
     params = make_params(SIZES)
     for index, dtype in ((0, torch.bfloat16), (1, half)):
         for param in params[index::3]:
@@ -45,9 +44,9 @@ def refused(params, error, match):
 
 
 class Pair:
-    """A group of many parameters, beside twins that each have an optimizer of their own.
+    """Many parameters in one group, and twins of them with one optimizer each.
 
-    The twins' optimizers are rebuilt from their state before each step, to remember nothing.
+    Each step creates new optimizers for the twins, from their states, so that nothing is cached.
     """
 
     def __init__(self, **options):
@@ -82,7 +81,7 @@ class Pair:
                 assert torch.equal(found[name], value), name
 
 
-# bf16 moments are rounded by a parameter's place in its group: alone, it would have another one.
+# Without bf16 moments: their rounding depends on a parameter's index in its group.
 @pytest.fixture(params=[options for options in SETTINGS if "bfloat16" not in options.values()])
 def pair(request):
     return Pair(**request.param)
@@ -218,7 +217,7 @@ class TestGradientsUnlikeTheOthers:
         pair.step_with_these_gradients()
         pair.check()
 
-    @pytest.mark.parametrize("size", [(5,), (1,)])  # with gaps, and so short that it has none
+    @pytest.mark.parametrize("size", [(5,), (1,)])  # a view with gaps, and one too short for gaps
     def test_lazily_negated_ones(self, size):
         params, twins = make_params([size] * 3), make_params([size] * 3)
         values = [torch.randn(size, dtype=torch.complex64) for _ in params]
@@ -274,7 +273,7 @@ class TestGradientsUnlikeTheOthers:
         params = make_params([(6,)] * 5)
         optimizer = CPUAdam(params)
         train(optimizer, params, 2)
-        # In this order, torch does not look whether the two go together.
+        # This order avoids torch's check that parameter and gradient match.
         old = params[3].data
         params[3].grad = None
         params[3].data = torch.zeros(grad.shape, dtype=grad.dtype)
@@ -338,7 +337,7 @@ def test_settings_of_a_group_may_change_between_steps():
         for each in (optimizer, expected):
             each.param_groups[0].update(lr=10.0**-step, betas=(0.9 - step / 10, 0.99))
             if each is expected:
-                each.__setstate__({})  # forgets what it knew
+                each.__setstate__({})  # drops the cached rosters
         set_grads(params, step)
         set_grads(twins, step)
         optimizer.step()
@@ -352,7 +351,7 @@ def test_settings_of_a_group_may_change_between_steps():
 
 
 class TestMemoryThatShrinks:
-    """Addresses that stay the same with less memory behind them: see `cpu_adam._slots`."""
+    """Storages that shrink at the same address. See [Note: extents] in `cpu_adam._slots`."""
 
     NUMEL = 20_000
 
@@ -364,7 +363,7 @@ class TestMemoryThatShrinks:
         return params, optimizer
 
     def assert_refused(self, optimizer, params, intact, match):
-        # Looked at by itself first: a step that is not refused writes where nothing may be.
+        # Check the snapshot first, because a step that is not refused would write to freed memory.
         states = optimizer.state
         assert not optimizer._rosters[0]._snapshot.is_current(states)
         with refused(intact, ValueError, match):
@@ -419,7 +418,7 @@ class TestMemoryThatShrinks:
 
     @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
     def test_a_smaller_state_where_the_old_one_was(self, name):
-        # The allocator chooses the address: it is tried until the old one is reused.
+        # Retry until the allocator reuses the old address.
         params, optimizer = self.trained()
         state = optimizer.state[params[1]][name]
         for numel in (*range(self.NUMEL - 1, self.NUMEL - 40, -1), 15_000) * 4:
@@ -431,7 +430,7 @@ class TestMemoryThatShrinks:
                 self.assert_refused(optimizer, params, params, rf"^state '{name}': must have")
                 return
             state.data = torch.zeros(self.NUMEL)
-            optimizer.step()  # of the new memory, which is enough
+            optimizer.step()  # the new memory is large enough
             for each in params:
                 optimizer.state[each]["step"].fill_(1.0)
         pytest.skip("the allocator never gave the same address again")
@@ -442,7 +441,7 @@ class TestMemoryThatShrinks:
         for each, some in ((optimizer, params), (expected, twins)):
             each.state[some[1]]["exp_avg"].data = torch.empty(0)
             each.state[some[1]]["exp_avg"].data = torch.zeros(self.NUMEL)
-        expected.__setstate__({})  # forgets what it knew
+        expected.__setstate__({})  # drops the cached rosters
         optimizer.step()
         expected.step()
         for one, two in zip(params, twins, strict=True):

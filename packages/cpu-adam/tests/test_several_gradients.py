@@ -1,4 +1,4 @@
-"""Several gradients in one pass: the bits of the reference, and of their sum in memory."""
+"""Several gradients in one pass: bit-identical to the reference, and to a precomputed sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import cpu_adam
 from cpu_adam import reference
 
 CHUNK = reference.CHUNK_NUMEL
-# What is added may be of several types: a sum so far in fp32, and 16-bit gradients.
+# Dtypes of gradients that are added, for example an fp32 sum and 16-bit micro-step gradients.
 TYPES = (np.float32, np.uint16, np.float16, np.uint16, np.float32)
 LENGTHS = [0, 1, 15, 33, 300, 2049, CHUNK + 333]
 
@@ -24,7 +24,7 @@ def make_grads(numel: int, count: int, types=TYPES) -> list[np.ndarray]:
 
 
 def plain_sum(grads: list[np.ndarray]) -> np.ndarray:
-    """Each operation rounded to fp32: nothing of the package is used but the bf16 type."""
+    """Sum in fp32 with NumPy alone, as an independent reference."""
     wide = [
         (g.astype(np.uint32) << 16).view(np.float32) if g.dtype == np.uint16 else g for g in grads
     ]

@@ -1,4 +1,4 @@
-"""Threads, which change the time but never the result and survive fork and concurrent calls."""
+"""Threads never change results, and survive fork and concurrent calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from support.kernel_cases import HYPER, assert_same_bits, copies, make_arrays, run_kernel
 from support.rule_cases import narrow
 
-# Several grains of work, the last one odd.
+# 37 grains of 8192 elements, the last one shorter.
 NUMEL = 300_001
 TIMEOUT_S = 300
 """Limit of every wait for another thread or process. A busy machine takes its time."""
@@ -40,7 +40,7 @@ def assert_all_same(actual, expected):
 
 @pytest.mark.parametrize("out_dtype", [np.float32, np.float16, np.uint16])
 def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, hyper):
-    # Such a copy bypasses the caches where it is aligned, and is an ordinary one elsewhere.
+    # Large copies use non-temporal stores if they are aligned, and ordinary stores otherwise.
     numel = 4 * 2**20 + 5
     arrays = {name: np.ones(numel, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
     arrays["grad"] = np.ones(numel, np.float16)
@@ -66,7 +66,7 @@ def test_concurrent_calls_from_several_threads_are_correct(big, expected, hyper)
                 actual = copies(big)
                 run_kernel(actual, num_threads=count, **hyper)
                 assert_all_same(actual, expected)
-        except BaseException as problem:  # shown by the assertion below
+        except BaseException as problem:  # the assertion below reports it
             problems.append(problem)
 
     workers = [threading.Thread(target=work, args=(count,)) for count in (1, 2, 2, 3, 4, 8)]
@@ -80,7 +80,7 @@ def test_concurrent_calls_from_several_threads_are_correct(big, expected, hyper)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
-    run_kernel(copies(big), num_threads=4, **hyper)  # the parent's pool exists
+    run_kernel(copies(big), num_threads=4, **hyper)  # creates the parent's pool
 
     def child(levels):
         actual = copies(big)
@@ -91,7 +91,8 @@ def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
 
     def fork_and_wait(levels):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads exist: that is the point
+            # The test forks with threads on purpose.
+            warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process == 0:
             status = 1
@@ -111,11 +112,11 @@ def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
         return "hung"
 
     assert fork_and_wait(depth) == 0
-    run_kernel(copies(big), num_threads=4, **hyper)  # and the parent's still works
+    run_kernel(copies(big), num_threads=4, **hyper)  # the parent's pool still works
 
 
 def test_the_gil_is_released(hyper):
-    # So long a call spans several turns of the ticker, even where its core is shared.
+    # The call must span several time slices of the ticker, even if they share a core.
     arrays = {name: np.ones(8_000_000, np.float32) for name in make_arrays(0)}
     ticks, stop = [0], threading.Event()
 
@@ -129,7 +130,7 @@ def test_the_gil_is_released(hyper):
     most = 0
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        # A call that held the lock would let the ticker run before and after it, not meanwhile.
+        # If the call held the GIL, the ticker would run only before and after the call.
         while most < 20 and time.monotonic() < deadline:
             before = ticks[0]
             run_kernel(arrays, num_threads=1, **hyper)
@@ -156,7 +157,7 @@ def test_no_openmp_runtime_is_loaded():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have no affinity here")
 def test_workers_may_run_wherever_the_process_may(big, hyper):
-    # Workers leave their caller's processor, but only for a moment.
+    # A worker changes its affinity only briefly, to leave its caller's CPU.
     arrays = copies(big)
     for _ in range(300):
         run_kernel(arrays, num_threads=2, **hyper)

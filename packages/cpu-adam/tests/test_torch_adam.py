@@ -1,4 +1,4 @@
-"""Against torch.optim.Adam and AdamW, which nobody here wrote."""
+"""`CPUAdam` compared with torch.optim.Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RTOL = 0.0 if HAS_FMA else 2e-6
 
 @pytest.fixture
 def rounded_sqrt(monkeypatch):
-    """torch's square root, correctly rounded.
+    """Make torch's square root correctly rounded, by computing it in double precision.
 
-    On x86 torch takes it from a vector math library that is 1 ulp off for one number in six;
-    everything else in its for-loop is IEEE arithmetic. Through double precision it is exact.
+    On x86, torch's vector math library is off by 1 ulp for about one number in six. The rest of
+    torch's for-loop is IEEE arithmetic.
     """
     original = torch.Tensor.sqrt
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda self: original(self.double()).to(self.dtype))

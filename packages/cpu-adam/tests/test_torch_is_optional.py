@@ -1,4 +1,4 @@
-"""torch is optional: what the functions do without it, and what they take from it."""
+"""torch is optional: behaviour without torch, and settings taken from torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.kernel_cases import copies, make_arrays, run_kernel
 
 from cpu_adam import _scalars
 
-NUMEL = 300_001  # several grains of work
+NUMEL = 300_001  # 37 grains of 8192 elements, the last one shorter
 
 
 def test_the_default_is_the_number_of_usable_cpus_without_torch():
@@ -46,7 +46,7 @@ def test_the_package_is_importable_and_usable_without_torch():
 def test_flush_to_zero_of_the_caller_holds_on_every_thread(hyper):
     torch = pytest.importorskip("torch", reason="torch sets the mode")
     arrays = make_arrays(NUMEL)
-    arrays["exp_avg"][:] = 1e-39  # subnormal, and stays so in the default mode
+    arrays["exp_avg"][:] = 1e-39  # subnormal: kept only if flush-to-zero is off
     arrays["grad"][:] = 0
     kept, flushed = copies(arrays), copies(arrays)
     run_kernel(kept, num_threads=4, **hyper)

@@ -1,10 +1,10 @@
 """Adam and other optimizers on host memory, in one pass over it.
 
-Functions update flat arrays: torch tensors, NumPy arrays or anything with DLPack. `CPUAdam`, a
+Functions update flat arrays: torch tensors, NumPy arrays or DLPack objects. `CPUAdam`, a
 ``torch.optim.Optimizer`` over the same kernels, and `convert_state` need torch.
-`cpu_adam.reference` is the kernels' definition in plain NumPy.
+`cpu_adam.reference` defines the kernels in NumPy.
 
-The module itself satisfies ``zero_core``'s ``AdamKernel`` protocol, by shape alone.
+The module itself implements ``zero_core``'s ``AdamKernel`` protocol.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _LAZY = {"CPUAdam": "cpu_adam.optimizer", "convert_state": "cpu_adam._convert"}
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: importing this package neither needs torch nor loads it.
+    # Imported on demand: importing this package must not import torch.
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

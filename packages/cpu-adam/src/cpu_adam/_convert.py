@@ -1,4 +1,4 @@
-"""`convert_state`: conversion of an optimizer's states to another form."""
+"""`convert_state`: change the format of an optimizer's states."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ OptimizerOrState = TypeVar("OptimizerOrState", CPUAdam, dict[str, Any])
 def convert_state(
     optimizer_or_state: OptimizerOrState, dtype: str, master_dtype: str | None = None
 ) -> OptimizerOrState:
-    """Convert the moments to another width, and master weights to another form.
+    """Convert moments to another dtype, and master weights to another format.
 
-    Moments from bf16 to fp32 are exact. From 8 bits to fp32 they are exact but for the second
-    moment, the rounded square of the root that is kept. Other conversions round to nearest. Step
-    counts do not change, nor do master weights without a ``master_dtype``: either form of them is
-    valid with every ``dtype``.
+    Moments from bf16 to fp32 are exact. From int8 to fp32, only the second moment is rounded,
+    because the stored root is squared. Other conversions round to nearest. Step counts do not
+    change. Master weights change only if ``master_dtype`` is given, and any combination is valid.
 
-    Converting a master weight loses nothing, except that one that is a tie (one value in 131,072)
-    moves by one unit in the last place of fp32 when it is split. A state dict has no parameters:
-    splitting assumes that all are bf16 and rounded from their master, as `CPUAdam` leaves them.
-    Joining needs an optimizer, which has the other halves.
+    Converting master weights is exact, except that splitting moves a tie (one value in 131,072) by
+    one fp32 ulp. A state dict has no parameters. Splitting in a state dict therefore assumes bf16
+    parameters equal to their rounded masters, as `CPUAdam` leaves them. Joining requires the
+    optimizer.
 
     Args:
-        optimizer_or_state: a `CPUAdam`, changed in place, or the result of its ``state_dict()``
-            (also of torch.optim.AdamW's), which is not changed.
+        optimizer_or_state: a `CPUAdam`, changed in place, or the result of its or
+            torch.optim.AdamW's ``state_dict()``, which is not changed.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
-        master_dtype: ``"float32"`` or ``"split"``, of all groups; None to keep masters.
+        master_dtype: ``"float32"`` or ``"split"``, for all groups; None to keep masters.
 
     Returns:
-        The optimizer, or a new state dict that shares what did not change.
+        The optimizer, or a new state dict that shares unchanged tensors.
 
     Raises:
         TypeError: neither an optimizer of this package nor a state dict.
-        ValueError: no such ``dtype`` or ``master_dtype``; or one that the parameters cannot have:
-            an fp16 one to be split, a bf16 one that is not its master weight rounded, a split one
-            to be joined in a state dict. Nothing has been changed in any case.
+        ValueError: unknown ``dtype`` or ``master_dtype``; an fp16 parameter cannot be split; a bf16
+            parameter is not its rounded master; or a state dict has masters to be joined. After an
+            error, nothing has changed.
     """
     settings = {"state_dtype": check_name("dtype", dtype, STATE_DTYPES)}
     if master_dtype is not None:
@@ -62,7 +61,7 @@ def convert_state(
             for param in group["params"]:
                 check_master(param, master_dtype)
         old = optimizer_or_state.state
-        # Everything is converted before anything is changed.
+        # Convert everything before changing anything.
         old.update({p: _convert(state, p, dtype, master_dtype) for p, state in old.items()})
         for group in (*optimizer_or_state.param_groups, optimizer_or_state.defaults):
             group.update(settings)
@@ -84,7 +83,7 @@ def convert_state(
 def _convert(
     state: dict[str, Any], param: Tensor | None, dtype: str, master_dtype: str | None
 ) -> dict[str, Any]:
-    """Convert the state of one parameter, which is None in a state dict."""
+    """Convert the state of one parameter. ``param`` is None in a state dict."""
     state = _convert_moments(state, dtype)
     if master_dtype == "split" and MASTER in state:
         state[REMAINDER] = _split(state.pop(MASTER), param)
@@ -94,10 +93,10 @@ def _convert(
 
 
 def _split(master: Tensor, param: Tensor | None) -> Tensor:
-    """Return the remainder of a master weight beyond its bf16 parameter.
+    """Return the remainders of master weights with bf16 parameters.
 
-    A tie that was rounded down is 32768 away from its parameter, more than an int16 holds. NaNs,
-    and zeros, have the remainder zero whatever their bits.
+    A tie that was rounded down is 32768 away from its parameter, one more than int16 holds, and is
+    clipped. NaNs and zeros have remainder zero.
     """
     whole = _memory_order(master).numpy()
     upper = reference.float32_to_bfloat16(whole) if param is None else _bits(param)
@@ -116,7 +115,7 @@ def _split(master: Tensor, param: Tensor | None) -> Tensor:
 
 
 def _join(remainder: Tensor, param: Tensor | None) -> Tensor:
-    """Return the master weight of a bf16 parameter and its remainder."""
+    """Return the master weights of bf16 parameters and remainders."""
     if param is None:
         raise ValueError(
             "master_dtype: a state dict has the remainder alone, not the parameter that it "
@@ -146,7 +145,7 @@ def _convert_moments(state: dict[str, Any], dtype: str) -> dict[str, Any]:
         values = dict(zip(names, map(torch.from_numpy, codes), strict=True))
         kept.update({name: values[name] for name in SCALES})
     else:
-        if is_int8:  # the root of others would round them
+        if is_int8:  # squaring a root would round other dtypes
             exp_avg_sq = torch.from_numpy(root * root)
         values = {"exp_avg": torch.from_numpy(first), "exp_avg_sq": exp_avg_sq}
     for name, kind in kinds.items():
@@ -166,7 +165,7 @@ def _bits(param: Tensor) -> Any:
 
 
 def _like(old: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy ``values``, in memory order, into a tensor of the shape and strides of ``old``."""
+    """Copy ``values`` (in memory order) to a new tensor with ``old``'s shape and strides."""
     new = torch.zeros_like(old, dtype=dtype)
     _memory_order(new).copy_(values)
     return new

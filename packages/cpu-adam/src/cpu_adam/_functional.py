@@ -1,4 +1,4 @@
-"""Optimizer updates of flat memory as functions, for loops that keep their own state."""
+"""Optimizer updates of flat memory as functions, for programs that keep the state themselves."""
 
 from __future__ import annotations
 
@@ -61,30 +61,30 @@ def adam_step(
 ) -> None:
     """Apply one Adam update in place, reading and writing each array once.
 
-    Adam: Kingma and Ba, 2015, algorithm 1. AdamW: Loshchilov and Hutter, 2019, algorithm 2.
-    Every argument may be a torch tensor, a NumPy array, or anything in host memory with
-    ``__dlpack__``; all have one shape and are contiguous. Autograd does not see the update. The
-    result for an element does not depend on the instruction set, the thread count, or its index.
-    The hyperparameters are the keys of `AdamHyper`.
+    Adam: Kingma and Ba, 2015, algorithm 1. AdamW: Loshchilov and Hutter, 2019, algorithm 2. Arrays
+    may be torch tensors, NumPy arrays, or any ``__dlpack__`` objects in host memory. All are
+    contiguous and have the same shape. The update is invisible to autograd. An element's result
+    does not depend on the instruction set, the thread count, or its index. `AdamHyper` lists the
+    hyperparameters.
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged. Or a list or tuple of several, each of a
-            dtype of its own: they are added in fp32, in order, in the same pass.
+        grad: gradient in fp32, bf16 or fp16; unchanged. Or a list or tuple of several gradients,
+            whose dtypes may differ: they are added in fp32, in order, in the same pass.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
-        copies: pairs of a source and a target, of one dtype and of the shape of ``master`` or of
-            another state. Elements of a source are copied just before the update of the same
-            elements, so that memory is read once for both. A source may be a state, whose old
-            values the target then has. A target may be a state, which starts from the source.
-        num_threads: number of threads; None for torch's count if torch is loaded, else
-            the number of CPUs that this process may use.
+        copies: (source, target) pairs of equal dtype, with the shape of ``master`` or another
+            state. Elements of a source are copied just before the same elements are updated, so
+            memory is read once. If the source is a state, the target receives its old values.
+            If the target is a state, the update starts from the source's values.
+        num_threads: number of threads. None: torch's count if torch is loaded, else the number of
+            CPUs that this process may use.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype, by name.
+        TypeError: an argument has the wrong type or dtype. The message names the argument.
         ValueError: wrong device, shape, layout or range; read-only, freed or overlapping memory;
-            a number that is not finite. Nothing has been touched in either case.
+            or a number that is not finite. After either error, all arrays are unchanged.
     """
     scalars = adam_scalars(**hyper)
     written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
@@ -102,17 +102,17 @@ def adam_step_split(
     num_threads: int | None = None,
     **hyper: Unpack[AdamHyper],
 ) -> None:
-    """Apply one Adam update in place, to a master weight that is kept in two halves.
+    """Apply one Adam update in place, to a master weight that is stored in two halves.
 
-    A bf16 parameter is the nearest to its fp32 master weight (the one of greater magnitude if two
-    are as near), and ``remainder`` the lower half of the master's bits: 12 bytes per element with
-    both moments, where `adam_step` with ``out`` takes 14. The result is that of `adam_step` on the
-    master, bit by bit. Start from a ``remainder`` of zeros. Arguments not listed, and errors, are
-    those of `adam_step`.
+    A bf16 parameter is the fp32 master weight rounded to nearest (ties to greater magnitude), and
+    ``remainder`` is the lower half of the master's bits. With moments this takes 12 bytes per
+    element, where `adam_step` with ``out`` takes 14. The result is bit-identical to `adam_step` on
+    the master. Start with zeros in ``remainder``. Other arguments and errors are those of
+    `adam_step`.
 
     Args:
         param: bf16 parameter; updated.
-        remainder: int16, what the master weight has beyond ``param``; updated.
+        remainder: int16, lower half of the master weight; updated.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
     """
@@ -136,15 +136,15 @@ def adam_step_8bit(
     num_threads: int | None = None,
     **hyper: Unpack[AdamHyper],
 ) -> None:
-    """Apply one Adam update in place, with both moments in 8 bits, in one pass over memory.
+    """Apply one Adam update in place, with 8-bit moments, in one pass over memory.
 
-    Block-wise quantized states: Dettmers et al., 2021 (arXiv 2110.02861); here with blocks of 128
-    elements, each moment relative to the block's largest. The first moment's codes are nearly its
-    square roots, with its sign. The second moment's are the first 8 bits of a floating-point number
-    that is its root, with 16 codes for each power of two. `cpu_adam.reference` defines them. Start
-    from zeros. With a bf16 ``param`` and its ``remainder``, which together are the fp32 master
-    weight bit by bit, 6.0625 bytes per element are kept. A gradient that is not finite invalidates
-    its whole block; see `grad_norm_sq`. Arguments not listed, and errors, are those of `adam_step`.
+    Quantizes blocks of 128 elements relative to their maximum (Dettmers et al., 2021, arXiv
+    2110.02861). Codes of the first moment are signed approximate square roots. Codes of the second
+    moment are floating-point approximations of its square root, 16 per power of two.
+    `cpu_adam.reference` defines both. Start with zeros. With a bf16 ``param`` and a ``remainder``,
+    which together store the fp32 master weight exactly, the total is 6.0625 bytes per element. A
+    non-finite gradient invalidates its whole block, so check gradients with `grad_norm_sq`. Other
+    arguments and errors are those of `adam_step`.
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
@@ -152,8 +152,8 @@ def adam_step_8bit(
         exp_avg_sq: uint8 codes of the second moment; updated.
         exp_avg_scale: fp32, one number per 128 elements, 1-D; updated.
         exp_avg_sq_scale: as ``exp_avg_scale``.
-        remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
-        out: with an fp32 ``param`` alone: as in `adam_step`.
+        remainder: int16, lower half of the master weight of a bf16 ``param``; updated.
+        out: as in `adam_step`; only with an fp32 ``param``.
     """
     scalars = compact_adam_scalars(**hyper)
     written = _describe_master(param, remainder, out)
@@ -184,19 +184,18 @@ def adam_step_bf16(
     num_threads: int | None = None,
     **hyper: Unpack[AdamHyper],
 ) -> None:
-    """Apply one Adam update in place, with both moments in bf16, stochastically rounded.
+    """Apply one Adam update in place, with stochastically rounded bf16 moments.
 
-    The random numbers are a function of ``seed``, ``step`` and an element's index in the array:
-    the same arguments give the same bits. Arguments not listed, and errors, are those of
-    `adam_step`.
+    Random numbers depend only on ``seed``, ``step`` and an element's index in the array, so results
+    are reproducible. Other arguments and errors are those of `adam_step`.
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
         exp_avg: bf16 first moment; updated.
         exp_avg_sq: bf16 second moment; updated.
-        seed: of the random numbers, in [0, 2**64).
-        remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
-        out: with an fp32 ``param`` alone: as in `adam_step`.
+        seed: seed of the random numbers, in [0, 2**64).
+        remainder: int16, lower half of the master weight of a bf16 ``param``; updated.
+        out: as in `adam_step`; only with an fp32 ``param``.
     """
     scalars = compact_adam_scalars(check_seed(seed), **hyper)
     written = _describe_master(param, remainder, out)
@@ -221,7 +220,7 @@ def adagrad_step(
 ) -> None:
     """Apply one Adagrad update in place, as torch.optim.Adagrad does.
 
-    Duchi, Hazan and Singer, 2011. Arguments not listed, and errors, are those of `adam_step`.
+    Duchi, Hazan and Singer, 2011. Other arguments and errors are those of `adam_step`.
 
     Args:
         master: fp32 weights; updated.
@@ -250,7 +249,7 @@ def lion_step(
 ) -> None:
     """Apply one Lion update in place (Chen et al., 2023, arXiv 2302.06675, algorithm 2).
 
-    Arguments not listed, and errors, are those of `adam_step`.
+    Other arguments and errors are those of `adam_step`.
 
     Args:
         master: fp32 weights; updated.
@@ -282,16 +281,16 @@ def sgd_step(
 ) -> None:
     """Apply one update of stochastic gradient descent in place, as torch.optim.SGD does.
 
-    Arguments not listed, and errors, are those of `adam_step`.
+    Other arguments and errors are those of `adam_step`.
 
     Args:
         master: fp32 weights; updated.
         momentum_buffer: fp32, zeros before the first step; updated. None without momentum.
         step: number of this update, from 1; the first one fills ``momentum_buffer``.
         momentum: factor on the buffer, not negative.
-        dampening: the gradient joins the buffer with weight ``1 - dampening``.
+        dampening: the gradient enters the buffer with weight ``1 - dampening``.
         weight_decay: L2, not negative.
-        nesterov: Nesterov's momentum; needs a momentum and no dampening.
+        nesterov: Nesterov momentum; requires momentum and no dampening.
     """
     scalars = sgd_scalars(step, lr, momentum, dampening, weight_decay, nesterov, grad_scale)
     has_momentum = float(momentum) != 0.0
@@ -307,7 +306,7 @@ class GradNorm(NamedTuple):
     """Result of `grad_norm_sq`.
 
     Attributes:
-        norm_sq: the sum of the squares; not finite if an element is not.
+        norm_sq: sum of squares; not finite if any element is not finite.
         is_finite: whether every element is finite.
     """
 
@@ -316,16 +315,16 @@ class GradNorm(NamedTuple):
 
 
 def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None) -> GradNorm:
-    """Return the squared norm of ``grad_scale * grad`` and whether it is finite, in one pass.
+    """Return the squared norm of ``grad_scale * grad`` and whether all elements are finite.
 
-    Summed in double precision, in chunks of 32 Ki elements that are added in order: the same bits
-    for every thread count and instruction set. A finite gradient never overflows the sum. Errors
-    are those of `adam_step`.
+    Sums in double precision, in chunks of 32 Ki elements that are added in order. The result's bits
+    do not depend on thread count or instruction set. Finite gradients never overflow the sum.
+    Errors are those of `adam_step`.
 
     Args:
-        grad: fp32, bf16 or fp16 gradient, of any shape, contiguous, in host memory; unchanged. Or
+        grad: fp32, bf16 or fp16 gradient of any shape, contiguous, in host memory; unchanged. Or
             several, as in `adam_step`: the norm is that of their sum in fp32.
-        grad_scale: factor on the gradient; its square multiplies the sum, in double precision.
+        grad_scale: factor on the gradient; the sum is multiplied by its square, in fp64.
         num_threads: as in `adam_step`.
     """
     scale = finite_number("grad_scale", grad_scale)
@@ -340,14 +339,13 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
 
 
 def _describe(types: tuple[int, ...], **values: Any) -> dict[str, Block]:
-    """Describe arrays that are written to, all of one of the element types."""
+    """Describe arrays that are updated, whose element type must be one of ``types``."""
     return {
         name: describe(name, value, is_written=True, types=types) for name, value in values.items()
     }
 
 
 def _describe_grads(grad: Any) -> dict[str, Block]:
-    """Describe the gradient, or each of several."""
     if not isinstance(grad, list | tuple):
         return {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
     if not grad:
@@ -359,14 +357,14 @@ def _describe_grads(grad: Any) -> dict[str, Block]:
 
 
 def _more_grads(others: list[Block]) -> list[int]:
-    """Return what the kernels add to the first gradient."""
+    """Flatten further gradients to the (address, type) pairs that kernels take."""
     return [number for b in others for number in (b.address, b.type)]
 
 
 def _add_copies(
     copies: Copies, written: dict[str, Block], read: dict[str, Block]
 ) -> list[tuple[Block, Block]]:
-    """Describe what is copied, and add it to the memory of the update. A state is there already."""
+    """Check and describe copies. Adds their memory to ``written`` and ``read``, except states."""
     pairs = []
     shapes = {block.shape for block in written.values()}
     updated = {(block.address, block.nbytes) for block in written.values()}
@@ -418,11 +416,11 @@ def _update(
     scales: dict[str, Block] | None = None,
     stream: tuple[int, ...] = (),
 ) -> None:
-    """Check the arrays of an update against each other, and run it.
+    """Check an update's arrays against each other, and run the kernel.
 
-    ``written`` has the master weight first and its states in the kernel's order, all of the
-    gradient's shape, and the copy (``out``) or lower half (``remainder``) anywhere. ``scales`` are
-    further states, of another shape. ``stream`` is the last number of the kernel's item.
+    ``written`` has the master weight first and then the states, in the kernel's order. All have the
+    gradient's shape. ``out`` or ``remainder`` may be anywhere in it. ``scales`` are states of
+    another shape. ``stream`` is appended to the kernel's item.
     """
     threads = resolve_num_threads(num_threads)
     read = _describe_grads(grad)
@@ -441,13 +439,14 @@ def _update(
     check_disjoint(written, read)
     copied: list[int] = []
     for source, target in pairs:
-        per_block = _kernels.BLOCK_NUMEL if source.numel == first.numel else 1  # else scales
+        # Scales have one element per block.
+        per_block = _kernels.BLOCK_NUMEL if source.numel == first.numel else 1
         block_bytes = per_block * ITEM_BYTES[source.type]
         copied += [source.address, target.address, block_bytes, source.nbytes]
     isa = active_isa_index()
     kernel(isa, first.type, out_type, item, scalars, threads, _more_grads(others), copied)
     torch = loaded_torch()
-    if torch is not None:  # mark tensors as changed, as torch's own in-place functions do
+    if torch is not None:  # mark tensors as changed, as torch's in-place functions do
         for block in (*changed, *(target for _, target in pairs)):
             if isinstance(block.owner, torch.Tensor):
                 torch.autograd.graph.increment_version(block.owner)

@@ -1,7 +1,7 @@
 """Choice of the kernels' instruction set.
 
-The best that the CPU and the operating system support is used, unless the environment variable
-``CPU_ADAM_ISA`` names another. All give the same bits.
+The default is the best one that CPU and operating system support. The environment variable
+``CPU_ADAM_ISA`` selects another one. All compute the same bits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _active: int | None = None
 
 
 def available_isas() -> tuple[str, ...]:
-    """Return those of scalar, avx2, avx512 and neon that this machine supports, plainest first."""
+    """Return those of scalar, avx2, avx512 and neon that this machine supports, slowest first."""
     return tuple(_kernels.available_isas())
 
 
 def active_isa() -> str:
-    """Return the name of the instruction set in use: the best, or the one in ``CPU_ADAM_ISA``.
+    """Return the name of the instruction set in use: the best one, or ``CPU_ADAM_ISA``.
 
-    The variable is read once, at the first use.
+    The variable is read once, at first use.
 
     Raises:
-        ValueError: ``CPU_ADAM_ISA`` names no instruction set, or one that this machine lacks.
+        ValueError: ``CPU_ADAM_ISA`` is unknown or not supported by this machine.
     """
     return available_isas()[active_isa_index()]
 

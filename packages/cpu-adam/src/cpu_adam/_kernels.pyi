@@ -1,4 +1,4 @@
-"""The compiled kernels. Private: nothing here checks what an address points to."""
+"""Compiled kernels. Private, because addresses are not checked."""
 
 from typing import Protocol
 
@@ -14,30 +14,30 @@ class _Update(Protocol):
         more_grads: list[int] = ...,
         copies: list[int] = ...,
     ) -> None:
-        """Update every item. The lock of the interpreter is released meanwhile.
+        """Update every item. Releases the GIL.
 
         Args:
             isa: index in `available_isas`.
             grad_type: element type of the gradients, as in `_memory`.
-            out_type: of the copies. 3: there is none. 4: the master weights are split.
-            items: ``master, grad, *states, out, numel`` of each, one after another: addresses, and
-                the number of elements. ``out`` is 0 without a copy. If the master weights are
+            out_type: element type of ``out``. 3: no ``out``. 4: the master weights are split.
+            items: ``master, grad, *states, out, numel`` of each item, concatenated: addresses, and
+                the number of elements. ``out`` is 0 if there is none. If the master weights are
                 split, ``master`` is a bf16 parameter and ``out`` its remainder. Items of
                 `adam_bfloat16` end with the stream of their random numbers.
-            scalars: of the rule, as in `_scalars`.
-            more_grads: with one item alone: address and type of each gradient that is added to the
-                item's, in order.
-            copies: with one item alone: source, target, bytes per block of elements and all bytes
-                of what is copied before its elements are updated.
+            scalars: scalars of the update rule, as in `_scalars`.
+            more_grads: only with one item: address and type of each gradient that is added to the
+                item's gradient, in order.
+            copies: only with one item: source, target, bytes per block of elements, and total
+                bytes of each copy. Elements are copied just before they are updated.
         """
 
-adam: _Update  # its states: exp_avg, exp_avg_sq
-adam_int8: _Update  # exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale
-adam_bfloat16: _Update  # exp_avg, exp_avg_sq
-adagrad: _Update  # state_sum
-lion: _Update  # exp_avg
-sgd: _Update  # momentum_buffer
-sgd_plain: _Update  # none
+adam: _Update  # states: exp_avg, exp_avg_sq
+adam_int8: _Update  # states: exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale
+adam_bfloat16: _Update  # states: exp_avg, exp_avg_sq
+adagrad: _Update  # state: state_sum
+lion: _Update  # state: exp_avg
+sgd: _Update  # state: momentum_buffer
+sgd_plain: _Update  # no state
 
 def sum_of_squares(
     isa: int,
@@ -47,7 +47,7 @@ def sum_of_squares(
     num_threads: int,
     more_grads: list[int] = ...,
 ) -> float:
-    """The sum of the squares of all elements, in double precision; ``more_grads`` as in `adam`."""
+    """Return the sum of squares in double precision. ``more_grads`` is as in `adam`."""
 
 BLOCK_NUMEL: int
 
@@ -57,9 +57,9 @@ def count_up(addresses: list[int]) -> None:
     """Add 1 to the fp32 number at each address."""
 
 def read_numbers(addresses: list[int]) -> list[float]:
-    """The fp32 number at each address."""
+    """Return the fp32 number at each address."""
 
 def read_dlpack(
     capsule: object,
 ) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, int, int, int, int, bool]:
-    """Address, shape, strides, type code, bits, lanes, device type, whether it is read-only."""
+    """Return address, shape, strides, type code, bits, lanes, device type, is_read_only."""

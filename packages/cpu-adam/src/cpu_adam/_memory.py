@@ -1,6 +1,6 @@
 """Memory of arguments: torch tensors, NumPy arrays, and objects that support DLPack.
 
-Everything is checked here, before a kernel receives an address.
+All checks are here, before a kernel receives an address.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from cpu_adam import _kernels
 
-# Numbers of the element types, shared with native/kernels.h.
-# SPLIT stands for a split master in the place of a copy's type. The integers only matter here.
+# Codes of element types, shared with native/kernels.h. SPLIT as the type of ``out`` means a split
+# master weight. The integer types are used in Python only.
 FLOAT32, BFLOAT16, FLOAT16, NO_OUT, SPLIT, INT8, UINT8, INT16 = range(8)
 
 ITEM_BYTES = (4, 2, 2, 0, 2, 1, 1, 2)
@@ -23,7 +23,7 @@ ITEM_BYTES = (4, 2, 2, 0, 2, 1, 1, 2)
 _TYPE_NAMES = ("float32", "bfloat16", "float16", "", "", "int8", "uint8", "int16")
 _TYPES = {name: code for code, name in enumerate(_TYPE_NAMES) if name}
 
-# Numbers of the DLPack specification: (type code, bits), and devices whose memory the host reads.
+# DLPack's (type code, bits), and its device types with host memory.
 _DLPACK_TYPES = {(2, 32): FLOAT32, (2, 16): FLOAT16, (4, 16): BFLOAT16}
 _DLPACK_TYPES |= {(0, 8): INT8, (1, 8): UINT8, (0, 16): INT16}
 _DLPACK_HOST_DEVICES = (1, 3, 11)  # CPU, CUDA pinned, ROCm pinned
@@ -45,27 +45,27 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the memory."""
         return self.numel * ITEM_BYTES[self.type]
 
 
 def loaded_torch() -> Any | None:
-    """Return torch if it has been imported, else None: this package alone does not import it."""
+    """Return torch if the program has imported it, else None."""
     torch = sys.modules.get("torch")
-    return torch if hasattr(torch, "autograd") else None  # foreign: torch, perhaps half imported
+    # foreign: torch, perhaps partially imported.
+    return torch if hasattr(torch, "autograd") else None
 
 
 def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
-    """Find the memory of argument ``name``, a torch tensor, NumPy array or object with DLPack.
+    """Find the memory of argument ``name``: a torch tensor, NumPy array or DLPack object.
 
-    ``is_written`` refuses memory that is read-only. ``types`` are the element types allowed.
+    ``is_written``: refuse read-only memory. ``types`` are the allowed element types.
     """
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):
         return _describe_torch(name, value, torch, types)
     if isinstance(value, np.ndarray):
         return _describe_numpy(name, value, is_written=is_written, types=types)
-    # foreign: any library's array.
+    # foreign: any library's array
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         return _describe_dlpack(name, value, is_written=is_written, types=types)
     raise TypeError(
@@ -82,7 +82,8 @@ def _wrong_type(name: str, found: object, types: tuple[int, ...]) -> TypeError:
 def torch_address(name: str, tensor: Any) -> int:
     """Return the address of a torch CPU tensor that has memory for every element.
 
-    A wrapper has none (a fake tensor, a functorch level), nor has a freed storage (``resize_(0)``).
+    Raises ValueError for a wrapper (a fake tensor, a functorch level) or a freed storage
+    (``resize_(0)``).
     """
     try:
         storage = tensor.untyped_storage()
@@ -170,7 +171,7 @@ def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
-    """Refuse memory that is written under one name and used under another."""
+    """Raise ValueError if written memory overlaps any other argument's memory."""
     spans = sorted(
         (block.address, block.address + block.nbytes, name)
         for name, block in (written | read).items()

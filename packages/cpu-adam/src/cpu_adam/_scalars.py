@@ -1,8 +1,7 @@
-"""The numbers of a call, checked: its thread count, and the rule's hyperparameters.
+"""Checks of a call's numbers: thread count and hyperparameters, from which scalars are derived.
 
-The latter give the scalars, which every element shares. They are computed in double precision and
-rounded to fp32 once, at the end, as torch.optim's for-loop does. Their order is that of the rule's
-struct in native/kernels.h.
+Scalars are equal for all elements. They are computed in double precision and rounded to fp32 once,
+at the end, as in torch.optim's for-loop. Their order is that of the structs in native/kernels.h.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from cpu_adam._memory import loaded_torch
 
 _FLOAT32_MAX = 3.4028234663852886e38
 
-# More threads than this never help, and a typing error must not start a million of them.
+# More threads never help, and a typo must not start a million of them.
 _MAX_THREADS = 512
 
 
 class AdamHyper(TypedDict):
-    """Hyperparameters of Adam, as keywords of `cpu_adam.adam_step` and its variants.
+    """Hyperparameters of Adam: keyword arguments of `cpu_adam.adam_step` and its variants.
 
     Attributes:
         step: number of this update, from 1.
@@ -33,10 +32,9 @@ class AdamHyper(TypedDict):
         beta2: decay of the second moment, in [0, 1).
         eps: added to the denominator, not negative.
         weight_decay: decoupled (``adamw_mode``) or L2, not negative.
-        adamw_mode: whether weight decay is decoupled from the gradient; True if left out.
-        bias_correction: divide the moments by ``1 - beta ** step``; True if left out.
-        grad_scale: factor on the gradient (unscale and clip in one), applied in fp32; 1 if left
-            out.
+        adamw_mode: whether weight decay is decoupled from the gradient; default True.
+        bias_correction: divide the moments by ``1 - beta ** step``; default True.
+        grad_scale: factor on the gradient (unscale and clip in one), in fp32; default 1.
     """
 
     step: int
@@ -53,8 +51,8 @@ class AdamHyper(TypedDict):
 def finite_number(name: str, value: Any) -> float:
     """Return ``value`` as a float that is finite in fp32 as well."""
     if type(value) is float and -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
-        return value  # the rest takes longer than all else that a small step does
-    # NumPy before 2.4 would convert an array of one element, with a warning.
+        return value  # fast path: the code below dominates the time of a small step
+    # NumPy before 2.4 converts an array of one element, with a warning.
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     if is_array or isinstance(value, str | bytes):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
@@ -123,8 +121,9 @@ def adam_scalars(
 ) -> tuple[float, ...]:
     """Check the hyperparameters of update number ``step`` and derive its scalars.
 
-    ``decay`` multiplies the master weight, ``l2`` times the master weight joins the gradient; one
-    of the two is neutral. The learning rate and the first bias correction are in the step size.
+    ``decay`` multiplies the master weight. ``l2`` times the master weight is added to the gradient.
+    One of the two is neutral. The step size contains the learning rate and the first bias
+    correction.
     """
     adamw_mode = _flag("adamw_mode", adamw_mode)
     bias_correction = _flag("bias_correction", bias_correction)
@@ -137,7 +136,7 @@ def adam_scalars(
     grad_scale = finite_number("grad_scale", grad_scale)
     correction1 = correction2 = 1.0
     if bias_correction:
-        # As floats: a step too large for pow() in integers is no reason to fail.
+        # Floats, because pow() of integers fails for large steps.
         correction1 = 1.0 - beta1 ** float(min(step, 2**62))
         correction2 = 1.0 - beta2 ** float(min(step, 2**62))
     step_size = lr / correction1
@@ -152,8 +151,8 @@ def adam_scalars(
 class CompactAdamScalars(NamedTuple):
     """Scalars of Adam for the kernels with 8- and 16-bit states.
 
-    The update's denominator is ``sqrt(v) * denominator_scale + denominator_offset``: bias
-    correction, ``eps``, and the step size by which both are divided.
+    The update divides by ``sqrt(v) * denominator_scale + denominator_offset``, which contains bias
+    correction, ``eps`` and the step size.
     """
 
     grad_scale: float
@@ -176,12 +175,12 @@ def _clamp(value: float) -> float:
 def compact_adam_scalars(
     seed: int | None = None, /, **hyper: Unpack[AdamHyper]
 ) -> CompactAdamScalars:
-    """Scalars of `adam_scalars` in the form that the kernels with compact states take.
+    """Convert the result of `adam_scalars` for the kernels with compact states.
 
-    ``seed``, checked, is that of the random numbers of 16-bit states; others have none.
+    ``seed``, already checked, is for the random numbers of 16-bit states; else None.
     """
     grad_scale, decay, l2, weight1, beta2, weight2, root, eps, neg_step = adam_scalars(**hyper)
-    if neg_step == 0.0:  # an infinite denominator: the quotient is zero
+    if neg_step == 0.0:  # no step: an infinite denominator makes the quotient zero
         scale, offset = 0.0, -math.inf
     else:
         scale, offset = _clamp(1.0 / root / neg_step), _clamp(eps / neg_step)
@@ -193,7 +192,7 @@ def compact_adam_scalars(
 
 
 def check_seed(seed: Any) -> int:
-    """Return ``seed`` as an integer of 64 bits."""
+    """Return ``seed`` as an unsigned 64-bit integer."""
     try:
         value = operator.index(seed)
     except TypeError:
@@ -205,7 +204,7 @@ def check_seed(seed: Any) -> int:
 
 def random_key(seed: int, step: int) -> int:
     """Return the 64-bit key of the random numbers of update number ``step``."""
-    number = operator.index(step) % 2**64  # NumPy's integers would overflow
+    number = operator.index(step) % 2**64  # NumPy integers would overflow
     words = seed.to_bytes(8, "little") + number.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
@@ -218,7 +217,7 @@ def adagrad_scalars(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> tuple[float, ...]:
-    """Check Adagrad's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
+    """Check Adagrad's hyperparameters and derive its scalars. Errors: see `adam_scalars`."""
     step = _step(step)
     step_size = _not_negative("lr", lr)
     step_size /= 1.0 + float(min(step, 2**62) - 1) * _not_negative("lr_decay", lr_decay)
@@ -234,7 +233,7 @@ def lion_scalars(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> tuple[float, ...]:
-    """Check Lion's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
+    """Check Lion's hyperparameters and derive its scalars. Errors: see `adam_scalars`."""
     lr = _not_negative("lr", lr)
     beta1 = _beta("beta1", beta1)
     beta2 = _beta("beta2", beta2)
@@ -252,7 +251,7 @@ def sgd_scalars(
     nesterov: bool = False,
     grad_scale: float = 1.0,
 ) -> tuple[float, ...]:
-    """Check SGD's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
+    """Check SGD's hyperparameters and derive its scalars. Errors: see `adam_scalars`."""
     is_first = _step(step) == 1
     lr = _not_negative("lr", lr)
     momentum = _not_negative("momentum", momentum)
@@ -262,15 +261,15 @@ def sgd_scalars(
         raise ValueError("nesterov: needs a momentum and zero dampening")
     scale = finite_number("grad_scale", grad_scale)
     l2 = _not_negative("weight_decay", weight_decay)
-    # The first step fills the momentum buffer with the gradient.
+    # The first step sets the momentum buffer to the gradient.
     buffer_decay, grad_weight = (0.0, 1.0) if is_first else (momentum, 1.0 - dampening)
     return scale, l2, momentum, buffer_decay, grad_weight, -lr, nesterov
 
 
 def resolve_num_threads(num_threads: int | None) -> int:
-    """Return the checked thread count.
+    """Check and return the thread count.
 
-    None is torch's thread count if torch is loaded, else the number of the process's usable CPUs.
+    None means torch's thread count if torch is loaded, else the number of usable CPUs.
     """
     if num_threads is None:
         if (torch := loaded_torch()) is not None:

@@ -1,20 +1,19 @@
-"""States of a parameter: their creation at the first step, and their verified memory.
+"""States of parameters: creation at the first step, and verification at every step.
 
-A step over many small parameters is bound by Python, not by memory. So everything that is done for
-each of them at every step is done a column at a time, by `map` and similar functions, without a
-line of Python per parameter.
+With many small parameters, a step's time is spent in Python, not in memory. Everything done at
+every step therefore works on columns of all parameters, by `map` and similar functions.
 
 [Note: checks of a step]
-A `Slot` is one parameter's verified memory: what was verified (dtype, shape, strides, storage) with
-the addresses it was verified for. A `Snapshot` of slots checks that all of it is unchanged. A
-`Table` of slots has the kernel's arguments in columns, and checks the gradients, which are new at
-every step. A `Roster` has a group's slots, with a snapshot of them all and a table of those that
-have a gradient. All are kept until something is replaced.
+A `Slot` is one parameter's verified memory: dtypes, shapes, strides, storages, and addresses. A
+`Snapshot` of slots checks that all of these are unchanged. A `Table` of slots has the kernel's
+arguments in columns, and checks the gradients, which are new at every step. A `Roster` has a
+group's slots, a snapshot of all of them, and a table of those with a gradient. All are reused until
+a tensor is replaced.
 
 [Note: extents]
-A tensor's extent determines the memory that it may use: the address of its first element, dtype,
-numel, storage offset, and the bytes of the storage. An address alone is not enough: a storage can
-shrink in place, and the allocator reuses the address of a freed one for a smaller one.
+A tensor's extent identifies the memory that it may use: first element's address, dtype, numel,
+storage offset, and bytes of the storage. An address alone is not enough. A storage can shrink in
+place, and the allocator can reuse a freed address for a smaller storage.
 """
 
 from __future__ import annotations
@@ -34,28 +33,27 @@ from cpu_adam._scalars import finite_number
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
-# Name of the fp32 copy that a 16-bit parameter is updated through.
+# State name of the fp32 master weight of a 16-bit parameter.
 MASTER = "master_weight"
 
-# Name of the int16 lower half of the master weight whose upper half is a bf16 parameter.
+# State name of the int16 lower half of a master weight. The bf16 parameter is the upper half.
 REMAINDER = "remainder"
 
-# Names of the scales of 8-bit moments: fp32, one for each block of elements.
+# State names of the fp32 scales of 8-bit moments, one scale per block.
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
-# Types of the moments, by the name of their width.
+# Dtypes of the moments for each ``state_dtype``.
 STATE_DTYPES = {
     "float32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
     "bfloat16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
     "int8": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
 }
 
-# The two ways to keep the master weight of a 16-bit parameter, and the name of its state.
+# State name for each format of a 16-bit parameter's master weight.
 MASTER_DTYPES = {"float32": MASTER, "split": REMAINDER}
 
 
 def check_name(argument: str, name: Any, names: Iterable[str]) -> str:
-    """Return ``name`` if it is one of ``names``."""
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
     if name not in names:
@@ -64,7 +62,7 @@ def check_name(argument: str, name: Any, names: Iterable[str]) -> str:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return a DTensor's local part, or any other tensor itself."""
+    """Return a DTensor's local tensor, or any other tensor itself."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return tensor
     dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
@@ -76,7 +74,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def check_master(param: Tensor, master_dtype: str | None) -> None:
-    """Refuse a parameter whose master weight cannot have the form ``master_dtype``."""
+    """Raise ValueError if the parameter's master weight cannot have format ``master_dtype``."""
     if master_dtype == "split" and param.dtype is torch.float16:
         raise ValueError(
             "master_dtype: 'split' is for bf16 parameters, which are the upper half of an fp32 "
@@ -85,7 +83,7 @@ def check_master(param: Tensor, master_dtype: str | None) -> None:
 
 
 def check_param(param: Tensor, master_dtype: str | None) -> None:
-    """Refuse a parameter that cannot be updated."""
+    """Raise an error if the parameter cannot be updated."""
     if param.device.type != "cpu":
         raise ValueError(f"params: CPUAdam updates CPU parameters; got one on {param.device}")
     if param.layout is not torch.strided:
@@ -106,7 +104,7 @@ def check_param(param: Tensor, master_dtype: str | None) -> None:
 def fill_state(
     param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
 ) -> None:
-    """Create missing states, a master weight among them, and convert a step count of any type."""
+    """Create missing states and master weights, and convert a step count of another type."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
         number = finite_number("state 'step'", step)
@@ -141,7 +139,7 @@ _dtype = attrgetter("dtype")
 
 
 def _extents_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
-    """Return a column for each part of the tensors' extents. See [Note: extents]."""
+    """Return the tensors' extents in columns. See [Note: extents]."""
     return [
         tuple(map(Tensor.data_ptr, tensors)),
         tuple(map(_dtype, tensors)),
@@ -156,12 +154,12 @@ def _extent_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class Watched(NamedTuple):
-    """One entry of a parameter's state, verified."""
+    """One verified entry of a parameter's state."""
 
     name: str
-    value: Tensor | None  # None if there must be none
-    part: Tensor  # its local tensor
-    extent: tuple[Any, ...]  # of ``part``, when it was verified
+    value: Tensor | None  # None: the state must not have this entry
+    part: Tensor  # local tensor of ``value``
+    extent: tuple[Any, ...]  # extent of ``part`` at verification
 
 
 def _check_tensor(name: str, state: Any) -> Tensor:
@@ -194,24 +192,24 @@ def _check_scale(name: str, state: Tensor, numel: int) -> Tensor:
         raise ValueError(f"state {name!r}: must be contiguous fp32 numbers on the CPU")
     if tuple(state.shape) != expected:
         raise ValueError(f"state {name!r}: must have shape {expected}, got {tuple(state.shape)}")
-    return state  # a DTensor has no memory of its own: it is refused for that
+    return state  # a DTensor fails later, as it has no memory
 
 
 class Slot:
-    """The memory of one parameter and of its state, verified.
+    """Verified memory of one parameter and its state.
 
     Attributes:
         param: the parameter.
-        state: the dictionary with its state.
-        settings: the group's ``state_dtype`` and ``master_dtype`` when it was verified.
-        local: the parameter, or the local part of a DTensor.
-        local_address: its address.
-        extent: its extent; see [Note: extents].
-        shape, stride, numel, is_contiguous: its form.
+        state: dictionary with its state.
+        settings: the group's (``state_dtype``, ``master_dtype``) at verification.
+        local: the parameter, or the local tensor of a DTensor.
+        local_address: address of ``local``.
+        extent: extent of ``local``; see [Note: extents].
+        shape, stride, numel, is_contiguous: layout of ``local``.
         watched: the verified entries of the state.
-        out_type: element type of the parameter if it is written as a copy of the master weight.
+        out_type: element type of the parameter if it is a copy of the master weight.
         addresses: the kernel's arguments besides the gradient: master, states, out.
-        step_address: address of the number of updates so far, in fp32.
+        step_address: address of the fp32 number of updates so far.
     """
 
     def __init__(
@@ -244,7 +242,7 @@ class Slot:
             self.out_type = SPLIT
             rest = _check_state(REMAINDER, state[REMAINDER], local, torch.int16)
             self.addresses = (self.local_address, *states, self._watch(REMAINDER, rest))
-            # A whole master that appears later takes the place of the split one.
+            # Watch for an fp32 master, which replaces the split one if it is added later.
             self.watched.append(Watched(MASTER, None, local, self.extent))
         else:
             self.out_type = kind
@@ -263,7 +261,7 @@ class Slot:
     def grad_memory(self, grad: Tensor) -> tuple[Tensor, int, int]:
         """Return the gradient in the parameter's layout, its address and its type.
 
-        The tensor may be a copy, which the caller keeps alive.
+        The tensor may be a copy that the caller must keep alive.
         """
         grad = local_of(grad)
         if not grad.is_cpu:
@@ -289,17 +287,17 @@ Settings = tuple[str, str | None]
 
 _kind = attrgetter("__class__", "dtype", "layout", "is_cpu")
 
-# Kinds of gradients that can be checked in columns.
+# Types of gradients that can be checked in columns.
 _PLAIN = frozenset((Tensor, dtype, torch.strided, True) for dtype in TYPES)
 
 
 def _are_same(found: Iterable[object], expected: Sequence[object]) -> bool:
-    """Whether the objects are identical, one by one: ``==`` compares tensors by element."""
+    """Compare by identity, because ``==`` compares tensors by element."""
     return all(map(is_, found, expected))
 
 
 class Snapshot:
-    """Record of parameters and their states when they were verified."""
+    """Parameters and states as they were verified."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._params = [slot.param for slot in slots]
@@ -308,13 +306,13 @@ class Snapshot:
         self._owners = [slot.state for slot in slots for _ in slot.watched]
         watched = [entry for slot in slots for entry in slot.watched]
         self._names, self._values, self._parts, extents = map(list, zip(*watched, strict=True))
-        # Extents at verification: by now they may differ.
+        # Extents at verification, which may have changed since.
         extents += [slot.extent for slot in slots]
         self._extents = list(zip(*extents, strict=True))
         self._strides = [slot.stride for slot in slots]
 
     def is_current(self, states: States) -> bool:
-        """Whether nothing changed. ``states`` has the dictionary of every parameter."""
+        """Return whether nothing changed. ``states`` maps parameters to state dictionaries."""
         local = self._params if self._is_local else list(map(local_of, self._params))
         return (
             _are_same(map(states.__getitem__, self._params), self._states)
@@ -325,11 +323,11 @@ class Snapshot:
 
 
 class Table:
-    """The kernel's arguments for some parameters, a list for each argument.
+    """Kernel arguments of some parameters, in columns.
 
     Attributes:
-        local: the parameters, or the local parts of DTensors.
-        masters, others: the addresses of `Slot.addresses`: the first, and a list for each other.
+        local: the parameters, or the local tensors of DTensors.
+        masters, others: columns of `Slot.addresses`: the first, and a list of the others.
         numels: numbers of elements.
         out_types: as `Slot.out_type`.
         step_addresses: as `Slot.step_address`.
@@ -360,7 +358,7 @@ class Table:
         return [grad for grad, _, _ in found], [at for _, at, _ in found], [t for *_, t in found]
 
     def _are_ready(self, grads: list[Tensor], types: list[int], addresses: list[int]) -> bool:
-        """Whether no gradient has to be converted or refused on its own."""
+        """Return whether no gradient needs a conversion or an individual error message."""
         if list(map(Tensor.numel, grads)) != self.numels:
             return False
         if self._is_contiguous:
@@ -372,7 +370,7 @@ class Table:
             )
         if not are_laid_out or any(map(Tensor.is_neg, grads)):
             return False
-        # A storage can be freed under its tensor.
+        # A storage can be freed while its tensor exists.
         stops = map(add, map(Tensor.storage_offset, grads), self.numels)
         sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads))
         are_inside = map(le, stops, map(floordiv, sizes, map(ITEM_BYTES.__getitem__, types)))
@@ -382,8 +380,8 @@ class Table:
 class Roster:
     """The parameters of a group, and the slots of those that ever had a gradient.
 
-    Those that have a gradient now are verified, and their states are filled. Current slots of
-    ``known``, an earlier roster, are taken as they are.
+    Creation verifies parameters that have a gradient, and fills their states. Slots of ``known``,
+    the previous roster, are reused if they are current.
     """
 
     def __init__(
@@ -400,7 +398,7 @@ class Roster:
         old = {} if known is None else {s.param: s for s in known._slots if s is not None}
         for param, is_wanted in zip(params, has_grad, strict=True):
             slot = old.get(param)
-            # Usually the parameter has new memory, which its address shows without a snapshot.
+            # A changed address is cheap to detect, and the most frequent change.
             if not (
                 slot is not None
                 and slot.settings == settings
@@ -421,7 +419,7 @@ class Roster:
     def is_current(
         self, params: Sequence[Tensor], settings: Settings, states: States, has_grad: Sequence[bool]
     ) -> bool:
-        """Whether it has every parameter with a gradient, and nothing changed since."""
+        """Return whether all parameters with a gradient have a slot, and nothing has changed."""
         return (
             settings == self._settings
             and len(params) == len(self._params)
@@ -431,7 +429,7 @@ class Roster:
         )
 
     def table_of(self, has_grad: list[bool]) -> Table:
-        """Return the table of the parameters that have a gradient, usually the last step's."""
+        """Return the table of the parameters with a gradient. The last step's table is reused."""
         if self._table is None or self._has_row != has_grad:
             slots = compress(self._slots, has_grad)
             self._table = Table([slot for slot in slots if slot is not None])

@@ -45,26 +45,26 @@ _STATES = ("exp_avg", "exp_avg_sq", *SCALES, MASTER, REMAINDER)
 class CPUAdam(Optimizer):
     """Adam (Kingma and Ba, 2015) or AdamW (Loshchilov and Hutter, 2019) on CPU parameters.
 
-    One pass over memory per step, and one call for all parameters of a group, however small.
-    fp32 parameters are updated directly; bf16 and fp16 parameters through an fp32 master weight,
-    and rounded to nearest even. State per parameter, with the names of torch's own Adam: ``step``
-    (a 0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq`` (fp32), so that for fp32 parameters each
-    loads the other's ``state_dict``.
+    A step takes one pass over memory, and one call for all parameters of a group. fp32 parameters
+    are updated directly. bf16 and fp16 parameters are updated through an fp32 master weight and
+    rounded to nearest even. The state has the names of torch's Adam: ``step`` (0-d fp32 tensor),
+    ``exp_avg`` and ``exp_avg_sq`` (fp32). For fp32 parameters, `CPUAdam` and torch's Adam can load
+    each other's ``state_dict``.
 
-    ``master_dtype`` is the form of the master weight. ``"float32"``: a copy in the state
-    (``master_weight``). ``"split"``, for bf16 parameters alone: the parameter is the upper half,
-    and the state has the lower one (``remainder``, int16), which takes two bytes per element
-    instead of four; see `cpu_adam.adam_step_split`. The default is ``"split"`` for bf16 parameters
-    with 8- or 16-bit moments, and ``"float32"`` otherwise.
+    ``master_dtype`` is the format of master weights. ``"float32"`` is a copy in the state
+    (``master_weight``). ``"split"``, for bf16 parameters only, uses the parameter as the upper half
+    and stores the lower half in the state (``remainder``, int16): two bytes per element instead of
+    four (see `cpu_adam.adam_step_split`). The default is ``"split"`` for bf16 parameters with 8- or
+    16-bit moments, and ``"float32"`` otherwise.
 
-    With ``state_dtype="int8"`` or ``"bfloat16"`` the moments take less memory; see
-    `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`: with a split master, 6.0625 or 8 bytes
-    per element in all. 8-bit moments come with ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32,
-    one number per 128 elements in memory (of a DTensor's local part: convert to fp32 before
-    resharding). `cpu_adam.convert_state` changes the width and the master. A loaded state dict
-    keeps its own.
+    ``state_dtype="int8"`` or ``"bfloat16"`` makes the moments smaller (see
+    `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`). With a split master, parameter and
+    state take 6.0625 or 8 bytes per element. 8-bit moments have ``exp_avg_scale`` and
+    ``exp_avg_sq_scale`` (fp32, one per 128 elements). These refer to a DTensor's local tensor:
+    convert to fp32 before resharding. `cpu_adam.convert_state` changes both formats. A loaded state
+    dict keeps its formats.
 
-    A DTensor parameter is updated through its local part; its state is made of DTensors too.
+    A DTensor parameter is updated through its local tensor, and its state consists of DTensors.
     ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
 
     Args:
@@ -77,18 +77,19 @@ class CPUAdam(Optimizer):
         bias_correction: divide the moments by ``1 - beta ** step``.
         adamw_mode: decoupled weight decay; the default, unlike ``torch.optim.Adam``.
         state_dtype: of the moments: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
-        master_dtype: form of master weights: ``"float32"``, ``"split"`` or None, the default;
+        master_dtype: format of master weights: ``"float32"``, ``"split"`` or None (see above);
             fp32 parameters have none.
-        seed: of the stochastic rounding of bf16 moments, in [0, 2**64).
+        seed: seed of the stochastic rounding of bf16 moments, in [0, 2**64).
         num_threads: threads for a step; None for torch's count.
 
     Raises:
-        TypeError: a parameter of another dtype, or a hyperparameter that is not a number.
-        ValueError: a parameter that is not on the CPU, a hyperparameter out of range, amsgrad, an
-            fp16 parameter whose master is to be split.
+        TypeError: a parameter has another dtype, or a hyperparameter is not a number.
+        ValueError: a parameter is not on the CPU, a hyperparameter is out of range, amsgrad is set,
+            or an fp16 parameter's master is to be split.
     """
 
-    # Read by torch.amp.GradScaler: it sets `grad_scale` and `found_inf` before it calls `step`.
+    # torch.amp.GradScaler reads this flag: if true, it sets `grad_scale` and `found_inf` before
+    # `step`.
     _step_supports_amp_scaling = True
 
     num_threads: int | None
@@ -137,7 +138,7 @@ class CPUAdam(Optimizer):
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does.
 
         Raises:
-            TypeError, ValueError: what the class says of its arguments; nothing has been added.
+            TypeError, ValueError: as for the class. Nothing has been added then.
         """
         count = len(self.param_groups)
         super().add_param_group(param_group)
@@ -166,7 +167,7 @@ class CPUAdam(Optimizer):
 
         Raises:
             TypeError, ValueError: sparse gradients; a gradient, parameter or state that is not in
-                host memory; a hyperparameter out of range. No parameter has been touched then.
+                host memory; a hyperparameter out of range. No parameter has changed then.
         """
         loss = None
         if closure is not None:
@@ -182,7 +183,7 @@ class CPUAdam(Optimizer):
             if scale == 0.0:
                 raise ValueError("grad_scale: must not be zero: gradients are divided by it")
             grad_scale = 1.0 / scale
-        # Everything is looked up and checked before anything is changed.
+        # Check everything before changing anything.
         updates = []
         stream = 0
         for group, known in zip_longest(self.param_groups, self._rosters[: len(self.param_groups)]):
@@ -195,13 +196,13 @@ class CPUAdam(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` of this class or of torch's Adam or AdamW returned.
+        """Load a ``state_dict`` of this class, or of torch's Adam or AdamW.
 
-        The base class casts state to the parameter's dtype, which would round a 16-bit
-        parameter's master weight and moments. Here they keep their dtype.
+        The base class casts state to the parameter's dtype, which would round master weights and
+        moments of 16-bit parameters. Here they keep their dtype.
 
         Raises:
-            TypeError: a moment, a scale or a master that is not a tensor; nothing has been loaded.
+            TypeError: a moment, scale or master is not a tensor. Nothing has been loaded then.
         """
         loaded: dict[str, Any] = {}
 
@@ -231,7 +232,7 @@ class CPUAdam(Optimizer):
                         dtype = value.dtype if is_kept else torch.float32
                         self.state[param][name] = value.to(param.device, dtype, copy=True)
 
-        # The last hook before and the first hook after, so that the user's see the same as ever.
+        # The last hook before loading and the first one after, so that users' hooks are unaffected.
         before = self.register_load_state_dict_pre_hook(remember)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
@@ -247,7 +248,7 @@ class CPUAdam(Optimizer):
         super().__setstate__(state)
         self._rosters = []
         for group in self.param_groups:
-            # A group saved by torch's Adam has another key for it.
+            # torch's Adam saves this setting under another key.
             decoupled = group.get("decoupled_weight_decay", self.defaults["adamw_mode"])
             group.setdefault("adamw_mode", decoupled)
             group.setdefault("bias_correction", self.defaults["bias_correction"])
@@ -255,7 +256,7 @@ class CPUAdam(Optimizer):
             group.setdefault("state_dtype", "float32")
             group.setdefault("seed", self.defaults.get("seed", 0))
             if "master_dtype" not in group:
-                # Saved masters keep their form; new ones get the requested one.
+                # Loaded masters keep their format. Otherwise the constructor's format applies.
                 saved = chain.from_iterable(self.state.get(p, ()) for p in group["params"])
                 is_free = set(MASTER_DTYPES.values()).isdisjoint(saved)
                 group["master_dtype"] = self.defaults.get("master_dtype") if is_free else None
@@ -265,9 +266,9 @@ class CPUAdam(Optimizer):
 
 
 class _Update:
-    """One group's step: the memory to update, gathered and checked, then updated in `run`.
+    """Step of one group: checks and collects all memory, which `run` then updates.
 
-    ``roster`` is the group's verified memory, kept for the next step.
+    ``roster`` is the group's verified memory, reused in the next step.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class _Update:
         stream: int,
     ) -> None:
         self.roster = known
-        # Of each call of the kernel, between the instruction set and the number of threads.
+        # Arguments of each kernel call, except instruction set and number of threads.
         self._arguments: list[tuple[int, int, list[int], tuple[float, ...]]] = []
         found = [param.grad for param in group["params"]]
         has_grad = [grad is not None for grad in found]
@@ -291,7 +292,7 @@ class _Update:
                 known = Roster(group["params"], settings, states, has_grad, known)
             self.roster = known
         table = self._table = known.table_of(has_grad)
-        # Kept until they have been used: some may be copies.
+        # Keeps the gradients alive until `run`, because some may be copies.
         self._grads, addresses, types = table.gradient_memory(list(compress(found, has_grad)))
         columns = [table.masters, addresses, *table.others, table.numels]
         if settings[0] == "bfloat16":
@@ -317,7 +318,7 @@ class _Update:
 def _batches(
     keys: list[tuple[int, int, float]], columns: list[list[int]]
 ) -> Iterable[tuple[tuple[int, int, float], list[int]]]:
-    """Group rows by key. Returns for each key the items of one call: its rows, flattened."""
+    """Group rows by key. Return (key, flattened rows) for each key."""
     rows = zip(*columns, strict=True)
     if keys.count(keys[0]) == len(keys):
         return [(keys[0], list(chain.from_iterable(rows)))]

@@ -1,13 +1,13 @@
-"""Definition of the kernels in plain NumPy: every compiled kernel gives these bits.
+"""Reference definition of the kernels in NumPy. Every compiled kernel computes the same bits.
 
 [Note: the order of operations]
-The formulas are those of torch.optim's for-loop (``foreach=False``), operation by operation, each
-rounded to fp32. On CPUs with FMA, torch's lerp, addcmul and add(alpha=) round once where they
-multiply and add; the calls of `fma` below are those places. One operation differs: torch's
-square root on x86 comes from a math library that is 1 ulp off for about one number in six; here it
-is correctly rounded, as IEEE 754 asks and as torch's fused Adam does it.
+The formulas are those of torch.optim's for-loop (``foreach=False``), and each operation is rounded
+to fp32. On CPUs with FMA, torch's lerp, addcmul and add(alpha=) round a multiplication and addition
+once. These operations are calls of `fma` below. Only the square root differs: torch's, on x86, is
+off by 1 ulp for about one number in six. Here the root is correctly rounded (IEEE 754), as in
+torch's fused Adam.
 
-NaNs are equal whatever their sign and payload: those depend on the CPU.
+Sign and payload of NaNs depend on the CPU, so all NaNs count as equal.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from cpu_adam._scalars import (
 BLOCK_NUMEL = 128
 CHUNK_NUMEL = 32 * 1024
 
-# What compresses to the codes 127 and 255, and half the bits of 1.0.
+# `_compress` maps 16128 to 127. Codes 0 and 255 of a root have the bits `_ROOT_BASE` and 1.0.
 _EXP_AVG_UNIT = np.float32(1) / np.float32(16128)
-_EXP_AVG_TOP = np.float32(16127)  # a little less than what `_compress` makes 127 of
+_EXP_AVG_TOP = np.float32(16127)  # slightly less than 16128: its code rounds to 127
 _ROOT_SHIFT = np.uint32(19)
 _ROOT_BASE = np.uint32(0x3F800000 - (255 << 19))
 _HALF_OF_ONE = np.uint32(0x3F800000 // 2)
@@ -48,8 +48,8 @@ Gradient = Array | list[Array] | tuple[Array, ...]
 def fma(a: Any, b: Any, c: Any) -> Float32Array:
     """Return ``a * b + c`` of fp32 values, rounded once.
 
-    The product is exact in double precision. The sum is rounded to odd, so that rounding it to
-    fp32 gives the right result (Boldo and Melquiond, 2008); the sum's error is Knuth's TwoSum.
+    The product is exact in double precision. The sum is rounded to odd, which makes the final
+    rounding to fp32 correct (Boldo and Melquiond, 2008). Knuth's TwoSum computes the sum's error.
     """
     product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
     addend = np.asarray(c, np.float64)
@@ -57,19 +57,19 @@ def fma(a: Any, b: Any, c: Any) -> Float32Array:
     back = total - product
     error = (product - (total - back)) + (addend - back)
     bits = total.view(np.int64)
-    is_inexact = (error < 0) | (error > 0)  # not so for NaN, the error of an infinite sum
+    is_inexact = (error < 0) | (error > 0)  # False for NaN, the error of an infinite sum
     towards_error = np.where((error > 0) == (total > 0), 1, -1)
     odd = bits + np.where(is_inexact & (bits & 1 == 0), towards_error, 0)
     return odd.view(np.float64).astype(np.float32)
 
 
 def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> Float32Array:
-    """Convert bf16 values, given as their 16 bits, to fp32."""
+    """Convert bf16 values, given as uint16 bits, to fp32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def float32_to_bfloat16(values: Float32Array) -> npt.NDArray[np.uint16]:
-    """Round fp32 values to the nearest bf16, ties to even, as 16 bits. NaN stays NaN."""
+    """Round fp32 values to the nearest bf16, ties to even, as uint16 bits. NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + (bits >> 16 & 1)
     quiet = bits | np.uint32(0x00400000)
@@ -85,10 +85,10 @@ def adam_step(
     out: Array | None = None,
     **hyper: Unpack[AdamHyper],
 ) -> None:
-    """Compute `cpu_adam.adam_step` on NumPy arrays of one shape.
+    """Compute `cpu_adam.adam_step` slowly, on NumPy arrays of one shape.
 
-    Args as there, but bf16 arrays (``grad``, ``out``) are given as ``uint16``, and several
-    gradients as a list or tuple. Slow.
+    Arguments are the same, but bf16 arrays (``grad``, ``out``) are ``uint16``. Several gradients
+    are a list or tuple.
     """
     scale, decay, l2, weight1, b2, weight2, correction2_sqrt, epsilon, neg_step_size = _in_float32(
         adam_scalars(**hyper)
@@ -100,7 +100,7 @@ def adam_step(
             g = fma(p, l2, g)
         else:
             p = p * decay
-        # lerp, from the nearer end
+        # torch's lerp starts from the nearer end
         if abs(weight1) < np.float32(0.5):
             m = fma(weight1, g - exp_avg, exp_avg)
         else:
@@ -115,10 +115,7 @@ def adam_step(
 
 
 def _widen(values: Gradient) -> Float32Array:
-    """Convert 16-bit values to fp32, with uint16 for bf16. Of several gradients, return the sum.
-
-    They are added in fp32, in order.
-    """
+    """Convert 16-bit values (uint16: bf16) to fp32. Add several gradients in order, in fp32."""
     if isinstance(values, list | tuple):
         total = _widen(values[0])
         for other in values[1:]:
@@ -136,10 +133,10 @@ def _write_out(out: Array | None, values: Array) -> None:
 
 
 def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int16]) -> Float32Array:
-    """Return the fp32 master weight of a bf16 parameter and its remainder.
+    """Return the fp32 master weights of bf16 parameters and their remainders.
 
-    As 32-bit integers, it is the parameter with 16 zeros behind, plus the remainder; but a zero
-    remains a zero.
+    As integers, a master weight is the parameter shifted left by 16 bits, plus the remainder. A
+    parameter of zero gives zero, whatever its remainder.
     """
     upper = param.astype(np.uint32) << 16
     sums = upper + remainder.astype(np.int32).view(np.uint32)
@@ -148,11 +145,11 @@ def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int1
 
 
 def split_master(master: Float32Array) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int16]]:
-    """Split a master weight into the nearest bf16 parameter and the remainder.
+    """Split master weights into the nearest bf16 parameters and the remainders.
 
-    Of two that are as near, the parameter is the one of the greater magnitude. Then the remainder
-    is the lower half of the master's bits, and `combine_master` gives the master back, bit by bit;
-    where it is NaN, a NaN, and where it is less than 2**-134 (4.6e-41), a zero.
+    A tie rounds to the greater magnitude. The remainder is then the lower half of the master's
+    bits, and `combine_master` restores the master bit by bit. Exceptions: a NaN gives some NaN, and
+    a magnitude below 2**-134 (4.6e-41) gives zero.
     """
     bits = master.view(np.uint32)
     quiet = bits | np.uint32(0x00400000)
@@ -182,14 +179,15 @@ def _compact_adam(
     moments: tuple[Any, Any],
     f: Any,
 ) -> tuple[Float32Array, Float32Array, Float32Array]:
-    """Update the master weight as Adam with compact states does, from the scalars ``f`` in fp32.
+    """Update a master weight as Adam with compact states does.
 
-    The moments are multiplied by their decay before. Returns them and the root of the second.
+    ``f`` has the scalars in fp32. ``moments`` are already multiplied by their decay. Returns both
+    moments and the square root of the second.
     """
     p: Any = param.astype(np.float32) if remainder is None else combine_master(param, remainder)
     g: Any = _widen(grad)
     weight, root_weight = f.one_minus_beta1, f.one_minus_beta2_sqrt
-    if f.l2 == 0:  # the factor on the gradient joins those of the averages
+    if f.l2 == 0:  # apply grad_scale through the weights of the moments
         weight, root_weight = weight * f.grad_scale, root_weight * f.grad_scale
     else:
         g = fma(p, f.l2, g * f.grad_scale)
@@ -211,15 +209,15 @@ def _in_float32(scalars: Iterable[float]) -> list[Any]:
 
 
 def _in_blocks(values: Array) -> Array:
-    """Reshape to rows of BLOCK_NUMEL elements, the last one padded with zeros."""
+    """Reshape to rows of BLOCK_NUMEL elements, padding the last row with zeros."""
     return np.pad(values.reshape(-1), (0, -values.size % BLOCK_NUMEL)).reshape(-1, BLOCK_NUMEL)
 
 
 def _compress(values: Float32Array) -> Float32Array:
-    """Return nearly the square root of numbers that are not negative.
+    """Approximate the square root of non-negative numbers.
 
-    Half the exponent, and linear in between: within 6.1% of the square root, monotone, and with an
-    exact inverse.
+    Halves the exponent and is linear in between: within 6.1% of the root, monotone, and exactly
+    invertible.
     """
     return ((values.view(np.uint32) >> 1) + _HALF_OF_ONE).view(np.float32)
 
@@ -232,14 +230,14 @@ def _expand(values: Float32Array) -> Float32Array:
 
 
 def _times_units(values: Array, units: Float32Array, codes: Array) -> Float32Array:
-    """Multiply each row of ``values`` by its unit, in the shape of ``codes``."""
+    """Multiply each row of ``values`` by its unit and return the result in ``codes``'s shape."""
     return (units[:, None] * values).reshape(-1)[: codes.size].reshape(codes.shape)
 
 
 def dequantize_exp_avg(
     codes: npt.NDArray[np.int8], scales: Float32Array, decay: Any = 1
 ) -> Float32Array:
-    """Decode the first moment, times ``decay``, which multiplies the scales."""
+    """Decode the first moment, multiplied by ``decay``."""
     units = (scales * _EXP_AVG_UNIT) * np.float32(decay)
     magnitudes = _expand(np.abs(_in_blocks(codes).astype(np.float32)))
     return np.copysign(_times_units(magnitudes, units, codes), codes.astype(np.float32))
@@ -248,14 +246,14 @@ def dequantize_exp_avg(
 def dequantize_exp_avg_sq_root(
     codes: npt.NDArray[np.uint8], scales: Float32Array, decay: Any = 1
 ) -> Float32Array:
-    """Decode the square root of the second moment, times ``decay``."""
+    """Decode the square root of the second moment, multiplied by ``decay``."""
     bits = (_in_blocks(codes).astype(np.uint32) << _ROOT_SHIFT) + _ROOT_BASE
     return _times_units(bits.view(np.float32), scales * np.float32(decay), codes)
 
 
 def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Array, Float32Array]:
-    """Return each row's scale, and the factor that maps its largest value to ``top``."""
-    largest = magnitudes.max(axis=1)  # of NaN and anything, NaN
+    """Return each row's scale, and the factor that maps the row's maximum to ``top``."""
+    largest = magnitudes.max(axis=1)  # NaN if the row contains NaN
     is_zero = largest < np.float32(2.0**-100)
     scale = np.where(is_zero, np.float32(0), largest).astype(np.float32)
     inverse = np.where(is_zero, np.float32(0), top / largest).astype(np.float32)
@@ -265,15 +263,14 @@ def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Arr
 def quantize_moments(
     exp_avg: Float32Array, exp_avg_sq_root: Float32Array
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8], Float32Array, Float32Array]:
-    """Encode the first moment and the second's square root in 8 bits, with their scales.
+    """Encode the first moment and the square root of the second in 8 bits, with scales.
 
-    Blocks of 128 elements share a scale, their largest magnitude. A code of the first moment is the
-    integer nearest to ``_compress(value * top / scale)``, with its sign. One of a square root is
-    the first bits of the fp32 number ``root / scale``: 16 codes for each power of two, from 255,
-    which is 1, down to 0, which is ``17 / 2**20`` and stands for all that is less as well. So small
-    values survive, and no root becomes zero beside others: a denominator that vanished would make
-    the update explode. A block whose largest is below ``2**-100`` is stored as zero. A block with
-    an element that is not finite, in either moment, gets codes of 0 and scales of NaN.
+    Each block of 128 elements has a scale per moment: its maximum magnitude. A code of the first
+    moment is ``_compress(value * top / scale)``, rounded to nearest, with the value's sign. A code
+    of a root is the leading bits of the fp32 number ``root / scale``, 16 codes per power of two.
+    Code 255 means 1, and code 0 means ``17 / 2**20`` or less. No code means zero, because a root of
+    zero would make the update explode. A block whose maximum is below ``2**-100`` is stored as
+    zero. A block with a non-finite element in either moment gets codes of 0 and scales of NaN.
     """
     shape, numel = exp_avg.shape, exp_avg.size
     with np.errstate(all="ignore"):
@@ -314,7 +311,7 @@ def adam_step_8bit(
 
 
 def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]:
-    """Return 32 random bits for each of ``numel`` elements: a scrambled counter.
+    """Return 32 random bits for each of ``numel`` elements, by hashing a counter.
 
     Two rounds of multiply and xor-shift, with the multipliers of MurmurHash3's finalizer.
     """
@@ -335,9 +332,10 @@ def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]
 def round_stochastically(
     values: Float32Array, random16: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.uint16]:
-    """Round to the bf16 above or below in magnitude, as bits. ``random16`` is below ``2**16``.
+    """Round to an adjacent bf16, as bits. ``random16`` is uniform below ``2**16``.
 
-    The chance of the one is the distance to the other. Infinities and NaNs stay what they are.
+    The probability of each neighbor is proportional to the distance from the other one. Infinities
+    and NaNs are preserved.
     """
     bits = values.view(np.uint32)
     quiet = bits | np.uint32(0x00400000)
@@ -400,7 +398,7 @@ def lion_step(
     with np.errstate(all="ignore"):
         g = _widen(grad) * scale
         direction = fma(weight1, g, b1 * exp_avg)
-        # the sum makes a step of -0 one of 0
+        # adding 0 turns a step of -0 into 0
         p = master * decay + (neg_lr * np.sign(direction) + np.float32(0))
         exp_avg[...] = fma(weight2, g, b2 * exp_avg)
         master[...] = p
@@ -434,8 +432,8 @@ def sgd_step(
 def grad_norm_sq(grad: Gradient, *, grad_scale: float = 1.0) -> tuple[float, bool]:
     """Compute `cpu_adam.grad_norm_sq`, with uint16 for bf16.
 
-    Within a chunk, sixteen sums in double precision, of every sixteenth element each; then the
-    second half of them is added to the first, until one is left. The chunks are added in order.
+    Within a chunk, sum i of 16 fp64 sums adds every 16th element from i on. The second half of the
+    sums is added to the first until one is left. Chunks are added in order.
     """
     total = 0.0
     values = _widen(grad).reshape(-1).astype(np.float64)

@@ -1,9 +1,9 @@
-// Runs every kernel that this build has and this CPU can run, on every update rule, element type,
-// length of tail and alignment, and compares each with the scalar kernel bit for bit. Needs no
-// Python: for processors that are only emulated, and for sanitizers.
+// Compares every kernel of this build that the CPU supports with the scalar kernel, bit by bit.
+// Covers every update rule, element type, tail length and alignment. Needs no Python, so the
+// program also runs on emulated processors and with sanitizers.
 //
-// Prints one line per instruction set, with a digest of its results, which is the same on every
-// processor; the exit status is 1 after a difference.
+// Prints one line per instruction set with a digest of its results, which must be equal on all
+// processors. The exit status is 1 if any result differs.
 
 #include <cfenv>
 #include <cmath>
@@ -21,12 +21,12 @@ namespace {
 using namespace cpu_adam;
 
 #if defined(__SANITIZE_ADDRESS__)
-constexpr std::int64_t kGuardBytes = 0;  // the sanitizer watches what lies behind
+constexpr std::int64_t kGuardBytes = 0;  // the sanitizer detects overruns
 #else
 constexpr std::int64_t kGuardBytes = 64;
 #endif
 constexpr std::int64_t kCacheLine = 64;
-// At least as long as any vector.
+// Maximum number of elements in a vector.
 constexpr std::int64_t kVectorNumel = 32;
 constexpr const char* kTypeNames[] = {"float32", "bfloat16", "float16", "none", "split"};
 
@@ -45,8 +45,8 @@ class Random {
   std::uint64_t state_;
 };
 
-// What the numbers of one case are like. One that is not finite spoils a whole block of 8-bit
-// states, so most cases have none; a block of numbers about 2**-100 may round to zero.
+// Kind of random numbers in a test case. Non-finite numbers invalidate whole blocks of 8-bit
+// states, so most cases have none. Blocks of numbers about 2**-100 may be rounded to zero.
 enum Mood : int { kOrdinary, kAnything, kTiny };
 
 Mood random_mood(Random& random) {
@@ -60,13 +60,13 @@ Mood random_mood(Random& random) {
   }
 }
 
-// The bits of an fp32 number; often next to where rounding to 16 bits changes its mind.
+// Returns the bits of a random fp32 number, often near a value where rounding to 16 bits changes.
 std::uint32_t float_bits(Random& random, Mood mood) {
   static const std::uint32_t kSpecial[] = {
       0u,          0x80000000u, 1u,          0x80000001u, 0x007fffffu,
       0x00800000u, 0x3f800000u, 0x7f7fffffu, 0xff7fffffu, 0x7f7f7fffu,
       0x7f7f8000u, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0x477fefffu,
-      0x477ff000u,  // around 65520, which is infinity in fp16
+      0x477ff000u,  // around 65520, which rounds to infinity in fp16
       0x33000000u, 0x33000001u, 0x33c00000u, 0x387fefffu};  // subnormal in fp16
   static const std::uint32_t kLow[] = {0x0000u, 0x0fffu, 0x1000u, 0x1001u,
                                        0x3000u, 0x7fffu, 0x8000u, 0x8001u};
@@ -83,13 +83,13 @@ std::uint32_t float_bits(Random& random, Mood mood) {
   return (bits & 0x807fffffu) | (exponent << 23);
 }
 
-// The elements of a buffer.
+// Element type of a buffer.
 enum class Element { kFloat32, kBFloat16, kFloat16, kByte, kRemainder, kNone };
 
 struct Format {
   Element element;
   bool is_negative_too = true;
-  // Elements of the tensor that share one of this buffer.
+  // Elements of the tensor per element of this buffer.
   std::int64_t share = 1;
 
   std::int64_t bytes() const {
@@ -110,7 +110,7 @@ constexpr Format kRemainders = {Element::kRemainder};
 constexpr Format kFormats[] = {kWeights, kUpperHalves, {Element::kFloat16}, kNothing, kRemainders};
 
 std::uint32_t random_element(Random& random, const Format& format, Mood mood) {
-  // Often zero, so that gradient and moment are both zero now and then.
+  // Zeros are frequent, so that sometimes both gradient and moment are zero.
   if ((random.next() & 15u) == 0) return 0;
   const std::uint32_t sign_too = format.is_negative_too ? 0xffffffffu : 0x7fffffffu;
   switch (format.element) {
@@ -119,7 +119,7 @@ std::uint32_t random_element(Random& random, const Format& format, Mood mood) {
     case Element::kBFloat16:
       return (float_bits(random, mood) & sign_too) >> 16;
     case Element::kFloat16: {
-      // Any; finite, since the exponent is even; and a subnormal number.
+      // Masks for any, for finite (even exponent), and for subnormal numbers.
       constexpr std::uint64_t kMasks[] = {0xfbffu, 0xffffu, 0x83ffu};
       return static_cast<std::uint32_t>(random.next() & kMasks[mood]);
     }
@@ -133,7 +133,7 @@ std::uint32_t random_element(Random& random, const Format& format, Mood mood) {
   }
 }
 
-// Memory of exactly the given size, `shift` bytes off a cache line.
+// Memory of exactly the given size, `shift` bytes after a cache line's start.
 class Buffer {
  public:
   Buffer(std::int64_t bytes, std::int64_t shift)
@@ -174,7 +174,7 @@ Bits read(const char* from) {
   return bits;
 }
 
-// The bits of an element; all NaNs are one, since sign and payload are the CPU's choice.
+// Returns the bits of an element. All NaNs are equal, because sign and payload depend on the CPU.
 std::uint32_t bits_at(const char* from, Element element) {
   switch (element) {
     case Element::kFloat32: {
@@ -194,7 +194,7 @@ std::uint32_t bits_at(const char* from, Element element) {
   }
 }
 
-// An update rule, and what it is tried with.
+// An update rule and the scalars to test it with.
 struct Rule {
   const char* name;
   RuleTable KernelTable::* table;
@@ -206,7 +206,7 @@ struct Rule {
   }
 };
 
-// One tensor's memory, with random contents.
+// Memory of one tensor, with random contents.
 struct Arrays {
   Arrays(const Rule& rule, int grad, int out, std::int64_t count, std::int64_t shift,
          Random& random)
@@ -243,7 +243,7 @@ struct Arrays {
     return span;
   }
 
-  // A NaN parameter's remainder has no meaning.
+  // The remainder of a NaN parameter has no meaning.
   std::uint32_t bits(std::size_t buffer, std::int64_t index) const {
     const Format& format = formats[buffer];
     if (format.element == Element::kRemainder && bits(0, index) == 0x7fffu) return 0;
@@ -269,7 +269,7 @@ struct Outcome {
   long long num_cases = 0;
   long long num_wrong = 0;
 
-  // FNV-1a.
+  // FNV-1a hash.
   void digest(std::uint64_t bits) { hash = (hash ^ bits) * 0x100000001b3u; }
 };
 
@@ -306,7 +306,8 @@ std::vector<const void*> pointers_to(const std::vector<Scalars>& all) {
   return pointers;
 }
 
-// Steps of ordinary size, and ones that change nothing, so that every master value is rounded.
+// Returns scalars of ordinary steps, and of steps that change nothing, so that every master value
+// is rounded.
 std::vector<AdamScalars> adam_scalars() {
   std::vector<AdamScalars> all;
   for (int variant = 0; variant < 8; ++variant) {
@@ -373,7 +374,8 @@ void check_one(const KernelTable& table, const Rule& rule, const Arrays& fresh, 
   compare(table.name, rule.name, actual, expected, outcome);
 }
 
-// Results do not depend on the position: short arrays with every length of tail say it all.
+// Tests short arrays with every tail length. Longer arrays are not needed, because results do not
+// depend on the position.
 void check_every_case(const KernelTable& table, const Rule& rule, Outcome& outcome) {
   std::vector<std::int64_t> lengths;
   const std::int64_t step = rule.step_numel();
@@ -404,7 +406,7 @@ void check_every_case(const KernelTable& table, const Rule& rule, Outcome& outco
   }
 }
 
-// The caller's rounding mode holds for all but fp16 copies, which x86 rounds to nearest.
+// Kernels use the caller's rounding mode, except for fp16 copies, which x86 rounds to nearest.
 void check_rounding_modes(const KernelTable& table, const Rule& rule, Outcome& outcome) {
   Random random(3);
   for (const int mode : {FE_DOWNWARD, FE_UPWARD, FE_TOWARDZERO}) {
@@ -420,7 +422,7 @@ void check_rounding_modes(const KernelTable& table, const Rule& rule, Outcome& o
   }
 }
 
-// Several tensors in one call, cut into grains for three threads.
+// Tests several tensors in one call, split into grains for three threads.
 void check_threads(const KernelTable& table, const Rule& rule, Outcome& outcome) {
   Random random(2);
   const bool has_split = (kScalarTable.*rule.table).by_type[kBFloat16][kSplit] != nullptr;
@@ -442,7 +444,7 @@ void check_threads(const KernelTable& table, const Rule& rule, Outcome& outcome)
   }
 }
 
-// The sum of several gradients of several types, added by the scalar kernel and stored as fp32.
+// Returns the fp32 sum of gradients of different types, added by the scalar kernel.
 std::vector<float> plain_sum(const std::vector<Gradient>& gradients, std::int64_t numel) {
   std::vector<float> sum(static_cast<std::size_t>(numel) + 1);
   for (std::size_t k = 0; k < gradients.size(); ++k) {
@@ -452,7 +454,7 @@ std::vector<float> plain_sum(const std::vector<Gradient>& gradients, std::int64_
   return sum;
 }
 
-// Several gradients give what their sum gives, with every length of tail and in grains for threads.
+// Several gradients must give the result of their sum, for every tail length and on threads.
 void check_summed(const KernelTable& table, const Rule& rule, Outcome& outcome) {
   Random random(5);
   const bool has_split = (kScalarTable.*rule.table).by_type[kFloat32][kSplit] != nullptr;

@@ -1,4 +1,4 @@
-"""Inputs that exercise every path, DLPack capsules of any kind, and bitwise comparison."""
+"""Arrays for kernel tests, DLPack capsules with any header, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HYPER: dict[str, Any] = {
 
 
 def spread(rng: np.random.Generator, numel: int) -> np.ndarray:
-    """Draw normal numbers over many orders of magnitude, where rounding differs most."""
+    """Draw random numbers over many orders of magnitude, where rounding errors are most visible."""
     values = rng.standard_normal(numel) * 10.0 ** rng.integers(-12, 6, numel)
     return values.astype(np.float32)
 
@@ -38,10 +38,7 @@ def make_arrays(numel: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def to_bits(array: np.ndarray) -> np.ndarray:
-    """Return the bits, with all NaNs replaced by one.
-
-    The sign and payload of a NaN are the CPU's choice.
-    """
+    """Return the bits, with all NaNs equal, because a NaN's sign and payload depend on the CPU."""
     if array.dtype == np.uint16:
         is_nan = (array & 0x7FFF) > 0x7F80
         return np.where(is_nan, np.uint16(0x7FC0), array)
@@ -54,7 +51,7 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 class Bfloat16:
-    """bf16 memory without a library that has the type: uint16 behind a DLPack export."""
+    """bf16 array for DLPack, stored as uint16, because NumPy has no bf16."""
 
     def __init__(self, bits: np.ndarray) -> None:
         self.bits = bits
@@ -79,7 +76,7 @@ def make_capsule(
     name: bytes | None = None,
     address: int | None = None,
 ) -> object:
-    """Make a DLPack capsule over NumPy memory with any header that an exporter might give it."""
+    """Create a DLPack capsule over NumPy memory, with any header."""
     shape = array.shape if shape is None else shape
 
     class Tensor(ctypes.Structure):
@@ -140,12 +137,12 @@ def make_capsule(
     return capsule
 
 
-# Capsules made above have no destructor; what they point to lives until the process ends.
+# Keeps what the capsules point to alive, because the capsules have no destructor.
 _kept: list[object] = []
 
 
 def as_argument(array: np.ndarray | None) -> Any:
-    """Label uint16, which stands for bf16 in `cpu_adam.reference`, as bf16 for the kernels."""
+    """Wrap uint16 arrays, which represent bf16 in `cpu_adam.reference`, as bf16 for the kernels."""
     return Bfloat16(array) if array is not None and array.dtype == np.uint16 else array
 
 
@@ -176,7 +173,7 @@ def assert_kernel_is_reference(
     run: Callable[..., None] = run_kernel,
     **hyper: Any,
 ) -> None:
-    """Run both on copies of ``arrays`` and compare every array bit by bit."""
+    """Run kernel and reference on copies of ``arrays``, and compare every array bit by bit."""
     actual, expected = copies(arrays), copies(arrays)
     numel = arrays["master"].shape
     actual_out = None if out_dtype is None else np.zeros(numel, out_dtype)

@@ -1,4 +1,4 @@
-"""Inputs and comparisons for every update: Adam with states of each width, and other rules."""
+"""Arrays and comparisons for every update rule and every format of Adam's states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = reference.BLOCK_NUMEL
 
 
 def narrow(values: np.ndarray, dtype: Any) -> np.ndarray:
-    """Convert fp32 values to another type, where uint16 stands for bf16."""
+    """Convert fp32 values to ``dtype``, where uint16 represents bf16."""
     if dtype is np.uint16:
         return reference.float32_to_bfloat16(values)
     with np.errstate(over="ignore"):
@@ -80,7 +80,6 @@ def make_split(numel: int, *, grad_dtype: Any = np.float32, seed: int = 0) -> di
 def make_rule(
     function: str, numel: int, *, grad_dtype: Any = np.float32, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Make the arrays of a rule other than Adam, each with one state."""
     rng = np.random.default_rng(seed)
     state = spread(rng, numel)
     return {
@@ -92,7 +91,7 @@ def make_rule(
 
 @dataclass(frozen=True)
 class Update:
-    """One update function, with one form of its arguments."""
+    """An update function and how to call it."""
 
     function: str
     make: Callable[..., dict[str, np.ndarray]]
@@ -118,10 +117,7 @@ UPDATES = {
 
 
 def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Compare arrays bit by bit, with all NaNs equal.
-
-    The remainder of a NaN parameter has no meaning.
-    """
+    """Compare arrays bit by bit, with all NaNs equal, and ignore remainders of NaN parameters."""
     for name, value in expected.items():
         other = actual[name]
         if name == "remainder":
@@ -145,7 +141,7 @@ def assert_rule_is_reference(
     num_threads: int = 1,
     **hyper: Any,
 ) -> dict[str, np.ndarray]:
-    """Run both on copies, compare every array, and return the kernel's."""
+    """Run kernel and reference on copies, compare every array, and return the kernel's arrays."""
     if out_dtype is not None:
         first = next(iter(arrays.values()))
         arrays = {**arrays, "out": np.zeros(first.shape, out_dtype)}

@@ -1,4 +1,4 @@
-"""Parameters, gradients and a training loop, the same for every optimizer under test."""
+"""Parameters, gradients and a training loop, equal for all optimizers under test."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ def train(optimizer, params, num_steps=10):
 
 
 def save(optimizer, params):
-    """A checkpoint's bytes."""
     buffer = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict(), "params": params}, buffer)
     return buffer.getvalue()
 
 
 def resume(saved, make_optimizer):
-    """The parameters and the optimizer of a checkpoint, in new memory."""
+    """Load a checkpoint of `save` into new parameters and a new optimizer."""
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     params = [torch.nn.Parameter(param.detach()) for param in checkpoint["params"]]
     optimizer = make_optimizer(params)
@@ -45,7 +44,6 @@ def resume(saved, make_optimizer):
 
 
 def assert_states_equal(optimizer, params, expected, expected_params):
-    """The same states of the same types."""
     for param, other in zip(params, expected_params, strict=True):
         assert set(optimizer.state[param]) == set(expected.state[other])
         for name, value in expected.state[other].items():
@@ -54,13 +52,13 @@ def assert_states_equal(optimizer, params, expected, expected_params):
 
 
 def bf16_bits(param):
-    """A bf16 tensor's elements as unsigned integers: what stands for bf16 in NumPy."""
+    """View a bf16 tensor as unsigned integers, which represent bf16 in NumPy."""
     return param.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 @contextmanager
 def one_rank():
-    """The mesh of a process group of this process alone."""
+    """Yield the device mesh of a process group with this process only."""
     import torch.distributed as dist
 
     if not dist.is_available():

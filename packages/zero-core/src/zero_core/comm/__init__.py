@@ -1,1 +1,1 @@
-"""Everything that sends: transports, groups of ranks, queues, and the meter."""
+"""Communication between ranks: transports, process groups, queues, and traffic metering."""

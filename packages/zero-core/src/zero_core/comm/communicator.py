@@ -1,6 +1,7 @@
-"""Collectives of an engine's data path, which name the unit and rank in every failure.
+"""Collectives of an engine's data path, with errors that name the unit and rank.
 
-In a profile each collective is a range with the same name. `zero_core.watch` names those that hang.
+Each collective is also a profiler range of the same name. `zero_core.watch` names collectives that
+hang.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)
 
 @dataclass(slots=True, eq=False)
 class NamedWork:
-    """A collective under way whose failure says which one it was."""
+    """A collective under way. Errors from `wait` name the collective."""
 
     _owner: Communicator
     _work: Work
@@ -62,12 +63,12 @@ class NamedWork:
 
 @dataclass(slots=True, eq=False)
 class NamedReduction(NamedWork):
-    """A reduction under way, with what its ``_protocols`` offer besides."""
+    """A reduction under way. ``_protocols``: the optional protocols that ``_work`` implements."""
 
     _protocols: frozenset[type]
 
     def contributions(self) -> tuple[Tensor, ...]:
-        """Return each rank's part of the sum, in rank order. Empty if they are not shown."""
+        """Return each rank's summand, in rank order. Empty if the work does not expose them."""
         is_shown = Reduction in self._protocols
         return tuple(cast(Reduction, self._work).contributions) if is_shown else ()
 
@@ -76,7 +77,7 @@ class NamedReduction(NamedWork):
         return cast(StatisticsReduction, self._work) if has_any else None
 
     def acknowledge(self) -> NamedWork | None:
-        """Report that the other ranks' parts were read. None if nobody waits for that."""
+        """Report that the other ranks' slices were read. None if nobody waits for this report."""
         work = self._work
         if InPlaceReduction not in self._protocols:
             if self._owner.reduces_in_place:
@@ -97,23 +98,23 @@ class NamedReduction(NamedWork):
 
 
 class Communicator:
-    """Collectives over segments of a layout, and the control group of the same ranks."""
+    """Collectives over the segments of a layout, and the control group of the same ranks."""
 
     def __init__(
         self, transport: Collectives, control: ControlGroup, names: Mapping[int, str]
     ) -> None:
-        """``names`` of the segments say in messages of which unit each is."""
+        """``names`` maps each segment to the unit's name in messages."""
         self.transport = transport
         self.control = control
         self.place = control.place
         self.watch = control.watch
-        # Collectives that the device waits for; None where the host does.
+        # Collectives that the device waits for. None if the host waits for them.
         self.device_waits = None if self.watch is None else self.watch.device_waits
         self.rank = control.rank
         self.world_size = control.world_size
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
         self._names = names
-        # Of works, by class: the check takes long.
+        # Protocols of reduction works, cached by class because isinstance() on protocols is slow.
         self._protocols: dict[type, frozenset[type]] = {}
         optional = {"forget_values", "forget_errors", "private_nbytes"}
         found = sorted(optional.intersection(dir(transport)))
@@ -127,7 +128,6 @@ class Communicator:
     def all_gather(
         self, out: Tensor, shard: Tensor, segment: int, *, version: int, backward: bool
     ) -> NamedWork:
-        """Start `Collectives.all_gather` of a segment."""
         name = self.name_of("all_gather", segment)
         try:
             with profiled_range(f"rank {self.rank}: {name}"):
@@ -135,7 +135,7 @@ class Communicator:
                     out, shard, unit=segment, version=version, backward=backward
                 )
         except RuntimeError as error:
-            # A peer has ended. Waiting raises: values gathered ahead may never be needed.
+            # A peer has exited. Raise in `wait` only, because prefetched values may never be used.
             work = _NotStarted(error)
         if self.place.clock is not None:
             self.place.clock.launch(name)
@@ -150,7 +150,7 @@ class Communicator:
             self.place.clock.launch(name)
         try:
             with profiled_range(f"rank {self.rank}: {name}"):
-                if is_added:  # `build` has checked that the collectives can
+                if is_added:  # `build` has checked that the collectives support reduce_add
                     adding = cast(AddingCollectives, self.transport)
                     work = adding.reduce_add(out, full, unit=segment)
                 else:
@@ -162,12 +162,12 @@ class Communicator:
         return NamedReduction(self, work, name, self._protocols[type(work)])
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
-        if isinstance(error, torch.OutOfMemoryError):  # no failure of the ranks' exchange
+        if isinstance(error, torch.OutOfMemoryError):  # OOM is local to this rank
             raise error
         raise self.control.error(name, error) from error
 
     def name_of(self, verb: str, segment: int) -> str:
-        """Return the name that a collective has on all ranks: "all_gather of unit 3 (blocks.2)"."""
+        """Return a collective's name, equal on all ranks: "all_gather of unit 3 (blocks.2)"."""
         return f"{verb} of {self._names[segment]}"
 
     def sum_statistics(self, values: Tensor) -> None:
@@ -176,19 +176,19 @@ class Communicator:
             self.control.sum(values)
 
     def close(self) -> None:
-        """End the watch, on this rank alone."""
+        """Stop the watch on this rank alone."""
         if self.watch is not None:
             self.watch.close("its engine was closed")
         if self.device_waits is not None:
             self.device_waits.close()
 
     def note_failure(self, where: str, error: BaseException) -> None:
-        """Publish this rank's error, so that ranks that fail waiting for it can name the cause."""
+        """Publish this rank's error, so that ranks that time out waiting for it name the cause."""
         if self.watch is not None and not isinstance(error, CollectiveError):
             self.watch.note_cause(f"{where} raised {type(error).__name__}: {error}")
 
     def clear_failure(self) -> None:
-        """Withdraw what `note_failure` published: this rank goes on."""
+        """Withdraw the error that `note_failure` published, because this rank continues."""
         if self.watch is not None:
             self.watch.note_cause("")
 

@@ -1,13 +1,13 @@
-"""Control group: small exchanges between ranks, beside the collectives of the data path.
+"""Control group: small exchanges between ranks, outside the data path.
 
-On an accelerator they are collectives of its library (`zero_core.comm.groups`), among hosts direct
-messages (`zero_core.comm.host`).
+Accelerators use collectives of their library (`zero_core.comm.groups`). Hosts use direct messages
+(`zero_core.comm.host`).
 
 [Note: communicators and lanes]
-A **communicator** is one connection of some ranks. A library (NCCL, say) runs the collectives of
-one communicator one after another, in the order in which each rank starts them, which must be the
-same on all of them. So what may interleave differently on different ranks has communicators of its
-own: a **lane** each for gathers and for reductions, beside the caller's for control.
+A **communicator** connects some ranks. A library such as NCCL runs the collectives of a
+communicator in the order in which each rank starts them, which must be the same on all its ranks.
+Gathers and reductions may interleave differently on different ranks, so each of the two has its own
+communicator, called a **lane**. Control exchanges use the caller's communicator.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ _T = TypeVar("_T")
 
 
 class Lane(Enum):
-    """Purpose of a communicator. Those of different lanes share no order."""
+    """Purpose of a communicator. Collectives of different lanes have no common order."""
 
     GATHERS = "gathers"
     REDUCTIONS = "reductions"
 
 
 class ControlLibrary(Protocol):
-    """Collectives of the control group. Each is started by every rank, in the same order.
+    """Collectives of the control group. Every rank starts them in the same order.
 
-    Tensors are 1-D (for `all_reduce` and `broadcast`: of any shape), contiguous and on the rank's
-    device. Collectives run after what is on the caller's current stream, and ``wait`` makes the
-    current stream of its caller wait for them. Only then may the buffers be reused.
+    Tensors are contiguous, on the rank's device, and 1-D (any shape for `all_reduce` and
+    `broadcast`). A collective runs after all work on the caller's current stream. ``wait`` makes
+    the current stream of its caller wait for the collective. Buffers may be reused only after
+    ``wait``.
     """
 
-    rank: int  # within the communicator
+    rank: int  # rank within the communicator
     world_size: int
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        """Start to fill ``out`` with every rank's ``shard`` (any dtype), in rank order.
+        """Start to gather every rank's ``shard`` (any dtype) into ``out``, in rank order.
 
         ``shard`` may be this rank's slice of ``out``.
         """
@@ -70,16 +71,17 @@ class ControlLibrary(Protocol):
     def exchange(
         self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Work:
-        """Start to send slices: ``parts`` by target, ``out`` by source, without gaps.
+        """Start an all-to-all of slices of different sizes.
 
-        ``sent`` and ``received`` are their elements, by rank.
+        ``parts`` has the slices ordered by target rank and ``out`` by source rank, without gaps.
+        ``sent`` and ``received`` are the numbers of elements per rank.
         """
 
     def all_reduce(self, values: Tensor) -> Work:
-        """Start to sum every rank's ``values`` in place, to the same bits on every rank."""
+        """Start to sum every rank's ``values`` in place. Results are bit-identical on all ranks."""
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        """Start to overwrite ``tensor``, of any dtype, with rank ``source``'s."""
+        """Start to overwrite ``tensor`` (any dtype) with the one of rank ``source``."""
 
 
 class DeviceLibrary(ControlLibrary, Protocol):
@@ -89,20 +91,20 @@ class DeviceLibrary(ControlLibrary, Protocol):
         """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``, any dtype."""
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> DeviceLibrary:
-        """Return the communicator of ``lane`` among ``ranks``, renumbered in that order.
+        """Return the communicator of ``lane`` among ``ranks``, which are renumbered in that order.
 
-        Every rank of this communicator calls it equally often, in the same order and for the same
-        lane, each with the subgroup that it is in: a partition of all ranks, or all of them.
+        Every rank of this communicator must make the same sequence of calls, with the same lane and
+        with its own subgroup. The subgroups form a partition of all ranks.
         """
 
     def close(self) -> None:
-        """End what `subgroup` has made, on this rank alone, with nothing under way on it."""
+        """Release what `subgroup` created, on this rank alone. No collective may be under way."""
 
 
 class Exchange(Protocol):
-    """Bytes between ranks, and errors that all of them raise."""
+    """Exchange of bytes between ranks. `together` raises an error of one rank on all ranks."""
 
-    rank: int  # within the group
+    rank: int  # rank within the group
     world_size: int
     place: Place
 
@@ -111,22 +113,23 @@ class Exchange(Protocol):
         """Return every rank's ``data``, in rank order, on every rank."""
 
     def leave(self) -> None:
-        """End a sequence of rounds: return once no rank needs this one to read the last of them."""
+        """End a sequence of rounds. Blocks while others need this rank to read the last round."""
         return
 
     def together(self, what: str, act: Callable[[], _T]) -> _T:
-        """Return ``act()`` on every rank. If it fails on one, raise on all, instead of a hang.
+        """Return ``act()``. If it fails on any rank, raise on all ranks instead of hanging.
 
-        A mistake that another attempt would repeat (CheckpointError, ConfigError) is raised as
-        CheckpointError, a corrupt checkpoint as what it is, and the rest as CheckpointFailedError.
+        The error is CheckpointCorruptError for a corrupt checkpoint, CheckpointError for mistakes
+        that a retry would repeat (CheckpointError, ConfigError), and CheckpointFailedError
+        otherwise.
         """
         failure: list[str] = []
         with self.place.during(what):
             try:
                 found = act()
             except CollectiveError:
-                raise  # the others get one of their own
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+                raise  # a failed collective raises on the other ranks too
+            except Exception as error:  # any error must reach the other ranks
                 is_mistake = isinstance(error, CheckpointError | ConfigError)
                 is_mistake &= not isinstance(error, CheckpointFailedError)
                 kind = CheckpointError if is_mistake else CheckpointFailedError
@@ -143,9 +146,9 @@ class Exchange(Protocol):
 
 
 class ControlGroup(Exchange):
-    """Small exchanges beside the data path: statistics of a step, names, checksums.
+    """Small exchanges outside the data path: statistics of a step, names, checksums.
 
-    Bytes and numbers only, because object collectives would unpickle a peer's data.
+    Only bytes and numbers are sent, because object collectives would unpickle a peer's data.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class ControlGroup(Exchange):
         watch: Watch | None = None,
     ) -> None:
         self.place = Place() if place is None else place
-        self.watch = watch  # what the other ranks say of their places; None if they cannot
+        self.watch = watch  # reports of other ranks' progress; None without a watch
         self.rank = library.rank
         self.world_size = library.world_size
         self._library = library
@@ -174,7 +177,7 @@ class ControlGroup(Exchange):
                 self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the device."""
+        """Gather every rank's 1-D ``tensor`` of equal length, in rank order, on the device."""
         if self.world_size == 1:
             return tensor
         local = tensor.to(self._device)
@@ -184,7 +187,7 @@ class ControlGroup(Exchange):
         return out
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Return what arrives on the device: see `ControlLibrary.exchange`."""
+        """Exchange slices as in `ControlLibrary.exchange` and return the received ones."""
         if self.world_size == 1:
             return parts
         out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
@@ -193,10 +196,10 @@ class ControlGroup(Exchange):
         return out
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield start and values, [world_size, n] on the device, of pieces of a 1-D ``tensor``.
+        """Gather a 1-D ``tensor`` piece by piece: yield (start, values [world_size, n]).
 
-        A piece has at most `PIECE_BYTES`, and is copied if it is kept. Every rank must iterate to
-        the end.
+        Values are on the device and take at most `PIECE_BYTES`. Copy them to keep them. Every rank
+        must iterate to the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:
@@ -206,7 +209,7 @@ class ControlGroup(Exchange):
             yield start, piece.view(self.world_size, -1)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU."""
+        """Gather every rank's 1-D ``tensor`` of equal length, in rank order, on the CPU."""
         if self.world_size * tensor.nbytes <= PIECE_BYTES:
             return self.gather_on_device(tensor).cpu()
         whole = torch.empty(self.world_size, tensor.numel(), dtype=tensor.dtype, device="cpu")
@@ -215,8 +218,8 @@ class ControlGroup(Exchange):
         return whole.view(-1)
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:
-        """Gather every rank's 1-D ``tensor`` (equally long) into ``out``, both on the CPU."""
-        if self.world_size > 1 and self._device == out.device:  # without a copy in between
+        """Gather every rank's 1-D ``tensor`` of equal length into ``out``, both on the CPU."""
+        if self.world_size > 1 and self._device == out.device:
             with self._named("gather", tensor):
                 self._library.all_gather(out, tensor).wait()
         else:
@@ -231,7 +234,7 @@ class ControlGroup(Exchange):
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
     def differences(self, facts: Mapping[str, str]) -> str:
-        """Say, alike on all ranks, which ``facts`` differ on which ranks: the first few."""
+        """Return the same text on all ranks: the first few ``facts`` that differ between ranks."""
         rows = [json.loads(row) for row in self.gather_bytes(json.dumps(dict(facts)).encode())]
         said = []
         for name in dict.fromkeys(name for row in rows for name in row):
@@ -244,8 +247,8 @@ class ControlGroup(Exchange):
         return join_few(said)
 
     def equalize(self, tensor: Tensor) -> None:
-        """Broadcast ``tensor`` from rank 0, unless every rank has the same values already."""
-        if self.world_size > 1 and tensor.is_cpu:  # a checksum costs less than sending
+        """Broadcast ``tensor`` from rank 0, unless every rank already has the same values."""
+        if self.world_size > 1 and tensor.is_cpu:  # a checksum is cheaper than a broadcast
             content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
             sums = self.gather(torch.tensor([zlib.crc32(content)]))
             if bool((sums == sums[0]).all()):
@@ -256,7 +259,7 @@ class ControlGroup(Exchange):
         self.gather_bytes(b"")
 
     def error(self, what: str, error: RuntimeError) -> CollectiveError:
-        """Return what ``error`` of the collective ``what`` is for the user, with its cause."""
+        """Convert ``error`` of collective ``what`` to a CollectiveError that names the cause."""
         named = f"rank {self.rank}: {what} failed or timed out"
         is_explained = isinstance(error, CollectiveError)
         cause = "" if self.watch is None or is_explained else self.watch.explain()
@@ -274,7 +277,7 @@ class ControlGroup(Exchange):
 
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
-        """Have others know of this wait, of the host or the device, and name what fails in it."""
+        """Report this wait to the watch, and convert errors by `error`."""
         what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {self.place.doing}"
         with self.place.waiting(what):
             try:

@@ -1,21 +1,21 @@
-"""Collectives among accelerators, by their library (NCCL, say), and the choice of a transport.
+"""Collectives among accelerators by their library (for example NCCL), and choice of a transport.
 
-All-gather and all-to-all are the library's. A reduction is an all-to-all and a local sum in rank
-order (`zero_core.comm.fused_sum`), both on the stream of reductions: the compute stream waits for
-them when it uses the sum.
+All-gather and all-to-all are the library's. A reduction is an all-to-all followed by a local sum in
+rank order (`zero_core.comm.fused_sum`), on the stream of reductions. The compute stream waits for
+the reduction before it uses the sum.
 
 [Note: two levels]
-N nodes of R ranks; rank n * R + l has place l on node n, and every rank has a slice of s elements
-for each rank. An all-to-all among all would send (N - 1) R slices to other nodes. Instead the ranks
-of a node exchange slices first, each getting those for the ranks of its own place on all nodes. It
-adds them in rank order in fp32: the N partial sums of its node. Ranks of equal place exchange these
-and add them in the order of nodes. So N - 1 partial sums leave the node per rank. The tree of
-additions is the same for all stages and runs.
+Rank n * R + l has position l on node n, with N nodes of R ranks. A single all-to-all among all
+ranks would send (N - 1) R slices per rank to other nodes. Instead, ranks of a node first exchange
+slices: each receives those for the ranks at its own position on all nodes. It adds them in rank
+order in fp32 to N partial sums of its node. Ranks at equal positions then exchange partial sums and
+add them in the order of the nodes. Each rank thus sends N - 1 partial sums to other nodes. All
+stages and runs add in the same order.
 
 [Note: coded exchanges]
-With a codec (`zero_core.protocols.SliceCodec`) an exchange with ranks of other nodes alone carries
-messages of its slices or partial sums. Ranks exchange the messages' lengths first, for which the
-host waits. The messages are decoded before the same sum.
+With a codec (`zero_core.protocols.SliceCodec`), an exchange whose peers are all on other nodes
+sends encoded slices or partial sums. The ranks first exchange the messages' lengths, for which the
+host blocks. The messages are decoded before the sum.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _log = logging.getLogger(__name__)
 
 
 def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMemory | None:
-    """Memory that the ranks of this node read from each other, if they are hosts and can."""
+    """Return memory shared by this node's CPU ranks, or None if they cannot share memory."""
     if ranks.device.type != "cpu" or ranks.size == 1 or not dist.is_initialized():
-        return None  # ranks without torch.distributed are threads of one process
+        return None  # without torch.distributed, ranks are threads of one process
     timeout_s = ranks.timeout_s or timeout_of(ranks.group, ranks.device).total_seconds()
     shared = SharedMemory(control, timeout_s=timeout_s, ranks_per_node=per_node)
     num_far = per_node - 1 - len(shared.peers)
@@ -70,7 +70,7 @@ def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMe
 def make_transport(
     ranks: Ranks, shared: SharedMemory | None, meter: Meter
 ) -> HostCollectives | DeviceCollectives:
-    """The engine's own collectives, over the links of ``meter``. Every rank must call it."""
+    """Create the engine's built-in collectives. Every rank must call it."""
     is_host = ranks.device.type in ("cpu", "meta")
     queues = HostQueues() if is_host else StreamQueues(ranks.device)
     if ranks.size == 1 or ranks.device.type == "cpu":
@@ -89,7 +89,7 @@ _MESSAGE_ALIGNMENT = 16
 
 
 class DeviceCollectives(Transport):
-    """`zero_core.protocols.TransportCollectives` of an accelerator."""
+    """`zero_core.protocols.TransportCollectives` of accelerators."""
 
     reduces_in_place = False
 
@@ -100,12 +100,12 @@ class DeviceCollectives(Transport):
         meter: Meter,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank of ``library`` must call it, ``members`` of it alone take part. None: all."""
+        """Every rank of ``library`` must call it, but only ``members`` take part. None: all."""
         super().__init__(library.rank, queues, meter, members)
         self._library, links = library, self._links
-        self._buffers: dict[str, Tensor] = {}  # by purpose: reductions run one by one
-        # Where a block's parameter is unused on one rank only, reductions and gathers interleave
-        # differently there: each queue has a communicator of its own.
+        self._buffers: dict[str, Tensor] = {}  # scratch by purpose; reductions never overlap
+        # If a parameter is unused on one rank only, that rank interleaves reductions and gathers
+        # differently. Each queue therefore has its own communicator.
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
         self._reductions = library.subgroup(self._members, Lane.REDUCTIONS)
         self._nodes: tuple[DeviceLibrary, DeviceLibrary] | None = None
@@ -119,11 +119,11 @@ class DeviceCollectives(Transport):
     def _scratch(
         self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return ``numel`` elements, for one job, with undefined contents."""
+        """Return an uninitialized buffer of ``numel`` elements, valid during one job."""
         nbytes = numel * dtype.itemsize
         kept = self._buffers.get(purpose)
         if kept is None or kept.nbytes < nbytes:
-            # Freed first: the larger one may take its place.
+            # Free the small buffer first, so that the large one can reuse its memory.
             kept = None
             self._buffers.pop(purpose, None)
             with torch.inference_mode(False):
@@ -145,12 +145,12 @@ class DeviceCollectives(Transport):
         return self._gathers.all_gather(out, shard)
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
-        nodes = None if is_added else self._nodes  # terms are added in rank order
+        nodes = None if is_added else self._nodes  # reduce_add must add in rank order
         near, far = self._links.direct(out.numel() * full.itemsize)
         if nodes is not None:
             sum_nbytes = out.numel() * sum_dtype(full.dtype).itemsize
             near, far = self._links.reduction(out.numel() * full.itemsize, sum_nbytes)
-        # Allocated here: freed when the caller's stream has waited for the job.
+        # Allocated on the caller's stream, which waits for the job before the memory is reused.
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
 
@@ -176,7 +176,7 @@ class DeviceCollectives(Transport):
     def _exchange(
         self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
     ) -> int | None:
-        """All-to-all of slices. As messages if they are coded: then it returns their bytes."""
+        """Run an all-to-all of slices. If they are encoded, return the bytes sent, else None."""
         size, own = library.world_size, library.rank
         rows, into = parts.view(size, -1), out.view(size, -1)
         codec = self._codec if self._links.codes_slices else None
@@ -214,9 +214,10 @@ class DeviceCollectives(Transport):
         norm: Tensor,
         nonfinite: Tensor,
     ) -> int | None:
-        """See [Note: two levels]. ``full`` is overwritten, ``nonfinite`` set for this node.
+        """Reduce as in [Note: two levels].
 
-        Returns the bytes to other nodes if they are coded.
+        ``full`` is overwritten. ``nonfinite`` is set for the ranks of this node. Returns the bytes
+        sent to other nodes if they are encoded, else None.
         """
         num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
         scratch = self._scratch("received", full.numel(), full.dtype, full.device)
@@ -239,7 +240,7 @@ class DeviceCollectives(Transport):
         def job() -> None:
             for numel, dtype, _ in wanted:
                 self._scratch("received", numel, dtype, device)
-            # Sums of a few zeros have the kernels compiled.
+            # Compile the kernels by summing a few zeros.
             for dtype, out_dtype in {(dtype, out_dtype) for _, dtype, out_dtype in wanted}:
                 norm = torch.empty((), dtype=sum_dtype(out_dtype), device=device)
                 nonfinite = torch.zeros(1, dtype=torch.bool, device=device)

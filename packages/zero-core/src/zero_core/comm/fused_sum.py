@@ -1,9 +1,9 @@
-"""Sum of all ranks' slices with its statistics, as one operator, ``zero_core::sum_slices``.
+"""Operator ``zero_core::sum_slices``: sum all ranks' slices and compute statistics of the sum.
 
-A reduction on an accelerator ends with it: one pass over the slices adds them in rank order, writes
-the sum, and finds its norm and the ranks whose slice is not finite. On CUDA, ROCm and XPU it is two
-Triton kernels (`zero_core.comm.triton_sum`). On other devices, and where Triton is not installed,
-it is plain torch, a kernel per rank.
+Reductions on accelerators use this operator. In one pass over the slices it adds them in rank
+order, writes the sum, computes the sum's norm and finds the ranks whose slice is not finite. On
+CUDA, ROCm and XPU the operator launches two Triton kernels (`zero_core.comm.triton_sum`). On other
+devices, and where Triton is not installed, it uses torch operators: one kernel per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of ``dtype`` are added up: fp32, or float64 for it."""
+    """Return the dtype in which gradients of ``dtype`` are summed: fp32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -51,11 +51,12 @@ def norm_of(values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) ->
 def sum_slices(
     slices: Tensor, out: Tensor, norm: Tensor | None = None, nonfinite: Tensor | None = None
 ) -> None:
-    """Sum the rows of ``slices`` [ranks, n] in their order, in fp32 (float64 for float64).
+    """Sum the rows of ``slices`` [ranks, n] in rank order, in fp32 (float64 for float64).
 
-    ``out`` [n] receives the sum, rounded once, and ``norm`` (0-dimensional, `sum_dtype` of ``out``)
-    its 2-norm. ``nonfinite`` (bool, [ranks]) is set where a row has NaN or Inf, else unchanged.
-    All are contiguous. Everything is enqueued on the current stream.
+    ``out`` [n] receives the sum, rounded once. ``norm`` (0-dimensional, `sum_dtype` of ``out``)
+    receives the 2-norm of ``out``. ``nonfinite`` (bool, [ranks]) is set to True for each row with
+    NaN or Inf and is otherwise unchanged. All tensors are contiguous. All work is enqueued on the
+    current stream.
     """
     torch.ops.zero_core.sum_slices(slices, out, norm, nonfinite)
 
@@ -63,7 +64,7 @@ def sum_slices(
 def sum_by_torch(
     slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None
 ) -> None:
-    """`sum_slices` in torch's operators: the definition of its result."""
+    """Reference definition of `sum_slices`, in torch operators."""
     sum_in_rank_order(out, slices.unbind())
     if norm is not None:
         norm.copy_(norm_of(out))
@@ -72,15 +73,14 @@ def sum_by_torch(
 
 
 def find_nonfinite(slices: Tensor, nonfinite: Tensor) -> None:
-    """Set ``nonfinite`` to True where a row of ``slices`` has NaN or Inf: see `sum_slices`."""
-    # The largest magnitude keeps NaN and Inf, and needs no copy of the slices.
+    """Set ``nonfinite[r]`` to True where row r of ``slices`` has NaN or Inf."""
+    # The infinity norm propagates NaN and Inf, and needs no mask as large as the slices.
     largest = torch.linalg.vector_norm(slices, torch.inf, dim=1)
     nonfinite.logical_or_(largest.isfinite().logical_not_())
 
 
 @cache
 def _sum_on(kind: str) -> Callable[..., None]:
-    """Return what sums on a kind of device: Triton's kernels, or torch's operators."""
     if kind not in ("cuda", "xpu") or find_spec("triton") is None:
         return sum_by_torch
     from zero_core.comm.triton_sum import sum_by_triton

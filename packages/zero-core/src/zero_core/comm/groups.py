@@ -1,34 +1,35 @@
-"""Process groups of the engines: made in one order, shared, and ended with their last user.
+"""Process groups of the engines: creation, sharing between engines, and destruction.
 
 [Note: groups that cannot hang]
-torch makes a group in one of three ways, each with a condition that the caller must meet:
+torch creates a process group in one of three ways, each with a condition:
 
-- ``new_group(ranks)``, called by *every* rank of the job in one order, members or not. Its name is
-  a counter of such calls; since torch 2.15 (pytorch#189073), of those of the next way too, which
-  other ranks do not count. With a device bound to the default group
-  (``init_process_group(device_id=...)``) ranks outside take part in NCCL's split.
-- ``new_group(ranks, use_local_synchronization=True)``, called by the members alone. Its name is a
-  hash of the ranks and of the *number of groups* that the calling rank is in; since torch 2.15, of
-  that counter. Members whose numbers differ wait for each other under different names, and a name
-  that an ended group had may find what that one left in the store. With a bound device the split
-  waits for the ranks outside, which never come.
-- ``split_group(parent, ...)``, called by the ranks of ``parent``, for a bound device alone. It is
-  named as in the second way.
+- ``new_group(ranks)`` must be called by *every* rank of the job, member or not, in the same order.
+  The group's name is a counter of these calls. Since torch 2.15 (pytorch#189073) the counter also
+  counts calls of the second way, which non-members do not make. With a device bound to the default
+  group (``init_process_group(device_id=...)``), non-members take part in NCCL's split.
+- ``new_group(ranks, use_local_synchronization=True)`` is called by the members alone. The group's
+  name is a hash of the ranks and of the *number of groups* that the calling rank is in (since torch
+  2.15: of the counter). Members with different numbers hang, waiting under different names. A
+  reused name may read data that a destroyed group left in the store. With a bound device, the split
+  waits for non-members, which never call ``new_group``.
+- ``split_group(parent, ...)`` is called by all ranks of ``parent`` and needs a bound device. Names
+  are formed as in the second way.
 
-An engine with all ranks of the job takes the first way, from their highest counter. One with some
-of them takes the third if a device is bound and the second otherwise, with a number that its ranks
-agree on and have used for no group before (`zero_core._torch.counting_groups`).
+An engine over all ranks of the job uses the first way, after all ranks have set their counter to
+the highest one. An engine over some of the ranks uses the third way if a device is bound and
+otherwise the second. Its ranks first agree on a number that none of them has used for a group
+before (`zero_core._torch.counting_groups`).
 
 [Note: shared groups]
-A group is found again by its backend, ranks and lane: by the subgroups of one engine (ZeRO++'s two
-exchanges split the ranks alike) and by further engines. Its members agree on whether it is there,
-as an engine may have ended on some of them only. It ends on a rank with the last library there that
-uses it, and waits for no other rank: it is aborted, with nothing under way on it. Groups that end
-together are aborted as one: NCCL's aborts of several communicators may wait for each other
-(pytorch#119797).
+A group is reused for the same backend, ranks and lane, by other subgroups of the same engine
+(ZeRO++'s two exchanges have equal subgroups) and by later engines. The members first agree whether
+the group still exists, because an engine may have been closed on some of them only. A rank aborts a
+group when the group's last user on that rank is closed. The rank does not wait for other ranks, and
+no collective may be under way on the group. Groups that end together are aborted in one call,
+because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
 
-The groups of a library that is dropped without `close` end when a library next asks for a group or
-is closed: a finalizer would run at a time of its own on each rank, on any thread.
+If a library is dropped without `close`, its groups end when any library next requests a group or is
+closed. A finalizer would run at a different time on each rank, and on any thread.
 """
 
 from __future__ import annotations
@@ -75,43 +76,44 @@ _LEAVE_S = 30.0
 _LOOK_S = 1.0
 """Time after which a `StoreExchange` that waits asks whether the other ranks are alive."""
 
-# torch 2.13 renamed the tensor collectives; the old names warn there.
+# torch 2.13 renamed the tensor collectives and deprecated the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The data-parallel ranks, seen from one of them."""
+    """Data-parallel ranks as seen by one of them."""
 
-    group: dist.ProcessGroup | None  # None: the default group, or none at all if ``size`` is 1
-    rank: int  # within the group
+    group: dist.ProcessGroup | None  # None: the default group, or no group if ``size`` is 1
+    rank: int  # this rank's number within the group
     size: int
-    device: torch.device  # where this rank computes
-    per_node: int | None = None  # ranks of a node, if a mesh says so
+    device: torch.device  # device on which this rank computes
+    per_node: int | None = None  # ranks per node, if a mesh defines the nodes
     timeout_s: float | None = None  # longest wait for another rank; None: the group's timeout
 
     @property
     def has_own_device(self) -> bool:
-        """Whether each rank needs a device of its own. gloo and MPI serve several on one."""
+        """Whether each rank needs its own device. With gloo and MPI, ranks can share a device."""
         if self.size == 1 or self.device.type == "cpu" or not dist.is_initialized():
             return False
         return backend_on(self.group, self.device) not in ("gloo", "mpi")
 
     def limited(self, timeout_s: float | None) -> Self:
-        """Return them with ``timeout_s`` as the longest wait for another rank."""
+        """Return these ranks with ``timeout_s`` as the longest wait for another rank."""
         if timeout_s is None:
             return self
         if not self.has_own_device:
             return replace(self, timeout_s=timeout_s)
-        # Waiting does not block the host: after its own timeout the library ends the process.
+        # Here waits do not block the host. After a timeout, the backend ends the process.
         set_timeout(self.group, timeout_s)
         return replace(self, timeout_s=None)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
-        """Return the control group of these ranks, watched unless ``named_within_s`` is None.
+        """Return the control group of these ranks.
 
-        An error names the rank that is its cause, and so does a log line if a wait lasts as long.
-        0: errors alone.
+        A `Watch` runs unless ``named_within_s`` is None: errors then name the rank that caused
+        them. If ``named_within_s`` is not 0, a wait of that many seconds also logs the rank that is
+        waited for.
         """
         place, watch = Place(), None
         has_group = dist.is_available() and dist.is_initialized()
@@ -125,7 +127,7 @@ class Ranks:
                 host = f"{who} (it hosts {host} at {address})"
             keys = [f"zero_core beats {number} of rank {r}" for r in range(self.size)]
             watch = Watch(
-                # Its store is a clone: a connection serves one blocking call at a time.
+                # A store connection serves one blocking call at a time, so the watch gets its own.
                 ThreadedBoard(clone_store(store), host, keys, self.rank),
                 place,
                 rank=self.rank,
@@ -141,7 +143,7 @@ class Ranks:
         return ControlGroup(hosts, self.device, place, watch)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        """Return an exchange for a thread beside training. Every rank makes them in one order."""
+        """Return an exchange for a background thread. Ranks must create them in the same order."""
         return StoreExchange(self, "a save beside training", watch)
 
     def messages(self) -> Messages:
@@ -152,13 +154,12 @@ class Ranks:
 
 
 class ProcessLibrary:
-    """`zero_core.comm.control.DeviceLibrary` over a process group of torch.distributed.
+    """`DeviceLibrary` over a process group of torch.distributed.
 
-    Tensors of any dtype travel as bytes: NCCL has no type for some (int16, complex).
+    Tensors are sent as bytes, because NCCL lacks some dtypes (int16, complex).
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        """The ``timeout_s`` of ``ranks`` limits waiting where that blocks the host."""
         self.rank = ranks.rank
         self.world_size = ranks.size
         self._group = ranks.group
@@ -190,7 +191,6 @@ class ProcessLibrary:
         return Pending(partial(work.wait, timedelta(seconds=timeout_s)))
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
-        """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups]."""
         device, members = self._ranks.device, dist.get_process_group_ranks(self._group)
         backend = backend_on(self._group, device)
         assert backend is not None, "the group exchanges tensors of the device"
@@ -212,7 +212,7 @@ class ProcessLibrary:
                 "subgroup: every rank gives the subgroup that it is in, for the same lane; "
                 f"together they are all ranks, each once; found {found}"
             )
-        # The ranks of the other parts have the same group already.
+        # Select subgroups where a member lacks the group, or members know different groups.
         to_make = [p for p in parts if not names[p[0]] or len({names[r] for r in p}) > 1]
         made = self._make(to_make, own, lane, max(numbers))
         if made is not None:
@@ -223,7 +223,7 @@ class ProcessLibrary:
         library = ProcessLibrary(replace(self._ranks, group=shared.group, rank=rank, size=size))
         shared.users.add(self)
         _end_unused()
-        if made is not None:  # connect its ranks now: a backward must not be the first to fail
+        if made is not None:  # connect a new group's ranks now: connection errors surface here
             sent = torch.full((1,), rank, dtype=torch.int64, device=device)
             arrived = torch.empty(size, dtype=torch.int64, device=device)
             if lane is Lane.GATHERS:
@@ -236,10 +236,7 @@ class ProcessLibrary:
     def _make(
         self, parts: Sequence[tuple[int, ...]], own: tuple[int, ...], lane: Lane, number: int
     ) -> dist.ProcessGroup | None:
-        """Make a group of each of ``parts``. See [Note: groups that cannot hang].
-
-        Returns that of ``own``, if it is among them.
-        """
+        """Create a group per part and return ``own``'s. See [Note: groups that cannot hang]."""
         members = dist.get_process_group_ranks(self._group)
         backend = backend_on(self._group, self._ranks.device)
         options: dict[str, Any] = {
@@ -248,13 +245,13 @@ class ProcessLibrary:
             "group_desc": f"zero_core {lane.value}",
         }
         if backend == "nccl":
-            # At normal priority the few blocks of its kernels wait for those of large products.
+            # At normal priority, NCCL's few thread blocks wait until those of large matmuls finish.
             options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
         def make(part: Sequence[int], **how: Any) -> dist.ProcessGroup:
             ranks = [members[r] for r in part]
             if ranks != sorted(ranks):
-                how["sort_ranks"] = False  # torch 2.10 does not know it
+                how["sort_ranks"] = False  # torch 2.10 lacks this parameter
             group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, **how, **options)
             return group
 
@@ -276,15 +273,15 @@ class ProcessLibrary:
             return group if own in parts else None
 
     def close(self) -> None:
-        """End the groups of which this was the last user. See [Note: shared groups]."""
-        if dist.is_initialized():  # its end was that of all groups
+        """End the groups whose last user was this library. See [Note: shared groups]."""
+        if dist.is_initialized():  # otherwise destroy_process_group() has ended all groups already
             for shared in _of_job().shared:
                 shared.users.discard(self)
             _end_unused()
 
 
 def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
-    """Return the process group of a 2-D mesh over some of the job's ranks, in its order."""
+    """Return a process group over the ranks of a 2-D mesh that covers a part of the job."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     made = _of_job().of_meshes
     if tuple(ranks) in made:
@@ -297,27 +294,28 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
             "process_group=group) on these"
         )
     numbers = torch.tensor([_next_number()])
-    for dim in (1, 0):  # within each row; then the rows of all
+    for dim in (1, 0):  # take the maximum within each row, then over the rows
         line = Ranks(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim), device)
         numbers = ControlGroup(ProcessLibrary(line), device).gather(numbers)
     number = int(numbers.max())
     _of_job().next_number = number + 1
-    with counting_groups(number):  # see [Note: groups that cannot hang]
+    with counting_groups(number):
         made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
     return made[tuple(ranks)]
 
 
 class StoreExchange(Exchange):
-    """Exchange in the store of a process group, for what collectives cannot carry.
+    """Exchange through the store of a process group.
 
-    No backend may be used yet, or a thread beside training would launch its collectives in another
-    order on each rank.
+    For rounds in which no collective may be used: before a backend is first used, or on a thread
+    that runs during training and would launch collectives in a different order on each rank.
     """
 
     def __init__(self, ranks: Ranks, what: str, watch: Watch | None = None) -> None:
-        """Every rank makes the exchanges of a process group in one order.
+        """Every rank must create the exchanges of a process group in the same order.
 
-        Errors say ``what`` it is for. Waits for a rank that ``watch`` finds dead end at once.
+        ``what`` names the purpose in error messages. A wait for a rank that ``watch`` finds dead
+        ends at once.
         """
         self.rank = ranks.rank
         self.world_size = ranks.size
@@ -329,14 +327,14 @@ class StoreExchange(Exchange):
         self._num_uses = 0
         self._num_rounds = 0
         self._is_broken = False
-        self._store: Any = None  # cloned at the first use: it serves one blocking call at a time
+        self._store: Any = None  # a clone: a connection serves one blocking call at a time
         self._number = 0
         if ranks.size > 1:
             self._number = _next_of(ranks.group, "exchange")
             self.longest_wait_s = timeout_of(ranks.group, ranks.device).total_seconds()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """See `Exchange`. ``data`` is ASCII. A rank that is dead or late is a `CollectiveError`."""
+        """Return all ranks' ``data`` (ASCII). Raises CollectiveError if a rank is dead or late."""
         if self.world_size == 1:
             return [data]
         keys, before = self._keys(self._num_rounds), self._keys(self._num_rounds - 1)
@@ -367,10 +365,10 @@ class StoreExchange(Exchange):
         return rows
 
     def leave(self) -> None:
-        """See `Exchange`. The store may be in the process of rank 0, which leaves last."""
+        """Make rank 0, which may host the store, wait until all ranks have read the last round."""
         ends, last = self._keys(self._num_rounds), self._keys(self._num_rounds - 1)
         if self._store is not None and not self._is_broken:
-            with suppress(RuntimeError):  # the checkpoint is complete, or has failed
+            with suppress(RuntimeError):  # a failure here does not matter: the exchange is over
                 self._store.set(ends[self.rank], "")
                 if self.rank == 0:
                     self._store.wait(ends, timedelta(seconds=_LEAVE_S))
@@ -378,7 +376,7 @@ class StoreExchange(Exchange):
                         self._store.delete_key(key)
         self._num_uses += 1
         self._num_rounds = 0
-        self._is_broken = False  # the keys of the next use are others
+        self._is_broken = False  # the next use has other keys
 
     def _keys(self, number: int) -> list[str]:
         name = f"zero_core exchange {self._number}.{self._num_uses} round {number}"
@@ -387,25 +385,23 @@ class StoreExchange(Exchange):
 
 @dataclass(eq=False)
 class _SharedGroup:
-    """A process group and the libraries that use it, none of which it keeps alive."""
+    """A process group and weak references to the libraries that use it."""
 
     group: dist.ProcessGroup
-    # Its backend, its ranks of the job in its order, and its lane.
+    # Backend, the job's ranks in the group's order, and lane.
     key: tuple[str | None, tuple[int, ...], Lane]
     users: weakref.WeakSet[ProcessLibrary] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass
 class _Job:
-    """The groups made over one default group."""
-
-    shared: list[_SharedGroup] = field(default_factory=list)  # in the order of their making
+    shared: list[_SharedGroup] = field(default_factory=list)  # in order of creation
     of_meshes: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    next_number: int = 0  # lowest for the next group that its members make alone
+    next_number: int = 0  # lowest free number for a group that its members create alone
 
 
 _jobs: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()
-# How often each use of the store of a group was begun.
+# Number of exchanges and watches that used a group's store, by purpose.
 _counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -420,24 +416,24 @@ def known_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def exchange_once(ranks: Ranks, what: str, data: bytes) -> list[bytes]:
-    """Return every rank's ``data``, by a `StoreExchange`."""
+    """Gather every rank's ``data`` by a one-time `StoreExchange`."""
     exchange = StoreExchange(ranks, what)
     try:
         return exchange.gather_bytes(data)
-    except CollectiveError:  # the next one has its number: ranks that failed before took none
+    except CollectiveError:  # Reuse the number: a rank that failed before its exchange took none.
         _counts[known_group(ranks.group)]["exchange"] -= 1
         raise
 
 
 def _next_of(group: dist.ProcessGroup | None, use: str) -> int:
-    """Return the number of one more ``use`` of the group's store, the same on all ranks."""
+    """Return the serial number of the next ``use`` of the group's store, equal on all ranks."""
     counts = _counts.setdefault(known_group(group), Counter())
     counts[use] += 1
     return counts[use] - 1
 
 
 def _end_unused() -> None:
-    """End the groups that no library uses, on this rank alone. See [Note: shared groups]."""
+    """Abort the groups without users, on this rank alone. See [Note: shared groups]."""
     known = _of_job().shared
     unused = [shared for shared in known if not shared.users]
     if not unused:
@@ -449,12 +445,12 @@ def _end_unused() -> None:
 
 
 def _next_number() -> int:
-    """Return the lowest number by which a new group may be named on this rank."""
+    """Return the smallest number that this rank has not used for a group."""
     return max(count_groups(), _of_job().next_number)
 
 
 def backend_on(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """Return the name of the backend of ``group`` on ``device``, or None if it has none there."""
+    """Return the backend that ``group`` uses for the type of ``device``, or None."""
     pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
     return dict(pairs).get(device.type)
 

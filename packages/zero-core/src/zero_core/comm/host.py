@@ -1,43 +1,42 @@
-"""Collectives among hosts, by direct exchange between each pair of ranks.
+"""Collectives among CPU ranks, by direct exchange between each pair of ranks.
 
-gloo's own all-gather is a ring of copies and its reduce-scatter a whole all-reduce. A direct
+gloo's all-gather is a ring of copies, and its reduce-scatter is a whole all-reduce. A direct
 exchange takes about a third of the time.
 
 [Note: near and far]
-A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer
-shares memory (`zero_core.comm.shared_memory`) and gets a **token**: the offset and number of the
-bytes, which it reads in place when it waits. So a gather costs one copy and a reduction none.
-Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use the same kind in the
-same call.
+A **far** peer receives the bytes point to point over torch.distributed. A **near** peer shares
+memory with this rank (`zero_core.comm.shared_memory`) and receives a **token** with the offset and
+size of the bytes. The near peer reads the bytes in place when it waits. A gather thus costs one
+copy and a reduction none. Memory outside the shared window (a plug-in's buffers) is sent to all
+peers as if they were far. All ranks must use the same kind of memory in the same call.
 
 Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
-end with an **acknowledgement**. Gathers have none: shards change only after an exchange of all
-ranks that have waited for their gathers (`zero_core.protocols.Collectives`).
+end with an **acknowledgement**. Gathers need none: shards change only after an exchange of all
+ranks that follows their gathers (`zero_core.protocols.Collectives`).
 
 [Note: once per node]
-Where there are several nodes of several ranks, a shard is sent to each other node once, to the rank
-in the same place there, which passes it on within its node: (N - 1) shards between nodes instead of
-(N - 1) R, on the narrower link. Passing on needs the shard to be there, so the gather is a job of
-the queue of gathers. Reductions stay direct, W - R slices between nodes: a sum taken within the
-node first would be another sum.
+With N nodes of R ranks, a rank sends its shard once to each other node, to the rank at the same
+position there, which forwards the shard within its node. This sends N - 1 shards between nodes
+instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the queue of
+gathers. Reductions stay direct, because summing within each node first would change the rounding.
 
 [Note: coded slices]
-With a codec (`zero_core.protocols.SliceCodec`) a rank of another node gets a message of its slice.
-It is decoded to the place where the slice itself would have arrived, so the sum, its order and each
-rank's part are the same. Coding is a job of the queue of reductions: it takes a pass over the
-slices, while backward goes on.
+With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive encoded slices. A
+slice is decoded into the buffer where the raw slice would have arrived, so the order of the sum is
+the same. Encoding takes a pass over the slices. It runs as a job of the queue of reductions, in
+parallel with backward.
 
-A message's length is not known before. Both ranks know how long the last one of the unit was, and
-expect a little more. So many bytes are sent, with the true length in front, and their receiver asks
-for them before they are made. What is longer is sent as a second part. (A length that travels first
-waits behind other data in the queue of the link: 18 ms per unit at 200 Mbit/s.)
+The receiver does not know a message's length in advance. Sender and receiver both know the length
+of the unit's last message and expect slightly more. The sender sends that many bytes, starting with
+the true length, and the receiver posts its receive early. Excess bytes follow in a second message.
+(Sending the length first costs 18 ms per unit at 200 Mbit/s, because it queues behind other data.)
 
 [Note: messages of different sizes never meet]
-Ranks that take different branches start different exchanges. gloo's collectives match them by their
-order alone, and where two of different sizes meet, gloo ends the process of the receiver with
-``std::terminate``. `HostLibrary` finds a message by its sender and its tag, which has the exchange
-and the number of bytes (modulo `_NUM_SIZES`). So ranks on different branches wait for each other,
-until the wait's timeout raises an error that names them.
+Ranks that take different branches start different exchanges. gloo's collectives match exchanges by
+order alone, and if sizes differ, gloo ends the receiving process with ``std::terminate``.
+`HostLibrary` matches messages by sender and by a tag that contains the kind of exchange and the
+number of bytes (modulo `_NUM_SIZES`). Ranks on different branches therefore wait for each other
+until the timeout raises an error that names them.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ _NUM_SIZES = 32_749
 
 
 class Transport:
-    """Base of the collectives of hosts and of accelerators."""
+    """Base class of the collectives of hosts and of accelerators."""
 
     def __init__(
         self, rank: int, queues: CommQueues, meter: Meter, members: Sequence[int] | None
     ) -> None:
-        """``members`` of the ranks of ``meter`` take part, ``rank`` among them. None: all."""
+        """``members`` are the participating ranks, including ``rank``. None: all ranks."""
         self._meter = meter
         self._queues = queues
         self._links = meter.links if members is None else meter.links.among(members)
@@ -82,7 +81,7 @@ class Transport:
         self._codec: SliceCodec | None = None
 
     def coded(self, codec: SliceCodec) -> Self:
-        """See [Note: coded slices], and [Note: coded exchanges] in `zero_core.comm.device`."""
+        """Return a copy of these collectives that encodes gradients with ``codec``."""
         found = copy.copy(self)
         found._codec = codec
         return found
@@ -97,25 +96,24 @@ class Transport:
         raise NotImplementedError
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # it serves training too
+        with torch.inference_mode(False):  # training could not write a tensor of inference mode
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         return self._queues.launch(job, is_reduction=is_reduction)
 
     def close(self) -> None:
-        """End what was made for these collectives alone, on this rank alone."""
+        """Release resources that belong to these collectives alone, on this rank alone."""
 
     def prepare_reductions(
         self, wanted: Sequence[tuple[int, torch.dtype, torch.dtype]], device: torch.device
     ) -> None:
-        """Allocate and compile on ``device`` what reductions need, ahead of the first backward.
+        """Allocate buffers and compile kernels for reductions before the first backward.
 
-        ``wanted``: the elements of each gradient to be reduced, its dtype and that of its sum.
+        ``wanted`` has an entry per gradient: its elements, its dtype and the dtype of its sum.
         """
 
     def _chosen(self, ranks: Sequence[int]) -> list[int]:
-        """Return the members of the subgroup ``ranks``, which this rank is to be in."""
         is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)
         if not is_sound or self.rank not in ranks:
             raise ValueError(
@@ -148,17 +146,17 @@ class HostCollectives(Transport):
         meter: Meter,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank makes one. ``members`` have the numbers of ``messages``."""
+        """Every rank must create one. ``members`` are rank numbers of ``messages``."""
         super().__init__(rank, queues, meter, members)
         self._messages = messages
         self._shared = shared
-        # From the right neighbour on, so that no rank is everybody's first target.
+        # Start with the next rank, so that ranks do not all send to the same peer first.
         self._peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         near = frozenset[int]() if shared is None else shared.peers
         self._near = frozenset(peer for peer in self._peers if self._members[peer] in near)
         self._channel = messages.next_channel()
         self._buffers = _Buffers()
-        # Bytes that are expected of a unit's next message, by peer: to it, and from it.
+        # Expected bytes of a unit's next encoded messages, by (unit, peer): (sent, received).
         self._expected: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
@@ -172,7 +170,7 @@ class HostCollectives(Transport):
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._shared is None or device.type != "cpu":
             return super().zeros(numel, dtype, device)
-        with torch.inference_mode(False):  # it serves training too
+        with torch.inference_mode(False):  # training could not write a tensor of inference mode
             return self._shared.zeros(numel, dtype)
 
     def all_gather(
@@ -219,7 +217,7 @@ class HostCollectives(Transport):
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         slices = full.view(self.world_size, -1)
-        codec, coded = self._codec, list[int]()  # peers that are sent messages, not slices
+        codec, coded = self._codec, list[int]()  # peers that receive encoded slices
         if codec is not None and codec.serves(full.dtype, out.numel()):
             per_node = self._links.ranks_per_node
             coded = [p for p in self._peers if p // per_node != self.rank // per_node]
@@ -265,7 +263,7 @@ class HostCollectives(Transport):
     def _exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> _Parcel:
-        """Start to exchange as many elements with a peer. ``offset`` is that of ``given``."""
+        """Send ``given`` and receive ``into``. ``offset``: that of ``given`` in shared memory."""
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
             return _Parcel(into, works)
@@ -282,7 +280,7 @@ class HostCollectives(Transport):
         return self._messages.irecv(into, self._members[peer], tag_of(self._channel, kind, unit))
 
     def _acknowledge(self, kind: Kind, unit: int) -> Work:
-        """Report to the near peers that their bytes were read. Waiting waits for their reports."""
+        """Report to near peers that their bytes were read. The work waits for their reports."""
         tag = tag_of(self._channel, kind, unit)
         assert self._shared is not None, "it has near peers"
         mailbox, near = self._shared.mailbox, [self._members[peer] for peer in self._near]
@@ -294,9 +292,9 @@ class HostCollectives(Transport):
     def _exchange_coded(
         self, codec: SliceCodec, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
     ) -> Work:
-        """Exchange messages with ``peers``, whose slices are decoded to ``parts``.
+        """Exchange encoded slices with ``peers`` and decode the received ones into ``parts``.
 
-        Theirs are asked for here. A job codes and sends this rank's, and decodes theirs.
+        The receives start here. A job encodes and sends this rank's slices, then decodes.
         """
         most = codec.max_nbytes(slices.dtype, slices.shape[1])
         room = coded_room(most)
@@ -347,22 +345,22 @@ class HostCollectives(Transport):
 
 @dataclass(slots=True, eq=False)
 class _Parcel:
-    """One peer's bytes on their way."""
+    """A receive from one peer under way."""
 
     into: Tensor
     works: Sequence[Work]
     shared: SharedMemory | None = None
-    token: Letter | None = None  # of a near peer
+    token: Letter | None = None  # set for a near peer only
 
     def receive(self) -> Tensor:
-        """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
+        """Wait and return the bytes: in ``into`` (far peer) or in shared memory (near peer)."""
         if self.shared is not None and self.token is not None:
             return self.shared.receive(self.token, self.into)
         wait_all(self.works)
         return self.into
 
     def wait(self) -> None:
-        """Wait, and copy the peer's bytes to ``into`` if they are not there. Once."""
+        """Wait and copy the peer's bytes to ``into`` if they are elsewhere. Call it once."""
         found = self.receive()
         if found.data_ptr() != self.into.data_ptr():
             self.into.copy_(found)
@@ -370,14 +368,14 @@ class _Parcel:
 
 @dataclass(eq=False)
 class _Several:
-    """Works that are waited for together. An all-to-all of near bytes then acknowledges them."""
+    """Several works as one. With ``reader``, near bytes of an all-to-all are acknowledged."""
 
     works: Sequence[Work]
     reader: HostCollectives | None = None
     unit: int = 0
 
     def wait(self) -> None:
-        """Wait for all. At the first call: a peer's bytes are read once."""
+        """Wait for all works. Further calls do nothing."""
         works, self.works = self.works, ()
         wait_all(works)
         reader, self.reader = self.reader, None
@@ -394,7 +392,7 @@ class _HostReduction:
 
     owner: HostCollectives
     out: Tensor
-    # This rank's slices, or places that ``arrival`` fills. After `wait`, every rank's part.
+    # After `wait`: each rank's slice of the gradient, in rank order.
     contributions: list[Tensor]
     parcels: dict[int, _Parcel]
     received: Tensor | None
@@ -405,7 +403,7 @@ class _HostReduction:
     is_summed: bool = False
 
     def wait(self) -> None:
-        """Sum in rank order, to what is in ``out`` if ``is_added``. Once."""
+        """Sum in rank order, onto ``out`` if ``is_added``. Further calls do nothing."""
         if not self.is_summed:
             self.is_summed = True
             self.arrival.wait()
@@ -415,7 +413,7 @@ class _HostReduction:
             add_up(self.out, self.contributions)
 
     def acknowledge(self) -> Work:
-        """End the reduction: its scratch buffer is free, its near parts were read."""
+        """Release the scratch buffer, and acknowledge near peers' slices."""
         self.contributions = []
         if self.received is not None:
             self.owner._buffers.release(self.received)
@@ -423,19 +421,19 @@ class _HostReduction:
 
 
 class _Buffers:
-    """Buffers for what arrives in reductions, kept from one to the next. Any thread may ask."""
+    """Reusable buffers for received slices, usable from any thread."""
 
     def __init__(self) -> None:
-        self.nbytes = 0  # of all of them
+        self.nbytes = 0  # bytes allocated so far
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         free = self._free.setdefault((numel, dtype), [])
         try:
-            return free.pop()  # another thread may have taken the last one
+            return free.pop()  # no prior check: another thread may pop the last buffer
         except IndexError:
             self.nbytes += numel * dtype.itemsize
-            with torch.inference_mode(False):  # it serves training too
+            with torch.inference_mode(False):  # training could not write a tensor of inference mode
                 return torch.empty(numel, dtype=dtype)
 
     def release(self, buffer: Tensor) -> None:
@@ -443,12 +441,12 @@ class _Buffers:
 
 
 def coded_room(max_nbytes: int) -> int:
-    """Return the bytes of the buffer for a message of at most ``max_nbytes``, each way."""
+    """Return the bytes of a buffer for a length field and a message of at most ``max_nbytes``."""
     return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def check_announced(nbytes: int, most: int, rank: int, sender: int, *, multiple: int = 1) -> None:
-    """Refuse the length of a message that ``sender`` cannot have coded for ``rank``."""
+    """Raise CollectiveError if ``nbytes`` is not a possible length of a message of ``sender``."""
     if not 0 <= nbytes <= most or nbytes % multiple:
         raise CollectiveError(
             f"rank {rank} expects at most {most} bytes of a coded gradient of rank {sender}, which "
@@ -462,7 +460,7 @@ class HostLibrary:
     def __init__(
         self, messages: Messages, *, rank: int, world_size: int, channel: int = CONTROL_CHANNEL
     ) -> None:
-        """``channel`` is another one for a thread beside the others'."""
+        """``channel``: a thread that runs beside training uses a separate one."""
         self.rank = rank
         self.world_size = world_size
         self._messages = messages
@@ -492,7 +490,7 @@ class HostLibrary:
 
     def all_reduce(self, values: Tensor) -> Work:
         rows = values.new_empty(self.world_size, values.numel())
-        own = rows[self.rank]  # a send that was left by an exception reads it, not ``values``
+        own = rows[self.rank]  # a send that outlives an exception still reads this row
         own.copy_(values.view(-1))
         work = self._gather(rows, own, Kind.CONTROL_SUM)
 
@@ -505,10 +503,10 @@ class HostLibrary:
         return Pending(add_up)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        """A binomial tree: no rank sends more than log2(ranks) times."""
+        """Broadcast along a binomial tree: no rank sends more than log2(ranks) times."""
         size = self.world_size
         place = (self.rank - source) % size
-        # A rank receives from the one without its lowest bit, and sends to those with lower bits.
+        # A position's parent has the lowest set bit cleared. Its children have one lower bit set.
         reach = place & -place if place else 1 << (size - 1).bit_length()
         flat = tensor.view(-1)
         if place:

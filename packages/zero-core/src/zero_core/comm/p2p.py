@@ -1,10 +1,10 @@
-"""Messages between single ranks, each found by its sender and tag.
+"""Point-to-point messages, matched by sender and tag.
 
 [Note: channels and threads]
-A tag is the channel (one per subgroup, and other ones for every engine over a process group), the
-unit and the kind of exchange. So engines, subgroups, units and queues may interleave in any way, as
-long as the messages of one tag are sent and received in the same order. Any thread may send and
-receive: gloo's pairs and the mailbox lock themselves.
+A tag combines the channel, the unit and the kind of exchange. Each subgroup of each engine over a
+process group has a different channel. Engines, subgroups, units and queues may therefore interleave
+freely, provided that sender and receiver start the messages of one tag in the same order. Any
+thread may send and receive: gloo's pairs and the mailbox have locks.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ class Kind(IntEnum):
     """Purpose of a message. Messages of different kinds never share a tag."""
 
     GATHER = 0
-    SPREAD = 1  # a shard of another node, passed on within the node
+    SPREAD = 1  # a shard from another node, forwarded within this node
     REDUCE = 2
-    REDUCE_READ = 3  # the acknowledgement of a reduction
+    REDUCE_READ = 3  # acknowledgement: a reduction has read the peer's slice
     SWAP = 4
     SWAP_READ = 5
-    REDUCE_REST = 6  # the second part of a coded slice, which was longer than expected
-    CONTROL_GATHER = 7  # this and the next ones: of `zero_core.comm.host.HostLibrary`
+    REDUCE_REST = 6  # the part of an encoded slice that exceeds the expected length
+    CONTROL_GATHER = 7  # this and the following kinds belong to `zero_core.comm.host.HostLibrary`
     CONTROL_SUM = 8
     CONTROL_BROADCAST = 9
     CONTROL_EXCHANGE = 10
 
 
 def tag_of(channel: int, kind: Kind, number: int) -> int:
-    """Return the tag of messages of a kind with ``number``, which is below 2**15."""
+    """Return the tag of a message. ``number`` must be below 2**15."""
     return (number * len(Kind) + kind) * _NUM_CHANNELS + channel
 
 
 class Messages(Protocol):
-    """Messages between single ranks of a group."""
+    """Point-to-point messages among the ranks of a group."""
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        """Start to send a CPU tensor, which must not change until the work is done."""
+        """Start to send a CPU tensor, which must not change until the returned work is done."""
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Start to receive into a CPU tensor of the size that ``source`` sends."""
+        """Start to receive from ``source`` into a CPU tensor of the same size as the sent one."""
 
     def next_channel(self) -> int:
-        """Return a number that no other user of the group has. Every rank must call it."""
+        """Return an unused channel number. Every rank must call it."""
 
 
 class _Message:
-    """A message under way, kept alive until it has been waited for.
+    """A message under way, kept alive until `wait` returns.
 
-    gloo keeps what is sent over a connection in order. A send or receive that is freed before it
-    is done stays at the head of that order for good, and no later message of any tag arrives.
+    gloo sends in order on each connection. A send or receive that is freed before it completes
+    blocks all later messages of that connection, whatever their tag.
     """
 
     __slots__ = ("_limits", "_under_way", "_work")
 
     def __init__(self, work: dist.Work, limits: list[timedelta], under_way: set[_Message]) -> None:
         self._work = work
-        self._limits = limits  # of the wait: one or none
+        self._limits = limits  # arguments of ``wait``: a timeout or nothing
         self._under_way = under_way
         under_way.add(self)
 
@@ -89,10 +89,10 @@ class _Message:
 
 
 class ProcessMessages:
-    """`Messages` between processes, by torch.distributed."""
+    """`Messages` between processes, over torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        """Wait at most ``timeout_s``, or the timeout of ``group`` (None: the default group)."""
+        """``timeout_s`` limits each wait. None: the timeout of ``group``."""
         if not dist.is_available() or not dist.is_initialized():
             group = None
         elif group is None:
@@ -101,7 +101,7 @@ class ProcessMessages:
         self._limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
         self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
 
-    # Not by `dist.isend` and `dist.irecv`, whose checks of each call take as long as the message.
+    # Not `dist.isend` and `dist.irecv`: they check arguments for as long as a small message takes.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         assert self._group is not None, "a single rank sends nothing"
@@ -119,7 +119,7 @@ class ProcessMessages:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor in a dtype that gloo sends."""
+    """View complex tensors as real: gloo sends no complex dtype."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -1,12 +1,13 @@
-"""Queues on which collectives of several hops run, beside the caller.
+"""Queues that run multi-hop collectives asynchronously.
 
-The second hop of an exchange cannot start before the first has arrived, and must not wait for the
-caller. So the hops of one exchange are a **job**, and jobs run in order in one of two **queues**,
-one for gathers and one for reductions. Where a block's parameter is unused on one rank only, the
-two interleave differently there; within a queue the order is that of all ranks.
+The second hop of an exchange must start when the first hop has arrived, without the caller. The
+hops of one exchange therefore form a **job**. There are two **queues**, one for gathers and one for
+reductions, and each runs its jobs in order. If a parameter is unused on one rank only, gathers and
+reductions interleave differently on that rank, but the order within each queue is equal on all
+ranks.
 
-On a host a queue is served by a daemon thread, started at its first use. On an accelerator it is a
-stream: a job runs inline and only enqueues.
+On a host, a daemon thread serves each queue. On an accelerator, a queue is a stream: jobs run
+inline and only enqueue work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zero_core.protocols import Work
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """An operation under way, and what waits for it: `zero_core.protocols.Work`."""
+    """`zero_core.protocols.Work` made of a function that waits."""
 
     wait: Callable[[], object]
 
@@ -35,26 +36,26 @@ _Tasks = SimpleQueue["tuple[_Job, Future[None], bool] | None"]
 
 
 class HostQueues:
-    """A thread per queue. The threads end when this object does."""
+    """A daemon thread per queue. The threads end when this object is deleted."""
 
     def __init__(self) -> None:
         self._queues: dict[bool, tuple[threading.Thread, _Tasks]] = {}
         self._lock = threading.Lock()
 
     def launch(self, job: _Job, *, is_reduction: bool) -> Work:
-        """Run ``job`` in the queue's thread. From a job of that queue, at once."""
+        """Run ``job`` on the queue's thread. If called from that thread, run it inline."""
         outcome: Future[None] = Future()
         with self._lock:
             if is_reduction not in self._queues:
                 queue: _Tasks = SimpleQueue()
                 name = "zero_core reductions" if is_reduction else "zero_core gathers"
-                # Daemons: a peer that is gone must not keep this process from ending.
+                # Daemon threads, so that a dead peer cannot prevent this process from exiting.
                 thread = threading.Thread(target=_serve, args=(queue,), name=name, daemon=True)
                 self._queues[is_reduction] = thread, queue
                 thread.start()
         thread, queue = self._queues[is_reduction]
         if threading.current_thread() is thread:
-            _run(job, outcome)  # queued, it would wait for the job that waits for it
+            _run(job, outcome)  # queued, it would deadlock with the job that calls and waits
         else:
             queue.put((job, outcome, torch.is_inference_mode_enabled()))
         return Pending(outcome.result)
@@ -72,25 +73,25 @@ class StreamQueues:
         self._streams: dict[bool, torch.Stream] = {}
 
     def launch(self, job: _Job, *, is_reduction: bool) -> Work:
-        """Run ``job`` with the queue's stream as the current one."""
+        """Run ``job`` with the queue's stream as the current stream."""
         if is_reduction not in self._streams:
-            # Of high priority, as the library's: its few blocks would wait for a large product's.
+            # High priority: otherwise NCCL's few thread blocks wait for those of large matmuls.
             self._streams[is_reduction] = torch.Stream(self._device, priority=-1)
         stream = self._streams[is_reduction]
         outcome: Future[None] = Future()
         current = torch.accelerator.current_stream(self._device)
-        if current == stream:  # launched by a job of this queue; torch 2.10 enters no stream twice
+        if current == stream:  # called by a job of this queue; torch 2.10 cannot re-enter a stream
             _run(job, outcome)
         else:
-            # The queue waits for what the caller has enqueued: the job reads it.
+            # The job reads tensors that the caller has written on its current stream.
             stream.wait_stream(current)
             with stream:
                 _run(job, outcome)
-        done = stream.record_event()  # all operations of the job are on its stream
+        done = stream.record_event()
 
         def wait() -> None:
             outcome.result()
-            # The caller's current stream waits for the job: it reads what the job wrote.
+            # The caller reads tensors that the job has written.
             torch.accelerator.current_stream(self._device).wait_event(done)
 
         return Pending(wait)
@@ -102,7 +103,7 @@ CommQueues = HostQueues | StreamQueues
 def _run(job: _Job, outcome: Future[None]) -> None:
     try:
         job()
-    except BaseException as error:  # whoever waits must hear of it, at each call
+    except BaseException as error:  # every call of `Pending.wait` raises the error
         outcome.set_exception(error)
     else:
         outcome.set_result(None)
@@ -111,8 +112,8 @@ def _run(job: _Job, outcome: Future[None]) -> None:
 def _serve(queue: _Tasks) -> None:
     while (task := queue.get()) is not None:
         job, outcome, is_inference = task
-        # Torch's modes are a thread's own, and buffers made in inference mode are written only in
-        # it. So a job has its caller's.
+        # Torch's inference and grad modes are per thread. Tensors created in inference mode can be
+        # written only in inference mode, so the job runs in its caller's mode.
         with torch.inference_mode(is_inference), torch.no_grad():
             _run(job, outcome)
-        del task, job, outcome  # a thread at rest keeps no buffer and no process group alive
+        del task, job, outcome  # otherwise an idle thread keeps buffers and process groups alive

@@ -1,31 +1,32 @@
-"""Memory that the ranks of one host read from each other, and short messages between them.
+"""Memory that ranks of one host read from each other, and short messages between these ranks.
 
-Between processes of one machine gloo sends bytes through the loopback interface: two copies in the
-kernel, and wake-ups. Here a rank sends its peers only the offset of its bytes, and they read them
-in place.
+Between processes of one host, gloo sends bytes through the loopback interface, with two copies in
+the kernel and wake-ups. Here a rank sends only the offset of its bytes, and its peers read them in
+place.
 
 [Note: one window per rank]
-Each rank has a **window**: one memfd, an anonymous file that no file system holds and no
-``/dev/shm`` limits. It is as large as the host's memory, and its pages exist from their first write
-on. All peers map the whole window when the engine is built, through ``/proc/PID/fd``; ranks that
-cannot (another host, user or namespace of processes) share no memory. Buffers are carved from the
-window in order, and an offset in it means the same to every rank.
+Each rank has a **window**: a memfd, an anonymous file outside any file system and not limited by
+``/dev/shm``. The window is as large as the host's memory, and its pages are allocated at their
+first write. When the engine is built, all peers map the whole window through ``/proc/PID/fd``.
+Ranks that cannot map it (another host, user or PID namespace) share no memory. Buffers are
+allocated from the window in ascending order. An offset in a window means the same to every rank.
 
-The window is **sealed** at its size: shrinking it would kill all that have it mapped at their next
-read (SIGBUS). What is mapped stays readable until the reader drops it. So a rank may end, drop its
-engine or be killed while a slower peer still reads its last gather.
+The window is **sealed** at its size, because shrinking it would kill every process that reads it
+afterwards (SIGBUS). Mapped pages stay readable until the reader unmaps them. A rank may therefore
+exit, drop its engine or be killed while a slower peer still reads its last gather.
 
 [Note: pipes]
-Each rank has a pipe from every other one, which opens it in the same way. A message is one write of
-two numbers with its tag and its number among those of its sender and tag. So each letter gets its
-own message, whoever reads it from the pipe, in whatever order the letters are waited for. The end
-of a pipe shows that its writer died. (By gloo, whose thread polls for the lock of a connection, a
-message took a tick of the scheduler, 4 ms, where ranks have one core each.)
+Each rank has one pipe per peer, which the peer opens through ``/proc/PID/fd`` for writing. A
+message is a single write of its tag, two numbers, and a serial number among the messages with the
+same sender and tag. Messages can therefore be awaited in any order and read from the pipe by any
+thread. End of file on a pipe means that its writer has died. (With gloo, whose thread polls for a
+connection's lock, a message took a scheduler tick of 4 ms where ranks have one core each.)
 
 [Note: interrupts]
-Ctrl-C raises between two calls in the main thread. What is read from a pipe is therefore kept by
-the same call in C, and sorted in steps that may be repeated. A reader that was interrupted finds
-its own mark and goes on; others wait for it.
+Ctrl-C raises KeyboardInterrupt between two calls in the main thread. Data read from a pipe is
+therefore stored by the same C call that reads it, and sorted in steps that can be repeated. An
+interrupted reader finds that it is still registered as the reader and continues. Other threads wait
+for it.
 """
 
 from __future__ import annotations
@@ -85,12 +86,12 @@ _CARD: TypeAdapter[_Card] = TypeAdapter(_Card)
 
 
 class SharedMemory:
-    """This rank's window and the peers' ones. See [Note: one window per rank]."""
+    """This rank's window and its mappings of the peers' windows."""
 
     def __init__(
         self, control: ControlGroup, *, timeout_s: float, ranks_per_node: int | None = None
     ) -> None:
-        """Map the windows of the node's ``ranks_per_node`` ranks, of all by default.
+        """Map the windows of the ``ranks_per_node`` ranks of this node (default: all ranks).
 
         Every rank must call it. ``timeout_s`` is the longest wait for a message.
         """
@@ -98,10 +99,10 @@ class SharedMemory:
         self._window: mmap.mmap | None = None
         self._base = 0  # address of the window
         self._nbytes = 0
-        self._stop = mmap.PAGESIZE  # of what is carved from it
-        self._buffers: list[Tensor] = []  # live as long as this object: peers read them
+        self._stop = mmap.PAGESIZE  # end of the allocated part of the window
+        self._buffers: list[Tensor] = []  # kept alive by this object, because peers read them
         self._mapped: dict[int, Tensor] = {}  # whole windows, by rank
-        self._found: dict[tuple[int, int, int, torch.dtype], Tensor] = {}  # views of them
+        self._found: dict[tuple[int, int, int, torch.dtype], Tensor] = {}  # cache of `at`
         per_node = ranks_per_node or control.world_size
         first = self._rank // per_node * per_node
         others = [rank for rank in range(first, first + per_node) if rank != self._rank]
@@ -120,17 +121,17 @@ class SharedMemory:
                     window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
                     if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
-            # Once all ranks are here, they have mapped what they can.
+            # After this exchange every rank has mapped its peers' windows, so it may close its own.
             table = control.gather_bytes(bytes(r in self._mapped for r in range(len(cards))))
         finally:
             if descriptor is not None:
                 os.close(descriptor)
         self._mapped = {r: window for r, window in self._mapped.items() if table[r][self._rank]}
-        self.peers = frozenset(self._mapped)  # with which memory is shared, both ways
+        self.peers = frozenset(self._mapped)  # ranks that share memory with this one, both ways
         self.mailbox.begin(self.peers)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor in shared memory, which lives as long as this object."""
+        """Return a 1-D tensor in shared memory, valid as long as this object lives."""
         start = self._stop
         stop = start + numel * dtype.itemsize
         if self._window is None or stop > self._nbytes:
@@ -139,18 +140,18 @@ class SharedMemory:
                 f"{max(self._nbytes - start, 0)} left of this host's memory"
             )
         self._stop = -(-max(stop, start + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Each buffer has a storage of its own: whoever saves a tensor saves its storage.
+        # One storage per buffer: saving a tensor saves its whole storage.
         buffer = torch.frombuffer(self._window, dtype=dtype, count=max(numel, 1), offset=start)
         self._buffers.append(buffer)
         return buffer[:numel]
 
     def locate(self, tensor: Tensor) -> int | None:
-        """Return the offset of ``tensor`` in this rank's window. None if it is not there."""
+        """Return the byte offset of ``tensor`` in this rank's window, or None if it is outside."""
         offset = tensor.data_ptr() - self._base
         return offset if 0 <= offset < self._nbytes else None
 
     def receive(self, letter: Letter, like: Tensor) -> Tensor:
-        """Wait for a letter, and return the bytes that it locates, in place, as ``like`` is."""
+        """Wait for ``letter`` and return a view of the bytes it locates, with ``like``'s dtype."""
         peer = letter[0]
         offset, nbytes = self.mailbox.wait(letter)
         if nbytes != like.nbytes:
@@ -161,7 +162,7 @@ class SharedMemory:
         return self.at(peer, offset, like.numel(), like.dtype)
 
     def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written."""
+        """Return a read-only view of ``numel`` elements in rank ``peer``'s window."""
         key = (peer, offset, numel, dtype)
         found = self._found.get(key)
         if found is not None:
@@ -177,8 +178,8 @@ class SharedMemory:
         return view
 
     def _open_window(self, secret: bytes, others: Sequence[int]) -> int | None:
-        """Make this rank's window, if possible, and pipes from others. Return its descriptor."""
-        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some builds of Python
+        """Create this rank's pipes and window. Return the window's descriptor, or None."""
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some Pythons lack it
             return None
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         nbytes = min(host_bytes, _MAX_BYTES_PER_NODE // (1 + len(others)))
@@ -217,7 +218,7 @@ def _advice(error: OSError) -> str:
 
 
 def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None:
-    """Map another process's window, read-only. None if it cannot be read or is another file."""
+    """Map another process's window read-only. None if it is unreadable or another file."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -228,40 +229,41 @@ def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None
         finally:
             os.close(opened)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # else: not of this host
+        # Other errors mean that the process belongs to another host or user.
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             _log.warning("cannot share memory with process %d: %s; %s", pid, error, _advice(error))
         return None
     if window[:_SECRET_BYTES] != secret:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has no read-only tensors
+        warnings.simplefilter("ignore")  # torch warns because it has no read-only tensors
         return torch.frombuffer(window, dtype=torch.uint8)
 
 
 class Mailbox:
-    """This rank's messages from and to its peers, by any thread. See [Note: pipes]."""
+    """Messages between this rank and its peers, usable from any thread. See [Note: pipes]."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Make it without peers. ``timeout_s`` is the longest wait for one."""
         self._timeout_s = timeout_s
         self._descriptors: set[int] = set()
         weakref.finalize(self, _close, self._descriptors)
         _mailboxes.add(self)
-        self.ends: dict[int, int] = {}  # what peers open to write to this rank, until `begin`
+        self.ends: dict[int, int] = {}  # write ends that peers open, kept until `begin`
         self._writers: dict[int, int] = {}
-        self._peer_of: dict[int, int] = {}  # by the end that this rank reads
-        self._poll: select.poll  # of the readers; Windows has none
+        self._peer_of: dict[int, int] = {}  # peer, by the read end of its pipe
+        self._poll: select.poll  # polls the read ends; not on Windows
         self._sent: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._expected: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
-        self._raw: deque[tuple[int, tuple[int, int, int, int]]] = deque()  # read, not sorted
-        self._lock = RLock()  # of all that follows; `Condition.__enter__` could be interrupted
+        self._raw: deque[tuple[int, tuple[int, int, int, int]]] = deque()  # received but not sorted
+        # Guards the attributes below. Ctrl-C could interrupt `Condition.__enter__`, not an RLock.
+        self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._reader: int | None = None  # the one thread that reads
-        self._ended: set[int] = set()  # peers
+        self._reader: int | None = None  # thread that reads the pipes
+        self._ended: set[int] = set()  # peers whose pipe is closed
         self._contents: dict[Letter, tuple[int, int]] = {}
 
     def make_pipes(self, peers: Iterable[int]) -> None:
-        """Make the pipes that ``peers`` write to. Raise OSError where that is not possible."""
+        """Create a pipe for each of ``peers`` to write to. Raises OSError on failure."""
         self._poll = select.poll()
         for peer in peers:
             reader, self.ends[peer] = pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -269,7 +271,7 @@ class Mailbox:
             self._descriptors.update(pipe)
 
     def connect(self, peer: int, pid: int, end: int) -> bool:
-        """Open the pipe to ``peer``: the ``end`` of its process. Return whether that worked."""
+        """Open ``end``, the write end of ``peer``'s pipe in process ``pid``. Return success."""
         try:
             writer = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -278,10 +280,10 @@ class Mailbox:
             return False
         self._descriptors.add(writer)
         self._writers[peer] = writer
-        return stat.S_ISFIFO(os.fstat(writer).st_mode)  # else the peer has failed since
+        return stat.S_ISFIFO(os.fstat(writer).st_mode)  # False: the descriptor was reused
 
     def begin(self, peers: Collection[int]) -> None:
-        """Close all but the pipes from and to ``peers``, which have connected."""
+        """Close all pipes except those from and to ``peers``, which are connected both ways."""
         self.ends.clear()
         self._writers = {peer: end for peer, end in self._writers.items() if peer in peers}
         self._peer_of = {end: peer for end, peer in self._peer_of.items() if peer in peers}
@@ -292,7 +294,7 @@ class Mailbox:
             self._poll.register(reader, select.POLLIN)
 
     def post(self, peer: int, tag: int, first: int, second: int) -> None:
-        """Send a message. One to a peer that has ended is lost."""
+        """Send a message. If the peer has exited, the message is dropped."""
         message, deadline = _MESSAGE.pack(tag, next(self._sent[peer, tag]), first, second), None
         while True:
             try:
@@ -300,7 +302,7 @@ class Mailbox:
                 return
             except BrokenPipeError:
                 return
-            except BlockingIOError:  # it is full: the peer may be waiting for this rank likewise
+            except BlockingIOError:  # full: the peer may wait for this rank to read
                 deadline = deadline or time.monotonic() + self._timeout_s
                 if time.monotonic() > deadline:
                     raise RuntimeError(
@@ -316,7 +318,7 @@ class Mailbox:
         return peer, tag, next(self._expected[peer, tag])
 
     def wait(self, letter: Letter) -> tuple[int, int]:
-        """Wait for a letter, and return its numbers. Once."""
+        """Wait for a letter and return its two numbers. Call it once per letter."""
         peer, deadline = letter[0], None
         while True:
             with self._lock:
@@ -339,7 +341,7 @@ class Mailbox:
                 self._read(min(deadline - now, _MAX_POLL_S))
 
     def _become_reader(self, seconds: float) -> bool:
-        """Return whether this thread is to read. If another one is, wait until it has read."""
+        """Return whether this thread may read the pipes. Otherwise wait for the reading thread."""
         if self._reader in (None, get_ident()):
             self._reader = get_ident()
             return True
@@ -347,7 +349,7 @@ class Mailbox:
         return False
 
     def _read(self, seconds: float) -> None:
-        """Read and sort what has arrived, or arrives first within ``seconds``."""
+        """Read and sort all messages that have arrived, waiting up to ``seconds`` for the first."""
         try:
             for descriptor, event in self._poll.poll(seconds * 1000):
                 peer = self._peer_of[descriptor]
@@ -381,11 +383,11 @@ _mailboxes = weakref.WeakSet[Mailbox]()
 
 
 def _forked() -> None:
-    """Close the pipes in a child of this process, or peers would not see the process end."""
+    """Close the pipes in a forked child, so that peers notice when the parent ends."""
     for mailbox in list(_mailboxes):
         _close(mailbox._descriptors)
         mailbox._descriptors.clear()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)

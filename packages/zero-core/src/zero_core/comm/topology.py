@@ -1,18 +1,18 @@
-"""Placement of ranks: the group that trains, its device, and the ranks of a node.
+"""Placement of ranks: the group that trains, each rank's device, and the ranks per node.
 
-[Note: who says how many]
-``build(mesh=...)`` of two dimensions does: the last one is within the node. Otherwise each rank
-names its node, by the first of these that its launcher has set: torchrun's ``LOCAL_WORLD_SIZE``
-(with ``GROUP_RANK``, the node's number), SLURM's ``SLURM_NODEID``; else its host's name, as under
-Open MPI, which numbers no nodes. The host's name also decides if the ranks have different
-launchers. Two nodes of a launcher count as two on one machine, too. Nodes have equally many,
-consecutive ranks here: see `fold`.
+[Note: ranks per node]
+With ``build(mesh=...)`` of two dimensions, the last dimension is the node. Otherwise each rank
+names its node by the first of these variables that its launcher sets: torchrun's
+``LOCAL_WORLD_SIZE`` (with ``GROUP_RANK``, the node's number), or SLURM's ``SLURM_NODEID``. If none
+is set (Open MPI does not number nodes), or if ranks have different launchers, the host name
+identifies the node. Two torchrun or SLURM nodes on one machine count as two. All nodes are treated
+as having equally many consecutive ranks: see `fold`.
 
 [Note: a rank's device]
-A rank computes on the device bound to its process group (``init_process_group(device_id=...)``); if
-there is none, on the current one if that is not the first, which a program that chose none has; and
-otherwise on the one with the number ``LOCAL_RANK``, if there are so many. ``CUDA_VISIBLE_DEVICES``
-may leave it one alone. ``build`` compares the devices of all ranks (`check_devices`).
+A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
+is bound, it uses the current device, unless that is device 0, the default. In that case it uses
+device ``LOCAL_RANK`` if it exists. With ``CUDA_VISIBLE_DEVICES`` set per rank, only device 0
+exists. ``build`` compares the devices of all ranks (`check_devices`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
-    """Find the ranks of ``group`` or ``mesh``, or all. Every rank of them must call it.
+    """Find the ranks of ``group`` or ``mesh``, or all ranks. Every rank of them must call it.
 
-    The rank's accelerator becomes the current one.
+    Makes this rank's accelerator the current device.
     """
     if mesh is not None and group is not None:
         raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
@@ -53,7 +53,7 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
             dist.get_backend(group) == "gloo" or backend_on(group, device) is None
         ):
             device = torch.device("cpu")
-        if device.type != "cpu":  # see [Note: a rank's device]
+        if device.type != "cpu":
             bound = known_group(group).bound_device_id
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             if bound is not None:
@@ -89,14 +89,14 @@ def _accelerator() -> torch.device:
 
 
 def check_devices(ranks: Ranks) -> None:
-    """Refuse ranks that share a device if each needs its own. Every rank must call it."""
+    """Raise ConfigError if ranks share a device and need their own. Every rank must call it."""
     if not ranks.has_own_device:
         return
     identity = str(ranks.device)
-    if ranks.device.type == "cuda":  # independent of its index
+    if ranks.device.type == "cuda":  # the index differs between processes, the UUID does not
         identity = str(torch.cuda.get_device_properties(ranks.device).uuid)
     card = [socket.gethostname(), identity, str(ranks.device)]
-    # NCCL refuses the first collective of ranks that share a device, and names none of them.
+    # Uses the store, because NCCL would fail at the first collective without naming the ranks.
     rows = exchange_once(ranks, "the ranks' devices", json.dumps(card).encode())
     cards = [json.loads(row) for row in rows]
     users: dict[tuple[str, str], list[int]] = {}
@@ -117,7 +117,7 @@ def check_devices(ranks: Ranks) -> None:
 
 
 def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
-    """Ranks of a node. Every rank must call it. See [Note: who says how many]."""
+    """Return the ranks per node. Every rank must call it. See [Note: ranks per node]."""
     if ranks.size == 1:
         return 1
     found, host = os.environ, socket.gethostname()
@@ -140,9 +140,9 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
 
 
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
-    """Count the ranks of a node: of different sizes the greatest common divisor.
+    """Return the ranks per node: the greatest common divisor of all nodes' numbers of ranks.
 
-    Where a node's ranks are not consecutive, every rank counts as a node. ``is_told``: log it.
+    Returns 1 if a node's ranks are not consecutive. ``is_told``: log warnings.
     """
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):

@@ -1,11 +1,12 @@
 """Triton kernels of `zero_core.comm.fused_sum`: a sum in rank order and its statistics.
 
-A program adds one **tile** of all slices. It writes the tile's square sum to a place of its own;
-a second kernel adds these in order, so that the norm does not depend on the order of programs. A
-sum that has a non-finite term is not finite: only such a tile is read again, to find the ranks.
+Each program adds one **tile** of all slices and writes the tile's sum of squares to a separate
+element. A second kernel adds these in order, so the norm does not depend on the programs' order. If
+any term is non-finite, so is the sum. Only tiles with a non-finite sum are read again, to find the
+ranks.
 """
 
-# No `from __future__ import annotations`: Triton reads the annotations of the kernels.
+# No `from __future__ import annotations`: Triton reads the kernels' annotations.
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE: Final = 2048  # 16 elements per thread: two loads of 16 bytes of each slice in 16 bits
+TILE: Final = 2048  # 16 elements per thread: for 16-bit dtypes, two 16-byte loads per slice
 NORM_TILE: Final = 4096
 DTYPE_NAMES: Final = {
     torch.float32: "fp32",
@@ -22,20 +23,20 @@ DTYPE_NAMES: Final = {
     torch.float16: "fp16",
     torch.float64: "fp64",
 }
-# The norm has the same bits in the interpreter: no multiply-add fused into one rounding.
+# No fused multiply-add, so that Triton's interpreter computes the same bits of the norm.
 LAUNCH_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 4}
 
 
 def sum_by_triton(
     slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None
 ) -> None:
-    """Do `zero_core.comm.fused_sum.sum_slices` in two launches, or one without ``norm``."""
+    """Run `zero_core.comm.fused_sum.sum_slices` in two launches, or one without ``norm``."""
     numel = out.numel()
     num_tiles = triton.cdiv(numel, TILE)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     squares = torch.empty(0 if norm is None else num_tiles, dtype=wide, device=out.device)
     flags = squares if nonfinite is None else nonfinite.view(torch.uint8)
-    here = out.device  # Triton launches on the current one
+    here = out.device  # Triton launches on the current device
     with nullcontext() if here.type == "cpu" else torch.accelerator.device_index(here.index):
         sum_kernel[(num_tiles,)](
             _typed(slices),
@@ -55,8 +56,8 @@ def sum_by_triton(
             norm_kernel[(1,)](squares, norm, num_tiles, TILE=NORM_TILE, **LAUNCH_OPTIONS)
 
 
-# ``numel`` is specialized on divisibility by 16 alone: then whole vectors are loaded. The flags may
-# be a part of a vector, at any address, and nothing may be compiled during backward.
+# ``numel`` stays specialized on divisibility by 16, which allows vector loads. The flags may be at
+# any address, so specialization on their alignment could compile a kernel during backward.
 @triton.jit(do_not_specialize=["num_slices"], do_not_specialize_on_alignment=["nonfinite_ptr"])
 def sum_kernel(
     slices_ptr: tl.tensor,
@@ -71,7 +72,6 @@ def sum_kernel(
     HAS_FLAGS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Sum one tile of all slices. bf16 elements are passed as int16."""
     tile = tl.program_id(0).to(tl.int64)
     offsets = tile * TILE + tl.arange(0, TILE)
     is_inside = offsets < numel
@@ -96,7 +96,7 @@ def sum_kernel(
             for rank in range(num_slices):
                 part = _load(row_ptr + offsets, is_inside, DTYPE)
                 if _has_nonfinite(part, DTYPE):
-                    tl.store(nonfinite_ptr + rank, 1)  # whoever else writes it writes the same
+                    tl.store(nonfinite_ptr + rank, 1)  # all programs write the same value
                 row_ptr += numel
 
 
@@ -104,7 +104,7 @@ def sum_kernel(
 def norm_kernel(
     squares_ptr: tl.tensor, norm_ptr: tl.tensor, num_tiles: tl.tensor, TILE: tl.constexpr
 ) -> None:
-    """Write the root of the sum of all square sums, added in float64 by one program."""
+    """Write the square root of the total of all tiles' sums of squares, added in float64."""
     total = tl.zeros([TILE], tl.float64)
     for start in range(0, num_tiles, TILE):
         place = start + tl.arange(0, TILE)
@@ -114,7 +114,7 @@ def norm_kernel(
 
 @triton.jit
 def _load(ptrs: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Load elements as fp32, or as float64 where they are."""
+    """Load elements as fp32, or as float64 if stored so."""
     raw = tl.load(ptrs, mask=mask, other=0)
     if DTYPE == "bf16":
         return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -126,7 +126,7 @@ def _load(ptrs: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _has_nonfinite(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Whether any element of fp32 or float64 ``x`` is NaN or Inf, by the bits of its exponent."""
+    """Check the exponent bits of fp32 or float64 ``x`` for NaN or Inf."""
     if DTYPE == "fp64":
         bits = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
         return tl.max(bits, axis=0) >= 0x7FF0000000000000
@@ -140,9 +140,9 @@ def _bfloat16_bits(x: tl.tensor) -> tl.tensor:
     """Round fp32 ``x`` to bfloat16, ties to even, and return its 16 bits in an int32."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x == x, rounded, 0x7FC0)  # or NaN's bits might carry over into zero
+    return tl.where(x == x, rounded, 0x7FC0)  # rounding could overflow a NaN's bits to zero
 
 
 def _typed(x: Tensor) -> Tensor:
-    """View bfloat16 as int16: the kernels convert it themselves."""
+    """View bfloat16 as int16, which the kernels convert themselves."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x

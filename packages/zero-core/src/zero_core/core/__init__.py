@@ -1,1 +1,1 @@
-"""The core of every engine, which no feature changes."""
+"""Core of every engine: units, flat parameters and gradients, passes. Features do not change it."""

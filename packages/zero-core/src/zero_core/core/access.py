@@ -1,23 +1,25 @@
-"""Reads and writes of parameters between gathers. This file alone assigns their classes.
+"""Reads and writes of parameters between gathers. Only this file assigns classes of parameters.
 
 [Note: access]
-A parameter tells the truth to whoever looks: the current value, or an error at that place.
+Reading a parameter returns its current value or raises an error where it is read.
 
-open      The parameter holds its value. It has its own class, and reads cost nothing. Where a
-          master weight is other memory, reads of ``data`` are noted: see `Edits`.
-deferred  The value is on its way, as after a step at stages 1 and 2, or the tail's in a forward.
-          The first read waits for it.
-refused   The value is not here, as between two uses at stage 3. A read raises, and names the cure.
+open      The parameter holds its value and has its own class. Reads cost nothing. If the master
+          weight has separate memory, reads of ``data`` are recorded: see `Edits`.
+deferred  The value is being gathered, as after a step at stages 1 and 2, or as the values of the
+          tail unit in a forward. The first read waits for the gather.
+refused   The value is not on this rank, as between two uses at stage 3. A read raises an error that
+          says what to do.
 
-1. A read starts no collective: a line in the log of one rank would wait for the others for ever.
-   What is to be waited for is launched by `UnitSet.publish` (of the tail by `launch_tail`), on all
-   ranks in one order, and never within a backward.
-2. A deferred or refused parameter is of a subclass of its class, whose ``__torch_function__`` torch
-   calls before any operation on it. Objects, hooks and gradients do not change.
-3. Names, shapes, hooks and gradients need no value (`NEEDS_NO_VALUE`): they never wait or raise.
-4. Any thread may read. The wait is the host's, under the lock of whoever holds the values.
+1. A read starts no collective. Otherwise a log line on one rank would wait forever for the other
+   ranks. All ranks launch gathers in one order, never within a backward: `UnitSet.publish`, and
+   `UnitSet.launch_tail` for the tail.
+2. A deferred or refused parameter has a subclass of its own class. Torch calls the subclass's
+   ``__torch_function__`` before any operation. Objects, hooks and gradients do not change.
+3. Names, shapes, hooks and gradients need no value (`NEEDS_NO_VALUE`). Their use never waits or
+   raises.
+4. Any thread may read. The reading host thread waits under the lock of the `ValueHolder`.
 
-What no class can see is an alias that outlives a step, of ``param.data`` or by DLPack: see
+No class can detect an alias (of ``param.data`` or by DLPack) that is kept across a step: see
 docs/after-build.md.
 """
 
@@ -59,7 +61,7 @@ NEEDS_NO_VALUE = frozenset(
         *(Tensor.requires_grad_, Tensor.__dlpack_device__),
         *(torch.is_complex, torch.is_floating_point, torch.is_signed, torch.numel),
         *(torch.is_same_size, torch.result_type, torch.autograd.grad),
-        torch._has_compatible_shallow_copy_type,  # `nn.Module.to`
+        torch._has_compatible_shallow_copy_type,  # used by `nn.Module.to`
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randint_like),
         *(torch.randn_like, torch.zeros_like, Tensor.new_empty, Tensor.new_empty_strided),
         *(Tensor.new_full, Tensor.new_ones, Tensor.new_zeros),
@@ -80,14 +82,14 @@ _get_version = _PROPERTIES["_version"].__get__
 
 
 class Cures(NamedTuple):
-    """Calls that let a program use a sharded parameter, as its interface names them in errors."""
+    """Calls that give access to a sharded parameter, with the names that error messages use."""
 
     read: str = "engine.gathered()"
     write: str = "engine.gathered(modifier_rank=...)"
     declare: str = "make it or its module a part of that one before build()"
 
 
-# Why a parameter refuses to be read, and to be written. Fields are those of `Cures`.
+# Reasons why reading (first) and writing (second) raises. The fields are those of `Cures`.
 SHARDED = (
     "where stage 3 holds only this rank's shard of it: read it within {read}, which all ranks "
     "enter; or, for the forward of another module, {declare}",
@@ -107,16 +109,16 @@ ENDED = (
 
 
 class ValueHolder(Protocol):
-    """`zero_core.core.params.FlatParams`, whose file imports this one."""
+    """Interface of `zero_core.core.params.FlatParams`, whose module imports this one."""
 
     shown: ShownParams
 
     def await_values(self, param: nn.Parameter) -> None:
-        """Wait for the value of ``param``, which is deferred, and open it."""
+        """Wait for the value of the deferred ``param``, and make it readable."""
 
 
 class _Closed:
-    """Base of the classes of parameters that are not open: deferred ones, and `_Refused`."""
+    """Base of the classes of parameters that are not open: deferred and refused ones."""
 
     __slots__ = ()
 
@@ -134,7 +136,7 @@ class _Closed:
         target: Any = args[0] if args else next(iter(kwargs.values()), None)
         form = kwargs.get("memory_format", torch.preserve_format)
         if func in _CONVERSIONS and form is torch.preserve_format:
-            # Converting a placeholder would take memory for all of its elements.
+            # Converting a placeholder would allocate memory for all of its elements.
             empty = torch.empty((0,) * target.dim(), dtype=target.dtype, device=target.device)
             with DisableTorchFunction():
                 found = func(empty, *args[1:], **kwargs)
@@ -144,43 +146,40 @@ class _Closed:
                 return found
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, _Closed):
-                name = getattr(func, "__name__", "")  # foreign: torch's functions
+                name = getattr(func, "__name__", "")  # foreign: torch defines ``func``
                 writes = func == set_data or (name.endswith("_") and not name.endswith("__"))
                 leaf._open(func, is_write=writes and leaf is target)
         return func(*args, **kwargs)
 
     def _open(self: Any, func: Any, *, is_write: bool) -> None:
-        """Open the parameter for ``func``, or raise."""
+        """Make the parameter readable for ``func``, or raise."""
         _holder_of(self).await_values(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._open(copy.deepcopy, is_write=False)
-        return copy.deepcopy(self, memo)  # by its own class
+        return copy.deepcopy(self, memo)  # calls the own class's __deepcopy__
 
 
 class _Refused(_Closed):
-    """Base of the classes of refused parameters."""
-
     __slots__ = ()
 
     def _open(self: Any, func: Any, *, is_write: bool) -> None:
         holder = _holders.get(id(self))
         if func == set_data and (holder is None or holder.shown.why_refused is ENDED):
-            open_all([self])  # no engine follows it any more
+            open_all([self])  # no engine manages the parameter any more
             return
         raise RuntimeError(_holder_of(self).shown.refusal(self, is_write=is_write))
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
-        """Describe the parameter without its values, for debuggers and logs."""
         return f"Parameter(without values here, {tuple(self.shape)}, {self.dtype})"
 
 
-# One pass in C, as it runs for every parameter of every gather.
+# This slot wrapper runs in C, because it is called for every parameter of every gather.
 _set_class = vars(object)["__class__"].__set__
 
 
 class _OwnClasses(dict[type, type]):
-    """The original class of each class made here. Any other class is its own original."""
+    """Maps a class made here to the class it derives from, and any other class to itself."""
 
     def __missing__(self, found: type) -> type:
         return found
@@ -191,14 +190,14 @@ _own_classes = _OwnClasses()
 
 @functools.cache
 def derive(base: type, own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class with bases ``base`` and ``own``. Torch's optimizers take it as ``own``."""
+    """Return a subclass of ``base`` and ``own``, which torch's optimizers treat like ``own``."""
     made = type(own.__name__, (base, own), {"__module__": __name__})
     allow_foreach(made)
     return made
 
 
 class _Classes(dict[type, type]):
-    """Subclasses of a base and a parameter's own class, by that class or another one of its."""
+    """Cache of subclasses of a base and a parameter's class, by the parameter's class."""
 
     def __init__(self, base: type) -> None:
         super().__init__()
@@ -217,27 +216,26 @@ _DEFERRED, _REFUSED = _Classes(_Closed), _Classes(_Refused)
 
 
 def open_all(params: Sequence[nn.Parameter]) -> None:
-    """Give parameters their own classes: they hold their values."""
+    """Restore the own classes of parameters, which hold their values."""
     list(map(_set_class, params, map(_own_classes.__getitem__, map(type, params))))
 
 
 def defer(params: Sequence[nn.Parameter]) -> None:
-    """Have the first read of each parameter wait."""
+    """Make the first read of each parameter wait for its value."""
     list(map(_set_class, params, map(_DEFERRED.__getitem__, map(type, params))))
 
 
 def refuse(params: Sequence[nn.Parameter]) -> None:
-    """Have reads of parameters raise."""
+    """Make reads of the parameters raise."""
     list(map(_set_class, params, map(_REFUSED.__getitem__, map(type, params))))
 
 
 def is_refused(param: Tensor) -> bool:
-    """Whether a read of ``param`` raises."""
     return isinstance(param, _Refused)
 
 
 def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
-    """Give parameters the class ``own``, for whenever they are open from now on."""
+    """Set ``own`` as the class that the parameters have while open."""
     for param in params:
         if isinstance(param, _Closed):
             param.__class__ = (_REFUSED if is_refused(param) else _DEFERRED)[own]
@@ -246,19 +244,18 @@ def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
 
 
 def set_class(param: Tensor, found: type[Tensor]) -> None:
-    """Give a tensor the class ``found``, which it had before."""
+    """Set a tensor's class back to ``found``."""
     if type(param) is not found:
         param.__class__ = found
 
 
 def own_class(param: nn.Parameter) -> type[nn.Parameter]:
-    """Return the class that ``param`` has while it is open."""
     return _own_classes[type(param)]
 
 
 @contextmanager
 def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
-    """Let the engine itself use parameters within, whatever they hold."""
+    """Allow the engine to use the parameters in any state, within the context."""
     before = [(param, type(param)) for param in params if param is not None]
     open_all([param for param, _ in before])
     try:
@@ -273,7 +270,7 @@ aliased: set[int] = set()
 
 
 def take_aliased(params: Sequence[Tensor]) -> list[int]:
-    """Return the positions of ``params`` that are `aliased`, and remove them from there."""
+    """Return the positions of ``params`` that are in `aliased`, and remove them from `aliased`."""
     if not aliased:
         return []
     found = [position for position, param in enumerate(params) if id(param) in aliased]
@@ -286,7 +283,7 @@ _holders: weakref.WeakValueDictionary[int, ValueHolder] = weakref.WeakValueDicti
 
 
 def register(holder: ValueHolder, params: Iterable[nn.Parameter]) -> None:
-    """Have reads of ``params`` ask ``holder``, which is held weakly."""
+    """Register ``holder``, by weak reference, to answer reads of ``params``."""
     _holders.update(dict.fromkeys(map(id, params), holder))
 
 
@@ -302,16 +299,16 @@ def _holder_of(param: nn.Parameter) -> ValueHolder:
 
 
 class ShownParams:
-    """The parameters of one segment, as programs see them.
+    """The parameters of one segment, as user code sees them.
 
     Attributes:
-        params: the model's parameters, or components of such, in the order of the slots.
-        read_params: parameters of the model that have values here: what its code reads.
-        has_masters_apart: whether what is written must reach other memory than the values, too.
-        why_refused: why those that are refused are: a pair such as `SHARDED`.
-        is_shown: whether they are views of a buffer of values.
-        is_closed: whether reads wait or raise, but for those of copies.
-        written: a parameter that was written in a buffer that was given up, until it is reported.
+        params: the model's parameters, or components of quantized ones, in the order of the slots.
+        read_params: the model's parameters whose values are in this segment, which its code reads.
+        has_masters_apart: whether the master weights are in other memory than the values.
+        why_refused: why refused parameters are refused: a pair such as `SHARDED`.
+        is_shown: whether the parameters are views of a buffer of values.
+        is_closed: whether reads wait or raise, except reads of parameters with a copy.
+        written: a parameter that was written in a buffer since released, until it is reported.
     """
 
     def __init__(
@@ -324,9 +321,10 @@ class ShownParams:
         rank: int,
         has_masters_apart: bool,
     ) -> None:
-        """Take ``params``, one per slot, with their ``names``.
+        """Hold ``params``, one per slot, with their ``names``.
 
-        ``quantized``: the model's parameters that they are components of, if they are.
+        ``quantized``: the quantized parameters of the model whose components ``params`` are, if
+        any.
         """
         self.params = list(params)
         parts = [(q.name, q.param, q.components) for q in quantized] or [
@@ -349,17 +347,18 @@ class ShownParams:
         self.written: nn.Parameter | None = None
         self._rank = rank
         self._versions = list(map(_get_version, self.params))
-        self._moved: int | None = None  # position of one that was moved while shown
+        self._moved: int | None = None  # position of a parameter whose data was replaced
         self._views = views
-        self._shown = views.placeholders  # what they are views of
-        # Copies that they are views of while hidden, and how many hold each, by position.
+        self._shown = views.placeholders  # views or placeholders in use
+        # By position: copies that hidden parameters are views of, and the number of holders of
+        # each.
         self._copies: dict[int, Tensor] = {}
         self._num_holders: Counter[int] = Counter()
 
-    # ------------------------------------------------------- shown or hidden
+    # ------------------------------------------------------ show or hide values
 
     def show(self, full: Tensor) -> None:
-        """Open them: views of ``full``, [padded_numel], unless they are views of it already."""
+        """Make the parameters views of ``full``, [padded_numel], and readable."""
         open_all(self.read_params)
         self.is_closed = False
         if not self.is_shown:
@@ -370,9 +369,9 @@ class ShownParams:
             self.is_shown = True
 
     def withdraw(self) -> None:
-        """Hide them, and note what was moved or written in the buffer that is about to be reused.
+        """Hide the parameters before their buffer is reused, and record replaced or written ones.
 
-        Its other users would overwrite it.
+        A write to the buffer would be lost when another unit uses the buffer.
         """
         if self.is_shown:
             addresses = list(map(Tensor.data_ptr, self.params))
@@ -383,7 +382,7 @@ class ShownParams:
         self.hide()
 
     def hide(self) -> None:
-        """Make them placeholders that refuse to be read, but for those with copies."""
+        """Make the parameters refused placeholders, except those with copies."""
         if self.is_closed:
             open_all(self.read_params)
         self._shown = self._hidden() if self._copies else self._views.placeholders
@@ -393,13 +392,13 @@ class ShownParams:
         refuse(self._absent() if self._copies else self.read_params)
 
     def _hidden(self) -> BufferViews:
-        """Return placeholders, and copies where there are some."""
+        """Return the parameters' copies, and placeholders for parameters without a copy."""
         holes = enumerate(self._views.placeholders.slots)
         slots = [self._copies.get(position, hole) for position, hole in holes]
         return BufferViews(slots, [], list(map(Tensor.data_ptr, slots)))
 
     def _absent(self) -> list[nn.Parameter]:
-        """Return the parameters whose values are not all in copies."""
+        """Return the parameters whose values are not completely held in copies."""
         return [
             param
             for param, positions in zip(self.read_params, self._positions, strict=True)
@@ -416,7 +415,7 @@ class ShownParams:
         refuse(self.read_params)
 
     def refusal(self, param: Tensor, *, is_write: bool) -> str:
-        """Return why ``param``, which is refused, cannot be read or written, and the cure."""
+        """Return the error message for a read or write of the refused ``param``."""
         what = f"parameter {self.name_of(param)} was {'written' if is_write else 'read'}"
         why = self.why_refused[is_write].format(**self.cures._asdict())
         return f"rank {self._rank}: {what} {why}"
@@ -427,19 +426,19 @@ class ShownParams:
     def dtype_of(self, position: int) -> torch.dtype:
         return self._views.forms[position].dtype
 
-    # ------------------------------------------------- what programs changed
+    # ------------------------------------------------- changes by user code
 
     def forget_marks(self) -> None:
-        """Count what is in the parameters as this engine's."""
+        """Treat the current parameter values as written by this engine, not by user code."""
         if self.has_masters_apart:
             take_aliased(self.params)
         with DisableTorchFunction():
             self._versions = list(map(_get_version, self.params))
 
     def take_marks(self) -> list[tuple[int, bool]]:
-        """Return positions that may have been written since the last call, and whether they were.
+        """Return positions that user code may have written since the last call.
 
-        Changes of the engine's own do not count.
+        The bool is True if a write is certain. Changes by the engine do not count.
         """
         with DisableTorchFunction():
             before, self._versions = self._versions, list(map(_get_version, self.params))
@@ -450,7 +449,7 @@ class ShownParams:
         return sorted(found.items())
 
     def _note_written(self, versions: list[int]) -> None:
-        """Note a parameter that was written in memory that is about to be given up."""
+        """Record a parameter that was written in a buffer that is about to be released."""
         if versions == self._versions:
             return
         pairs = enumerate(zip(versions, self._versions, strict=True))
@@ -462,7 +461,7 @@ class ShownParams:
     def misplaced(self) -> int | None:
         """Return the position of a parameter whose ``data`` other code has replaced, or None.
 
-        One that was replaced while it was shown is returned once, after that.
+        A parameter replaced while shown is returned once, even if it is hidden by now.
         """
         moved, self._moved = self._moved, None
         return self._find_moved() if moved is None else moved
@@ -470,20 +469,20 @@ class ShownParams:
     def _find_moved(self) -> int | None:
         is_hidden = not (self.is_shown or self._copies)
         if is_hidden and all(map(_REFUSED.made.__contains__, map(type, self.read_params))):
-            return None  # else the objects were swapped, with their classes
-        with DisableTorchFunction():  # it is no read
+            return None  # otherwise user code swapped parameter objects with their classes
+        with DisableTorchFunction():  # reading an address must not count as a read of the value
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._shown.addresses
-        if self._views.is_opaque:  # refilled, they have other addresses each time
+        if self._views.is_opaque:  # opaque buffers get a new address at each refill
             expected = list(map(Tensor.data_ptr, self._shown.slots))
         if found == expected:
             return None
         return next(i for i, address in enumerate(expected) if found[i] != address)
 
     def restore(self, position: int) -> bool:
-        """Make a parameter a view again, if its ``data`` was replaced. Return whether it was."""
+        """Make a parameter a view again if its ``data`` was replaced. Return whether it was."""
         tensor, found = self._shown.slots[position], self.params[position]
-        with DisableTorchFunction():  # an address is no read
+        with DisableTorchFunction():  # an address needs no value
             is_replaced = (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape)
             if is_replaced:
                 found.data = tensor
@@ -492,13 +491,13 @@ class ShownParams:
     # ----------------------------------------------------------------- copies
 
     def copy_of(self, position: int) -> Tensor | None:
-        """Return the copy that a parameter is while hidden, if there is one."""
+        """Return the copy that the parameter uses while hidden, if there is one."""
         return self._copies.get(position)
 
     def hold(self, position: int, copy: Tensor | None) -> Tensor:
-        """Make a parameter the ``copy`` of its values while hidden. Return the copy in use.
+        """Make a hidden parameter a view of ``copy``, and count one holder. Return the copy in use.
 
-        Holders are counted: a copy that is there stays, and ``copy`` may be None then.
+        An existing copy stays in use. ``copy`` may then be None.
         """
         self._num_holders[position] += 1
         if position not in self._copies:
@@ -509,19 +508,19 @@ class ShownParams:
         return self._copies[position]
 
     def drop(self, position: int) -> None:
-        """End one `hold`. The copy goes with its last holder."""
+        """Release one `hold`. The copy is freed with its last holder."""
         self._num_holders[position] -= 1
         if self._num_holders[position]:
             return
         del self._copies[position]
         if not self.is_shown:
             self._shown = self._hidden()
-            with DisableTorchFunction():  # a component may belong to a parameter that is refused
+            with DisableTorchFunction():  # a component may belong to a refused parameter
                 set_data(self.params[position], self._shown.slots[position])
             refuse(self._absent())
 
     def write_copies(self, start: int, values: Tensor) -> None:
-        """Overwrite copies as `zero_core.core.params.FlatParams.write` does the values."""
+        """Overwrite copies with ``values``, which start at element ``start`` of the segment."""
         for position, held in self._copies.items():
             slot = self._views.slots[position]
             first, last = max(start, slot.start), min(start + values.numel(), slot.stop)

@@ -1,7 +1,7 @@
-"""Extensions of an engine: parts that follow a training without being part of its walk.
+"""Extensions of an engine: optional parts that react to events of training.
 
-An extension overrides the methods of `Extension` whose events it follows. An engine calls those
-methods alone: an event that nobody follows costs the loop over an empty list.
+An extension overrides the methods of `Extension` whose events it handles. For each event, an engine
+calls only the overridden methods. An event without handlers costs one loop over an empty list.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class EndedStep:
     """One step that has ended on this rank.
 
     Attributes:
-        number: optimizer steps so far, this one included.
+        number: number of optimizer steps so far, including this one.
         why_skipped: why parameters were not updated, or an empty string.
         rates: learning rates of the step, by parameter group.
-        micro_steps: the step's micro-steps.
-        client_state: what the program gave to `zero_core.Engine.step`.
+        micro_steps: number of micro-steps in the step.
+        client_state: the state that the program passed to `zero_core.Engine.step`.
     """
 
     number: int
@@ -36,123 +36,123 @@ class EndedStep:
 
 
 class Extension:
-    """Base of extensions. Every event is ignored unless a subclass overrides it.
+    """Base class of extensions. Every event is ignored unless a subclass overrides its method.
 
-    An event of a call that every rank must make takes place on every rank.
+    An event of an engine method that every rank must call happens on every rank.
 
     Attributes:
-        handles: of hooks on modules. The engine removes them at its end, and a copy of the model
-            has none of them.
+        handles: handles of hooks on modules. The engine removes these hooks at its end, and copies
+            of the model do not have them.
     """
 
     handles: Sequence[Any] = ()
 
     def attach(self, state: Any) -> None:
-        """Take the engine's `ShardedState`, which has no values yet."""
+        """Attach to the engine's `ShardedState`, which has no values yet."""
 
     def remove(self) -> None:
-        """Release what `attach` took. Local to this rank."""
+        """Undo `attach`, without communication."""
 
     def describe(self) -> str:
-        """Return what must be equal on all ranks: the kind, and settings if there are any."""
+        """Return text that must be equal on all ranks: the class, and its settings if any."""
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
     # ----------------------------------------------------------------- states
 
     def states(self) -> Mapping[str, Tensor]:
-        """Return states that checkpoints keep beside the optimizer's, by name. After `attach`.
+        """Return states for checkpoints to save with the optimizer's, by name. Follows `attach`.
 
-        Each is floating, 1-D, [state.local_numel], on the CPU, and parallel to this rank's master
-        weights. It stays the same tensor, and changes in `reset` and `stepped` alone.
-        ``engine.states`` has it under `PREFIX` and the name.
+        Each state is a floating-point tensor, 1-D, [state.local_numel], on the CPU. Its elements
+        correspond to this rank's master weights. The tensor object stays the same, and only `reset`
+        and `stepped` change its elements. ``engine.states`` lists it under `PREFIX` plus its name.
         """
         return {}
 
     def reset(self) -> None:
-        """Set the states to what belongs to the weights that the engine has now.
+        """Set the states to the values that correspond to the engine's current weights.
 
-        Called at the end of `zero_core.build`, and by each load before it writes the states that
-        the checkpoint has.
+        Called at the end of `zero_core.build`, and by each load before the load writes the states
+        that the checkpoint contains.
         """
 
-    # -------------------------------------------------------- life of an engine
+    # ----------------------------------------------- events outside of a step
 
     def begun(self) -> None:
-        """The engine is built, and its memory has the first values."""
+        """Called when the engine is built and its memory holds the first values."""
 
     def before_write(self) -> None:
-        """The program is about to read or write states outside of a step."""
+        """Called before the program reads or writes states outside of a step."""
 
     def saved(self, call: str, seconds: float) -> None:
-        """The engine's ``call`` has saved a checkpoint, or begun to."""
+        """Called after the engine method ``call`` has saved a checkpoint or started to."""
 
     def loaded(self, folder: str, seconds: float) -> None:
-        """States were loaded from the checkpoint in ``folder``."""
+        """Called after states were loaded from the checkpoint in ``folder``."""
 
     def newer_state(
         self, directory: Any, last_step: int | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Return what restores a state that is as new as the newest checkpoint in ``directory``.
+        """Return a function that restores a state at least as new as the newest saved checkpoint.
 
-        It returns the client state. Every rank must call both. ``last_step``: no later state
-        counts. Returns None if no such state exists.
+        The checkpoints are in ``directory``. States of steps after ``last_step`` are ignored. The
+        function returns the client state. Every rank must call this method and the function.
+        Returns None if no such state exists.
         """
         return None
 
-    # ----------------------------------------------------------------- a step
+    # --------------------------------------------------------- events of a step
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The program calls the engine with these arguments, before they are cast."""
+        """Called when the program calls the engine with these arguments, before they are cast."""
 
     def scaled(self, loss: Tensor) -> None:
         """Called before backward with the unscaled loss."""
 
     def idled(self) -> None:
-        """A micro-step without data begins."""
+        """Called when a micro-step without data begins."""
 
     def begin_backward(self, *, is_new: bool) -> None:
-        """A backward has begun. An exception aborts it.
+        """Called when a backward has begun. An exception aborts the backward.
 
-        ``is_new``: it is that of a forward which has begun since the backward before it, outside of
-        ``no_sync``.
+        ``is_new``: whether a forward has begun since the previous backward, outside of ``no_sync``.
         """
 
     def before_early_update(self) -> None:
-        """Units are about to be updated in backward, before the step is decided."""
+        """Called before backward updates units, ahead of the step's decision."""
 
     def before_local_sums(self) -> None:
-        """Gradients are about to add up on their rank, unreduced."""
+        """Called before gradients accumulate on their rank without being reduced."""
 
     def before_update(self, number: int) -> None:
-        """Called first in ``step()``, of step ``number``.
+        """Called at the start of ``step()``, with the step's ``number``.
 
-        An exception leaves values as they are, but for units that were updated in backward.
+        An exception leaves all values unchanged, except those of units that backward has updated.
         """
 
     def fill(self, facts: Any) -> None:
-        """Fill slots of the step's `zero_core.core.facts.Facts` with what this rank knows."""
+        """Fill slots of the step's `zero_core.core.facts.Facts` with facts that this rank knows."""
 
     def agreed(self) -> None:
-        """The ranks have exchanged what they know of the step's gradient, and all of it is reduced.
+        """Called when the step's gradient is reduced and all ranks have exchanged their facts.
 
-        All ranks may raise the same `UnusedParameterError` here: the step can be repeated. After
-        any other exception the engine needs a load. An extension that follows this event keeps
-        updates from being enqueued ahead.
+        All ranks may raise the same `UnusedParameterError` here, and the step can be repeated.
+        After any other exception the engine needs a load. If an extension overrides this method,
+        the engine does not enqueue updates ahead of the decision.
         """
 
     def before_decision(self, number: int) -> None:
-        """The ranks have agreed on step ``number``.
+        """Called when the ranks have agreed on the facts of step ``number``.
 
-        An update may have been enqueued ahead, or have begun in backward, and have scaled gradients
-        in place: read them in `agreed`.
+        An update enqueued ahead, or started in backward, may already have scaled gradients in
+        place. Read gradients in `agreed` instead.
         """
 
     def stepped(self, ended: EndedStep) -> None:
-        """A step has ended."""
+        """Called when a step has ended."""
 
 
 class Extensions:
-    """The extensions of one engine: for each event, the methods that follow it, in order."""
+    """The extensions of one engine, with the methods that handle each event, in order."""
 
     begun: Sequence[Callable[[], None]]
     before_write: Sequence[Callable[[], None]]
@@ -175,7 +175,7 @@ class Extensions:
         self.bind(extensions)
 
     def bind(self, extensions: Sequence[Extension]) -> None:
-        """Have ``extensions`` alone follow events, in their order."""
+        """Replace all handlers by those of ``extensions``, in their order."""
         self.all = tuple(extensions)
         for event in Extensions.__annotations__:
             ignored = getattr(Extension, event)

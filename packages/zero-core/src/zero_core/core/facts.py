@@ -1,11 +1,11 @@
 """Facts of a step that all ranks agree on, with one all-reduce and one read by the host.
 
 [Note: one synchronisation]
-The facts are one vector on the device: named slots of numbers, the last of which has the sums of
-the gradient's squares. What the host knows of them is uploaded from page-locked memory, all ranks'
-vectors are summed by one all-reduce, and the sum is copied back to page-locked memory, followed by
-an event. None of it blocks the host: it waits for the event when it reads. Meanwhile kernels may
-read the sum on the device.
+The facts are one vector on the device, made of named slots. The last slot holds the sums of the
+gradient's squares. The host uploads its facts from pinned memory. One all-reduce sums the vectors
+of all ranks, and the sum is copied back to pinned memory, followed by an event. None of these
+operations blocks the host, which waits for the event only when it reads the sum. Kernels may read
+the sum on the device before that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _HASH, _SQUARED_HASH, _SUMS = "hash", "squares of the hash", "sums"
 
 
 def _sizes(num_params: int, num_units: int, arithmetic: Arithmetic) -> dict[str, int]:
-    """Return the numbers in each slot."""
     numbers = dict.fromkeys(("unreduced", "with gradient", "written"), 1)
     hashed = {_HASH: NUM_WORDS, _SQUARED_HASH: NUM_WORDS}
     marks = {"used": num_params, "left out": num_units}
@@ -33,12 +32,12 @@ def _sizes(num_params: int, num_units: int, arithmetic: Arithmetic) -> dict[str,
 
 
 def facts_nbytes(num_params: int, num_units: int, arithmetic: Arithmetic) -> int:
-    """Return the bytes that are summed over the ranks in a step of such a model."""
+    """Return the size in bytes of a step's facts, which one all-reduce sums over the ranks."""
     return sum(_sizes(num_params, num_units, arithmetic).values()) * torch.float64.itemsize
 
 
 class Facts:
-    """One float64 vector per step. See the note above."""
+    """One float64 vector per step. See [Note: one synchronisation]."""
 
     def __init__(
         self,
@@ -63,33 +62,36 @@ class Facts:
         self._read = self._total
         if self._has_stream:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
-        self._event: torch.Event | None = None  # of a copy to the host that it has not read
+        self._event: torch.Event | None = None  # ends the copy to the host, until awaited
         self.is_known = False  # whether the host has read the sum
 
-    # ------------------------------------------------------- before the sum
+    # ------------------------------------------------ before the all-reduce
 
     def begin(self) -> None:
-        """Begin a step's facts. What is not put in is 0."""
-        self._wait()  # the upload of sums that nobody has read
+        """Begin a step's facts. All slots start at 0."""
+        self._wait()  # an earlier upload may still read ``_sent``
         self._sent.zero_()
 
     def put(self, name: str, number: float) -> None:
-        """Fill a slot of one number."""
+        """Set the only element of a slot."""
         self._sent[self._slots[name]] = float(number)
 
     def mark(self, name: str, positions: Collection[int]) -> None:
-        """Put 1 at ``positions`` of a slot."""
+        """Set the elements at ``positions`` of a slot to 1."""
         if positions:
             self._sent[self._slots[name]][torch.tensor(sorted(positions))] = 1.0
 
     def put_hash(self, words: Sequence[float]) -> None:
-        """Put in a hash of what must be equal on all ranks: see `zero_core.step.gradient`."""
+        """Set a hash of data that must be equal on all ranks: see `zero_core.step.gradient`."""
         hashed = torch.tensor(words, dtype=torch.float64)
         self._sent[self._slots[_HASH]] = hashed
         self._sent[self._slots[_SQUARED_HASH]] = hashed.square()
 
     def start_sum(self, square_sums: Tensor) -> None:
-        """Start to sum over all ranks: all must call it. Sums are of `Arithmetic.add_squares`."""
+        """Start the all-reduce of the facts. All ranks must call it.
+
+        ``square_sums``: as returned by `Arithmetic.add_squares`.
+        """
         total = self._total
         total.copy_(self._sent, non_blocking=True)
         total[self._slots[_SUMS]] = square_sums
@@ -104,32 +106,30 @@ class Facts:
     def _wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
-            self._event = None  # not before: Ctrl-C may come meanwhile
+            self._event = None  # not earlier, because Ctrl-C may interrupt the wait
 
-    # ----------------------------------- after the sum, the same on all ranks
+    # ------------------------- after the all-reduce, equal on all ranks
 
     def counts(self, name: str) -> list[float]:
-        """Return the sums of a slot."""
+        """Return each element of a slot, summed over the ranks."""
         found: list[float] = self._known(name).tolist()
         return found
 
     def is_any(self, name: str) -> bool:
-        """Return whether a rank has put a number into a slot of one."""
+        """Return whether some rank has put a number > 0 into a slot of one element."""
         return bool(self._known(name) > 0)
 
     def is_unanimous(self, name: str) -> bool:
-        """Return whether all ranks have marked the same positions."""
         counts = self._known(name)
         return bool(((counts == 0) | (counts == self._communicator.world_size)).all())
 
     @property
     def is_hash_agreed(self) -> bool:
-        """Whether all ranks have put in the same hash."""
         return bool(self._has_one_hash(self._known(_HASH), self._known(_SQUARED_HASH)))
 
     @property
     def square_sum(self) -> float:
-        """Square of the gradient's 2-norm, loss scale included."""
+        """Square of the gradient's 2-norm, including the loss scale."""
         return float(self._known(_SUMS)[0])
 
     def _known(self, name: str) -> Tensor:
@@ -141,14 +141,14 @@ class Facts:
 
     @property
     def device_square_sum(self) -> Tensor:
-        """`square_sum` as it is on the device: 0-dim, float64."""
+        """`square_sum` on the device: 0-dim, float64."""
         return self._total[self._slots[_SUMS].start]
 
     @property
     def device_is_void(self) -> Tensor:
-        """Whether the host has more to do before the update, as on the device: 0-dim, bool.
+        """Whether the host must act before the update, computed on the device: 0-dim, bool.
 
-        Gradients are not reduced yet, parameters were written, or hashes differ.
+        True if gradients are not reduced yet, parameters were written, or hashes differ.
         """
         late, written = (self._total[self._slots[name].start] for name in ("unreduced", "written"))
         sums, squares = (self._total[self._slots[name]] for name in (_HASH, _SQUARED_HASH))

@@ -1,4 +1,4 @@
-"""Flat gradients: those of one segment, from backward to the state tier.
+"""Flat gradients: the gradients of one segment, from backward to the state tier.
 
 See [Note: the tensors of a segment] in `zero_core.core.unit`.
 """
@@ -28,35 +28,35 @@ _STRIDED = torch.strided
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Memory of one segment's gradient, as its plan says."""
+    """Memory of one segment's gradient, as its plan requires."""
 
     plan: GradientPlan
-    full: Tensor | None  # ``full_grad`` if it is kept
-    shard: Tensor | None  # ``grad_shard`` unless the gradient is passed on
+    full: Tensor | None  # ``full_grad``, or None if a pool lends it
+    shard: Tensor | None  # ``grad_shard``, or None if the gradient is passed on
     total: Tensor | None  # ``grad_sum``, at stage 0 with several ranks
-    full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` if it is not kept
-    shard_pool: BufferPool  # lends what is reduced into if there is no ``grad_shard``
-    rounded_pool: BufferPool  # lends what the tier is offered where that is rounded
-    term_pool: BufferPool  # lends what is reduced into where that is added to ``grad_shard``
+    full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` if ``full`` is None
+    shard_pool: BufferPool  # lends the reduction's output if ``shard`` is None
+    rounded_pool: BufferPool  # lends memory for gradients rounded for the tier
+    term_pool: BufferPool  # lends outputs of reductions added to ``grad_shard``
 
 
 class ReducedGrad(NamedTuple):
-    """The reduced gradient of a segment, for the state tier. Read it after `FlatGrads.wait`."""
+    """The reduced gradient of a segment. Call `FlatGrads.wait` before reading."""
 
-    shard: Tensor  # what the tier is offered: 1-D, in the offered dtype
-    # 2-norm of this rank's shard, in fp32 or wider; of each chunk, 1-D, if the plan is sequential.
-    # None if ``shard`` is one micro-step's part, which the tier adds up.
+    shard: Tensor  # the gradient for the tier: 1-D, in the offered dtype
+    # 2-norm of this rank's shard, in fp32 or wider. With a sequential plan, one norm per chunk.
+    # None if ``shard`` is one micro-step's gradient, because the tier accumulates gradients.
     norm: Tensor | None
 
 
 class FullGrad:
-    """This rank's own gradient of a segment: ``full_grad``, from backward to its reduction.
+    """This rank's gradient of a segment before reduction: ``full_grad``.
 
     Attributes:
-        is_wide: whether several backwards add up, in the accumulation dtype, until the next
-            reduction. It decides the dtype that is reduced: set it on all ranks alike.
-        memory: [padded_numel], what was added since the last reduction; None if nothing was.
-        until_read: wait until the other ranks have read it.
+        is_wide: whether several backwards accumulate until the next reduction, in the accumulation
+            dtype. All ranks must set the same value, which determines the reduction's dtype.
+        memory: [padded_numel], the gradients added since the last reduction. None if none were.
+        until_read: work that ends when the other ranks have read ``memory``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FullGrad:
         self.until_read: NamedWork | None = None
         self._segment = segment
         self._plan = plan = buffers.plan
-        # One rank has nothing to reduce: its gradients add up where the step's gradient is.
+        # On a single rank nothing is reduced: gradients accumulate directly in ``grad_shard``.
         self._is_shard = plan.case is GradientCase.ALONE
         self._kept = buffers.shard if self._is_shard else buffers.full
         self._pools = buffers.full_pools
@@ -76,12 +76,12 @@ class FullGrad:
         self._predivide = plan.predivide
         self._missing = missing
         self._slots: list[Tensor] = []  # views of the memory, one per parameter
-        self._gaps: list[Tensor] = []  # views of what belongs to no parameter
+        self._gaps: list[Tensor] = []  # views of padding between and after parameters
         self._no_grad = [False] * len(segment.slots)
         self._has_grad = self._no_grad.copy()
 
     def open(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Take memory. Its default ``dtype`` is the one in which gradients are added."""
+        """Acquire memory. ``dtype`` defaults to the dtype in which gradients are added."""
         if dtype is None:
             is_accumulated = self.is_wide or self._is_shard
             dtype = self._plan.accumulated if is_accumulated else self._plan.communicated
@@ -100,25 +100,25 @@ class FullGrad:
             view.add_(grad, alpha=self._predivide)
             return
         self._has_grad[position] = True
-        # Divided in the wider dtype of the two: no bit is lost before it must be.
+        # Divide in the wider of the two dtypes, so that only the final cast rounds.
         same = grad.dtype is view.dtype
         wide = grad.dtype if same else torch.promote_types(grad.dtype, view.dtype)
         if grad.dtype is wide:
             torch.mul(grad, self._predivide, out=view)
         elif view.dtype is wide:
-            view.copy_(grad)  # without a wide copy of the gradient besides
+            view.copy_(grad)  # avoids a temporary wide copy of the gradient
             if self._predivide != 1.0:
                 view.mul_(self._predivide)
         else:
             torch.mul(grad.to(wide), self._predivide, out=view)
 
     def added(self, position: int) -> Tensor | None:
-        """Return a view of what was added of a parameter since the last reduction, if anything."""
+        """Return a view of a parameter's gradient since the last reduction, or None."""
         is_any = self.memory is not None and self._has_grad[position]
         return self._slots[position] if is_any else None
 
     def complete(self) -> Tensor:
-        """Return the memory as it is reduced. Parameters without a gradient count as zero."""
+        """Return the memory, ready for reduction. Gradients of unused parameters are zero."""
         full = self.memory
         assert full is not None, "it is open"
         if False in self._has_grad:
@@ -127,7 +127,7 @@ class FullGrad:
                     view.fill_(self._missing)
         for gap in self._gaps:
             gap.zero_()
-        if self._segment.world_size == 1:  # later gradients add to these
+        if self._segment.world_size == 1:  # later gradients are added to the memory
             self._has_grad = [True] * len(self._has_grad)
             return full
         self._has_grad = self._no_grad.copy()
@@ -138,14 +138,14 @@ class FullGrad:
         return full
 
     def pass_on(self) -> tuple[BufferPool, Tensor]:
-        """Give up the only rank's gradient. Return its pool and its memory."""
+        """Transfer ownership of a single rank's gradient. Return its pool and its memory."""
         full, self.memory = self.memory, None
         assert full is not None, "it is open"
         self._has_grad = self._no_grad.copy()
         return self._pools[full.dtype], full
 
     def close(self) -> None:
-        """Give up the memory, once other ranks have read it."""
+        """Release the memory, which is reused when other ranks have read it."""
         self.is_wide = False
         full, self.memory = self.memory, None
         if full is None or full is self._kept:
@@ -164,7 +164,7 @@ class FullGrad:
             until_read.wait()
 
     def synchronize(self) -> None:
-        """Wait until nobody reads the memory, and drop views of a pool's."""
+        """Wait until no rank reads the memory, and drop the views of pool memory."""
         self.wait_until_read()
         if self.memory is None:
             self._slots, self._gaps = [], []
@@ -175,28 +175,31 @@ class GradShard:
 
     Attributes:
         is_empty: whether nothing was added since the last step.
-        is_used_at_once: whether `offer` uses the sum.
-        is_part: whether it is one micro-step's part of the gradient, which the tier adds up.
-        until_gathered: wait until what `offer` has returned is complete; None if it is.
+        is_used_at_once: whether `offer` reads the gradient immediately.
+        is_part: whether the gradient is one micro-step's, because the tier accumulates gradients.
+        until_gathered: work that ends when the tensor returned by `offer` is complete, or None.
     """
 
     is_part = False
 
     def __init__(self, segment: Segment, buffers: GradientBuffers, tier: StateTier) -> None:
         self.is_empty = True
-        self.is_used_at_once = tier.owns_grads  # it copies what it is offered
+        self.is_used_at_once = tier.owns_grads  # such a tier copies gradients when offered
         self._segment = segment
         self._plan = buffers.plan
         self._shard = buffers.shard
         self.until_gathered: NamedWork | None = None
-        self._until_copied: Wait | None = None  # by the state tier
+        self._until_copied: Wait | None = None  # waits for the state tier's copy
         self._term_pool = buffers.term_pool
-        self._term: Tensor | None = None  # borrowed, of a reduction that is added to others
+        self._term: Tensor | None = None  # borrowed output of a later reduction of the step
         self._rounded_pool = buffers.rounded_pool
-        self._rounded: Tensor | None = None  # what the tier was offered, if it was rounded
+        self._rounded: Tensor | None = None  # the tensor offered to the tier, if rounded
 
     def target(self) -> Tensor:
-        """Return what a reduction writes to, or a sequential plan's adds to: [shard_numel]."""
+        """Return the output tensor of the next reduction, [shard_numel].
+
+        A reduction of a sequential plan adds to this tensor instead of overwriting it.
+        """
         shard = self._shard
         assert shard is not None, "the case has one"
         if not (self.is_empty or self._plan.is_sequential):
@@ -207,7 +210,7 @@ class GradShard:
         return shard
 
     def add(self, reduced: Tensor) -> bool:
-        """Add what a reduction wrote to `target`. Return whether it alone is the gradient now."""
+        """Add a reduction's output. Return whether the gradient is ``reduced`` alone."""
         self.is_empty = False
         if reduced is self._shard:
             return True
@@ -221,38 +224,38 @@ class GradShard:
             self._term_pool.release(term)
 
     def add_own(self, full: FullGrad) -> None:
-        """Add the gradient of the only rank, which is in the shard's memory."""
+        """Add the gradient of a single rank, which is already in the shard's memory."""
         self.is_empty = False
 
     def values(self) -> Tensor:
-        """Return the shard of the gradient, [shard_numel]. Not to be written to."""
+        """Return the shard of the gradient, [shard_numel]. Callers must not write to it."""
         assert self._shard is not None, "the case has one"
         return self._shard
 
     def covered(self) -> Tensor:
-        """Return the gradient of all elements that this rank's optimizer state covers."""
+        """Return the gradient of all elements whose optimizer state is on this rank."""
         return self.values()
 
     def replace(self, start: int, values: Tensor) -> None:
-        """Replace elements of the shard, from its element ``start`` on."""
+        """Replace elements of the shard from element ``start`` on."""
         self.wait_until_copied()
         self.values()[start : start + values.numel()].copy_(values)
 
     def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
-        """Replace elements of `covered`, each from a start on."""
+        """Replace elements of `covered`. Each change is a start and the new elements."""
         for start, values in changes:
             self.replace(start, values)
 
     def rounded(self) -> Tensor:
-        """Return the shard in the offered dtype, as its norm is taken."""
+        """Return the shard in the offered dtype, as used for its norm."""
         return self.to_offered(self.values())
 
     def offer(self, rounded: Tensor) -> Tensor:
-        """Return what the state tier is offered, of what `rounded` has returned."""
+        """Return the tensor to offer to the state tier. ``rounded`` is the result of `rounded`."""
         return rounded
 
     def to_offered(self, values: Tensor) -> Tensor:
-        """Return ``values`` in the offered dtype: in borrowed memory if that is another one."""
+        """Return ``values`` in the offered dtype. A conversion uses borrowed memory."""
         dtype = self._plan.offered
         if values.dtype is dtype:
             return values
@@ -262,8 +265,8 @@ class GradShard:
         return self._rounded.copy_(values)
 
     def release(self, until_copied: Wait | None) -> None:
-        """Free what the state tier was offered, once ``until_copied`` says that it is copied."""
-        if self._rounded is not None:  # that alone is what the tier reads
+        """Release the memory offered to the state tier, once ``until_copied`` has returned."""
+        if self._rounded is not None:  # then the tier reads only the rounded tensor
             rounded, self._rounded = self._rounded, None
             self._rounded_pool.release(rounded, until_copied)
             until_copied = None
@@ -280,7 +283,7 @@ class GradShard:
 
 
 class SummedShard(GradShard):
-    """``grad_shard`` and ``grad_sum``, the shards of all ranks: stage 0."""
+    """``grad_shard`` and ``grad_sum``, the gathered shards of all ranks, at stage 0."""
 
     def __init__(
         self,
@@ -298,11 +301,11 @@ class SummedShard(GradShard):
         self._full = full
         self._communicator = communicator
         self._range = segment.shard_range(communicator.rank)
-        self._changed: Tensor | None = None  # what the next reduction is added to
+        self._changed: Tensor | None = None  # the next reduction is added to this tensor
 
     def add(self, reduced: Tensor) -> bool:
         if self._changed is not None:
-            # No rank sends its part before it has read the others' shards.
+            # A reduction ends only after all ranks have read the other ranks' shards.
             self.values().copy_(self._changed)
             self._changed = None
         if self._plan.normed is not None and self._plan.rounded is not reduced.dtype:
@@ -317,26 +320,26 @@ class SummedShard(GradShard):
         return shard.to(dtype) if dtype is torch.float16 else shard
 
     def offer(self, rounded: Tensor) -> Tensor:
-        self._full.wait_until_read()  # the sum may be in its memory
+        self._full.wait_until_read()  # the sum may share the memory of ``full_grad``
         gathered = self._communicator.all_gather(
             self._total, self.values(), self._segment.index, version=EXACT_GRADIENTS, backward=True
         )
-        if self._owns_grads:  # the tier copies what it is offered
+        if self._owns_grads:  # the tier copies the gradient immediately
             gathered.wait()
         else:
             self.until_gathered = gathered
         return self.to_offered(self._total)
 
     def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
-        """Replace elements of the sum, and have the shard follow: see `FlatGrads.change`."""
+        """Replace elements of ``grad_sum`` and of the shard: see `FlatGrads.change`."""
         for start, values in changes:
             self.wait_until_copied()
             self._total[start : start + values.numel()].copy_(values)
-        if self._plan.is_sum_in_full:  # else the shard is a view of it
+        if self._plan.is_sum_in_full:  # otherwise the shard is a view of the sum
             self.values().copy_(self._total[slice(*self._range)])
 
     def keep(self, changes: Sequence[tuple[int, Tensor]]) -> None:
-        """Have the next reduction added to the sum with ``changes``: others may read the shard."""
+        """Save ``changes`` for the next reduction, as other ranks may still read the shard."""
         low, high = self._range
         kept = self._total[low:high].clone()
         for at, values in changes:
@@ -351,9 +354,10 @@ class SummedShard(GradShard):
 
 
 class PassedOnShard(GradShard):
-    """A step's reduced gradient, or a micro-step's, in borrowed memory until the tier has it.
+    """A reduced gradient in borrowed memory, held until the state tier has copied it.
 
-    A micro-step's that was replaced is the whole step's gradient, as it was set.
+    The gradient is a step's, or one micro-step's. If a micro-step's gradient is replaced, the new
+    values count as the gradient of the whole step.
     """
 
     def __init__(
@@ -370,11 +374,11 @@ class PassedOnShard(GradShard):
         self._span = span
         self._device = device
         self._pool = buffers.shard_pool
-        self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind the shard
+        self._lent: tuple[BufferPool, Tensor] | None = None  # pool and buffer of the shard
 
     def target(self) -> Tensor:
         numel, user = self._segment.shard_numel, self._segment.index
-        if self._lent is not None:  # it holds what an earlier backward of the step reduced
+        if self._lent is not None:  # the shard holds an earlier reduction of this step
             self._term = self._term_pool.acquire(numel, self._plan.accumulated, user)
             return self._term
         target = self._pool.acquire(numel, self._plan.accumulated, user)
@@ -389,12 +393,12 @@ class PassedOnShard(GradShard):
             return False
         if is_first:
             self._shard = reduced
-        else:  # the tier has what was reduced before
+        else:  # the tier holds the earlier reductions' sum
             self._shard = self.values().to(self._plan.accumulated, copy=True).add_(reduced)
         return is_first
 
     def add_own(self, full: FullGrad) -> None:
-        if full.memory is not None:  # else Ctrl-C left `FlatGrads.finish` after this
+        if full.memory is not None:  # None on a retry, after Ctrl-C in `FlatGrads.finish`
             self._lent = full.pass_on()
             self.add(self._lent[1])
 
@@ -432,19 +436,19 @@ class PassedOnShard(GradShard):
 class FlatGrads:
     """The gradients of one trainable segment.
 
-    One backward: `add` for each parameter, `reduce`, `finish`. At an accumulation boundary, or in
-    every micro-step if the tier adds them up, then `result`, which the state tier is offered, and
-    `GradShard.release`. `clear` starts a new step.
+    In a backward, `add` is called for each parameter, then `reduce` and `finish`. At an
+    accumulation boundary (in every micro-step if the tier accumulates gradients), the state tier is
+    offered `result`, and `GradShard.release` follows. `clear` starts a new step.
 
     Attributes:
         params: the model's parameters, in the order of the slots.
-        param_numbers: their numbers in the layout.
-        full: this rank's own gradient.
-        shard: what has been reduced of it.
-        is_updated: whether an update has used it: no more may be added in this step.
+        param_numbers: the parameters' numbers in the layout.
+        full: this rank's gradient before reduction.
+        shard: the reduced gradient.
+        is_updated: whether an update has used the gradient, so that this step may not add to it.
     """
 
-    _missing = 0.0  # the gradient of a parameter without one
+    _missing = 0.0  # gradient of a parameter that has none
 
     def __init__(
         self,
@@ -457,7 +461,7 @@ class FlatGrads:
         views: SegmentViews,
         arithmetic: Arithmetic,
     ) -> None:
-        """Prepare. ``span`` is this rank's part of the local flat space."""
+        """``span`` is the range of this rank's shard in the local flat space."""
         self.segment = segment
         self.params = list(params)
         self.plan = plan = buffers.plan
@@ -474,20 +478,17 @@ class FlatGrads:
             self.shard = PassedOnShard(segment, buffers, tier, span, device)
         self._communicator = communicator
         self._arithmetic = arithmetic
-        self._reduction: NamedReduction | None = None  # under way
-        self._target: Tensor | None = None  # what it writes to, held from before its launch
-        self._norm: Tensor | None = None  # of the shard, where it is known already
-        self._until_reduced: NamedWork | None = None  # wait until the reduction's sum is there
-        self._nonfinite: Tensor | None = None  # bool, [world_size]
+        self._reduction: NamedReduction | None = None  # pending
+        self._target: Tensor | None = None  # the pending reduction's output
+        self._norm: Tensor | None = None  # norm of the shard, if known
+        self._until_reduced: NamedWork | None = None  # ends when the reduced sum is complete
+        self._nonfinite: Tensor | None = None  # by rank: bool, [world_size]
         self.is_updated = False
 
-    # ----------------------------------------------------------- one backward
-
     def begin_backward(self) -> None:
-        """Begin a backward, for subclasses that follow them."""
+        """Called when a backward begins. Subclasses may override this method."""
 
     def add(self, position: int, grad: Tensor) -> None:
-        """Add the gradient of parameter ``position`` of the segment to ``full_grad``."""
         if grad.layout is not _STRIDED:
             raise ValueError(
                 "sparse gradients are not supported: use sparse=False in the embedding"
@@ -505,13 +506,13 @@ class FlatGrads:
 
     def _open(self) -> None:
         if self._until_reduced is not None or self.shard.until_gathered is not None:
-            self.wait()  # of a step that was dropped, or reduced again
+            self.wait()  # end the reduction of a dropped or repeated step
         if self.plan.case is GradientCase.ALONE:  # full_grad is grad_shard
             self.shard.wait_until_copied()
         self.full.open()
 
     def reduce(self) -> None:
-        """Start to reduce what was added. Parameters without a gradient count as zero."""
+        """Start to reduce the added gradients. Gradients of unused parameters count as zero."""
         if self.full.memory is None:
             self._open()
         full = self.full.complete()
@@ -523,13 +524,13 @@ class FlatGrads:
         return self._communicator.reduce_scatter(target, full, self.segment.index)
 
     def finish(self) -> None:
-        """Add the reduction to the step's gradient.
+        """Add the reduction's output to the step's gradient.
 
-        One that takes its own statistics is waited for here only if its sum is used at once. Else
-        `wait` does where its sum or its memory is used.
+        If the reduction computes its own statistics, this method waits only if the output is used
+        immediately. Otherwise `wait` waits before the output or its memory is used.
         """
         work, self._reduction = self._reduction, None
-        if work is None:  # of one rank
+        if work is None:  # single rank
             self.shard.add_own(self.full)
             self._norm = None
             self.full.close()
@@ -539,15 +540,15 @@ class FlatGrads:
         statistics, nonfinite = work.statistics(), None
         if statistics is not None:
             self._until_reduced = self.full.until_read = work
-            if self.shard.is_used_at_once or not self.shard.is_empty:  # added to what is there
+            if self.shard.is_used_at_once or not self.shard.is_empty:  # the output is used now
                 self.wait()
             self._norm = self._arithmetic.of_reduction(statistics.norm)
             nonfinite = statistics.nonfinite
         else:
             work.wait()
             self._norm = norm = self._arithmetic.measure(reduced)
-            # The norm is free to read on a host: finite means no search. On a device reading would
-            # synchronize, so look at the contributions instead.
+            # A finite norm means finite contributions, and reading a CPU norm is free. Reading a
+            # device norm would synchronize, so check the contributions on the device.
             if not (norm.is_cpu and math.isfinite(norm.sum().item())):
                 parts = work.contributions()
                 if parts:
@@ -556,34 +557,33 @@ class FlatGrads:
         if nonfinite is not None:
             self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite | nonfinite
         if not self.shard.add(reduced) or self.plan.normed is not None:
-            self._norm = None  # it is the norm of the last term alone
+            self._norm = None  # the norm covers only the last reduction
         self.full.close()
 
-    # ---------------------------------------------------- the step's gradient
-
     def result(self) -> ReducedGrad:
-        """Return the step's gradient for the state tier, or this micro-step's if the tier adds up.
+        """Return the gradient to offer to the state tier.
 
-        At stage 0 that is a collective, which runs while backward goes on. What is returned may be
-        read after `wait`, or at once if the tier owns gradients.
+        It is the step's gradient, or the micro-step's if the tier accumulates. At stage 0 the call
+        is a collective that overlaps with backward. Read the result after `wait`, or immediately if
+        the tier owns gradients.
         """
         rounded = self.shard.rounded()
         if self.shard.is_part:
             return ReducedGrad(rounded, None)
         if rounded.dtype is torch.float16 and self.plan.accumulated is not torch.float16:
-            # fp16 may overflow in this cast: take the norm after it.
+            # The cast to fp16 may overflow, so take the norm after the cast.
             self._norm = self._arithmetic.measure(rounded)
         norm = self.norm()
         return ReducedGrad(self.shard.offer(rounded), norm)
 
     def changed_result(self) -> ReducedGrad:
-        """Return what `result` does, after `change`, without a collective."""
+        """Return the same as `result` after `change`, without a collective."""
         if not isinstance(self.shard, SummedShard):
             return self.result()
         return ReducedGrad(self.shard.to_offered(self.covered()), self.norm())
 
     def wait(self) -> None:
-        """Wait until the step's gradient is complete, as `result` returned it."""
+        """Wait until the gradient returned by `result` is complete."""
         if self._until_reduced is not None:
             until_reduced, self._until_reduced = self._until_reduced, None
             until_reduced.wait()
@@ -594,13 +594,13 @@ class FlatGrads:
             until_gathered.wait()
 
     def synchronize(self) -> None:
-        """Wait until nobody reads or writes the gradient's memory, and drop views of the pool's."""
+        """Wait until the gradient's memory is unused, and drop the views of pool memory."""
         self.wait()
         self.full.synchronize()
         self.shard.wait_until_copied()
 
     def values(self) -> Tensor:
-        """Return this rank's shard of the reduced gradient, [shard_numel]. Not to be written to."""
+        """Return this rank's shard of the reduced gradient, [shard_numel], for reading only."""
         self.wait()
         return self.shard.values()
 
@@ -609,15 +609,15 @@ class FlatGrads:
         return self.shard.covered()
 
     def replace(self, start: int, values: Tensor) -> None:
-        """Replace elements of `values`, from its element ``start`` on."""
+        """Replace elements of `values` from element ``start`` on."""
         self.wait()
         self._norm = None
         self.shard.replace(start, values)
 
     def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
-        """Use what was written to `covered`, and ``changes`` of its elements, each from a start on.
+        """Apply in-place edits of `covered` and ``changes`` (pairs of a start and new elements).
 
-        After all ranks have agreed on the gradient: before, others may read this rank's shard.
+        Call after all ranks have agreed on the gradient: before, they may read this shard.
         """
         self.wait()
         self._norm = None
@@ -630,10 +630,11 @@ class FlatGrads:
         return self._arithmetic.measure(self.values(), p, self.plan.normed)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return the ranks whose gradients this rank has seen not to be finite.
+        """Return the ranks whose non-finite gradients this rank has observed.
 
-        Each such rank is seen by some rank. None if this one saw no parts: the collectives do not
-        show them, its part of the sum is finite, or the sum over micro-steps overflowed.
+        Each such rank is observed by some rank. Returns None if the collectives do not expose
+        contributions, if this rank's part of the sum is finite, or if only the sum over micro-steps
+        overflowed.
         """
         if self.segment.world_size == 1:
             return [0]
@@ -643,46 +644,48 @@ class FlatGrads:
         return ranks
 
     def clear(self) -> None:
-        """Start a new step: nothing accumulated."""
         self.is_updated = False
         if self._reduction is not None and self._reduction.statistics() is not None:
-            self._until_reduced = self.full.until_read = self._reduction  # it reads full_grad
+            self._until_reduced = self.full.until_read = self._reduction  # still reads full_grad
         self._reduction = self._target = self._norm = self._nonfinite = None
         self.full.clear()
         self.shard.clear()
 
 
 class Arithmetic:
-    """Arithmetic of gradients: sums and norms as in torch and DDP, unless a subclass differs."""
+    """Sums and norms of gradients, equal to those of torch and DDP. Subclasses may differ."""
 
     num_sums: int = 1  # length of the vector that `add_squares` returns
     grads_class: type[FlatGrads] = FlatGrads
 
     def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
-        """Refuse collectives and settings with which it has other bits, by a ConfigError."""
+        """Raise ConfigError for collectives or settings that would change result bits."""
 
     def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the ``p``-norm of a shard, 0-dim, or of each chunk of it, in fp32 or wider.
+        """Return the ``p``-norm of a shard, 0-dim, or of each of its chunks, in fp32 or wider.
 
-        ``dtype``: add up the powers in it.
+        ``dtype``: the dtype in which powers are summed.
         """
         return norm_of(values, p, dtype)
 
     def of_reduction(self, norm: Tensor) -> Tensor | None:
-        """Return what `measure` does, if the ``norm`` that a reduction took on its way is that."""
+        """Return ``norm``, computed during a reduction, if it equals the result of `measure`."""
         return norm
 
     def add_squares(self, norms: Sequence[Tensor], squares: Sequence[Tensor]) -> Tensor:
-        """Add up segments: [num_sums], float64, which ranks add. ``squares`` are [1] each."""
+        """Sum the squares of all segments: [num_sums], float64, for the sum over ranks.
+
+        ``norms``: results of `measure`. ``squares``: other segments' sums of squares, [1] each.
+        """
         sums = [*squares]
         if norms:
             sums.append(torch.stack([*norms]).to(torch.float64).square())
         return torch.cat(sums).sum().view(1)
 
     def finish(self, sums: Tensor) -> None:
-        """Replace the first of ``sums``, those of `add_squares`, by the square sum."""
+        """Replace the first of ``sums``, summed results of `add_squares`, by the square sum."""
 
     def over_ranks(self, norms: Sequence[Tensor], p: float, control: ControlGroup) -> float:
-        """Return the ``p``-norm of all ranks' shards, of `measure` by segment. All must call it."""
+        """Return the ``p``-norm over all ranks' segment ``norms``. All ranks must call it."""
         local = torch.linalg.vector_norm(torch.stack([*norms]), p)
         return float(torch.linalg.vector_norm(control.gather(local.view(1)), p))

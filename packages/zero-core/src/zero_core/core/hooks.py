@@ -1,9 +1,9 @@
-"""Hooks on the model's modules and parameters that call the passes' driver.
+"""Hooks on the model's modules and parameters, which call the driver of the passes.
 
 [Note: the engine's hooks and others]
-Hooks that others put on a unit's module (weight normalisation is one) may read its parameters. So a
-unit is gathered before any of them and released after all of them: the engine's pre-forward hook is
-the first, and its forward hook is moved behind those that came later, at each forward.
+Other hooks on a unit's module (such as weight normalization) may read the unit's parameters. So the
+unit is gathered before any of these hooks and released after all of them. The engine's pre-forward
+hook is the first. At each forward, the engine's forward hook is moved behind hooks added later.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from zero_core.core.unit import Unit
 
 
 def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
-    """Hook the units' ``modules`` (the model first) and trainable parameters.
+    """Register hooks on the units' ``modules`` (the model first) and on trainable parameters.
 
-    Returns handles, each with ``remove``.
+    Returns handles, each with a ``remove`` method.
     """
     handles: list[Any] = []
     for unit, module in zip(passes.units.units, modules, strict=True):
-        if not unit.is_tail:  # its module is the model, which the root's hooks are on
+        if not unit.is_tail:  # the tail's module is the model, which has the root's hooks
             handles += _hook_unit(passes, unit, module)
         for number, grads in enumerate(unit.grads):
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(passes, unit.index, number, position, param))
-    # The modules that hold a unit's parameters, for when they are called by themselves: activation
-    # checkpointing of a part of a block does that in backward, a model that calls
-    # ``block.attention`` in its own forward. The units have the hooks of blocks' parts.
+    # User code may call a module inside a unit directly. Activation checkpointing of a part of a
+    # block does so in backward, and a model that calls ``block.attention`` in its forward. Such
+    # modules get a hook that gathers the unit. `UnitSet.part_hooks` holds the hooks inside blocks.
     for module in modules[0].modules():
         if isinstance(module, ParametrizationList):
-            continue  # a read of the parametrized weight calls it, and a read gathers nothing
+            continue  # reading the parametrized weight calls it, and a read must not gather
         own = passes.units_of(module, recurse=False)
         is_one_graph = False
-        if is_own_graph(module):  # one graph with all its parts
+        if is_own_graph(module):  # compiled or captured as one graph with all its parts
             within = passes.units_of(module)
             if len(within) == 1:
                 own, is_one_graph = within, True
@@ -78,7 +78,7 @@ def _hook_unit(passes: Passes, unit: Unit, module: nn.Module) -> list[RemovableH
         assert others is not None, "the module that is called holds its hooks"
         if next(reversed(others)) != last.id:
             others.move_to_end(last.id)
-        if is_in_backward():  # activation checkpointing computes the block again
+        if is_in_backward():  # activation checkpointing recomputes the block
             passes.backward.enter_recompute(unit)
         else:
             passes.driver.enter(unit, module)
@@ -89,20 +89,20 @@ def _hook_unit(passes: Passes, unit: Unit, module: nn.Module) -> list[RemovableH
 def _hook_gradient(
     passes: Passes, index: int, number: int, position: int, param: nn.Parameter
 ) -> Any:
-    # torch hides these hooks of a tensor from the garbage collector: what one holds is never freed
-    # if it holds the tensor in turn. The hooks of modules keep the passes as long as the model.
+    # The garbage collector cannot see a tensor's hooks. If the hook held the passes, which hold the
+    # tensor, neither would ever be freed. The hooks of modules keep the passes alive.
     alive = weakref.ref(passes)
 
     def take(param: nn.Parameter) -> None:
         grad, passes = get_grad(param), alive()
-        if grad is None or passes is None:  # an autograd.Function returned none for it
+        if grad is None or passes is None:  # an autograd.Function returned no gradient for it
             return
         set_grad(param, None)
         unit = passes.units.units[index]
         passes.driver.gradient_ready(unit, unit.grads[number], position, grad)
 
     is_required = param.requires_grad
-    param.requires_grad_(True)  # torch hooks no other; the hook stays when it is switched off
+    param.requires_grad_(True)  # torch hooks only such tensors
     handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     param.requires_grad_(is_required)
     return handle

@@ -1,37 +1,37 @@
-"""Order in which units are gathered, and in which they are reduced in a backward.
+"""Order in which units are gathered, and in which backward reduces them.
 
 Units are numbers here: 0 is the root, then blocks in the order of the module tree, then the tail.
 
 [Note: order of reductions]
-Units are reduced in the reverse order of the module tree, the root last, whatever order gradients
-become ready in, so that every rank launches the same reductions in the same order. A unit is
-*complete* when each gradient that is required is ready, or when backward has *left* it for good:
-where the branch of a rank left a parameter out, its gradient never becomes ready. (To wait for the
-end of backward would do for the numbers. But at stage 3 a peer that waits for the reduction gathers
-nothing, and this rank needs its shards to reach that end.) A gradient that is ready after its unit
-was complete is *late*, and reduced in a second round.
+Units are reduced in the reverse order of the module tree, with the root last, in whatever order
+gradients become ready. Every rank thus launches the same reductions in the same order. A unit is
+*complete* when each required gradient is ready, or when backward has *left* the unit for good. The
+second case occurs when a rank's branch does not use a parameter, whose gradient then never becomes
+ready. (Waiting for the end of backward would give the same numbers, but deadlock at stage 3: a peer
+waiting for the reduction gathers nothing, while this rank needs the peer's shards to finish.) A
+gradient that becomes ready after its unit was complete is *late*, and reduced in a second round.
 
 [Note: one order for gathers and reductions]
-A rank that leaves a unit without all of its gradients launches its reduction then, before it
-gathers anything more. On the other ranks it was launched when the last gradient was ready, which is
-between the same two gathers. So the order of all launches, over both communicators, is one on all
-ranks, branches or not. NCCL asks for that where communicators may share a hardware queue.
+A rank that leaves a unit without all of its gradients launches the unit's reduction before its next
+gather. The other ranks launch the reduction when the last gradient is ready, between the same two
+gathers. So all ranks launch gathers and reductions in one order, whatever branches they take. NCCL
+requires this where communicators may share a hardware queue.
 
 [Note: trails]
-A forward leaves a *trail*, the units in the order in which it used them; backward follows it from
-its end to its start. Units behind are left, unless an older forward that is still alive used them
-too (two losses, one backward). Activation checkpointing computes several units again, in the order
-of forward, before backward goes through the last of them: they are followed only once a gradient of
-them is ready.
-A unit that backward passes over (it returned its input, say) is *skipped*: other ranks may need it,
-and this rank gathers it in the same order. So is one that the forward gathered ahead and *passed
-by*: it stands in the trail, too. Not so within a checkpoint of several blocks, and where blocks are
-computed again for several forwards of one backward: there ranks must run the same blocks.
+A forward records a *trail*, the units in the order of use. Backward follows the trail from its end
+to its start. Backward has left the units behind its position, unless an older, unfinished forward
+used them too (two losses, one backward). Activation checkpointing recomputes several units in
+forward order before backward reaches the last of them. The trail is then followed only once a
+gradient of one of these units is ready. A unit that backward does not enter (because it returned
+its input, say) is *skipped*. Other ranks may need the unit, so this rank gathers it in the same
+order. A block that the forward prefetched but did not use is *passed by*: it is also in the trail,
+and backward skips it. Exceptions are a checkpoint of several blocks, and blocks recomputed for
+several forwards of one backward: there, all ranks must run the same blocks.
 
 [Note: blocks that need no gradient]
-Backward does not go into a block whose output needs no gradient, as below the first trainable one.
-At stage 3 it is not gathered either, if all ranks agreed on that in the step before. Else it counts
-as a unit that backward skips, and all ranks gather it.
+Backward does not enter a block whose output needs no gradient, such as one below the first
+trainable block. At stage 3 the block is not gathered either, if all ranks agreed in the previous
+step that it needs none. Otherwise backward treats it as skipped, and all ranks gather it.
 """
 
 from __future__ import annotations
@@ -44,22 +44,20 @@ _NUM_KEPT = 16
 
 
 class Forward:
-    """A token for one forward of the model, alive while a weight that it saved is."""
+    """Token for one forward of the model, alive while a weight saved by the forward is alive."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Trail:
-    """Units that a forward used. See [Note: trails]."""
-
     def __init__(self, forward: Forward) -> None:
         self.forward = weakref.ref(forward)
-        self.units: list[int] = []  # that backward has not reached yet, in forward order
-        self.passed: set[int] = set()  # those among them that the forward passed by
-        self.is_pending = True  # no backward has begun since the forward did
+        self.units: list[int] = []  # not yet reached by backward, in forward order
+        self.passed: set[int] = set()  # units in ``units`` that the forward passed by
+        self.is_pending = True  # no backward has begun since the forward
 
     def last_position(self, unit: int) -> int | None:
-        """Return the position at which backward reaches ``unit`` next."""
+        """Return the position at which backward next reaches ``unit``, or None."""
         for position in range(len(self.units) - 1, -1, -1):
             if self.units[position] == unit:
                 return position
@@ -67,39 +65,38 @@ class _Trail:
 
 
 class BackwardOrder:
-    """Order of reductions and gathers. See the notes above."""
+    """Order of reductions and gathers. See the module's notes."""
 
     def __init__(self, trainable: Sequence[int], tail: int | None, *, is_alone: bool) -> None:
-        """``trainable``: the units that have gradients. ``is_alone``: no other rank gathers."""
-        # The blocks in reverse, the tail, the root. The tail's gradients mostly come first. But one
-        # that is not used, or that the blocks use too, would keep all other units waiting.
+        """``trainable``: units with gradients. ``is_alone``: gathers involve no other rank."""
+        # Blocks in reverse, then the tail, then the root. The tail's gradients are usually ready
+        # first. But if the tail is unused, or also used by the blocks, it would delay all other
+        # units.
         self._order = sorted(trainable, key=lambda unit: (unit == 0, unit == tail, -unit))
         self._is_alone = is_alone
         # See [Note: blocks that need no gradient].
         self._without_grad: set[int] = set()
         self._with_grad: set[int] = set()
-        self.left_out: frozenset[int] = frozenset()  # by all ranks, in this step
-        self._next = 0  # into _order
-        self._num_missing: dict[int, int] = {}  # gradients that are not ready, by unit
+        self.left_out: frozenset[int] = frozenset()  # blocks that backward needs on no rank
+        self._next = 0  # index into _order
+        self._num_missing: dict[int, int] = {}  # by unit: number of gradients not ready
         self._trails: list[_Trail] = []
-        self._followed: _Trail | None = None  # in this backward, last
-        self._entered: set[int] = set()  # in this backward
-        # Positions of a trail that are being computed again; whether a gradient of them is ready.
+        self._followed: _Trail | None = None  # the trail followed last in this backward
+        self._entered: set[int] = set()  # units entered in this backward
+        # A trail and its recomputed positions, and whether a gradient of one of these is ready.
         self._recomputed: tuple[_Trail, list[int]] | None = None
         self._is_recomputed_ready = False
 
-    # ---------------------------------------------------------------- forward
-
     def begin_forward(self) -> Forward:
-        """Begin a forward with gradients. What it saves must hold the result."""
+        """Begin a forward with gradients. Weights saved for backward must hold the result."""
         forward = Forward()
-        old = self._trails[:-_NUM_KEPT]  # where nobody steps, they would pile up
+        old = self._trails[:-_NUM_KEPT]  # without steps, old trails would accumulate
         self._trails = [t for t in old if t.forward() is not None] + self._trails[-_NUM_KEPT:]
         self._trails.append(_Trail(forward))
         return forward
 
     def use(self, unit: int) -> None:
-        """Note that the forward that began last went into ``unit``."""
+        """Note that the newest forward entered ``unit``."""
         if self._trails:
             trail = self._trails[-1]
             if unit in trail.passed:
@@ -109,7 +106,7 @@ class BackwardOrder:
                 trail.units.append(unit)
 
     def pass_by(self, block: int) -> None:
-        """Note that the forward that began last left out ``block``, which other ranks may use."""
+        """Note that the newest forward skipped ``block``, which other ranks may use."""
         trail = self._trails[-1]
         if not (self._is_alone or block in self.left_out or block in trail.units):
             trail.units.append(block)
@@ -128,13 +125,11 @@ class BackwardOrder:
 
     @property
     def unneeded(self) -> frozenset[int]:
-        """Blocks that needed no gradient on this rank, in any forward of this step."""
+        """Blocks that needed no gradient on this rank, in all forwards of this step."""
         return frozenset(self._without_grad - self._with_grad)
 
-    # --------------------------------------------------------------- backward
-
     def begin_backward(self, num_missing: Mapping[int, int]) -> None:
-        """Begin a backward, which brings so many gradients of each unit."""
+        """Begin a backward. ``num_missing``: number of gradients expected for each unit."""
         for trail in self._trails:
             trail.is_pending = False
         self._followed = None
@@ -144,9 +139,9 @@ class BackwardOrder:
         self._next = 0
 
     def enter(self, unit: int, forward: Forward | None) -> Iterator[int]:
-        """Enter ``unit`` in backward, for what ``forward`` saved. None: to compute it again.
+        """Enter ``unit`` in the backward of ``forward``, or to recompute the unit if None.
 
-        Yields each unit that backward has skipped, before it is complete.
+        Yields each unit that backward has skipped, before that unit counts as complete.
         """
         self._entered.add(unit)
         trails = reversed(self._trails)
@@ -160,10 +155,11 @@ class BackwardOrder:
             return
         self._followed = trail
         if forward is None:
-            self._with_grad.add(unit)  # reentrant checkpointing hid that in the forward
+            self._with_grad.add(unit)  # reentrant checkpointing hides this in the forward
             if self._recomputed is not None and self._recomputed[0] is trail:
-                # A checkpoint computes its units in the order of forward. So one that stands before
-                # all of them begins another. Frozen ones show no gradient.
+                # A checkpoint recomputes its units in forward order. A unit before all recomputed
+                # ones therefore belongs to another checkpoint, and backward has finished with the
+                # first. Units without trainable parameters give no other sign of this.
                 again = {trail.units[p] for p in self._recomputed[1]}
                 first = min(i for i, used in enumerate(trail.units) if used in again)
                 self._is_recomputed_ready |= position < first
@@ -184,7 +180,10 @@ class BackwardOrder:
             self._recomputed[1].append(position)
 
     def gradient_ready(self, unit: int) -> int:
-        """Note that a gradient of ``unit`` is ready. Return how many are missing: < 0 if late."""
+        """Note that a gradient of ``unit`` is ready.
+
+        Returns how many gradients are missing: negative if this one is late.
+        """
         if self._recomputed is not None and not self._is_recomputed_ready:
             trail, positions = self._recomputed
             self._is_recomputed_ready = unit in [trail.units[p] for p in positions]
@@ -192,26 +191,26 @@ class BackwardOrder:
         return missing
 
     def ready_units(self) -> list[int]:
-        """Return the units to be reduced now, each once."""
+        """Return the units to be reduced now. Each unit is returned once."""
         order, first = self._order, self._next
         while self._next < len(order) and self._num_missing[order[self._next]] <= 0:
             self._next += 1
         return order[first : self._next]
 
     def skipped_last(self) -> Iterator[int]:
-        """Yield the units between those that backward entered and the start of the forward."""
+        """Yield the skipped units between the last entered unit and the start of the forward."""
         trail = self._followed or next(reversed(self._trails), None)
         if trail is not None:
             self._leave_recomputed()
             yield from self._follow(trail, 0)
 
     def end_backward(self) -> list[int]:
-        """End the backward and return the units that have not been ready in it."""
+        """End the backward. Return the units that were not complete."""
         rest, self._next = self._order[self._next :], 0
         return rest
 
     def forget(self) -> None:
-        """End a step or drop its gradients. Forwards that wait for their backward stay."""
+        """End a step or drop its gradients. Trails of forwards without a backward are kept."""
         self._next = 0
         self._recomputed = None
         self._trails = [trail for trail in self._trails if trail.is_pending]
@@ -221,22 +220,22 @@ class BackwardOrder:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a forward waits for its backward, as far as this rank can see."""
+        """Whether a forward awaits its backward, as far as this rank knows."""
         return any(trail.is_pending for trail in self._trails)
 
     def _leave_recomputed(self) -> None:
-        """Follow the trail to its start, if backward has gone through what was computed again."""
+        """Follow the trail through the recomputed units, if backward has finished with them."""
         if self._recomputed is not None and self._is_recomputed_ready:
             trail, positions = self._recomputed
             for _ in self._follow(trail, min(positions)):
-                pass  # other ranks compute it again, too: nothing is gathered for it
+                pass  # other ranks recompute it too, so nothing is gathered
             self._recomputed = None
 
     def _follow(self, trail: _Trail, stop: int) -> Iterator[int]:
-        """Leave the units at positions >= ``stop``, and yield those that were never entered."""
+        """Mark units at positions >= ``stop`` as left. Yield those that backward never entered."""
         while len(trail.units) > stop:
             unit = trail.units.pop()
-            was_passed = unit in trail.passed  # of an older forward, perhaps, it was entered
+            was_passed = unit in trail.passed  # ``unit`` may have been entered for an older forward
             trail.passed.discard(unit)
             if was_passed or unit not in self._entered:
                 self._entered.add(unit)
@@ -248,11 +247,11 @@ class BackwardOrder:
 
 
 class Prefetch:
-    """Units that are gathered ahead of one in use: its successors in the order of all ranks.
+    """Selects the units to gather ahead: the next ones in the order common to all ranks.
 
     Attributes:
-        windows: these units, in order, by the one in use: in forward, and in backward.
-        ahead: units gathered before they were needed, each behind the one in use then.
+        windows: for forward, and for backward: units to prefetch, in order, by the unit in use.
+        ahead: pairs of the unit in use and a unit prefetched for it that was not used yet.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -264,16 +263,16 @@ class Prefetch:
         self.ahead: list[tuple[int, int]] = []
 
     def set_depth(self, unit: int, number: int, *, backward: bool) -> None:
-        """Gather ``number`` units ahead of ``unit``, rather than one. All ranks set the same."""
+        """Prefetch ``number`` units ahead of ``unit``. All ranks must set the same number."""
         found = range(unit + 1, min(self._num_units, unit + 1 + number))
         if backward:
             found = range(unit - 1, max(0, unit - 1 - number), -1)
         self.windows[backward][unit] = found
 
     def enter(self, unit: int, *, backward: bool) -> tuple[range, list[int]]:
-        """Enter ``unit``. Return its window, and units that were gathered ahead in vain.
+        """Enter ``unit``. Return its window, and the prefetched units that will not be used next.
 
-        These are not in front of ``unit``: the order of use is not that of the module tree.
+        Such units exist only if the model does not use units in the order of the module tree.
         """
         window = self.windows[backward][unit]
         strays = []

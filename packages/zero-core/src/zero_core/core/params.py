@@ -4,15 +4,14 @@ See [Note: the tensors of a segment] in `zero_core.core.unit`.
 
 [Note: states of flat parameters]
 sharded     Only the shard holds values, in the memory of its `ShardSource`. Parameters are
-            placeholders that refuse to be read, but for those with a copy (`ShownParams.hold`).
-gathering   A collective writes to ``full``, a buffer lent by the pool. Nobody else may read it.
-            A gather of newer values into a buffer that is held does not change the state: see
-            `FlatParams.is_current`.
-unsharded   ``full``, lent by the pool until `FlatParams.release`, holds the values, and the
-            parameters are views of it.
-kept        ``full`` is in the arena for good, and the shard is a view of it. The parameters are
-            views, too. A gather overwrites the other ranks' slices with their updates. Until it
-            has, parameters are deferred: see [Note: access] in `zero_core.core.access`.
+            placeholders, and reading one raises, except those with a copy (`ShownParams.hold`).
+gathering   A collective writes to ``full``, a buffer from the pool, which must not be read. If
+            ``full`` already held older values, the state stays unsharded: `FlatParams.is_current`.
+unsharded   ``full``, borrowed from the pool until `FlatParams.release`, holds the values. The
+            parameters are views of ``full``.
+kept        ``full`` is always in the arena. The shard and the parameters are views of ``full``. A
+            gather overwrites the slices of other ranks with their updated values. Until that
+            gather ends, parameters are deferred: see [Note: access] in `zero_core.core.access`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NO_VERSION = -1
 class ShardSource(ABC):
     """This rank's shard of a segment: on the device (`DeviceShard`) or offloaded.
 
-    Its values wait for the state tier's update of ``span`` in the local flat space: None if frozen.
+    ``span`` is the shard's range in the local flat space of the state tier, or None if frozen.
     """
 
     def __init__(
@@ -57,12 +56,12 @@ class ShardSource(ABC):
     def wait_update(self, *, is_beside: bool = False) -> None:
         """Wait until the shard holds its updated values.
 
-        ``is_beside``: in another thread than the training's, whose place is left alone.
+        ``is_beside``: another thread than training calls, and leaves `Communicator.place` alone.
         """
         if self.span is not None:
             is_at_once = is_beside or self._tier.are_params_ready(*self.span)
             with nullcontext() if is_at_once else self._communicator.place.during(UPDATE):
-                self._tier.wait_params(*self.span)  # even then: it orders streams and threads
+                self._tier.wait_params(*self.span)  # wait_params also orders streams and threads
 
     @abstractmethod
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
@@ -73,11 +72,11 @@ class ShardSource(ABC):
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Return the shard, [shard_numel], where it rests. It is not to be changed."""
+        """Return the shard, [shard_numel], for reading only."""
 
     @abstractmethod
     def write(self, start: int, values: Tensor) -> None:
-        """Overwrite elements from ``start`` on, while nothing reads them."""
+        """Overwrite elements from ``start`` on. No copy from the shard may be under way."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -114,22 +113,22 @@ class DeviceShard(ShardSource):
         self._shard[start : start + values.numel()].copy_(values)
 
     def synchronize(self) -> None:
-        pass  # nothing is copied elsewhere
+        pass  # a device shard has no asynchronous copies
 
 
 class Launcher:
-    """Starts gathers behind the updates that they wait for, in order, in a thread of its own."""
+    """Starts gathers in a background thread, in order, each after the update of its shard."""
 
     def __init__(self, device: torch.device) -> None:
         self._queue = HostQueues()
         self._stream = CopyStream(device)
 
     def begin(self) -> None:
-        """Have the gathers that follow wait for what the caller's stream holds by now."""
+        """Make later gathers wait for the work that is now queued on the caller's stream."""
         self._stream.follow()
 
     def gather(self, source: DeviceShard, full: Tensor, *, version: int) -> Work:
-        """Have ``source`` gather when the launches before have ended."""
+        """Queue a gather of ``source``. It starts after the gathers queued before it."""
         gathers: list[Work] = []
 
         def launch() -> None:
@@ -146,17 +145,17 @@ class Launcher:
 
 
 class FlatParams:
-    """The values of one segment, in one of the states above.
+    """The values of one segment, in one of the states of the module's note.
 
     Attributes:
         full: [padded_numel], or None while sharded.
-        version: grows when values may have changed, as far as this rank knows.
-        is_kept: whether ``full`` is in the arena for good.
-        is_exchanged: whether a gather is an exchange with other ranks.
-        edited: positions of parameters that `edit` has overwritten, until somebody clears them.
-        publishing: a lock, held while values change and their exchange is launched; one per engine.
-        is_deferred: whether reads wait for a gather that others have started.
-        await_tail: waits for the tail, if these are of it and sharded.
+        version: increases whenever values may have changed, as far as this rank knows.
+        is_kept: whether ``full`` is always in the arena.
+        is_exchanged: whether a gather exchanges values with other ranks.
+        edited: positions of parameters that `edit` has overwritten, until a caller clears the set.
+        publishing: one lock per engine, held while values change and their exchange is launched.
+        is_deferred: whether reads wait for a gather that the unit set has started.
+        await_tail: waits for the tail's gather. None except for sharded parameters of the tail.
     """
 
     def __init__(
@@ -171,15 +170,15 @@ class FlatParams:
         pool: BufferPool,
         has_remote_updates: bool,
     ) -> None:
-        """Prepare. `adopt` then replaces the storage of the parameters.
+        """Create without replacing any storage. `adopt` does that later.
 
-        ``kept`` is ``full`` if it is in the arena for good, else ``pool`` lends it.
-        ``has_remote_updates``: whether other ranks update slices of it.
+        ``kept`` is ``full`` if it is in the arena, or None if ``pool`` lends ``full``.
+        ``has_remote_updates``: whether other ranks update slices of ``full``.
         """
         self.segment = segment
         self.shown = shown
         self.params = shown.params
-        self._lock = threading.RLock()  # of waits: any thread may read
+        self._lock = threading.RLock()  # guards waits, because any thread may read a parameter
         self.publishing = threading.RLock()
         self.await_tail: weakref.WeakMethod[Callable[[], None]] | None = None
         self.device = device
@@ -196,24 +195,23 @@ class FlatParams:
         self.is_deferred = False
         access.register(self, shown.read_params)
 
-    # ----------------------------------------------------------------- states
-
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
-        """Start to gather the current values into ``full``, unless it holds them.
+        """Start to gather the current values into ``full``, unless ``full`` already holds them.
 
-        Where a host updates them, this blocks until it has. ``exact``: unquantized, whatever the
-        collectives do otherwise. ``backward``: whether the gather serves a backward pass.
+        Blocks until a pending host update has ended. ``exact``: without quantization, even if the
+        collectives quantize. ``backward``: whether the gather serves a backward.
         """
         if self._full_version == self.version:
             return
         if self._work is not None:
-            self.finish_gather()  # an older one, started ahead and never used, may still write
+            # An older prefetched gather may still write to ``full``
+            self.finish_gather()
         if self.is_exchanged or not self.is_kept:
             if self.full is None:
                 index = self.segment.index
                 user = index if self.segment.is_opaque else (index, backward)
                 self.full = self._pool.acquire(self.segment.padded_numel, self.segment.dtype, user)
-            # a negative version asks for exact values
+            # EXACT_PARAMETERS is a negative version number.
             version = EXACT_PARAMETERS if exact else self.version
             self._work = self.source.gather(self.full, version=version, backward=backward)
         else:
@@ -221,9 +219,9 @@ class FlatParams:
         self._full_version = self.version
 
     def publish(self, launcher: Launcher | None) -> None:
-        """Start to exchange kept values, which are stale, behind their update.
+        """Start to exchange stale kept values, after their update.
 
-        ``launcher`` starts the gather; None: this thread does, and waits for the update.
+        ``launcher`` starts the gather in its thread. None: this thread waits and gathers.
         """
         if launcher is None:
             self.gather()
@@ -235,7 +233,6 @@ class FlatParams:
             self._full_version = self.version
 
     def wait(self) -> None:
-        """Wait for the gather, and make the parameters views of ``full``."""
         if not self.shown.is_closed and self._work is None:
             return
         with self._lock:
@@ -245,22 +242,22 @@ class FlatParams:
             self.shown.show(self.full)
 
     def finish_gather(self) -> None:
-        """Wait for the gather that is under way, if one is. If it fails, values are sharded again.
+        """Wait for the gather that is under way, if one is.
 
         Raises:
-            CollectiveError: it failed.
+            CollectiveError: the gather failed. The values are then sharded again.
         """
         work = self._work
         if work is None:
             return
         with self._lock:
-            if self._work is not work:  # another thread has read a parameter meanwhile
+            if self._work is not work:  # another thread has finished this gather
                 return
             try:
                 work.wait()
             except BaseException:
                 self._full_version = _NO_VERSION
-                if not self.is_kept:  # the pool lends it to nobody: late bytes may still arrive
+                if not self.is_kept:  # never reuse the buffer: late data may still arrive
                     self.shown.hide()
                     self.full = None
                 raise
@@ -268,7 +265,7 @@ class FlatParams:
                 self._work = None
 
     def defer(self) -> None:
-        """Have reads wait for a gather that others start, until `release`."""
+        """Make reads wait for a gather that the unit set starts, until `release`."""
         if not (self.is_kept or self.shown.is_shown):
             self.is_deferred = True
             self.shown.defer()
@@ -292,13 +289,13 @@ class FlatParams:
         self._full_version = _NO_VERSION
 
     def updated_early(self) -> None:
-        """Note that this rank's values were updated in backward: the step is not over yet."""
+        """Note that backward has updated this rank's values before the step has ended."""
         self.version += 1
         if self.is_kept:
             self.shown.refuse(access.EARLY)
 
     def invalidate(self) -> None:
-        """Note that shards have new values: what is gathered is stale from now on."""
+        """Note that shards have new values, and therefore gathered values are stale."""
         self.version += 1
         self.shown.why_refused = access.SHARDED
         self.shown.forget_marks()
@@ -307,17 +304,17 @@ class FlatParams:
         if self.is_exchanged or not self.source.is_updated():
             self.shown.defer()
         else:
-            self.gather()  # this blocks nobody: the device alone waits
+            self.gather()  # does not block the host: only the device waits
             self.wait()
 
     def await_values(self, param: nn.Parameter) -> None:
-        """Wait for the value of ``param``, which is deferred, and open it."""
+        """Wait for the current value of the deferred ``param``, and make it readable."""
         await_tail = None if self.await_tail is None else self.await_tail()
         if await_tail is not None:
             await_tail()
             return
         with self.publishing:
-            pass  # another thread may be about to launch the gather
+            pass  # wait for a thread that is about to launch the gather
         with self._lock:
             if self.is_exchanged and not self.is_gather_launched:
                 raise RuntimeError(
@@ -327,37 +324,32 @@ class FlatParams:
                 )
             self.gather()
             self.finish_gather()
-            if self.device.type != "cpu":  # readers may use other streams than the training
+            if self.device.type != "cpu":  # the reader may use another stream than the training
                 torch.accelerator.synchronize(self.device)
             self.wait()
 
     @property
     def is_current(self) -> bool:
-        """Whether the parameters hold the current values."""
         is_here = self._full_version == self.version and self._work is None
         return is_here and self.shown.is_shown
 
     @property
     def is_gather_launched(self) -> bool:
-        """Whether a gather of the current values is under way or has ended."""
         return self._full_version == self.version
 
     def has_values_of(self, position: int) -> bool:
-        """Whether the parameter at ``position`` holds its current values."""
         has_copy = self.shown.copy_of(position) is not None
         return self.is_current or (has_copy and not self.shown.is_shown)
 
     def refresh(self) -> None:
-        """Wait for kept values that are on their way. Starts no exchange with other ranks."""
+        """Wait for pending kept values. Starts no exchange with other ranks."""
         is_here = self.shown.why_refused is not access.AWAY
         if self.is_kept and is_here and (self.is_gather_launched or not self.is_exchanged):
             self.gather()
             self.wait()
 
-    # ---------------------------------------------------------- from outside
-
     def part_of(self, position: int, shard: Tensor) -> Tensor:
-        """Return the elements of ``shard``, read from the source, of the parameter there."""
+        """Return the elements of ``shard`` that belong to the parameter at ``position``."""
         slot = self.segment.slots[position]
         low = self.segment.shard_range(self.rank)[0]
         first, last = slot.common(*self.segment.shard_range(self.rank))
@@ -365,18 +357,18 @@ class FlatParams:
         return shard[start : start + last - first]
 
     def edit(self, start: int, values: Tensor) -> None:
-        """Overwrite values as `write`, by others than the training, and note whose they are."""
+        """Overwrite values like `write`, and record the changed parameters in `edited`."""
         self.write(start, values)
         stop = start + values.numel()
         slots = enumerate(self.segment.slots)
         self.edited.update(i for i, slot in slots if slot.start < stop and slot.stop > start)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Overwrite values from element ``start`` of the segment on, where this rank has them.
+        """Overwrite this rank's part of the segment's values from element ``start`` on.
 
-        ``values`` are 1-D, in any dtype (uint8 for a segment of bytes) and on any device, the same
-        on every rank that stores any of them. The caller makes sure that no rank gathers, and calls
-        `invalidate` if need be.
+        ``values`` are 1-D, in any dtype (uint8 for a segment of bytes), on any device. Every rank
+        that stores any of them must pass equal values. The caller makes sure that no rank gathers
+        meanwhile, and calls `invalidate` if gathered values become stale.
         """
         stop = start + values.numel()
         if self.full is not None:
@@ -384,7 +376,7 @@ class FlatParams:
         self.shown.write_copies(start, values)
         low, high = self.segment.shard_range(self.rank)
         first, last = max(low, start), min(high, stop)
-        if first < last and not self.is_kept:  # what is kept holds the shard
+        if first < last and not self.is_kept:  # a kept shard is a view of ``full``
             self.source.write(first - low, values[first - start : last - start])
 
     def synchronize(self) -> None:
@@ -392,17 +384,18 @@ class FlatParams:
         self.source.synchronize()
 
     def adopt(self) -> None:
-        """Replace the storage that the parameters were built with."""
+        """Replace the parameters' original storage by views of ``full`` or by placeholders."""
         for param in self.params:
-            param.grad = None  # what an earlier backward left would be added to the first gradient
+            param.grad = None  # otherwise an old gradient would be added to the first new one
         if self.is_kept:
-            self.shown.is_shown, self.shown.is_closed = False, True  # a load may have shown them
+            # A checkpoint load may have shown the parameters.
+            self.shown.is_shown, self.shown.is_closed = False, True
             self.wait()
         else:
             self.shown.hide()
 
     def abandon(self) -> None:
-        """Make the parameters placeholders, unless they hold the current values. It is the end."""
+        """Make the parameters placeholders at the engine's end, unless they are current."""
         if not self.is_current:
             self.shown.why_refused = access.ENDED
             self.shown.hide()
@@ -410,7 +403,7 @@ class FlatParams:
     def vacate(self) -> None:
         """Replace the parameters by placeholders before the memory of kept values is freed.
 
-        A backward through what autograd saved of them is refused by torch from now on.
+        Afterwards torch refuses a backward that needs saved values of these parameters.
         """
         if self.is_kept:
             self.refresh()
@@ -420,8 +413,8 @@ class FlatParams:
         self.shown.why_refused = access.AWAY
 
     def reoccupy(self) -> None:
-        """Note that the memory of kept values is there again, at another address."""
+        """Note that the memory of kept values exists again, at another address."""
         self.shown.why_refused = access.SHARDED
         if self.is_kept:
             self.wait()
-            self.shown.forget_marks()  # `vacate` has moved the versions
+            self.shown.forget_marks()  # `vacate` has incremented the version counters

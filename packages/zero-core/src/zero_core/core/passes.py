@@ -1,33 +1,34 @@
-"""Forward and backward over all units: what is gathered, released and reduced, and when.
+"""Forward and backward over all units: when units are gathered, released and reduced.
 
-`zero_core.core.hooks` calls in here; nothing in the model changes.
+`zero_core.core.hooks` calls this module. The model's code does not change.
 
 [Note: the path of a gradient]
-1. `hooks` takes ``param.grad`` when autograd has it, and calls `BackwardPass.gradient_ready`.
-2. `FlatGrads.add` writes it to the segment's ``full_grad``.
-3. When its unit is complete and all units before it are: `FlatGrads.reduce`; one unit later:
-   `FlatGrads.finish`.
-4. At an accumulation boundary, or in every micro-step if the tier adds them up, the sink
-   (`StepGradient.add`) offers it to the state tier. `Reductions` calls steps 3 and 4. At stage 0
-   ``param.grad`` shows it from now on: `zero_core.step.param_grads`.
-5. ``engine.step()``: `BackwardPass.complete_gradient`, then `StepGradient.decide` and ``apply``,
-   which has the tier update the shards. `UnitSet.values_changed` makes gathered values stale. On a
-   device the update is enqueued before the host reads what was agreed: see [Note: update ahead] in
+1. A hook takes ``param.grad`` when autograd has computed it, and calls
+   `BackwardPass.gradient_ready`.
+2. `FlatGrads.add` writes the gradient to the segment's ``full_grad``.
+3. When its unit and all earlier units are complete, `Reductions` calls `FlatGrads.reduce`, and
+   `FlatGrads.finish` one unit later.
+4. At an accumulation boundary (in every micro-step if the tier accumulates), `Reductions` passes
+   the reduced gradient to the sink, `StepGradient.add`, which offers it to the state tier. At stage
+   0 ``param.grad`` shows the gradient from then on: `zero_core.step.param_grads`.
+5. ``engine.step()`` calls `BackwardPass.complete_gradient`, then `StepGradient.decide` and
+   ``apply``. The tier updates the shards. `UnitSet.values_changed` marks gathered values as stale.
+   On a device the update is enqueued before the host reads the facts: see [Note: update ahead] in
    `zero_core.step.update`.
 
 [Note: order]
-Units are gathered forward in the order of the module tree and backward in reverse, as they are
-reduced (`zero_core.core.order`). So every rank launches the same collectives in the same order even
-where ranks take different branches within a block. The first block's gather is launched before the
-root's is waited for.
+Units are gathered in the order of the module tree in forward, and in reverse in backward, which
+also reduces them in reverse (`zero_core.core.order`). So every rank launches the same collectives
+in the same order, even if ranks take different branches within a block. The first block's gather is
+launched before waiting for the root's gather.
 
 [Note: idle ranks]
-A rank that has no data while the others have takes part in their collectives: an idle forward uses
-the blocks and the tail as this rank's last forward did, with gradients or without as this one
-(before the first one: the blocks of the module tree), and an idle backward skips all of them. Both
-take the ways of passes with data, so that all launches are in one order. Gradients count as zero,
-and averages are divided by all ranks, as `torch.distributed.algorithms.Join` does for DDP with
-``divide_by_initial_world_size=True``, its default.
+A rank without data takes part in the other ranks' collectives. An idle forward uses the blocks and
+the tail in the order of this rank's last forward of the same kind, with or without gradients. If
+there was none, it uses all blocks of the module tree. An idle backward skips every unit of that
+forward. Both run the same code as passes with data, so the order of launches is the same. Gradients
+count as zero, and averages are divided by the number of all ranks, like
+`torch.distributed.algorithms.Join` for DDP with ``divide_by_initial_world_size=True``, its default.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ from zero_core.watch.place import OUTSIDE
 
 
 class GradientSink(Protocol):
-    """The step's gradient, `zero_core.step.gradient.StepGradient`, which reduced ones make up."""
+    """Interface of `zero_core.step.gradient.StepGradient`, which collects reduced gradients."""
 
-    params_with_grad: set[int]  # on this rank, since the last step: `BackwardPass` adds to it
+    params_with_grad: set[int]  # parameter numbers, added by `BackwardPass`
 
     @property
     def is_boundary(self) -> bool:
@@ -62,49 +63,50 @@ class GradientSink(Protocol):
 
     @property
     def is_reduced(self) -> bool:
-        """Whether every segment's gradient has been added."""
+        """Whether the reduced gradient of every segment was added."""
 
     def begin_backward(self, *, is_new_round: bool) -> None:
-        """Check, at the first sign of a backward, that it may add to the gradient.
+        """Check, at the start of a backward, that it may add to the step's gradient.
 
-        ``is_new_round``: a forward has begun since the backward before, outside of ``no_sync``.
+        ``is_new_round``: a forward has begun since the last backward, outside of ``no_sync``.
         """
 
     def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
         """Offer a segment's reduced gradient to the state tier.
 
-        ``is_last``: of the step's last micro-step. Return whether it has updated the parameters.
+        ``is_last``: whether it belongs to the step's last micro-step. Returns whether the tier has
+        already updated the parameters.
         """
 
     def broken(self) -> None:
-        """Restart the step: a forward found that the last backward did not end."""
+        """Restart the step, because a forward found that the last backward did not end."""
 
     def drop_untaken(self) -> bool:
-        """Drop gradients that an interrupted backward left on parameters, and return if any."""
+        """Drop gradients left by an interrupted backward. Return whether there were any."""
 
     def reopen(self) -> None:
-        """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
+        """Note that more gradients will be added. All ranks then agree on the facts again."""
 
     def agree(self, backward: BackwardPass) -> None:
-        """Start to sum the step's facts, unless they are known. Every rank must call it."""
+        """Start the all-reduce of the step's facts, unless known. Every rank must call it."""
 
     def void_update(self) -> None:
-        """Drop an update that was enqueued ahead of the decision: more is to be reduced."""
+        """Drop an update enqueued ahead of the decision, because more will be reduced."""
 
     def clear(self) -> None:
         """Drop the gradient and start a new step."""
 
 
 class Reductions:
-    """Reduces units, one at a time, and offers what is reduced to the sink.
+    """Reduces units one at a time and passes reduced gradients to the sink.
 
-    One unit's reduction is under way while backward computes the next unit.
+    One unit's reduction overlaps with the backward of the next unit.
 
     Attributes:
-        in_flight: those under way, with whether they are the last micro-step's of their step.
-        sequential: those that take one gradient of each parameter in a backward.
-        is_due_per_backward: whether every backward reduces, as with other ranks or a tier that adds
-            up micro-steps. Else the last backward of a step alone does.
+        in_flight: gradients being reduced, and whether each is of the step's last micro-step.
+        sequential: gradients that accept only one gradient per parameter in a backward.
+        is_due_per_backward: whether every backward reduces: with several ranks, or if the tier
+            accumulates micro-steps. Otherwise only the last backward of a step reduces.
     """
 
     def __init__(self, units: UnitSet, sink: GradientSink, *, has_peers: bool) -> None:
@@ -117,7 +119,7 @@ class Reductions:
         self.in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
 
     def start(self, index: int) -> None:
-        """Start to reduce a unit, when the one before it has been reduced."""
+        """Finish the previous unit's reduction, and start to reduce unit ``index``."""
         if self.in_flight:
             self.finish()
         for grads in self._units.units[index].grads:
@@ -127,7 +129,7 @@ class Reductions:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the reductions under way, and offer them to the sink."""
+        """Wait for the pending reductions, and pass the results to the sink."""
         for grads, is_last in self.in_flight:
             grads.finish()
             if is_last or grads.plan.is_passed_on_each:
@@ -135,17 +137,17 @@ class Reductions:
         self.in_flight = ()
 
     def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
-        """Offer a gradient, reduced or replaced since, to the sink, which may update with it."""
+        """Offer a reduced (possibly replaced) gradient to the sink, which may update the unit."""
         if self._sink.add(grads, is_last=is_last):
             self._units.updated_early(grads.segment)
 
     def accumulate_locally(self) -> None:
-        """Have gradients added up over several backwards before they are reduced."""
+        """Let gradients of several backwards accumulate before they are reduced."""
         for grads in self.grads:
             grads.full.is_wide = True
 
     def discard(self) -> None:
-        """Wait for the reductions under way, and drop all gradients."""
+        """Wait for the pending reductions, and drop all gradients."""
         for grads, _ in self.in_flight:
             grads.finish()
         self.in_flight = ()
@@ -154,7 +156,7 @@ class Reductions:
 
 
 class _Running(NamedTuple):
-    """A hooked module whose forward is running, and the exception that its caller handles."""
+    """A module whose forward is running, and the exception being handled when it began."""
 
     unit: Unit
     module: nn.Module
@@ -162,14 +164,14 @@ class _Running(NamedTuple):
 
 
 class BackwardPass:
-    """The backwards of a step, up to its whole gradient.
+    """All backwards of a step, until its gradient is complete.
 
     Attributes:
-        names: the units' backwards, as places of this rank.
-        is_open: whether a backward is under way, or was left by an exception: then the next
-            forward drops the step's gradient.
-        should_sync: whether backwards reduce gradients: False within `no_sync`.
-        why_refused: why no backward may begin, if none may.
+        names: names of the units' backwards, as reported by `Communicator.place`.
+        is_open: whether a backward is running, or was aborted by an exception. After an abort, the
+            next forward drops the step's gradient.
+        should_sync: whether backwards reduce gradients. False within `no_sync`.
+        why_refused: error message if no backward may begin, else None.
     """
 
     def __init__(
@@ -191,16 +193,14 @@ class BackwardPass:
         self.is_open = False
         self.should_sync = True
         self.why_refused: str | None = None
-        self._is_reducing = False  # whether the open backward reduces: see `will_reduce`
-        # Units recomputed in this backward: gradients to come since the last recomputation.
+        self._is_reducing = False  # whether the open backward reduces gradients
+        # By unit recomputed in this backward: gradients expected since its last recomputation.
         self._recomputed: dict[int, int] = {}
         self._ever_recomputed: set[int] = set()
-        self._stay_idle: set[int] = set()  # units that the backward of an idle rank gathers once
-
-    # ------------------------------------------------------------------ begin
+        self._stay_idle: set[int] = set()  # units that an idle backward gathers only once
 
     def begin(self) -> None:
-        """Begin a backward at its first sign, unless one is open, and be called at its end."""
+        """Begin a backward when its first hook runs, unless one is open."""
         if self.is_open:
             return
         units = self._units.units
@@ -210,13 +210,13 @@ class BackwardPass:
         self._place.enter("backward")
         self._is_reducing = self.will_reduce()
         if not self._is_reducing:
-            self.reductions.accumulate_locally()  # more is to come before anything is reduced
+            self.reductions.accumulate_locally()  # later backwards add to these gradients
         call_at_end_of_backward(self.end)
 
     def open(self, num_missing: dict[int, int], *, is_new: bool) -> None:
-        """Open a backward that brings so many gradients of each unit.
+        """Open a backward. ``num_missing``: number of gradients expected for each unit.
 
-        ``is_new``: whether a forward has begun since the backward before.
+        ``is_new``: whether a forward has begun since the last backward.
         """
         if self.why_refused is not None:
             raise RuntimeError(self.why_refused)
@@ -226,22 +226,21 @@ class BackwardPass:
         self._units.drain()
         self._sink.begin_backward(is_new_round=self.should_sync and is_new)
         self.is_open = True
-        self._is_reducing = False  # `begin` sets it; micro-batches in turns are reduced one by one
+        self._is_reducing = False  # `begin` sets it, the vertical schedule does not
         self._units.saved.entered = None
         self._recomputed.clear()
         self.order.begin_backward(num_missing)
 
     def begin_idle(self, path: Sequence[Unit]) -> None:
-        """Begin a backward that brings no gradient. Its end follows the ``path`` of a forward."""
+        """Begin a backward without gradients. `end` visits the ``path`` of a forward."""
         self.begin()
-        # With data, a block that is used twice and recomputed stays until its gradients are there.
+        # With data, a block that is used twice and recomputed stays gathered until its gradients
+        # are ready. So the idle rank must gather it only once.
         uses = Counter(unit.index for unit in path)
         self._stay_idle = {i for i, num in uses.items() if num > 1} & self._ever_recomputed
 
-    # ------------------------------------------------------------------- walk
-
     def enter(self, unit: Unit, forward: Forward | None) -> None:
-        """Gather ``unit`` for the backward of ``forward``. None: the unit is computed again."""
+        """Gather ``unit`` for the backward of ``forward``, or to recompute ``unit`` if None."""
         units = self._units
         if unit is units.saved.entered:
             return
@@ -253,38 +252,41 @@ class BackwardPass:
             return
         previous = units.current
         if previous is not None and previous is not unit:
-            # A recomputed forward saved raw views, which are used until the unit's gradients are
-            # there: to the end of backward if it has no trainable parameter.
+            # A recomputed forward saved raw views of the gathered buffer. The buffer is needed
+            # until the unit's gradients are ready, or to the end of backward if it has no trainable
+            # parameter.
             num_missing = self._recomputed.get(previous.index)
             if num_missing is not None and (num_missing > 0 or not previous.count_trainable()):
-                units.current = None  # it is released at the end of backward
+                units.current = None  # `end` releases the unit instead of `go_to`
         self._place.enter(self.names[unit.index])
         units.saved.entered = unit
         for skipped in self.order.enter(unit.index, forward):
             self._gather_skipped(skipped)
         if self._is_reducing:
-            self._reduce_ready()  # before the next gather: [Note: one order ...] in `order`
+            # Reduce before gathering: [Note: one order for gathers and reductions] in `order`.
+            self._reduce_ready()
         units.go_to(unit, backward=True)
 
     def enter_recompute(self, unit: Unit) -> None:
-        """Gather ``unit``, whose forward activation checkpointing computes again in backward."""
+        """Gather ``unit``, whose forward activation checkpointing recomputes in backward."""
         self.enter(unit, None)
         self._recomputed[unit.index] = unit.count_trainable()
         self._ever_recomputed.add(unit.index)
 
     def gradient_ready(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
-        """Take the gradient of parameter ``position`` of a segment of ``unit``."""
+        """Add the gradient of parameter ``position`` of a segment of ``unit``."""
         if not self.is_open:
             self.begin()
         index = unit.index
         if self._place.doing is self.names[index]:
             self._place.num_changes += 1
-        else:  # without shards nothing enters it before
+        else:  # without sharded parameters, `enter` is not called
             self._place.enter(self.names[index])
         if index in self._recomputed:
             self._recomputed[index] -= 1
         num_missing = self.order.gradient_ready(index)
-        # late: this unit's reduction has started. Finish it; the gradient opens a second one.
+        # A late gradient: the unit's reduction has started. Finish it before adding to the buffer.
+        # The late gradient is reduced in a second round.
         if num_missing < 0:
             self.reductions.finish()
         grads.add(position, grad)
@@ -293,7 +295,7 @@ class BackwardPass:
             self._reduce_ready()
 
     def _gather_skipped(self, skipped: int) -> None:
-        """Gather a unit that backward skips here, because other ranks may go into it."""
+        """Gather a unit that this backward skips, because other ranks may enter it."""
         units = self._units
         if not units.has_sharded_params:
             return
@@ -305,22 +307,20 @@ class BackwardPass:
         else:
             units.go_to(unit, backward=True)
             if skipped in self._stay_idle:
-                units.current = None  # it is released at the end of backward
+                units.current = None  # `end` releases the unit instead of `go_to`
 
     def will_reduce(self) -> bool:
-        """Whether a backward that ends now is reduced."""
+        """Whether a backward that ends now reduces gradients."""
         return self.should_sync and (self.reductions.is_due_per_backward or self._sink.is_boundary)
 
     def _reduce_ready(self) -> None:
         for index in self.order.ready_units():
             self.reductions.start(index)
 
-    # -------------------------------------------------------------------- end
-
     def end(self) -> None:
-        """Reduce what is left, wait for everything, release every unit.
+        """Reduce the remaining units, wait for all reductions, and release every unit.
 
-        Called by autograd at a backward's end, and by `start_agreement` if gradients are left.
+        Autograd calls it at the end of a backward. `start_agreement` calls it if gradients remain.
         """
         if self.is_open:
             for skipped in self.order.skipped_last():
@@ -336,28 +336,25 @@ class BackwardPass:
         self._stay_idle = set()
 
     def drop_unended(self) -> None:
-        """Drop the step's gradient if the last backward did not end."""
-        # Or Ctrl-C came in the first hook of a backward, before it was opened.
+        # Ctrl-C may also interrupt the first hook of a backward, before `is_open` is set.
         if self.is_open or (self.order.is_awaited and self._sink.drop_untaken()):
             self._sink.broken()
             self.discard()
             self._units.release_all()
 
     def discard(self) -> None:
-        """Drop all gradients and start a new step. Gathered units stay."""
+        """Drop all gradients and start a new step. Gathered units stay gathered."""
         if self.is_open:
             self._sink.drop_untaken()
-        self.is_open = True  # Ctrl-C may come meanwhile: then a forward drops the rest
+        self.is_open = True  # after Ctrl-C in this method, the next forward drops the rest
         self.reductions.discard()
         self.order.forget()
         self._sink.clear()
         self.is_open = False
 
-    # ----------------------------------------------------------- accumulation
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of backwards unreduced within. Every rank must enter it."""
+        """Leave gradients of backwards within the context unreduced. Every rank must enter it."""
         before = self.should_sync
         self.set_should_sync(False)
         try:
@@ -366,7 +363,7 @@ class BackwardPass:
             self.should_sync = before
 
     def set_should_sync(self, should_sync: bool) -> None:
-        """Set whether backwards reduce gradients. Every rank must set the same."""
+        """Set whether backwards reduce gradients. Every rank must set the same value."""
         self.should_sync = should_sync
         if not should_sync:
             self._sink.reopen()
@@ -374,13 +371,11 @@ class BackwardPass:
 
     @property
     def is_last(self) -> bool:
-        """Whether no backward of a later micro-step will add to the step's gradient."""
+        """Whether this micro-step's backward completes the step's gradient."""
         return self._sink.is_boundary and self.should_sync
 
-    # ------------------------------------------------------------------- step
-
     def check_last(self) -> None:
-        """Raise if a backward that did not end, or a further one, is needed before ``step``."""
+        """Raise unless the step's last backward has ended."""
         if self.is_open:
             raise RuntimeError(
                 "the last backward did not end: run the forward and backward of this step again"
@@ -392,37 +387,37 @@ class BackwardPass:
             )
 
     def start_agreement(self) -> None:
-        """Have all of the step's gradient reduced, and start to agree on it, if `check_last`.
+        """Reduce remaining gradients, and start the all-reduce of the step's facts.
 
-        Every rank must call it. The host does not wait for the device.
+        Every rank must call it. Raises as `check_last`. The host does not wait for the device.
         """
         self.check_last()
         if not self._sink.is_reduced:
-            # No parameter was used on this rank, or the last backward ran within no_sync.
+            # this rank used no parameter, or the last backward ran within no_sync
             self.end()
         self._units.drain()
         self._sink.agree(self)
 
     def complete_gradient(self) -> None:
-        """Have all of the step's gradient reduced and agreed on. Every rank must call it."""
+        """Reduce all of the step's gradient and agree on its facts. Every rank must call it."""
         self.start_agreement()
         if self._facts.is_any("unreduced"):
             self._sink.void_update()
-            self.end()  # on some rank, gradients came after their unit's reduction
+            self.end()  # reduce late gradients, which some rank has
             self._sink.reopen()
             self.start_agreement()
         is_agreed = self._facts.is_unanimous("left out")
         self.order.left_out = self.order.unneeded if is_agreed else frozenset()
 
     def fill(self, facts: Facts) -> None:
-        # Gradients that came within ``no_sync``, or late.
+        # gradients computed within no_sync, or late
         unreduced = [grads for grads in self.reductions.grads if grads.full.memory is not None]
         facts.put("unreduced", bool(unreduced))
         facts.mark("left out", self.order.unneeded)
 
 
 class ForwardPass:
-    """The forward that is running, and the path of the last one."""
+    """The running forward, and the paths of previous forwards."""
 
     def __init__(self, units: UnitSet, communicator: Communicator, backward: BackwardPass) -> None:
         self._units = units
@@ -432,18 +427,16 @@ class ForwardPass:
         self._order = backward.order
         self._names = [f"forward of {unit!r}" for unit in units.units]
         self._last_block = units.blocks[-1] if units.blocks else None
-        self.running: list[_Running] = []  # the outermost one first
-        self._forward: Forward | None = None  # the one that is running with gradients
-        self._failure = 0  # id of the error that ended the last forward
-        # Blocks in the order in which the model's last whole forward used them, by whether
-        # it had gradients, and so far in the one under way.
+        self.running: list[_Running] = []  # outermost first
+        self._forward: Forward | None = None  # the running forward with gradients
+        self._failure = 0  # id of the exception that ended the last forward
+        # By whether the forward had gradients: the blocks in the order of use by the model's last
+        # complete forward. ``_path`` is that of the running forward.
         self._last_paths: dict[bool, list[Unit]] = {}
         self._path: list[Unit] = []
 
-    # ------------------------------------------------------------------ enter
-
     def enter(self, unit: Unit, module: nn.Module) -> None:
-        """Gather ``unit`` for the forward of its ``module``, which may begin that of the model."""
+        """Gather ``unit`` for the forward of its ``module``, which may begin the model's."""
         if unit.is_root:
             self.end_interrupted(entering=module)
         if not self.running:
@@ -461,13 +454,13 @@ class ForwardPass:
         self.go_into(unit, module)
 
     def go_into(self, unit: Unit, module: nn.Module) -> None:
-        """Gather ``unit`` for the forward of its ``module``, within that of the model."""
+        """Gather ``unit`` for the forward of its ``module``, within a forward of the model."""
         self.running.append(_Running(unit, module, sys.exception()))
         self._place.enter(self._names[unit.index])
         self._use(unit)
 
     def enter_part(self, unit: Unit) -> None:
-        """Gather ``unit``, of which a part is called by itself."""
+        """Gather ``unit``, of which a submodule is called directly."""
         units = self._units
         if is_in_backward():
             self._backward.enter_recompute(unit)
@@ -494,30 +487,29 @@ class ForwardPass:
         units.go_to(unit, backward=False)
         if self.running and unit.is_root:
             units.launch_tail()
-        if not unit.is_block:  # the root, after the launch of the first block's gather
+        if not unit.is_block:  # for the root, only after launching the first block's gather
             units.wait(unit)
 
     def _note_passed(self, before: int) -> None:
-        """Note blocks that were gathered ahead and left out on the way to unit ``before``."""
+        """Note blocks before unit ``before`` that were prefetched but not used."""
         last = self._path[-1].index if self._path else 0
         for index in self._units.prefetch.windows[False][last]:
             if index < before and self._units.units[index].is_block:
                 self._order.pass_by(index)
 
-    # ------------------------------------------------------------------ leave
-
     def leave(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None:
-        """Release ``unit`` after its forward, whose output ``needs_grad``, or which ``error`` left.
+        """Release ``unit`` after its forward.
 
-        An error that was already being handled when the forward began does not count: the forward
-        is a retry, with a smaller batch perhaps.
+        ``needs_grad``: whether its output does. ``error``: the exception that ended the forward, or
+        None. An exception that was already being handled when the forward began is ignored: the
+        forward may be a retry in an ``except`` block.
         """
         units = self._units
-        is_trained = self._forward is not None  # even where the model switches gradients off
+        is_trained = self._forward is not None  # even if the model disables gradients
         has_failed = error is not None and self.note_failure(unit, error)
-        if self.go_out_of(unit, needs_grad=needs_grad) and not self.running:  # the outermost one
+        if self.go_out_of(unit, needs_grad=needs_grad) and not self.running:  # outermost forward
             if unit.is_root:
-                if needs_grad and is_trained:  # a backward follows
+                if needs_grad and is_trained:  # a backward will follow
                     self._note_passed(len(units.units))
                     if units.tail is not None:
                         units.open_tail()
@@ -528,23 +520,23 @@ class ForwardPass:
             units.saved.end_forward()
             if unit.is_root and not torch.is_grad_enabled():
                 units.release_resharded()
-        # The last block stays gathered: backward begins with it.
+        # The last block stays gathered, because backward begins with it.
         stays = unit.index in units.stay_gathered or (is_trained and unit is self._last_block)
         if unit.is_block and not stays:
             units.release(unit)
 
     def note_failure(self, unit: Unit, error: BaseException) -> bool:
-        """Have other ranks name ``error``. Return whether it left the forward of ``unit``."""
+        """Report ``error`` to other ranks. Return False if it precedes the forward of ``unit``."""
         running = self.running
         if running and running[-1].unit is unit and running[-1].handled is error:
             return False
-        if id(error) != self._failure:  # else it has been noted of a block within
-            self._failure = id(error)  # the error itself would keep its frames' tensors
+        if id(error) != self._failure:  # otherwise an inner block has reported it
+            self._failure = id(error)  # keeping the error would keep its frames' tensors
             self._communicator.note_failure(f"the forward of {unit!r}", error)
         return True
 
     def go_out_of(self, unit: Unit, *, needs_grad: bool) -> bool:
-        """Leave the forward of ``unit``. Return whether it was entered: a hook may have raised."""
+        """Leave the forward of ``unit``. Return False if a hook raised before `go_into`."""
         if unit.is_block and self._forward is not None:
             self._order.leave(unit.index, needs_grad=needs_grad)
         running = self.running
@@ -557,9 +549,9 @@ class ForwardPass:
         return was_entered
 
     def end_interrupted(self, *, entering: nn.Module | None = None) -> None:
-        """End a forward that was left without its hooks: torch runs none after Ctrl-C.
+        """End a forward whose hooks did not run: torch runs none after Ctrl-C.
 
-        ``entering``: the module whose call has begun and is not noted yet.
+        ``entering``: the module whose call has begun but is not recorded yet.
         """
         if self.running:
             outermost = self.running[0].module
@@ -567,7 +559,7 @@ class ForwardPass:
                 self.abandon()
 
     def abandon(self) -> None:
-        """End the forward that is under way, if one is, without its hooks."""
+        """End the running forward, if any, without its hooks."""
         if self.running:
             self.running.clear()
             self._place.enter(OUTSIDE)
@@ -575,10 +567,8 @@ class ForwardPass:
             self._units.saved.end_forward()
             self._units.release_all()
 
-    # ------------------------------------------------------------------- idle
-
     def idle(self, model: nn.Module) -> None:
-        """Take part in a forward of the other ranks over the ``model``: see [Note: idle ranks]."""
+        """Take part in the other ranks' forward of ``model``: see [Note: idle ranks]."""
         root = self._units.units[0]
         path = self.last_path(is_trained=torch.is_grad_enabled())
         self.enter(root, model)
@@ -589,7 +579,7 @@ class ForwardPass:
         self.leave(root, needs_grad=True, error=None)
 
     def last_path(self, *, is_trained: bool) -> Sequence[Unit]:
-        """Return the path of the last forward of its kind, or of the other kind, or all blocks."""
+        """Return the last forward's path, preferably of the same kind, or else all blocks."""
         known = [self._last_paths[k] for k in (is_trained, not is_trained) if k in self._last_paths]
         return known[0] if known else self._units.blocks
 
@@ -599,7 +589,7 @@ class _Leave(Protocol):
 
 
 class Driver(NamedTuple):
-    """Walks the passes: what the hooks on the model call, as `ForwardPass` and `BackwardPass`."""
+    """The functions of the passes that hooks on the model call."""
 
     enter: Callable[[Unit, nn.Module], None]
     leave: _Leave
@@ -607,16 +597,16 @@ class Driver(NamedTuple):
 
 
 class Passes:
-    """The passes over one model, which a driver walks: the hooks, or `zero_core.vertical`."""
+    """Forward and backward over one model, driven by hooks or by `zero_core.vertical`."""
 
     def __init__(
         self, units: UnitSet, communicator: Communicator, sink: GradientSink, facts: Facts
     ) -> None:
-        """Prepare. `zero_core.core.hooks.install` makes the model call the driver."""
+        """Create without hooks. `zero_core.core.hooks.install` registers them."""
         self.units = units
         self.backward = BackwardPass(units, communicator, sink, facts)
         self.forward = ForwardPass(units, communicator, self.backward)
-        self._units_of: dict[int, set[int]] = {}  # by parameter
+        self._units_of: dict[int, set[int]] = {}  # unit indices by id of parameter
         for unit in units.units:
             for flat in unit.params:
                 for param in (*flat.params, *flat.shown.read_params):
@@ -624,24 +614,22 @@ class Passes:
         self.drive_by_hooks()
 
     def drive_by_hooks(self) -> None:
-        """Have the hooks on the model drive the passes."""
         self.driver = Driver(self.forward.enter, self.forward.leave, self.backward.gradient_ready)
 
     def remove(self) -> None:
-        """End a forward that nobody ended, with the hooks."""
+        """End a forward that is still running. Called when the hooks are removed."""
         self.forward.abandon()
 
     def idle_backward(self, grad: Tensor) -> None:
-        """Begin the backward of a rank without data: a hook on its loss. ``grad`` is unused."""
+        """Begin the backward of a rank without data. A hook on its loss, which ignores ``grad``."""
         self.backward.begin_idle(self.forward.last_path(is_trained=True))
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or a backward is under way."""
         return bool(self.forward.running) or is_in_backward()
 
     def units_of(self, module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-        """Return the units of the parameters of ``module``, with or without those of its parts."""
+        """Return the units that hold parameters of ``module`` (and submodules if ``recurse``)."""
         try:
             indices = set().union(*(self._units_of[id(p)] for p in module.parameters(recurse)))
         except KeyError:

@@ -1,9 +1,9 @@
-"""Two kinds of memory that never interleave, so that there is nothing to fragment.
+"""Memory of two kinds, which are never interleaved, so that memory does not fragment.
 
-Long-lived memory (parameter shards, gradient shards, master weights, states) is laid out once, one
-contiguous buffer per kind (`Arena`). Short-lived memory (gathered units, gradients before their
-reduction) is borrowed from buffers that are all as large as the largest request (`BufferPool`).
-This is the contiguous memory of ZeRO (arXiv 1910.02054, section 6.3) by construction.
+Long-lived memory (parameter shards, gradient shards, master weights, states) is allocated once, in
+one contiguous buffer per kind (`Arena`). Short-lived memory (gathered units, gradients before
+reduction) is borrowed from buffers of the size of the largest request (`BufferPool`). ZeRO (arXiv
+1910.02054, section 6.3) introduces contiguous memory for this purpose.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ Wait = Callable[[], object]
 
 
 def allocator(device: torch.device) -> Allocate:
-    """Return what allocates ordinary memory of ``device``."""
     return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
 
 
 class CopyStream:
-    """Stream of copies to a device, as a context: [Note: the copy stream] in `param_offload`."""
+    """Context manager for a side stream of copies: [Note: the copy stream] in `param_offload`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,22 +45,22 @@ class CopyStream:
             self._stream.__exit__(*error)
 
     def after_readers(self) -> Wait | None:
-        """Return what makes this stream wait for what the current stream holds by now."""
+        """Return a function that makes this stream wait for the current stream's present work."""
         if self._stream is None:
             return None
         event = torch.accelerator.current_stream(self._device).record_event()
         return partial(self._stream.wait_event, event)
 
     def follow(self) -> None:
-        """Have this stream wait for what the current stream holds by now."""
+        """Make this stream wait for the present work of the current stream."""
         wait = self.after_readers()
         if wait is not None:
             wait()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate memory that this stream writes to and the current one reads."""
+        """Allocate memory that this stream writes and the current stream reads."""
         tensor = torch.empty(numel, dtype=dtype, device=self._device)
-        self.follow()  # the memory may have had other users
+        self.follow()  # earlier work may still use the memory
         return tensor
 
     def synchronize(self) -> None:
@@ -70,7 +69,7 @@ class CopyStream:
 
 
 class Arena:
-    """Long-lived memory on one device, allocated once: ``buffers`` by kind."""
+    """Long-lived memory on one device, allocated once. ``buffers`` holds it by kind."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -79,7 +78,7 @@ class Arena:
     def allocate(
         self, kind: str, wanted: Mapping[int, tuple[torch.dtype, int]]
     ) -> dict[int, Tensor]:
-        """Allocate a buffer per dtype. Return 1-D views of ``wanted`` dtypes and lengths."""
+        """Allocate a buffer per dtype. Return 1-D views with the ``wanted`` dtypes and lengths."""
         found: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(dtype for dtype, _ in wanted.values()):
             sizes = {key: numel for key, (of, numel) in wanted.items() if of == dtype}
@@ -89,7 +88,7 @@ class Arena:
         return found
 
     def report(self) -> dict[str, int]:
-        """Bytes by kind. An emptied storage has none."""
+        """Return the size in bytes of each kind. Storages that were freed count as 0."""
         return {
             kind: sum(min(b.nbytes, b.untyped_storage().nbytes()) for b in buffers)
             for kind, buffers in self.buffers.items()
@@ -97,14 +96,14 @@ class Arena:
 
 
 class BufferPool:
-    """Equally large buffers, borrowed as any dtype and returned.
+    """Equally large buffers, which are lent as any dtype and then returned.
 
-    A borrower fills a buffer from the stream that its last reader ran on (a collective first waits
-    for the stream that launches it). `release` is given what other readers are to be waited for.
+    The caller fills a buffer on the stream of its last reader. (A collective first waits for the
+    stream that launches it.) `release` receives a wait function for readers on other streams.
 
-    Each user gets the buffer that it had the last time, if that is free: where steps are alike, a
-    user's memory has one address, as CUDA graphs need it. What is lent depends on the order of the
-    calls alone, not on which copies have ended: a plan can count the buffers.
+    Each user gets the same buffer as last time, if free. In identical steps a user's memory thus
+    keeps its address, as CUDA graphs require. The choice of a buffer depends on the order of calls
+    only, and not on the progress of copies. So the number of buffers can be computed in advance.
     """
 
     def __init__(
@@ -115,24 +114,25 @@ class BufferPool:
         num_spare: int = 0,
         queue: CopyStream | None = None,
     ) -> None:
-        """Make a pool. Buffers are allocated when first needed.
+        """Create an empty pool. Buffers are allocated when first needed.
 
-        ``num_spare`` free buffers are kept in reserve, so that a pending copy can finish before its
-        buffer is reused. ``queue`` fills buffers, too, and waits for the stream that released them.
+        The pool keeps ``num_spare`` free buffers in reserve so that a pending copy can finish
+        before its buffer is reused. ``queue``, if given, fills the buffers. It waits for the stream
+        that released a buffer before the buffer is reused.
         """
         self._queue = queue
         self._num_spare = num_spare
         self._allocate = allocate
         self.buffer_bytes = buffer_bytes
-        self._all: dict[int, Tensor] = {}  # by address
-        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}  # by address, elements, dtype
-        self._free: dict[int, Wait | None] = {}  # by address; first what has been free longest
-        self._last: dict[Hashable, int] = {}  # address by user
+        self._all: dict[int, Tensor] = {}  # buffer by address
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}  # by address, numel, dtype
+        self._free: dict[int, Wait | None] = {}  # by address, longest free first
+        self._last: dict[Hashable, int] = {}  # last address by user
 
     def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
-        """Borrow a 1-D view of ``numel`` elements of a free buffer. Contents undefined.
+        """Borrow a 1-D view of ``numel`` elements of a free buffer, uninitialized.
 
-        ``user`` stands for what is kept in it, the same in each step.
+        ``user`` identifies the content, and must be equal in each step.
         """
         if len(self._free) > self._num_spare:
             address = self._last.get(user, 0)
@@ -154,24 +154,24 @@ class BufferPool:
         return view
 
     def _add_buffer(self) -> int:
-        with torch.inference_mode(False):  # it serves training too
+        with torch.inference_mode(False):  # so that training can use the buffer
             buffer = self._allocate(self.buffer_bytes, torch.uint8)
         address = buffer.data_ptr()
         self._all[address] = buffer
         return address
 
     def reserve(self, num_buffers: int) -> None:
-        """Allocate buffers now, until there are ``num_buffers``."""
+        """Allocate buffers until the pool has ``num_buffers``."""
         while len(self._all) < num_buffers and self.buffer_bytes:
             self._free[self._add_buffer()] = None
 
     def free(self, *, keep: int = 0) -> None:
-        """Free unused buffers, but keep ``keep`` in all, those used last."""
+        """Free unused buffers, longest free first, until ``keep`` buffers remain in all."""
         for address, readers in list(self._free.items()):
             if len(self._all) <= keep:
                 return
             if not self._all[address].untyped_storage().resizable():
-                continue  # held by the collectives, for other ranks too
+                continue  # the collectives share the buffer with other ranks
             if readers is not None:
                 readers()
             del self._all[address], self._free[address]
@@ -179,7 +179,7 @@ class BufferPool:
                 del self._views[key]
 
     def release(self, view: Tensor, readers: Wait | None = None) -> None:
-        """Return what was borrowed. Before it is lent again, ``readers`` are waited for."""
+        """Return a borrowed buffer. ``readers`` is called before the buffer is lent again."""
         address = view.data_ptr()
         assert address in self._all, "it was borrowed from another pool"
         if self._queue is not None:
@@ -195,21 +195,21 @@ class BufferPool:
 class BufferViews(NamedTuple):
     """Views of one buffer."""
 
-    slots: list[Tensor]  # one per parameter, in its shape and with its strides
-    gaps: list[Tensor]  # what belongs to no parameter
-    addresses: list[int]  # of ``slots``, as they were when the views were made
+    slots: list[Tensor]  # one per parameter, with its shape and strides
+    gaps: list[Tensor]  # padding between and after parameters
+    addresses: list[int]  # addresses of ``slots`` when the views were made
 
 
 class SegmentViews:
-    """Views of buffers and placeholders, for all segments of equal slots, shapes and strides.
+    """Views of buffers and placeholders, shared by all segments with equal slots and shapes.
 
-    The units of a model are mostly alike, and use the same few buffers in turn. What they share is
-    in the processor's cache when the next one needs it.
+    Most units of a model are alike and use the same few buffers in turn. Sharing the views keeps
+    them in the processor's cache.
 
     Attributes:
         is_opaque: whether the buffers hold bytes: components of quantized parameters.
-        forms: what the parameters of the slots look like; their names are another segment's.
-        placeholders: what parameters are views of while no buffer holds them.
+        forms: shapes, strides and dtypes of the parameters. Their names may be another segment's.
+        placeholders: views that parameters use while no buffer holds their values.
     """
 
     def __init__(self, segment: Segment, forms: Sequence[ParamSpec], device: torch.device) -> None:
@@ -223,16 +223,16 @@ class SegmentViews:
         self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
 
     def forget(self) -> None:
-        """Forget the views of all buffers, which are gone or have moved."""
+        """Drop the cached views of all buffers, which were freed or moved."""
         self._found.clear()
 
     def of(self, full: Tensor) -> BufferViews:
-        """Return the views of ``full``, [padded_numel] of a buffer that lives as long as this."""
-        # A storage that is refilled has other addresses; its views stay what they are.
+        """Return the views of ``full``, [padded_numel] of a buffer that outlives this object."""
+        # A refilled storage gets new addresses, but its views stay valid.
         key = (storage_of(full) if self.is_opaque else full.data_ptr(), full.dtype)
         found = self._found.get(key)
         if found is None:
-            with torch.inference_mode(False):  # they serve training too
+            with torch.inference_mode(False):  # so that training can use the views
                 slots = [
                     form.to_values(full[slot.start : slot.stop])
                     for form, slot in zip(self.forms, self.slots, strict=True)
@@ -244,10 +244,10 @@ class SegmentViews:
 
 
 def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return NaN, or 0 for integers, as a tensor without dimensions."""
+    """Return NaN, or 0 for integer dtypes, as a 0-dim tensor."""
     if not dtype.is_floating_point:
         return torch.zeros((), dtype=dtype, device=device)
     if dtype.itemsize > 1:
         return torch.full((), float("nan"), dtype=dtype, device=device)
-    # All bits set are NaN in most 8-bit formats; not all of them can be filled.
+    # All bits set is NaN in most 8-bit formats. Some 8-bit formats do not support `fill_`.
     return torch.full((1,), 255, dtype=torch.uint8, device=device).view(dtype)[0]

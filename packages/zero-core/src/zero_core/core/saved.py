@@ -1,19 +1,19 @@
-"""Weights that autograd saves, and which are gathered again when it reads them.
+"""Weights saved by autograd, which are gathered again when backward reads them.
 
 [Note: saved tensors]
-Autograd saves the weights that a forward used. At stage 3 their buffer is reused for other units,
-so what is saved of a pool buffer is only (segment, offset, shape): `torch.autograd.graph`'s hooks
-pack it when it is saved, and gather the unit again when backward unpacks it. The first unpacking,
-or the first recomputation by activation checkpointing, marks the beginning of a unit's backward. A
-node that reads quantized weights may save them where no hook sees it. Then the gradient of what its
-module returned marks the beginning (`SavedWeights.watch_outputs`).
+Autograd saves the weights that a forward used. At stage 3 other units reuse the gathered buffer. So
+hooks of `torch.autograd.graph` pack a saved view of a pool buffer as (segment, offset, shape), and
+gather the unit again when backward unpacks it. The first unpacking, or the first recomputation by
+activation checkpointing, marks the beginning of a unit's backward. A node that reads quantized
+weights may save them without calling the hooks. Then the gradient of its module's output marks the
+beginning (`SavedWeights.watch_outputs`).
 
-Under autocast a node saves a cast of its weight, which would stay from forward to backward. It is
-packed as the weight and the dtype, and cast again when backward unpacks it. A weight without
-gradients leaves no trace in its cast, which is kept.
+Under autocast a node saves a cast of its weight, which would occupy memory until backward. The cast
+is packed as the weight and the dtype, and repeated in backward. A cast of a weight that requires no
+gradient has no link to the weight, and is kept.
 
-A parameter that no unit has gathered is packed as a `SavedParam`:
-[Note: parameters saved between two gathers] in `zero_core.runtime.gathered`.
+A parameter that no unit has gathered is packed as a `SavedParam`: [Note: parameters saved between
+two gathers] in `zero_core.runtime.gathered`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ forward. A plain tuple, as there is one for each use of a weight, and a test for
 
 
 class SavedParam:
-    """A parameter that autograd saved, of this engine or of another one."""
+    """A parameter saved by autograd, of this engine or of another engine."""
 
     def gather(self, saved: SavedWeights) -> Tensor:
-        """Gather the values to the end of the backward of ``saved``. Every rank must call it."""
+        """Gather the values until the backward of ``saved`` ends. Every rank must call it."""
         raise NotImplementedError
 
 
 class _Cast(NamedTuple):
-    """A cast of a weight, which is packed, or a view of the cast."""
+    """A cast of a packed weight, or a view of the cast."""
 
     weight: SavedParam | _Packed
     dtype: torch.dtype
@@ -62,7 +62,7 @@ _Saved = Tensor | SavedParam | _Cast | _Packed
 
 
 class Backward(Protocol):
-    """Begins the backwards of units: `BackwardPass`, whose file imports this one."""
+    """Interface of `BackwardPass`, whose module imports this one."""
 
     def begin(self) -> None: ...
 
@@ -70,14 +70,14 @@ class Backward(Protocol):
 
 
 class SavedWeights:
-    """Packs what autograd saves of gathered units. See [Note: saved tensors].
+    """Packs views of gathered units that autograd saves. See [Note: saved tensors].
 
     Attributes:
-        gathered: what is packed, by the address of its buffer, until it is released.
-        entered: the block that backward is in, whose weights need no gather.
-        refer: returns what is saved for a parameter that no unit has gathered.
-        references: contexts of the parameters that this backward has gathered for `SavedParam`.
-        referenced: ids of these.
+        gathered: unit and segment of each gathered buffer, by the buffer's address.
+        entered: the block that backward is in. Its weights are gathered.
+        refer: returns the object to save for a parameter that no unit has gathered.
+        references: open contexts of the parameters gathered for `SavedParam` in this backward.
+        referenced: ids of these parameters.
     """
 
     def __init__(self) -> None:
@@ -86,17 +86,17 @@ class SavedWeights:
         self.refer: Callable[[nn.Parameter], SavedParam | None] = lambda param: None
         self.references = ExitStack()
         self.referenced: set[int] = set()
-        # Addresses between which these buffers lie, of those seen so far.
+        # Lowest and highest address of all gathered buffers seen so far, as a fast check.
         self._low, self._high = sys.maxsize, 0
-        # The forward that is watched, and who begins its backward. What it saves holds both.
+        # The watched forward and its backward. Packed weights and unpack hooks reference them.
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        # By thread, as torch's stack of hooks is the thread's own.
+        # By thread, because each thread has its own stack of hooks in torch.
         self._hooks: dict[int, AbstractContextManager[Any]] = {}
-        self._is_autocast = False  # in this forward
+        self._is_autocast = False  # whether this forward runs under autocast
 
     def add(self, unit: Unit, flat: FlatParams) -> None:
-        """Pack from now on what is saved of ``flat``, which has been gathered."""
+        """Pack views of ``flat``, which has been gathered, from now on."""
         assert flat.full is not None
         address = flat.full.data_ptr()
         self.gathered[address] = (unit, flat)
@@ -105,21 +105,21 @@ class SavedWeights:
             self._high = max(self._high, address + flat.full.untyped_storage().nbytes())
 
     def forget_range(self) -> None:
-        """Note that no unit is gathered, and that the memory of buffers is freed."""
+        """Reset the address range. No unit is gathered, and the buffers' memory is freed."""
         self._low, self._high = sys.maxsize, 0
 
     def release_references(self) -> None:
-        """Release the parameters that backward has gathered for `SavedParam`."""
+        """Release the parameters that this backward gathered for `SavedParam`."""
         self.referenced.clear()
         self.references.pop_all().close()
 
     def begin_forward(self, forward: Forward, backward: Backward) -> None:
-        """Watch what autograd saves until `end_forward`, for ``backward`` to gather again."""
+        """Pack tensors that autograd saves until `end_forward`, to be unpacked by ``backward``."""
         self._forward, self._backward = forward, backward
         self.watch_thread()
 
     def watch_thread(self) -> None:
-        """Watch what this thread's operations save for the forward that has begun."""
+        """Pack tensors that this thread's operations save for the current forward."""
         assert self._backward is not None, "begin_forward comes first"
         self._is_autocast = is_autocast_enabled()
         unpack = partial(self.unpack, self._backward)
@@ -128,16 +128,14 @@ class SavedWeights:
         hooks.__enter__()
 
     def leave_thread(self) -> None:
-        """End `watch_thread`."""
         hooks = self._hooks.pop(threading.get_ident(), None)
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
     def end_forward(self) -> None:
-        """End the forward that has begun, if one has."""
-        self._forward = self._backward = None  # what was saved alone keeps them alive
+        self._forward = self._backward = None  # from now on only saved tensors reference them
         self.leave_thread()
-        self._hooks.clear()  # of threads that have ended
+        self._hooks.clear()  # hooks of threads that have ended
 
     def _pack(self, tensor: Tensor) -> _Saved:
         if type(tensor) is not Tensor and access.is_refused(tensor):
@@ -153,18 +151,17 @@ class SavedWeights:
         if tensor.is_leaf:
             param = self.refer(tensor) if isinstance(tensor, nn.Parameter) else None
             return tensor if param is None else param
-        # Most by far: activations.
+        # Most other saved tensors are activations, which are only detached.
         source = autocast_source(tensor) if self._is_autocast else None
         packed = None if source is None else self._pack(source)
         if packed is None or isinstance(packed, Tensor | _Cast):
-            # A node that saves its own output would otherwise keep itself alive if no backward
-            # comes.
+            # Detach, because a node that saves its own output would form a reference cycle.
             return tensor.detach()
         offset = int(tensor.storage_offset())
         return _Cast(packed, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def unpack(self, backward: Backward, packed: _Saved) -> Tensor:
-        """Return what was saved, gathered again for ``backward``."""
+        """Return the saved tensor. ``backward`` gathers its unit again if needed."""
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, _Cast):
@@ -181,18 +178,19 @@ class SavedWeights:
         assert flat.full is not None
         full = flat.full if dtype is flat.full.dtype else flat.full.view(dtype)
         saved = full.as_strided(shape, stride, offset)
-        # create_graph: nodes of this backward save the tensor without our hooks and outlive the
-        # buffer: copy.
+        # With create_graph, nodes of this backward save the tensor without these hooks and outlive
+        # the buffer. So copy the tensor.
         return saved.clone() if torch.is_grad_enabled() else saved
 
     def watch_outputs(self, unit: Unit, output: object) -> None:
-        """Have ``unit`` gathered before the backward of what made ``output`` from its components.
+        """Gather ``unit`` before the backward of the module that returned ``output``.
 
-        See [Note: saved tensors], and [Note: quantized parameters] in `zero_core.layout.discovery`.
+        The module read quantized components of ``unit``. See [Note: saved tensors], and [Note:
+        quantized parameters] in `zero_core.layout.discovery`.
         """
         forward, backward = self._forward, self._backward
         if forward is None or backward is None:
-            return  # nothing is saved; or activation checkpointing, which has entered the unit
+            return  # no gradients, or a recomputation, which has entered the unit
         opaque = [(flat, flat.version) for flat in unit.params if flat.segment.is_opaque]
 
         def enter(grad: Tensor) -> None:

@@ -1,39 +1,39 @@
 """A unit at run time: its flat parameters and flat gradients.
 
-A unit is a block of the model that is gathered, computed and reduced together. Its parameters are
-laid out one after another in *segments*: one per dtype and trainability. This glossary names every
-tensor of a segment; the rest of the code uses these names. ``shard_numel`` is ``padded_numel`` over
-the world size.
+A unit is a block of the model that is gathered, computed and reduced together. Its parameters form
+*segments*, one per dtype and trainability. A segment is one flat, padded buffer that holds the
+parameters consecutively. ``shard_numel`` is ``padded_numel`` divided by the world size.
 
 [Note: the tensors of a segment]
 shard       [shard_numel], compute dtype: this rank's slice of the values. In the arena, or
             offloaded to a parameter tier.
-full        [padded_numel], compute dtype: the gathered values. At stages 0 to 2 it is in the arena
-            for good, and ``shard`` is a view of it. At stage 3 it is borrowed from a pool while the
-            unit is in use.
+full        [padded_numel], compute dtype: the gathered values. At stages 0 to 2 ``full`` is always
+            in the arena, and ``shard`` is a view of ``full``. At stage 3 a pool lends ``full``
+            while the unit is in use.
 views       one per parameter, into ``full``, in the parameter's shape: ``param.data`` while
             gathered.
 placeholder one NaN (0 for integer dtypes), expanded to the parameter's shape: ``param.data`` while
-            sharded. The parameter's class refuses reads of it: `zero_core.core.access`.
-full_grad   [padded_numel], communication dtype: this rank's own gradients, before their reduction.
-            Already multiplied by ``predivide`` (1 / world size; 1 for a sum, or where the loss is
-            divided by all micro-batches). Accumulation dtype while unreduced backwards add up.
+            sharded. Reading a sharded parameter raises: `zero_core.core.access`.
+full_grad   [padded_numel], communication dtype: this rank's gradients before their reduction,
+            already multiplied by ``predivide`` (1 / world size; 1 for a sum, or where the loss is
+            divided by the number of all micro-batches). In the accumulation dtype while gradients
+            accumulate locally (``no_sync``).
 grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps so
-            far. Absent where the state tier copies gradients, and adds up those of several
-            micro-steps. With one rank it is ``full_grad``.
-grad_sum    [padded_numel], accumulation dtype: at stage 0, all ranks' ``grad_shard``, gathered.
+            far. Does not exist if the state tier copies and accumulates gradients. Is
+            ``full_grad`` on a single rank.
+grad_sum    [padded_numel], accumulation dtype: the gathered ``grad_shard`` of all ranks, stage 0.
 
-Which of the gradients' tensors exist, and in what memory, is a `GradientPlan`: see
-`zero_core.layout.gradient_plan`. The state tier gets ``grad_shard`` or ``grad_sum`` in the dtype
-`GradientPlan.offered`.
+`GradientPlan` (`zero_core.layout.gradient_plan`) says which gradient tensors exist, and in which
+memory. The state tier receives ``grad_shard`` or ``grad_sum`` in the dtype `GradientPlan.offered`.
 
-One rank has nothing to shard: without offloaded shards every stage is as stage 0 there.
+A single rank has nothing to shard: unless shards are offloaded, every stage works as stage 0 there.
 
-The *arena* is memory allocated once and kept; a *pool* lends equal buffers for short use
-(`zero_core.core.pool`). The *state tier* holds master weights and optimizer states and runs the
-update, on the device, the host or NVMe. It *owns gradients* if it copies them as they are offered.
-A *parameter tier* holds shards outside the device. Slot, piece, local flat space: see
-`zero_core.layout.arithmetic` and `zero_core.protocols`. A *gap* is padding between and after slots.
+The *arena* is memory that is allocated once and kept. A *pool* lends buffers of equal size for
+short use (`zero_core.core.pool`). The *state tier* holds master weights and optimizer states and
+runs the update, on the device, the host or NVMe. A tier that *owns gradients* copies each gradient
+when it receives it. A *parameter tier* holds shards outside the device. A *gap* is padding between
+and after slots. `zero_core.layout.arithmetic` and `zero_core.protocols` define slot, piece and
+local flat space.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from zero_core.core.params import FlatParams
 
 
 class Hints(Protocol):
-    """Announces the units after one in use: `zero_core.sharded.param_offload.PrefetchHints`."""
+    """Announces upcoming units for prefetching: `zero_core.sharded.param_offload.PrefetchHints`"""
 
     def announce(self, unit: int, *, backward: bool) -> None: ...
 
 
 class Unit:
-    """One unit.
+    """Parameters and gradients that are gathered, computed and reduced together.
 
     Attributes:
-        index: 0 for the root, which holds what belongs to no block; then blocks in the order of
-            the module tree, then the tail, which is used after the blocks, if there is one.
-        is_block: whether it is neither root nor tail, which stay gathered from forward to backward.
-        is_exchanged: whether its values come from other ranks. All ranks must then gather it at
-            the same place in the order of collectives.
-        hints: announces the units that come next; None if nothing is offloaded.
+        index: 0 for the root, which holds the parameters of no block. Blocks follow in the order of
+            the module tree. The tail, a unit for parameters used after the blocks, is last, if any.
+        is_block: whether the unit is neither root nor tail, which stay gathered through backward.
+        is_exchanged: whether a gather exchanges values with other ranks. Then all ranks must gather
+            the unit at the same position in the order of collectives.
+        hints: announces upcoming units for prefetching, or None if no parameter is offloaded.
     """
 
     def __init__(
@@ -86,21 +86,19 @@ class Unit:
         self._trainable = [p for g in grads for p in g.params]
 
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
-        """Start to gather the current values: see `FlatParams.gather`."""
         for flat in self.params:
             flat.gather(exact=exact, backward=backward)
 
     def count_trainable(self) -> int:
-        """Count the parameters that require a gradient now. A backward brings one for each."""
+        """Count the parameters that require a gradient now. Backward produces one gradient each."""
         return sum(find_trainable(self._trainable))
 
     def is_updated(self) -> bool:
-        """Whether the state tier has no update of its values under way."""
+        """Whether no update of the unit's parameters by the state tier is pending."""
         return all(flat.source.is_updated() for flat in self.params)
 
     @property
     def is_current(self) -> bool:
-        """Whether its parameters hold the current values."""
         return all(flat.is_current for flat in self.params)
 
     def __repr__(self) -> str:

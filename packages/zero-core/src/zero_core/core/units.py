@@ -1,20 +1,20 @@
-"""All units of a model: which are gathered, which are gathered ahead, which are released.
+"""All units of a model: when they are gathered, prefetched and released.
 
 [Note: the tail]
-Parameters that the module tree holds behind the blocks are most likely used after them; a tail has
-at least `zero_core.layout.discovery.MIN_TAIL_NUMEL` of their elements. The gather of the tail is
-launched with the root's, behind that of the first block, and waited for when forward leaves the
-last block. It stays to the end of backward, as the root does. Whoever uses it earlier waits
-earlier: a module that holds one of its parameters by a hook, other code by a read ([Note: access]
-in `zero_core.core.access`).
+The tail is a unit of parameters behind the blocks in the module tree, which are most likely used
+after the blocks. It exists only if it has `zero_core.layout.discovery.MIN_TAIL_NUMEL` elements. Its
+gather is launched with the root's, after the first block's, and awaited when forward leaves the
+last block. Like the root, the tail stays gathered until backward ends. Earlier use waits earlier: a
+hook waits when a module with a tail parameter is called, and any other code waits when it reads one
+([Note: access] in `zero_core.core.access`).
 
 [Note: publication]
-At stages 1 and 2 every rank keeps all values, and a step leaves new ones in one slice on each. Once
-the step is decided, `publish` launches the exchange of all units, in their order, on all ranks
-alike, and waits for none: a unit's forward does, or the first read. So ranks may skip different
-blocks, and nobody reads a value of before the step. A tier on the host is still updating then: each
-launch follows the update of its unit, in a thread of its own (`Launcher`). No reduction, no other
-exchange and no later update begins before `drain`: peers may still read the shards.
+At stages 1 and 2 every rank keeps all values, and a step updates one slice on each rank. Once the
+step is decided, `publish` launches the exchange of all units, in the same order on all ranks. The
+wait is in a unit's forward or at the first read of a parameter. So ranks may skip different blocks,
+and no code reads outdated values. If a host tier is still updating, a separate thread (`Launcher`)
+launches each exchange after the unit's update. No reduction, other exchange or later update begins
+before `drain`, because peers may still read the shards.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from zero_core.object_methods import SuspendableHooks
 
 
 class UnitSet:
-    """Gathers and releases units. See the notes above.
+    """Gathers and releases units. See the module's notes.
 
     Attributes:
-        units: the root first, then blocks in the order of the module tree, then the tail.
+        units: the root, then blocks in the order of the module tree, then the tail, if any.
         has_sharded_params: whether gathered values are released after use (stage 3).
-        ready: indices of the units whose parameters hold the current values. The tail is in it only
-            once the forward under way has waited for it.
+        ready: indices of the units whose parameters hold the current values. Contains the tail only
+            after the running forward has waited for it.
         current: the block in use.
         stay_gathered: indices of units that stay gathered after a forward.
-        part_hooks: gather the block of a part that is called by itself. They are suspended while
-            all blocks stay gathered: a forward for one token calls many small modules.
+        part_hooks: hooks that gather a block when one of its submodules is called directly.
+            Suspended while all blocks stay gathered, because a forward for one token calls many
+            small modules.
     """
 
     def __init__(
@@ -65,23 +66,21 @@ class UnitSet:
         if self.tail is not None and has_sharded_params:
             for flat in self.tail.params:
                 flat.await_tail = weakref.WeakMethod(self._await_tail)
-        self._full_params_depth = 0  # within any `full_params`, nothing is released
+        self._full_params_depth = 0  # release nothing within `full_params`
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
         self._launcher: Launcher | None = None
-        self._is_publishing = False  # not all that was launched has been waited for
+        self._is_publishing = False  # whether any published exchange is not awaited yet
         self._publishing = threading.RLock()
         for unit in units:
             for flat in unit.params:
                 flat.publishing = self._publishing
 
-    # ----------------------------------------------------------------- gather
-
     def go_to(self, unit: Unit, *, backward: bool) -> None:
-        """Gather ``unit`` and its successors, and release its predecessor.
+        """Gather ``unit``, prefetch its successors, and release its predecessor.
 
-        Wait for ``unit`` if it is a block. Callers wait for the root, behind whose gather that of
-        the first block and the tail's are launched, and for the tail.
+        Waits for ``unit`` if it is a block. For the root and the tail the caller waits, after
+        launching the gathers of the first block and the tail.
         """
         index = unit.index
         if unit.is_block:
@@ -103,43 +102,42 @@ class UnitSet:
             if number in self.ready:
                 continue
             if not ahead.is_exchanged and not ahead.is_updated():
-                continue  # it would block here until the tier has updated the unit
-            if ahead.is_block:  # else it stays
+                continue  # gathering would block until the tier has updated the unit
+            if ahead.is_block:  # the root and the tail are not released anyway
                 self.prefetch.ahead.append((index, number))
             ahead.gather(backward=backward)
 
     def launch_tail(self) -> None:
-        """Launch the gather of the tail. Whoever reads it from now on waits."""
+        """Launch the gather of the tail. Reads of its parameters wait from now on."""
         tail = self.tail
         if tail is None or tail.index in self.ready:
             return
-        if tail.is_exchanged or tail.is_updated():  # else whoever is first waits for the update
+        if tail.is_exchanged or tail.is_updated():  # else the first reader waits for the update
             tail.gather()
         for flat in tail.params:
             flat.defer()
 
     def open_tail(self) -> None:
-        """Wait for the tail, as a forward does."""
+        """Wait for the tail's gather, as a forward does."""
         if self.tail is not None and self.tail.index not in self.ready:
             with self._opening_tail:
                 self.tail.gather()
                 self.wait(self.tail)
 
     def _await_tail(self) -> None:
-        """Wait for the tail, whose gather was launched, in any thread that reads it."""
+        """Wait for the tail's gather, in any thread that reads a parameter of the tail."""
         with self._opening_tail:
             assert self.tail is not None, "its parameter was read"
-            if any(flat.is_deferred for flat in self.tail.params):  # else it is released again
+            if any(flat.is_deferred for flat in self.tail.params):  # else released already
                 self.open_tail()
 
     def gather_exact(self, unit: Unit) -> None:
-        """Gather ``unit`` now, unquantized. One that is gathered stays: quantized, perhaps."""
+        """Gather ``unit`` without quantization. Does nothing if it is gathered, even quantized."""
         if unit.index not in self.ready:
             unit.gather(exact=True)
             self.wait(unit)
 
     def wait(self, unit: Unit) -> None:
-        """Wait for ``unit``, which is being gathered."""
         if unit.index in self.ready:
             return
         for flat in unit.params:
@@ -148,10 +146,8 @@ class UnitSet:
                 self.saved.add(unit, flat)
         self.ready.add(unit.index)
 
-    # ---------------------------------------------------------------- release
-
     def release(self, unit: Unit) -> None:
-        """Release the gathered values of ``unit``, outside of `full_params`."""
+        """Release the gathered values of ``unit``, except within `full_params`."""
         if not self.has_sharded_params or self._full_params_depth:
             return
         if unit is self.current:
@@ -165,7 +161,7 @@ class UnitSet:
             flat.release()
 
     def release_resharded(self) -> None:
-        """Release every unit that does not stay after a forward without gradients."""
+        """Release every unit that is not in `stay_gathered`, after a forward without gradients."""
         self.release_all(self.stay_gathered)
         if self.stay_gathered and self.stay_gathered & self.ready >= {
             unit.index for unit in self.blocks
@@ -173,7 +169,7 @@ class UnitSet:
             self.part_hooks.suspend()
 
     def release_all(self, stays: frozenset[int] = frozenset()) -> None:
-        """Release every unit but those that ``stays`` has, the root and the tail included."""
+        """Release every unit, root and tail included, except those in ``stays``."""
         self.saved.release_references()
         self.current = self.saved.entered = None
         self.prefetch.ahead.clear()
@@ -182,9 +178,9 @@ class UnitSet:
                 self.release(unit)
 
     def set_stay_gathered(self, units: frozenset[int]) -> None:
-        """Keep ``units``, by index, gathered after a forward, until a backward or `release_all`.
+        """Keep ``units`` (indices) gathered after a forward, until a backward or `release_all`.
 
-        Every rank must set the same ones, between two forwards. Others that were among them are
+        Every rank must set the same units, between two forwards. Units that no longer stay are
         released.
         """
         left, self.stay_gathered = self.stay_gathered - units, units
@@ -193,7 +189,7 @@ class UnitSet:
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
-        """Release nothing that is gathered within. Contexts may end in any order."""
+        """Release no gathered unit within the context. Contexts may end in any order."""
         self._full_params_depth += 1
         try:
             yield
@@ -207,27 +203,22 @@ class UnitSet:
         return self._full_params_depth > 0
 
     def vacate(self) -> None:
-        """Make all parameters placeholders until `FlatParams.reoccupy`. Nothing is under way."""
+        """Make parameters placeholders until `FlatParams.reoccupy`. No gather may be under way."""
         for unit in self.units:
             for flat in unit.params:
                 flat.vacate()
         self.saved.forget_range()
         self.ready.clear()
 
-    # ----------------------------------------------------------------- values
-
     def updated_early(self, segment: Segment) -> None:
-        """Note that the state tier has updated a segment in backward."""
+        """Note that the state tier has updated a segment during backward."""
         for flat in self.units[segment.unit].params:
             if flat.segment is segment:
                 flat.updated_early()
         self.ready.discard(segment.unit)
 
     def values_changed(self, flats: Iterable[FlatParams] | None = None) -> None:
-        """Note that shards, those of ``flats`` or all, hold new values, and publish them.
-
-        Every rank must call it.
-        """
+        """Mark the values of ``flats`` (all if None) as changed in the shards, and publish them."""
         with self._publishing:
             if not self.part_hooks.handles:
                 self.part_hooks.resume()
@@ -235,22 +226,19 @@ class UnitSet:
                 self.ready.clear()
                 flats = [flat for unit in self.units for flat in unit.params]
             for flat in flats:
-                if flat.full is not None:  # a forward may have left old values in it
+                if flat.full is not None:  # a forward may have left old values in ``full``
                     self.release(self.units[flat.segment.unit])
                 self.ready.discard(flat.segment.unit)
                 flat.invalidate()
             self.publish()
 
     def values_replaced(self, flats: Iterable[FlatParams] | None = None) -> None:
-        """Do as `values_changed` for values that were written from outside of a step."""
+        """Do `values_changed` for values that were written outside of a step."""
         self._communicator.forget_values()
         self.values_changed(flats)
 
     def publish(self) -> None:
-        """Launch the exchange of kept values that have changed, and wait for none.
-
-        Every rank must call it. See [Note: publication].
-        """
+        """Launch the exchange of changed kept values, without waiting."""
         stale = [flat for flat in self._published if not flat.is_gather_launched]
         if not stale:
             return
@@ -265,7 +253,7 @@ class UnitSet:
         self._is_publishing = True
 
     def drain(self) -> None:
-        """Wait for all that was published."""
+        """Wait for all published exchanges."""
         if self._is_publishing:
             for flat in self._published:
                 flat.finish_gather()

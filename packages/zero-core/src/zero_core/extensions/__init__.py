@@ -1,4 +1,4 @@
-"""The extensions of an engine, from its configuration: what `zero_core.build` attaches."""
+"""The extensions of an engine: which ones `zero_core.build` creates for a configuration."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _T = TypeVar("_T")
 def attach_extensions(
     given: Sequence[Extension], state: ShardedState, ownership: Ownership
 ) -> None:
-    """Attach the program's extensions, which ``ownership`` removes at the end or if a build fails.
+    """Attach the user's extensions. ``ownership`` removes them at the end, or if a build fails.
 
-    A state that could not be saved and loaded is refused.
+    Raises ConfigError for a state that could not be saved and loaded.
     """
     for extension in given:
         ownership.hooks.append(extension)
@@ -51,7 +51,7 @@ def attach_extensions(
 
 
 class Site(NamedTuple):
-    """Parts of an engine that extensions are made from."""
+    """Parts of an engine that constructors of extensions use."""
 
     config: Config
     state: ShardedState
@@ -74,11 +74,11 @@ FIRST: dict[str, Callable[[Site], Extension]] = {
 }
 """Extensions whose events come before those of the program's, by key of the configuration."""
 LAST: dict[str, Callable[[Site], Extension]] = {
-    # It notes a backward that nobody has refused, so it comes behind all that may refuse one.
+    # Last, because it records only backwards that no other extension has refused.
     "world_size_invariant": lambda site: Invariance(
         site.state.module, site.config, site.train, site.ranks
     ),
-    # It copies states at a step's end, when the others have changed theirs.
+    # Last, because it copies states at a step's end, after other extensions changed theirs.
     "memory_checkpoint": lambda site: MemoryCheckpoints(
         site.state, site.train, _given(site.config.memory_checkpoint), site.ranks, site.per_node
     ),
@@ -99,7 +99,7 @@ WRAPPERS: dict[str, Callable[..., Removable]] = {
 
 
 def check_extensions(config: Config) -> None:
-    """Refuse a key whose extension is in no table."""
+    """Raise ConfigError for a configuration key whose extension is in no table."""
     for key in config.extension_keys:
         if key not in FIRST | LAST | WRAPPERS:
             raise ConfigError(
@@ -109,7 +109,7 @@ def check_extensions(config: Config) -> None:
 
 
 def make_extensions(site: Site, given: Sequence[Extension]) -> list[Extension]:
-    """Return what follows a training, in the order of their events. Every rank must call it."""
+    """Return an engine's extensions in the order of their events. Every rank must call it."""
     keys, rank = site.config.extension_keys, site.ranks.rank
     return [
         *HeartbeatFile.wanted(rank),
@@ -125,7 +125,7 @@ def wrap_forwards(
 ) -> list[Removable]:
     """Wrap or hook forwards of the units' ``modules``, the model first.
 
-    ``host_inputs`` move the inputs of blocks on an accelerator to the host and back.
+    ``host_inputs`` moves inputs of blocks from an accelerator to the host and back.
     """
     keys = site.config.extension_keys
     found = [WRAPPERS[k](site, passes, modules, host_inputs) for k in keys if k in WRAPPERS]

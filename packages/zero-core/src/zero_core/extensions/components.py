@@ -18,12 +18,13 @@ from zero_core.sharded.sharded_state import ShardedState
 def hook_components(
     passes: Passes, modules: Sequence[nn.Module], state: ShardedState
 ) -> list[RemovableHandle]:
-    """Hook the units' ``modules`` that use quantized parameters of blocks.
+    """Hook modules that hold quantized parameters of blocks, and the blocks themselves.
 
-    These are the modules that hold them, and the blocks, whose own forward may read them. After a
-    forward that repacked a weight its memory and metadata are put back, at every stage. So is a
-    parameter that code of the block replaced by one over the same memory, as peft's DoRA does. One
-    with other memory stays: it has other values, as where peft merges an adapter.
+    A block's own forward may also read the parameters. If a forward repacked a weight, its memory
+    and metadata are restored afterwards, at every stage. If a forward replaced a parameter by
+    another one over the same memory (as peft's DoRA does), the original object is restored. A
+    parameter with other memory is kept, because it has other values (as after peft merges an
+    adapter).
     """
     units = {
         index: unit

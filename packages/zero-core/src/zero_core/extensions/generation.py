@@ -1,11 +1,11 @@
 """Parameters that stay gathered while a model generates (stage 3).
 
 [Note: generation]
-A model that generates runs a forward for every token, and between two of them no value changes. At
-stage 3 each forward would gather every unit. So ``generate``, the method of transformers' models,
-runs within `zero_core.ShardedModel.generating`: the first forward gathers, and units stay, as many
-as ``stage3_max_live_parameters`` allows. If that is all of them, no later forward waits for other
-ranks, which may end at another length.
+A model that generates runs a forward for every token, and values do not change in between. At stage
+3 each forward would gather every unit. So ``generate``, the method of transformers' models, runs
+within `zero_core.ShardedModel.generating`. The first forward gathers the units, which then stay
+gathered, up to ``stage3_max_live_parameters``. If all units stay, later forwards do not wait for
+other ranks, and ranks may generate different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_core.object_methods import ObjectMethods
 
 
 def keep_while_generating(model: nn.Module, generating: WeakMethod[Any]) -> ObjectMethods:
-    """Have ``generate`` of a model and of its parts run within the context ``generating()()``."""
+    """Run ``generate`` of a model and its submodules within the context ``generating()()``."""
 
     def keeping(generate: Any) -> Any:
         @functools.wraps(generate)

@@ -1,4 +1,4 @@
-"""Checks of a training: replicas that differ, parameters without a gradient, repeated backwards."""
+"""Checks during training: differing replicas, parameters without gradient, repeated backwards."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _NUM_COMPARED = 3
 
 
 class ReplicaCheck(Extension):
-    """Refuses a step if parameters differ between ranks, at stages 0 to 2: corrupted memory.
+    """Refuses a step if parameters differ between ranks, as after memory corruption.
 
-    Ranks compare a sum of each parameter's bits, which any change of a single bit changes.
+    Used at stages 0 to 2. Ranks compare a sum of each parameter's bits. Any change of a single bit
+    changes the sum.
     """
 
     def __init__(self, state: ShardedState, config: Config) -> None:
@@ -42,7 +43,7 @@ class ReplicaCheck(Extension):
 
     @torch.no_grad()
     def before_update(self, number: int) -> None:
-        """Compare, if it is due. An error names the ranks that are not of the majority."""
+        """Compare the parameters of all ranks, every ``check_replicas_every`` steps."""
         state, control = self._state, self._state.control
         if number % self._every or control.world_size == 1:
             return
@@ -71,7 +72,7 @@ class ReplicaCheck(Extension):
 
 
 def _odd_ranks(sums: list[int]) -> str:
-    """Say which ranks do not have the value of the majority."""
+    """Describe which ranks differ from the majority."""
     (value, num), *others = Counter(sums).most_common()
     odd = [rank for rank, found in enumerate(sums) if found != value]
     if others and others[0][1] == num:
@@ -82,8 +83,9 @@ def _odd_ranks(sums: list[int]) -> str:
 class UnusedParameters(Extension):
     """Refuses a step in which a rank left a trainable parameter unused.
 
-    It is there at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know what each
-    has used, so all raise. A rank without any gradient had no data.
+    Used at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know which parameters
+    each rank used, so all ranks raise. A rank without any gradient is ignored, because it had no
+    data.
     """
 
     def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:
@@ -110,24 +112,25 @@ class UnusedParameters(Extension):
 
 
 class RepeatedRounds(Extension):
-    """Warns once of a gradient that two runs of the same lines have added up.
+    """Warns once if a gradient probably contains two runs of the same program lines.
 
-    A round is a backward, outside of ``no_sync``, of a forward that began after the backward before
-    it. Several in a micro-step are legal: two losses, each with a forward of its own. So are they
-    if the program was interrupted between backward and ``step`` and begins again. The second case
-    shows in two ways: there are more rounds than in the micro-steps before, or an interactive
-    interpreter has reported an error (``sys.last_value``) since the round before. If it was the
-    first micro-step, those after it have fewer.
+    A round is a backward, outside of ``no_sync``, of a forward that began after the previous
+    backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
+    But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
+    same lines again. This class assumes such a repetition in two cases: a micro-step has more
+    rounds than those before, or an interactive interpreter has reported an error
+    (``sys.last_value``) since the previous round. If the first micro-step was repeated, later ones
+    have fewer rounds.
     """
 
     def __init__(self, train: TrainState, *, rank: int) -> None:
         self._train = train
         self._rank = rank
         self._num_rounds = 0
-        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds of micro-steps that ended
+        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds per ended micro-step
         self._is_first_known = False
-        self._place = 0, 0  # micro-step, and how often gradients were dropped
-        self._reported = 0  # id of the error that was reported last
+        self._place = 0, 0  # micro-step, and number of dropped gradients
+        self._reported = 0  # id of the last reported error
         self._is_told = False
 
     def begin_backward(self, *, is_new: bool) -> None:

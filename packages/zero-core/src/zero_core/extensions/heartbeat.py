@@ -1,4 +1,4 @@
-"""Heartbeat file, which a probe of a cluster reads."""
+"""Heartbeat file, which a cluster's health probe reads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _INTERVAL_S = 1.0
 class HeartbeatFile(Extension):
     """File that the first rank of a node writes after a step, at most once a second.
 
-    Its time of change is that of the last step, and its content is JSON. The other ranks of the
-    node wait for the first one in each step, so one file stands for all of them.
+    The file's modification time is the time of the last step, and its content is JSON. Other ranks
+    of the node wait for the first one in each step, so one file represents all of them.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -28,7 +28,7 @@ class HeartbeatFile(Extension):
 
     @classmethod
     def wanted(cls, rank: int) -> list[HeartbeatFile]:
-        """Return the file that the environment variable `VARIABLE` names, if ``rank`` writes it."""
+        """Return the file named by the environment variable `VARIABLE`, if ``rank`` writes it."""
         path = os.environ.get(VARIABLE)
         return [cls(Path(path), rank)] if path and os.environ.get("LOCAL_RANK", "0") == "0" else []
 
@@ -39,5 +39,5 @@ class HeartbeatFile(Extension):
         self._next = now + _INTERVAL_S
         content = {"step": ended.number, "rank": self._rank, "pid": os.getpid()}
         text = json.dumps({**content, "time": time.time()}) + "\n"
-        with suppress(OSError):  # the probe says that it is missing
+        with suppress(OSError):  # the probe reports a missing file
             self._path.write_text(text, encoding="utf-8")

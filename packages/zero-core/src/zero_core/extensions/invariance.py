@@ -1,19 +1,20 @@
 """``world_size_invariant``: arithmetic and random numbers that do not depend on the world size.
 
 [Note: random numbers that follow the micro-batch]
-Dropout draws from torch's generators, whose state depends on what the rank has drawn before. So the
-first forward of each micro-step seeds them from the seed, the step and the micro-batch's number in
-the step: whichever rank computes a micro-batch, at whatever world size, draws the same numbers. So
-does one that is repeated, as its forward raised or its gradients were dropped.
+Dropout draws from torch's generators, whose state depends on earlier draws of the rank. So the
+first forward of each micro-step seeds the generators from the seed, the step, and the number of the
+micro-batch in the step. Thus a micro-batch gets the same random numbers on any rank, at any world
+size. A micro-batch that is repeated, because its forward raised or its gradients were dropped, is
+seeded again.
 
 [Note: one norm for any world size]
-Addition of rounded numbers depends on their order, and another number of ranks adds in another one.
-With ``world_size_invariant`` a norm is therefore taken in two parts that do not:
-- norms of **chunks**, `CHUNK_NUMEL` elements at fixed places of a segment. Shards are whole chunks
-  (`zero_core.layout.arithmetic.Layout.build`), and a chunk is a row of one operator, on its own.
-- **bins**: each chunk's power is rounded to 24 bits and added to the bin of its exponent, where all
-  terms are integers. Sums of integers below 2**53 are exact in float64, in any order. A bin holds
-  2**28 chunks, 2**38 elements.
+Sums of rounded numbers depend on the order of addition, which depends on the number of ranks. With
+``world_size_invariant`` a norm is therefore computed in two parts that do not:
+- norms of **chunks**, `CHUNK_NUMEL` elements at fixed places of a segment. Shards consist of whole
+  chunks (`zero_core.layout.arithmetic.Layout.build`), and one operator reduces each chunk as a row.
+- **bins**: each chunk's power is rounded to 24 bits and added to the bin of its exponent, in which
+  all terms are integers. Sums of integers below 2**53 are exact in float64, in any order. A bin
+  has room for 2**28 chunks, or 2**38 elements.
 This is a reproducible sum by indexed bins (Demmel and Nguyen, "Fast Reproducible Floating-Point
 Summation", ARITH 2013), with bins at fixed places and a single level.
 """
@@ -42,7 +43,7 @@ from zero_core.protocols import AddingCollectives
 
 
 class Invariance(Extension):
-    """Seeds each micro-batch, and refuses what would add in another order at another world size."""
+    """Seeds each micro-batch, and refuses operations whose order depends on the world size."""
 
     def __init__(self, model: nn.Module, config: Config, train: TrainState, ranks: Ranks) -> None:
         self._train = train
@@ -50,7 +51,7 @@ class Invariance(Extension):
         self._ranks = ranks
         self._seeded = (-1, -1, -1)  # `_place` of the last seed
         self._reduced = (-1, -1, -1)  # `_place` of the last backward
-        self._is_running = False  # also after a forward that raised
+        self._is_running = False  # stays True after a forward that raised
         self.handles = [
             model.register_forward_pre_hook(outside_graphs(self._enter), prepend=True),
             model.register_forward_hook(outside_graphs(self._leave)),
@@ -67,7 +68,7 @@ class Invariance(Extension):
         place = self._place
         if place != self._seeded or self._is_running:
             self._seeded = place
-            number = place[1] * self._ranks.size + self._ranks.rank  # in the step
+            number = place[1] * self._ranks.size + self._ranks.rank  # number in the step
             seed_generators(self._ranks.device, self._seed, self._train.global_steps, number)
         self._is_running = True
 
@@ -98,13 +99,13 @@ class Invariance(Extension):
 
 
 class SequentialGrads(FlatGrads):
-    """Gradients that are added to the step's sum rank by rank, as a sequential plan has it.
+    """Gradients that are added to the step's sum rank by rank, as a sequential plan requires.
 
     See [Note: the same bits at any world size] in `zero_core.layout.gradient_plan`.
     """
 
-    _missing = -0.0  # changes no bit of a sum
-    _added: set[int]  # positions, since `begin_backward`
+    _missing = -0.0  # adding -0.0 changes no bit
+    _added: set[int]  # positions added since `begin_backward`
 
     def begin_backward(self) -> None:
         self._added = set()
@@ -119,7 +120,7 @@ class SequentialGrads(FlatGrads):
                 "in another order at another world size: checkpoint with use_reentrant=False"
             )
         self._added.add(position)
-        if self.segment.world_size == 1:  # it sends nothing, and rounds as if it did
+        if self.segment.world_size == 1:  # round as if the gradient were communicated
             grad = grad.to(self.plan.communicated)
         super().add(position, grad)
 
@@ -154,7 +155,7 @@ def chunk_norms(values: Tensor, p: float = 2.0) -> Tensor:
 def bin_powers(norms: Tensor, p: float = 2.0) -> Tensor:
     """Return the sums of the chunks' ``norms ** p`` by bin: [NUM_BINS], float64.
 
-    Such vectors may be added in any order.
+    The results of several ranks may be added in any order.
     """
     powers = norms.to(torch.float64).pow(p)
     mantissa, exponent = torch.frexp(powers)
@@ -169,14 +170,14 @@ def bin_powers(norms: Tensor, p: float = 2.0) -> Tensor:
 
 
 def sum_bins(bins: Tensor) -> Tensor:
-    """Return the sum that ``bins`` hold: 0-dimensional, float64."""
+    """Return the total of all ``bins``: 0-dim, float64."""
     first = 2.0 ** (_LEAST_EXPONENT - _MANTISSA_BITS)
     scale = torch.arange(NUM_BINS, dtype=torch.float64, device=bins.device)
     return (bins * torch.ldexp(torch.full_like(scale, first), scale * _BIN_BITS)).sum()
 
 
 class Invariant(Arithmetic):
-    """The same bits at any world size: see the notes above."""
+    """Arithmetic with equal bits at any world size. See [Note: one norm for any world size]."""
 
     num_sums = NUM_BINS
     grads_class = SequentialGrads

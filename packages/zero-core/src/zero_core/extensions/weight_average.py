@@ -1,16 +1,16 @@
-"""Exponential moving average of the weights, as an extension that `zero_core.build` attaches.
+"""Exponential moving average of the weights, as an extension for `zero_core.build`.
 
     average = WeightAverage(decay=0.999)
     engine = zero_core.build(model, "zero.json", extensions=[average])
     ...
     weight = engine.states.get_full("blocks.0.weight", AVERAGE)  # every rank
 
-After each step that was taken, ``average += (1 - decay) * (master weight - average)``: the average
-of `torch.optim.swa_utils.get_ema_multi_avg_fn` over master weights. Each rank averages its own part
-of them, in fp32 (float64 for float64), in host memory: 4 bytes per parameter and rank, at stages 1
-to 3 over the ranks. A step reads all of its master weights for that, which waits for their update.
-Checkpoints have the average, for any stage and world size; without one it begins with the weights
-that were loaded.
+Each step that is not skipped updates ``average += (1 - decay) * (master weight - average)``, like
+`torch.optim.swa_utils.get_ema_multi_avg_fn` over master weights. Each rank averages its part of the
+master weights in host memory, in fp32 (float64 for float64). In fp32 this takes 4 bytes per
+parameter of that part: all parameters at stage 0, a shard at stages 1 to 3. A step waits for the
+update, and reads all of the rank's master weights. Checkpoints contain the average, for any stage
+and world size. After loading a checkpoint without one, the average starts at the loaded weights.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ AVERAGE = f"{PREFIX}average"
 
 
 class WeightAverage(Extension):
-    """Averages the master weights of one engine. See the note at the top of this file."""
+    """Averages the master weights of one engine. The module's docstring describes its use."""
 
     _average: Tensor
 
     def __init__(self, decay: float = 0.999) -> None:
-        """Prepare. ``decay``: weight of the old average in each step.
+        """Create. ``decay``: weight of the old average in each step.
 
         Raises:
-            ValueError: it is not from 0 on and below 1.
+            ValueError: ``decay`` is not in [0, 1).
         """
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay = {decay}: expected a number from 0 on, below 1")

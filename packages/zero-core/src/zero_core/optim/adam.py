@@ -1,4 +1,4 @@
-"""Base of this package's torch optimizers, and Adam and AdamW with optional bias correction."""
+"""Adam and AdamW with optional bias correction, and the base class of the optimizers here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 
 
 class BaseOptimizer(torch.optim.Optimizer, ABC):
-    """Torch optimizer that evaluates a closure before its update."""
+    """Torch optimizer whose step can evaluate a closure before the update."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -24,7 +24,7 @@ class BaseOptimizer(torch.optim.Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
-        ``closure`` computes the loss, which is returned, and its gradients before the update.
+        ``closure`` computes gradients and the loss before the update. Returns the loss.
         """
         loss = None
         if closure is not None:
@@ -36,7 +36,7 @@ class BaseOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _update(self, group: dict[str, Any]) -> None:
-        """Update the parameters of ``group`` that have a gradient, with autograd off."""
+        """Update the parameters of ``group`` that have a gradient. Autograd is off."""
 
 
 def check_settings(betas: tuple[float, ...], **settings: float) -> None:
@@ -51,18 +51,18 @@ def check_settings(betas: tuple[float, ...], **settings: float) -> None:
 class Adam(BaseOptimizer):
     """Adam (Kingma and Ba, 2015, arXiv 1412.6980) or AdamW (arXiv 1711.05101), fused.
 
-    With bias correction the update is `torch.optim.Adam`'s or ``AdamW``'s, by the same kernel.
-    Without, the moments are used as they are: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) + eps)``,
-    which is larger in the first steps. State of a parameter, as torch's: ``step`` (0-d, fp32),
-    ``exp_avg`` and ``exp_avg_sq`` of its shape and dtype.
+    With bias correction, the update runs the same kernel as `torch.optim.Adam` or ``AdamW``.
+    Without, the raw moments are used: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) + eps)``, which is
+    larger in the first steps. The state is torch's: ``step`` (0-d, fp32), and ``exp_avg`` and
+    ``exp_avg_sq`` with the parameter's shape and dtype.
 
-    Arguments are torch's, with ``bias_correction`` and, for AdamW, ``decoupled_weight_decay``.
-    ``fused`` is torch's fused kernel, which reads ``step`` on the parameter's device.
+    Arguments are torch's, plus ``bias_correction`` and ``decoupled_weight_decay`` (true for AdamW).
+    ``fused`` selects torch's fused kernel, which reads ``step`` on the parameter's device.
     """
 
     is_elementwise: ClassVar[bool] = True  # an element's update depends on that element alone
-    has_host_kernel: ClassVar[bool] = True  # an offloaded tier may compute it by a kernel
-    update_rule: ClassVar[str] = "adam"  # the name by which it finds that kernel
+    has_host_kernel: ClassVar[bool] = True  # an offloaded tier can use a host kernel
+    update_rule: ClassVar[str] = "adam"  # name by which an offloaded tier selects the kernel
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Adam(BaseOptimizer):
 
 
 def update_adam(group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Tensor]]) -> None:
-    """Update the parameters of ``group`` that have a gradient, and their ``state``: see `Adam`."""
+    """Update the parameters of ``group`` that have a gradient, and ``state``, as `Adam` does."""
     params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
     grads = [p.grad for p in params if p.grad is not None]
     if any(grad.is_sparse for grad in grads):

@@ -1,30 +1,31 @@
-"""State tier on the compute device: torch's optimizer over slices. `FlatTier` serves others too.
+"""State tier on the compute device: a torch optimizer over slices. `FlatTier` is its base.
 
 [Note: master weights here]
-Where a parameter shard is fp32 (or float64) it is its own master weight: the optimizer updates it
-in place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a
-step; and so for a shard of any dtype that is on another device than the update.
+An fp32 or float64 parameter shard is its own master weight and is updated in place. A 16-bit shard
+has a separate fp32 master weight, which is rounded into the shard after a step. A shard on another
+device than the update has a separate master weight, whatever its dtype.
 
 [Note: states]
 Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master weights, so
-any elementwise torch optimizer works, with its own kernels. States are views of flat buffers, one
-per dtype. On an accelerator they are made at once, so that a job that is too large fails in
-``build``, and no state is between activations: the optimizer is given states of zeros, if a probe
-shows that it starts from them as from none. On a CPU, and where the probe shows otherwise (SGD with
-dampening, NAdam), the optimizer makes them in its first step, and they are moved to the buffers.
+any elementwise torch optimizer runs with its own kernels. States are views of flat buffers, one
+buffer per dtype. On an accelerator the buffers are allocated in ``build``, so that a job that does
+not fit fails early and states do not fragment activation memory. The optimizer then starts from
+states of zeros, if a probe shows that this equals starting without states. On a CPU, or if the
+probe fails (SGD with dampening, NAdam), the optimizer creates states in its first step, and they
+are moved to the buffers.
 
 [Note: turns]
-A step goes through the pieces in turns of at most `TURN_NUMEL` elements. What an optimizer
-allocates within its step (``foreach`` takes 4 bytes and more per element) is that of one turn.
-Gradients narrower than the master weights are widened into one buffer that all turns share. A piece
-that is larger than a turn is one parameter for each turn of it.
+A step updates the pieces in turns of at most `TURN_NUMEL` elements, which bounds the optimizer's
+temporary memory (``foreach`` allocates at least 4 bytes per element). Gradients narrower than the
+master weights are widened into one buffer shared by all turns. A piece larger than a turn is split
+into several parameters.
 
 [Note: ahead of the decision]
-Torch's fused kernels read ``found_inf`` on the device, and change nothing if it is 1. So a step can
-be enqueued before the host knows whether it is taken (`DeviceTier.step_ahead`). Gradients are
-multiplied by the factor as ever, not divided by its inverse in the kernel: so the bits are those of
-a decision that the host made. States that an optimizer makes in such a step (SGD's, where momentum
-was 0 in ``build``) are unset memory if the step is not taken, and are dropped again.
+Torch's fused kernels read ``found_inf`` on the device and change nothing if it is 1. A step can
+therefore be enqueued before the host knows whether to take it (`DeviceTier.step_ahead`). Gradients
+are multiplied by the factor outside the kernel, so that results are bit-identical to `step`. States
+that the optimizer creates in such a step (SGD's, if momentum was 0 in ``build``) are uninitialized
+if the step is void, and are dropped.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ from zero_core.layout.arithmetic import ALIGNMENT, round_up
 from zero_core.protocols import ChangeWatcher, ParamStore
 
 MASTER = "master_weight"
-_STORED_NUMEL = 1 << 18  # rounded at a time for a store: they stay in the cache
+_STORED_NUMEL = 1 << 18  # elements per write to a `ParamStore`, few enough for the CPU cache
 TURN_NUMEL = 1 << 26
 """Elements that are updated at once: 256 MiB of fp32."""
 
 
 class Chunked:
-    """Flat space ``[0, numel)`` made of consecutive tensors."""
+    """Flat space ``[0, numel)`` stored as consecutive tensors."""
 
     def __init__(self, chunks: Sequence[tuple[int, Tensor]]) -> None:
         self.chunks = list(chunks)
         self.starts = [start for start, _ in chunks]
 
     def parts(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
-        """Return the views that cover ``[start, stop)``, each with its start."""
+        """Return (start, view) pairs that cover ``[start, stop)``."""
         found: list[tuple[int, Tensor]] = []
         index = bisect_right(self.starts, start) - 1
         while start < stop:
@@ -83,7 +84,7 @@ class Chunked:
             part.copy_(values[low - start : low - start + part.numel()])
 
     def one(self, start: int, stop: int) -> Tensor:
-        """Return the view of ``[start, stop)``, which must be in one chunk."""
+        """Return a view of ``[start, stop)``, which must be within one chunk."""
         ((_, view),) = self.parts(start, stop)
         return view
 
@@ -101,7 +102,7 @@ class FlatTier:
         param_store: ParamStore | None,
         own_masters: Collection[torch.dtype],
     ) -> None:
-        """Allocate masters on ``device``. Shards of the dtypes ``own_masters`` are their own."""
+        """Create masters on ``device``. Shards of ``own_masters`` dtypes are their own masters."""
         self._device = device
         self._published = Chunked(params)
         self._store = param_store
@@ -114,10 +115,10 @@ class FlatTier:
                 masters.append((start, shard.to(device, dtype)))
         self._masters = Chunked(masters)
         self._grads: dict[int, Tensor] = {}
-        self._scaled: set[int] = set()  # starts of offers that were multiplied in place
-        # Copies of updated shards to the host, on a stream of their own: the stop and the event of
-        # each, by its start. They wait for the update, the readers of a shard for its copy, and the
-        # next update for all copies of master weights that it overwrites. The host never waits.
+        self._scaled: set[int] = set()  # starts of offered gradients that were scaled in place
+        # Asynchronous copies of updated shards to the host, on a separate stream: {start: (stop,
+        # event)}. A copy waits for the update, readers of the shard wait for its event, and the
+        # next update waits for all copies. The host never blocks.
         self._downloads: dict[int, tuple[int, torch.Event]] = {}
         self._download_stream: torch.Stream | None = None
 
@@ -130,9 +131,9 @@ class FlatTier:
         self._scaled.clear()
 
     def _scale_offers(self, firsts: Iterable[int], factor: Tensor | float) -> list[int]:
-        """Multiply the offers that have the elements ``firsts``, each once. Return their starts.
+        """Scale the offered gradients that contain ``firsts`` in place, once. Return their starts.
 
-        One that is to be widened is multiplied after that.
+        Gradients that must be widened are scaled after widening instead.
         """
         offered = sorted(self._grads)
         starts = sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
@@ -148,7 +149,7 @@ class FlatTier:
         return torch.cat([part.cpu() for _, part in grads.parts(start, stop)])
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Make the current stream wait for shards that are on their way to the host."""
+        """Make the current stream wait for copies to the host that overlap ``[start, stop)``."""
         for low, (high, event) in self._downloads.items():
             if low < stop and high > start:
                 torch.accelerator.current_stream(self._device).wait_event(event)
@@ -158,7 +159,6 @@ class FlatTier:
         return all(e.query() for low, (high, e) in downloads if low < stop and high > start)
 
     def _wait_for_downloads(self) -> None:
-        """Make the current stream wait for all copies to the host."""
         if self._download_stream is not None and self._downloads:
             torch.accelerator.current_stream(self._device).wait_stream(self._download_stream)
 
@@ -166,7 +166,7 @@ class FlatTier:
         return self._masters.chunks[bisect_right(self._masters.starts, start) - 1][1].dtype
 
     def _copies(self, start: int, stop: int) -> list[tuple[int, Tensor, Tensor]]:
-        """Return start, master weights and shard of each part of a range, where they are apart."""
+        """Return (start, master, shard) for parts of the range with separate master weights."""
         masters, shards = self._masters.parts(start, stop), self._published.parts(start, stop)
         return [
             (low, master, shard)
@@ -209,28 +209,28 @@ class FlatTier:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece, or as much of it as one turn takes: ``[start, stop)`` of the flat space."""
+    """A piece, or a part of a large one: ``[start, stop)`` of the flat space."""
 
-    piece: int  # its index
+    piece: int  # index of the piece
     start: int
     stop: int
-    group: int  # index of its parameter group
-    param: nn.Parameter  # its master weights
-    states: dict[str, Tensor]  # its elementwise states in the flat buffers, by name
+    group: int  # index of the parameter group
+    param: nn.Parameter  # master weights
+    states: dict[str, Tensor]  # elementwise states by name: views of the flat buffers
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Parts that are updated together."""
+    """Parts that are updated together. See [Note: turns]."""
 
-    members: list[list[nn.Parameter]]  # their parameters by group
-    parts: list[_Part] = field(default_factory=list)  # in ascending order
-    extents: dict[int, list[int]] = field(default_factory=dict)  # start and stop, by offer
-    sizes: list[list[int]] = field(default_factory=list)  # of extents' parts and gaps
-    places: list[int] = field(default_factory=list)  # of each part among all ``sizes``
+    members: list[list[nn.Parameter]]  # parameters by group
+    parts: list[_Part] = field(default_factory=list)  # sorted by start
+    extents: dict[int, list[int]] = field(default_factory=dict)  # [start, stop] by offered gradient
+    sizes: list[list[int]] = field(default_factory=list)  # lengths of parts and gaps, by extent
+    places: list[int] = field(default_factory=list)  # each part's index in ``sizes``
 
     def numel_with(self, part: _Part, offer: int) -> int:
-        """Return the elements of gradients, widened, with a part of what was offered there."""
+        """Return the size of the widened gradients if ``part`` of gradient ``offer`` were added."""
         sizes = {known: stop - start for known, (start, stop) in self.extents.items()}
         start = self.extents[offer][0] if offer in self.extents else part.start
         return widened_numel({**sizes, offer: part.stop - start}.values())
@@ -252,7 +252,7 @@ class _Turn:
 
 
 class DeviceTier(FlatTier):
-    """State tier on the compute device, whose update can be enqueued ahead of the decision."""
+    """State tier on the compute device, which can step before the host decides to."""
 
     turn_numel: ClassVar[int] = TURN_NUMEL
 
@@ -274,9 +274,9 @@ class DeviceTier(FlatTier):
         self._make = optimizer_maker(optimizer_class, groups)
         self._flat: dict[str, Chunked] = {MASTER: self._masters}
         self._num_steps = [0] * len(pieces)
-        self._ahead: list[int] = []  # pieces updated ahead of the decision
-        self._made: list[tuple[_Part, str]] = []  # states that the last step has made
-        self._parts: list[list[_Part]] = []  # by piece
+        self._ahead: list[int] = []  # pieces updated by `step_ahead`
+        self._made: list[tuple[_Part, str]] = []  # states created in the last step
+        self._parts: list[list[_Part]] = []  # parts of each piece
         self._members: list[list[nn.Parameter]] = [[] for _ in groups]
         for piece, (start, stop, group) in enumerate(pieces):
             self._parts.append(
@@ -286,19 +286,19 @@ class DeviceTier(FlatTier):
                 ]
             )
             self._members[group] += [part.param for part in self._parts[-1]]
-        # Turns and copies of the last step, kept while the active pieces and the offers are alike.
+        # The last step's turns and copies, reused while active pieces and offers stay the same.
         self._plan_key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None = None
         self._turns: list[_Turn] = []
         self._plan_copies: list[tuple[int, Tensor, Tensor]] = []
         self._widened: dict[torch.dtype, Tensor] = {}
         self._watcher: ChangeWatcher | None = None
-        # The state before the first step, by dtype and group: None if the optimizer must make it.
+        # State before the first step by dtype and group. None: the optimizer must create it.
         self._initial: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
         self._optimizer = self._make(
             [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
         )
         if not self._parts or device.type in ("cpu", "meta"):
-            return  # the optimizer makes its states in its first step: see [Note: states]
+            return  # the optimizer creates states in its first step: see [Note: states]
         for dtype, kinds in self._probe().items():
             for name, kind in kinds.items():
                 if name not in self._flat:
@@ -310,7 +310,7 @@ class DeviceTier(FlatTier):
             self._give_state(part)
 
     def _give_state(self, part: _Part) -> bool:
-        """Give the optimizer a state of zeros. Return whether it starts from one."""
+        """Assign a state of zeros. Return False if the optimizer cannot start from zeros."""
         initial = self._initial.get((part.param.dtype, part.group))
         if initial is None:
             return False
@@ -347,7 +347,7 @@ class DeviceTier(FlatTier):
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether the kernels read ``found_inf``, and the host does no part of a step."""
+        """Whether the kernels read ``found_inf`` and no part of a step runs on the host."""
         has_states = bool(self._initial) and None not in self._initial.values()
         return has_states and self._store is None and takes_found_inf(self._optimizer)
 
@@ -359,23 +359,23 @@ class DeviceTier(FlatTier):
         grad_scale: Tensor | float,
         found_inf: Tensor,
     ) -> None:
-        """Enqueue ``step``, which changes nothing if ``found_inf``, 0-dim fp32 on the device, is 1.
+        """Enqueue a step that changes nothing if ``found_inf`` (0-dim fp32 on the device) is 1.
 
-        ``grad_scale`` is 0-dim float64 on the device, 1 where ``found_inf`` is; or a number if no
-        gradient is to be multiplied. `settle` follows when the host knows. Then further pieces of
-        the same training step may follow by ``step``, with the same factor.
+        ``grad_scale`` is 0-dim float64 on the device, and 1 if ``found_inf`` is 1. It is a number
+        if no gradient needs scaling. Call `settle` once the host knows the outcome. After that,
+        `step` may update further pieces of the same training step with the same factor.
         """
         with set_found_inf(self._optimizer, found_inf):
             self.step(groups, active, grad_scale=grad_scale)
         self._ahead = list(active)
 
     def settle(self, *, is_void: bool) -> None:
-        """Count the update of `step_ahead`, once. If it ``is_void`` it changed nothing."""
+        """Finish `step_ahead`. ``is_void``: the update changed nothing and is not counted."""
         if is_void:
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
-            self._scaled.clear()  # the factor was 1
-            # States that the step has made are unset memory: drop them, and buffers without others.
+            self._scaled.clear()  # nothing was scaled: the factor was 1
+            # States created by the void step are uninitialized: drop them and unused flat buffers.
             for part, name in self._made:
                 part.states.pop(name).zero_()
                 del self._optimizer.state[part.param][name]
@@ -405,7 +405,7 @@ class DeviceTier(FlatTier):
         if self._plan_key != key:
             self._turns, has_states = self._divide(active, starts)
             self._plan_copies = [copied for span in spans for copied in self._copies(*span)]
-            # In its first step the optimizer makes states, in turns of their own.
+            # Not reusable while the optimizer creates states: those pieces have separate turns.
             self._plan_key = key if has_states else None
         for turn in self._turns:
             if self._watcher is not None:
@@ -419,7 +419,7 @@ class DeviceTier(FlatTier):
         self._publish(self._plan_copies)
 
     def _divide(self, active: Sequence[int], starts: Sequence[int]) -> tuple[list[_Turn], bool]:
-        """Divide pieces into turns, and return whether the optimizer has states for all of them."""
+        """Divide pieces into turns. Also return whether the optimizer has states for all pieces."""
         turns: list[_Turn] = []
         last_names: set[str] | None = None
         have_all = True
@@ -430,11 +430,11 @@ class DeviceTier(FlatTier):
             is_given = self._initial.get((part.param.dtype, part.group)) is not None
             has_state = is_given or self._num_steps[part.piece] > 0
             have_all &= has_state
-            # New states are moved to the flat buffers offer by offer: those of one take little
-            # memory, those of all as much as all states once more.
+            # New states exist twice until they are moved to the flat buffers. Create the states of
+            # one offered gradient at a time to limit the extra memory.
             is_full = not turns or not (has_state or offer in turns[-1].extents)
             is_full = is_full or turns[-1].numel_with(part, offer) > self.turn_numel
-            # torch's fused SGD makes the states of all of a call, or of none.
+            # Torch's fused SGD creates states for all parameters of a call or for none.
             if is_full or names != last_names:
                 turns.append(_Turn([[] for _ in self._members]))
             last_names = names
@@ -442,7 +442,7 @@ class DeviceTier(FlatTier):
         return turns, have_all
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
-        """Return what gradients of any turn are widened in."""
+        """Return the shared buffer for widened gradients."""
         if dtype not in self._widened:
             sizes = [m.numel() for _, m in self._masters.chunks if m.dtype == dtype]
             numel = min(widened_numel(sizes), self.turn_numel)
@@ -450,16 +450,16 @@ class DeviceTier(FlatTier):
         return self._widened[dtype]
 
     def _run(self, turn: _Turn, factor: Tensor | float) -> None:
-        """Update the parts of a turn, whose gradients are widened if need be, and not kept."""
+        """Update the parts of a turn. Narrow gradients are widened first."""
         views: list[Tensor] = []
-        widened: Counter[torch.dtype] = Counter()  # elements in use of each buffer
+        widened: Counter[torch.dtype] = Counter()  # elements of each buffer in use
         for (offer, (start, stop)), sizes in zip(turn.extents.items(), turn.sizes, strict=True):
             dtype = self._master_dtype(start)
             grad = self._grads[offer][start - offer : stop - offer]
             if grad.dtype != dtype:
                 wide = self._buffer(dtype)[widened[dtype] :][: stop - start]
                 widened[dtype] += round_up(stop - start, ALIGNMENT)
-                wide.copy_(grad)  # before it is unscaled: small values survive
+                wide.copy_(grad)  # widened before unscaling, to keep small values
                 if not (isinstance(factor, float) and factor == 1.0):
                     wide.mul_(factor)
                 grad = wide
@@ -506,7 +506,7 @@ class DeviceTier(FlatTier):
             self._flat[name].write(start, values)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        param = self._parts[piece][0].param  # the others have the same
+        param = self._parts[piece][0].param  # all parts of a piece have equal scalars
         scalars = {
             name: float(value)
             for name, value in self._optimizer.state.get(param, {}).items()
@@ -516,14 +516,14 @@ class DeviceTier(FlatTier):
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
-        self._plan_key = None  # its turns go by the states that there were
+        self._plan_key = None  # the plan depends on which states exist
         names = [name for name in self._flat if name != MASTER]
         for part in self._parts[piece]:
             self._announce(part.start, part.stop)
             group = self._optimizer.param_groups[part.group]
             if self._num_steps[piece]:
                 self._optimizer.state[part.param] = state = {}
-                # As torch's own load_state_dict does: these kernels read the count on the device.
+                # As in torch's load_state_dict: these kernels read the step count on the device.
                 is_on_device = bool(group.get("fused") or group.get("capturable"))
                 device = part.param.device if is_on_device else torch.device("cpu")
                 for name, value in scalars.items():
@@ -534,7 +534,7 @@ class DeviceTier(FlatTier):
                 continue
             for name in names:
                 self._state_of(part, name).zero_()
-            if not self._give_state(part):  # it is empty, or for instance Adagrad's sum
+            if not self._give_state(part):  # for example Adagrad, which starts from an initial sum
                 fresh = self._make([{**group, "params": [part.param]}])
                 self._optimizer.state[part.param] = dict(fresh.state.get(part.param, {}))
                 self._flatten_state(part)
@@ -570,7 +570,7 @@ class DeviceTier(FlatTier):
         }
 
     def _flatten_state(self, part: _Part) -> None:
-        """Move state that the optimizer has just made into the flat buffers."""
+        """Move states that the optimizer has just created into the flat buffers."""
         state = self._optimizer.state[part.param]
         for name, value in state.items():
             if value is part.states.get(name) or not _is_elementwise(part.param, value):
@@ -584,7 +584,7 @@ class DeviceTier(FlatTier):
             self._made.append((part, name))
 
     def _new_flat(self, name: str, dtype: torch.dtype) -> Chunked:
-        """Allocate zeros for state ``name``, one buffer per dtype. Several cost a probe's step."""
+        """Allocate zeros for state ``name``, one buffer per dtype."""
         chunks = self._masters.chunks
         of_master = {master.dtype: dtype for _, master in chunks}
         if len(of_master) > 1:
@@ -603,18 +603,18 @@ def _is_elementwise(param: Tensor, value: object) -> bool:
 
 
 def widened_numel(sizes: Iterable[int]) -> int:
-    """Return the elements that gradients of ``sizes`` take one after another, each aligned."""
+    """Return the elements of a buffer for gradients of ``sizes``, each one aligned."""
     return sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
 def optimizer_maker(
     optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
 ) -> partial[torch.optim.Optimizer]:
-    """Return the optimizer's class with the options of ``groups``, to be called with groups.
+    """Return a constructor of the optimizer, with the options of ``groups[0]``.
 
-    Some options count when the optimizer is made, not per group: Adagrad's initial sum.
+    Some options apply only at construction, not per group: Adagrad's initial sum.
     """
-    make: Any = optimizer_class  # each class types its own options
+    make: Any = optimizer_class  # constructors have different signatures
     taken = inspect.signature(optimizer_class).parameters.keys() - {"params"}
     return partial(make, **{name: v for name, v in groups[0].items() if name in taken})
 
@@ -626,7 +626,7 @@ def probe_states(
     dtype: torch.dtype,
     shape: tuple[int, ...] = (2,),
 ) -> dict[str, torch.dtype]:
-    """Return the elementwise states of a parameter of ``dtype`` and ``shape``, after a step."""
+    """Return name and dtype of a parameter's elementwise states after one step."""
     zeros = torch.zeros(shape, dtype=dtype, device=device)
     return {
         name: value.dtype
@@ -643,7 +643,7 @@ def _probe(
     grad: Tensor,
     state: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return what a first step makes of a parameter's ``values``, and its state after it."""
+    """Return the values after a parameter's first step, and its state."""
     probe = nn.Parameter(values.clone())
     probe.grad = grad.clone()
     optimizer = make([{**group, "params": [probe]}])
@@ -659,7 +659,7 @@ def _probe_initial_state(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any] | None:
-    """Return zeros from which a parameter starts as from none, found by two steps, or None."""
+    """Return a state of zeros that is equivalent to no state, or None. Compares two steps."""
     values, grad = torch.tensor([[1.0, -0.75], [0.5, -3.0]], dtype=dtype, device=device)
     expected, state = _probe(make, group, values, grad)
     zeros = {

@@ -1,4 +1,4 @@
-"""Torch optimizers by the names of the configuration, and which of them the engine can serve."""
+"""Creation of the configured torch optimizer, and checks of which optimizers are supported."""
 
 from __future__ import annotations
 
@@ -50,25 +50,26 @@ otherwise, and is none."""
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Return whether an element's update depends on that element alone, so that slices will do.
+    """Return whether the update of an element depends on that element alone.
 
-    Torch's elementwise optimizers are known. Any other class declares ``is_elementwise = True``;
-    one that does not gets whole parameters (`zero_core.optim.whole_tier`).
+    Such optimizers can update slices of parameters. `_ELEMENTWISE` lists torch's optimizers of this
+    kind. Other classes declare ``is_elementwise = True``. All other optimizers get whole parameters
+    (`zero_core.optim.whole_tier`).
     """
-    # foreign: a class of the user's
+    # foreign: the user's class, which may lack the attribute
     declared = getattr(optimizer_class, "is_elementwise", False)
     return optimizer_class in _ELEMENTWISE or declared is True
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Return the numbers of the groups that the optimizer declares to be elementwise."""
-    # foreign: an object of the user's
+    """Return the indices of the groups that the optimizer declares elementwise."""
+    # foreign: the user's object, which may lack the method
     declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
     return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))
 
 
 def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that the engine cannot drive."""
+    """Raise ConfigError for an optimizer that the engine cannot drive."""
     name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -87,7 +88,7 @@ def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
 def check_whole_update(
     config: Config, optimizer: torch.optim.Optimizer, *, has_factory: bool
 ) -> None:
-    """Refuse what is served for elementwise optimizers alone, for one that is not."""
+    """Raise ConfigError for settings that only elementwise optimizers support."""
     served: dict[str, tuple[Any, ...]] = {
         "device": ("none", "cpu"),
         "ratio": (1.0, None),
@@ -100,7 +101,7 @@ def check_whole_update(
     }
     found = config.zero_optimization.offload_optimizer.model_dump(include=set(served))
     given = {key: f"offload_optimizer.{key}" for key in served if found[key] not in served[key]}
-    if config.bf16.bf16_optimizer_states and "state_dtype" in given:  # it is read as that
+    if config.bf16.bf16_optimizer_states and "state_dtype" in given:
         given["state_dtype"] = "bf16.bf16_optimizer_states with offload_optimizer.state_dtype"
     wrong = [f"{name} = {found[key]!r}" for key, name in given.items()]
     wrong += ["a state_tier"] * has_factory
@@ -114,7 +115,7 @@ def check_whole_update(
 
 
 def warn_of_unknown(optimizer: torch.optim.Optimizer, stage: int) -> None:
-    """Warn of a class that may mix parameters, for ranks that update different ones."""
+    """Warn if an unknown optimizer may mix parameters while ranks update different ones."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if not kind.startswith(_BY_PARAMETER):
         _log.warning(
@@ -127,14 +128,14 @@ def warn_of_unknown(optimizer: torch.optim.Optimizer, stage: int) -> None:
 
 
 def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool:
-    """Return whether a host kernel may compute the update, where the state is offloaded.
+    """Return whether a host kernel can compute the update when the state is offloaded.
 
-    A kernel computes torch's Adam, AdamW, Adagrad and SGD and `zero_core.Lion` as torch does, fused
-    or not. The class of another ``given`` optimizer declares that a kernel computes it by
-    ``has_host_kernel = True``, and which one by ``update_rule``.
+    Kernels compute torch's Adam, AdamW, Adagrad and SGD and `zero_core.Lion`, fused or not. A class
+    of another ``given`` optimizer declares ``has_host_kernel = True`` and names its kernel by
+    ``update_rule``.
     """
     if given is not None:
-        # foreign: a class of the user's
+        # foreign: the user's class, which may lack the attribute
         declared = getattr(type(given), "has_host_kernel", False)
         return type(given) in _KERNEL_CLASSES or declared is True
     if config.optimizer is None or config.optimizer.params.get("torch_adam"):
@@ -145,11 +146,11 @@ def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool
 def make_optimizer(
     config: OptimizerConfig, params: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Make the torch optimizer that the configuration names, over ``params``.
+    """Create the configured torch optimizer over ``params``.
 
-    As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` is 0
-    unless it is given. The kernel is torch's fused one where every device has it, unless
-    ``fused``, ``foreach`` or the like is given: one pass over memory where the loop makes ten.
+    As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false, and ``weight_decay``
+    defaults to 0. Adam, AdamW and SGD use torch's fused kernel (one pass over memory instead of
+    ten) unless ``fused``, ``foreach`` or a similar option is given.
     """
     options = dict(config.params)
     optimizer_class = _choose(config.type, options)
@@ -171,14 +172,14 @@ def make_optimizer(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params: {error}") from error
     if optimizer_class in _FUSED and not _OWN_KERNEL & options.keys():
-        # Not an argument: torch refuses it for parameters on the meta device.
+        # Set afterwards, because the constructor refuses ``fused`` for meta parameters.
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
 
 
 def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """Choose an optimizer, and replace DeepSpeed's further keys in ``options``."""
+    """Return the optimizer class. Removes or translates DeepSpeed's extra keys in ``options``."""
     kind = name.lower()
     if kind == "muon":
         for key, served, reason in (
@@ -192,7 +193,7 @@ def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
                     f"optimizer.params.{key} = {found!r} is not served, only {served!r}: {reason}"
                 )
         return Muon
-    options.pop("set_grad_none", None)  # gradients never stay on the parameters
+    options.pop("set_grad_none", None)  # no effect: the engine always clears gradients
     if not options.pop("fp32_optimizer_states", True):
         raise ConfigError(
             "optimizer.params.fp32_optimizer_states = false is not served: states are fp32 as the "
@@ -212,7 +213,7 @@ def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
     if kind not in ("adam", "adamw"):
         return _BY_NAME[kind]
     is_adamw = options.pop("adam_w_mode", True) or kind == "adamw"
-    options.pop("torch_adam", None)  # `has_kernel_rule` reads it
+    options.pop("torch_adam", None)  # read by `has_kernel_rule`
     options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
     if options.get("bias_correction") is not False:
         options.pop("bias_correction", None)

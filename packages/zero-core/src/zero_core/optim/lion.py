@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum, as a torch optimizer."""
+"""Lion: a torch optimizer that steps by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from zero_core.optim.adam import BaseOptimizer, check_settings
 class Lion(BaseOptimizer):
     """Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2), with decoupled weight decay.
 
-    With the momentum ``m`` and the gradient ``g``: ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) +
-    weight_decay * p)``, then ``m = beta2 * m + (1 - beta2) * g``. One fp32 state of a parameter's
-    shape, ``exp_avg``. The operations and their order are those of a fused host kernel, so that on
-    CPUs with FMA fp32 results are equal to its, bit by bit.
+    For momentum ``m`` and gradient ``g``: ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) +
+    weight_decay * p)``, then ``m = beta2 * m + (1 - beta2) * g``. The only state is ``exp_avg``:
+    fp32, with the parameter's shape. Operations have the order of a fused host kernel, so fp32
+    results are bit-identical to the kernel's on CPUs with FMA.
 
     Args:
-        params: parameters or groups of them; dense.
+        params: dense parameters or groups of parameters.
         lr: learning rate, not negative; the paper advises a third to a tenth of AdamW's.
-        betas: weight of the momentum in the direction, and decay of the momentum; in [0, 1).
+        betas: momentum's weight in the direction, and decay of the momentum; in [0, 1).
         weight_decay: decoupled, not negative; the paper advises three to ten times AdamW's.
         maximize: maximize the objective instead.
 
     Raises:
-        ValueError: a setting that is out of range, by name; in ``step``, a sparse gradient.
+        ValueError: a setting is out of range, or ``step`` finds a sparse gradient.
     """
 
     is_elementwise: ClassVar[bool] = True  # an element's update depends on that element alone
-    update_rule: ClassVar[str] = "lion"  # by which an offloaded tier finds a kernel for it
+    update_rule: ClassVar[str] = "lion"  # name by which an offloaded tier selects a kernel
 
     def __init__(
         self,

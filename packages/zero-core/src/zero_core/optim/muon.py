@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for the rest, in one optimizer."""
+"""Muon for matrices and AdamW for other parameters, in one optimizer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from zero_core.optim.adam import BaseOptimizer, check_settings, update_adam
 
 
 class Muon(BaseOptimizer):
-    """Muon (Jordan et al., 2024) as `torch.optim.Muon` has it, and AdamW, by group.
+    """Muon (Jordan et al., 2024) as in `torch.optim.Muon`, or AdamW, chosen by group.
 
-    In a group with ``use_muon`` the parameters are matrices, and with the gradient ``g``:
-    ``m = momentum * m + (1 - momentum) * g``, then ``p -= lr * weight_decay * p + lr * factor *
-    O``, where ``O`` is ``m``, or ``(1 - momentum) * g + momentum * m`` if ``nesterov``, made
-    orthogonal by five Newton-Schulz iterations in bf16. The other groups are AdamW's. ``exp_avg``
-    is ``m`` in the former, and the first moment in the latter.
+    A group with ``use_muon`` contains matrices. For the gradient ``g``: ``m = momentum * m + (1 -
+    momentum) * g``, then ``p -= lr * weight_decay * p + lr * factor * O``. ``O`` is ``m`` (with
+    ``nesterov``: ``(1 - momentum) * g + momentum * m``) after five orthogonalizing Newton-Schulz
+    iterations in bf16. ``exp_avg`` is ``m``. Other groups use AdamW, where ``exp_avg`` is the first
+    moment.
 
-    Settings are those of groups that have none of their own; ``betas`` and ``eps`` are AdamW's.
-    ``adjust_lr_fn`` "original": ``factor = sqrt(max(1, rows / columns))``; "match_rms_adamw":
-    ``0.2 * sqrt(max(rows, columns))``.
+    Arguments are defaults for groups that do not set them. ``betas`` and ``eps`` are AdamW's.
+    ``adjust_lr_fn`` "original" means ``factor = sqrt(max(1, rows / columns))``, and
+    "match_rms_adamw" means ``factor = 0.2 * sqrt(max(rows, columns))``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Muon(BaseOptimizer):
                     )
 
     def is_elementwise_group(self, group: Mapping[str, Any]) -> bool:
-        """Whether the update of ``group`` is elementwise: see `zero_core.optim.factory`."""
+        """Whether the update of ``group`` is elementwise (read by `zero_core.optim.factory`)."""
         return not group["use_muon"]
 
     def _update(self, group: dict[str, Any]) -> None:
@@ -107,25 +107,25 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Set ``use_muon`` on every parameter without it, as DeepSpeed does.
+    """Set ``use_muon`` on each parameter that lacks it, as DeepSpeed does.
 
-    It is true for matrices, except those with "embed" or "lm_head" in their name.
+    ``use_muon`` is true for matrices without "embed" or "lm_head" in their name.
     """
     for name, param in named:
-        if not hasattr(param, "use_muon"):  # foreign: DeepSpeed's mark on a torch parameter
+        if not hasattr(param, "use_muon"):  # foreign: DeepSpeed's attribute on a torch parameter
             is_other = any(word in name.lower() for word in ("embed", "lm_head"))
             param.use_muon = param.ndim == 2 and not is_other  # type: ignore[attr-defined]
 
 
 def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split each group into its matrices and the rest, by the parameters' ``use_muon``.
+    """Split each group by the parameters' ``use_muon``.
 
-    Of the ``options``, which are ``optimizer.params``, ``muon_lr`` and ``adam_lr`` win over ``lr``.
+    ``options`` are ``optimizer.params``. ``muon_lr`` and ``adam_lr`` take precedence over ``lr``.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]
     everything = [*loose, *(p for group in groups for p in group["params"])]
-    # foreign: DeepSpeed's mark on a torch parameter
+    # foreign: DeepSpeed's attribute on a torch parameter
     unmarked = [tuple(p.shape) for p in everything if not hasattr(p, "use_muon")]
     if unmarked:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Progress of a training: what a checkpoint keeps beside the model and its optimizer state."""
+"""Training progress that a checkpoint keeps besides parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Accumulation:
     """Counter of micro-steps."""
 
     def __init__(self, steps: int) -> None:
-        self.steps = steps  # micro-steps per step
-        self.micro_steps = 0  # micro-steps that have ended
-        self.count = 0  # those of the current step that have ended; 0 between two steps
-        self.override: bool | None = None  # whether this one ends its step. None: the count decides
+        self.steps = steps  # micro-steps per optimizer step
+        self.micro_steps = 0  # finished micro-steps of the whole training
+        self.count = 0  # finished micro-steps of the current step; 0 between two steps
+        self.override: bool | None = None  # whether this micro-step ends its step; None: by count
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
-        """Refuse to save in the middle of a step, unless its gradients are dropped."""
+        """Raise CheckpointError if a step is under way, unless its gradients are dropped."""
         if self.count and not or_dropped:
             raise CheckpointError(
                 f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
@@ -48,7 +48,7 @@ class Accumulation:
         return self.count + 1 >= self.steps if self.override is None else self.override
 
     def enter_micro_step(self, number: int) -> None:
-        """Go to micro-step ``number`` of the current step, from 0 on, forward or back."""
+        """Continue with micro-step ``number`` (from 0) of the current step."""
         self.micro_steps += number - self.count
         self.count = number
 
@@ -57,22 +57,22 @@ class Accumulation:
         self.micro_steps += 1
 
     def forget(self) -> None:
-        """Start the current step again, as its gradients were dropped."""
+        """Restart the current step, because its gradients were dropped."""
         self.micro_steps -= self.count
         self.count = 0
 
 
 class LossScaler:
-    """The loss scale: constant, or dynamic as of Micikevicius et al. (arXiv 1710.03740), 3.2.
+    """Loss scale of fp16, constant or dynamic (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
-    Dynamic: doubled after every ``loss_scale_window`` steps without overflow, as by torch's
-    GradScaler; an overflow first uses up ``hysteresis``, then each one halves the scale, down to
-    ``min_loss_scale``. Without fp16 it is 1.
+    A dynamic scale doubles after every ``loss_scale_window`` steps without overflow, as in torch's
+    GradScaler. Overflows first use up ``hysteresis``, then each one halves the scale, down to
+    ``min_loss_scale``. Without fp16 the scale is 1.
     """
 
     def __init__(self, config: Fp16Config) -> None:
         self.config = config
-        self.is_dynamic = config.enabled and config.loss_scale == 0.0  # whether the scale changes
+        self.is_dynamic = config.enabled and config.loss_scale == 0.0
         if not config.enabled:
             self.scale = 1.0
         elif self.is_dynamic:
@@ -80,12 +80,12 @@ class LossScaler:
         else:
             self.scale = config.loss_scale
         self.is_applied = False  # whether a loss of the current micro-step has been scaled
-        self.hysteresis_left = config.hysteresis  # overflows, of which the last halves the scale
-        self.steps_since_overflow = 0  # steps without overflow since the last one
-        self.growth_delay = 0  # of these, how many come before the first window. DeepSpeed has one
+        self.hysteresis_left = config.hysteresis  # overflows left; the last one halves the scale
+        self.steps_since_overflow = 0
+        self.growth_delay = 0  # steps before the first window starts: DeepSpeed delays it by one
 
     def update(self, *, is_overflow: bool) -> None:
-        """Adapt the scale after a step that was taken, or skipped for an overflow."""
+        """Adapt the scale after a step. ``is_overflow``: the step was skipped for an overflow."""
         if not self.is_dynamic:
             return
         config = self.config
@@ -107,17 +107,17 @@ class LossScaler:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps: nothing, if the scale is constant."""
+        """Return the state for a checkpoint: empty if the scale is constant."""
         if not self.is_dynamic:
             return {}
         return {
             "scale": self.scale,
             "hysteresis_left": self.hysteresis_left,
-            "steps_since_change": self.steps_since_overflow,  # the format's name
+            "steps_since_change": self.steps_since_overflow,  # the key of the checkpoint format
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. A constant scale stays what the configuration says."""
+        """Restore `state_dict`. A constant scale keeps the configured value."""
         if self.is_dynamic and state:
             self.scale = float(state["scale"])
             self.hysteresis_left = int(state["hysteresis_left"])
@@ -135,24 +135,24 @@ class TrainState:
         *,
         rank: int,
     ) -> None:
-        """Start at step 0. ``param_groups`` are the optimizer's own and are changed in place."""
-        self.global_steps = 0  # optimizer steps so far, skipped ones included
+        """Start at step 0. ``param_groups`` are the optimizer's and are changed in place."""
+        self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
-        self.num_drops = 0  # how often gradients were dropped, with or without a step
+        self.num_drops = 0  # number of times that gradients were dropped, with or without a step
         self.accumulation = Accumulation(config.gradient_accumulation_steps)
-        self._num_parts = 1  # ranks among which a loss is divided besides
+        self._num_parts = 1  # number of ranks by which losses are divided
         if config.world_size_invariant:
             step_size = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
             self._num_parts = config.train_batch_size // step_size
         self.scaler = LossScaler(config.loss_scaling)
-        self.lr_scheduler = lr_scheduler  # stepped at each optimizer step that is taken, or None
+        self.lr_scheduler = lr_scheduler  # advanced at each optimizer step that is taken
         self.grad_norm: float | None = None  # of the last step, unscaled, before clipping
         self._param_groups = param_groups
         self._steps_per_print = config.steps_per_print
         self._rank = rank
 
     def scale(self, loss: Tensor, over: int | None) -> Tensor:
-        """Return ``loss`` times the loss scale, divided by ``over`` micro-steps, or a step's."""
+        """Return ``loss`` times the loss scale, divided by ``over`` or the step's micro-steps."""
         steps = self.accumulation.steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
@@ -166,13 +166,13 @@ class TrainState:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._param_groups]
 
     def step_taken(self) -> None:
-        """Adapt the loss scale and the schedule to a step that was taken."""
+        """Update the loss scale and the schedule after a step that was taken."""
         self.scaler.update(is_overflow=False)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
     def step_skipped(self, where: str) -> None:
-        """Count a skipped step, adapt the loss scale and warn. ``where`` names who is at fault."""
+        """Count a skipped step, update the loss scale and warn. ``where`` names faulty ranks."""
         before = self.scaler.scale
         self.skipped_steps += 1
         self.scaler.update(is_overflow=True)
@@ -195,7 +195,7 @@ class TrainState:
         self.scaler.is_applied = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, loss scale, hyperparameters and schedule, as JSON."""
+        """Return counters, loss scale, hyperparameters and schedule as JSON-compatible values."""
         return {
             "global_steps": self.global_steps,
             "micro_steps": self.accumulation.micro_steps,
@@ -206,7 +206,7 @@ class TrainState:
         }
 
     def check(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Refuse a ``saved`` state, checked by `check_progress`, that could not be loaded here."""
+        """Raise an error if ``saved``, which `check_progress` has accepted, does not fit here."""
         groups, state = saved["param_groups"], saved["lr_scheduler"]
         counts = len(groups), len(self._param_groups)
         if "optimizer" not in without and counts[0] != counts[1] and self._rank == 0:
@@ -217,7 +217,7 @@ class TrainState:
             )
         if "optimizer" not in without and counts[0] == counts[1]:
             for number, (own, group) in enumerate(zip(self._param_groups, groups, strict=True)):
-                # Others may be new: schedules and some optimizers (Prodigy) add theirs as they go.
+                # Ignore keys on one side only: schedules and Prodigy add keys over time.
                 for key in own.keys() & group.keys():
                     if not _is_setting(own[key], group[key]):
                         raise CheckpointCorruptError(
@@ -237,7 +237,7 @@ class TrainState:
         try:
             if not isinstance(state, Mapping):
                 raise ValueError(f"its state is {state!r:.100}")
-            # torch's schedules take any key as an attribute
+            # torch's schedules set any saved key as an attribute, even over a method
             methods = [key for key in state if callable(getattr(type(scheduler), str(key), None))]
             if methods or "optimizer" in state:
                 raise ValueError(f"its state has {methods or ['optimizer']}")
@@ -254,24 +254,24 @@ class TrainState:
             ) from error
 
     def load_state_dict(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Restore what `state_dict` returned. See `Engine.load_checkpoint` for ``without``."""
+        """Restore `state_dict`. `Engine.load_checkpoint` explains ``without``."""
         if "progress" not in without:
             self.global_steps = saved["global_steps"]
-            # Another accumulation may be configured now: count micro-steps in its terms.
+            # The configured accumulation may differ from the saved one: convert the count.
             self.accumulation.micro_steps = self.global_steps * self.accumulation.steps
             self.accumulation.count = 0
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
         groups = saved["param_groups"]
-        # Where there are others, `check` has warned.
+        # `check` has warned if the numbers of groups differ.
         if "optimizer" not in without and len(groups) == len(self._param_groups):
             for group, values in zip(self._param_groups, groups, strict=True):
                 for key, value in values.items():
                     now = group.get(key)
-                    if isinstance(now, Tensor):  # a captured graph reads this one, on its device
+                    if isinstance(now, Tensor):  # captured graphs read this tensor: keep it
                         now.copy_(torch.as_tensor(value))
                         continue
-                    # JSON has no tuples: a sequence keeps the kind that it has now.
+                    # JSON has no tuples: convert a list back to a tuple.
                     is_tuple = isinstance(now, tuple) and isinstance(value, list)
                     group[key] = tuple(value) if is_tuple else value
         scheduler, state = self.lr_scheduler, saved["lr_scheduler"]
@@ -281,7 +281,7 @@ class TrainState:
                 resume_rates(scheduler)
 
     def restart_step(self) -> None:
-        """Begin the step under way again, as its last backward did not end."""
+        """Restart the current step, because its last backward did not finish."""
         _log.warning(
             "rank %d: step %d starts again from its first micro-step, as the last backward did not "
             "end (%d micro-steps were done)",
@@ -291,7 +291,7 @@ class TrainState:
 
 
 def check_progress(saved: Mapping[str, Any]) -> None:
-    """Refuse what `TrainState.state_dict` returns for no optimizer and no schedule."""
+    """Raise CheckpointCorruptError if no `TrainState.state_dict` can have produced ``saved``."""
     for name in ("global_steps", "micro_steps", "skipped_steps"):
         if not _is_count(saved.get(name)):
             raise CheckpointCorruptError(f"progress.{name} is {saved.get(name)!r:.100}")
@@ -318,11 +318,10 @@ def check_progress(saved: Mapping[str, Any]) -> None:
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Describe the settings of parameter groups, to be compared between ranks.
+    """Describe the settings of parameter groups, for a comparison between ranks.
 
-    Of tensors on a device it describes only where they are: it does not wait for their values.
-    Objects other than numbers, texts, tensors and lists have no description that is the same on all
-    ranks.
+    A device tensor is described by its device type alone, to avoid a synchronization. Objects other
+    than numbers, strings, tensors and lists are left out: their text may differ between ranks.
     """
     return {
         f"optimizer group {index}, {key!r}": described
@@ -348,16 +347,16 @@ _FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
 
 
 def is_finite_setting(key: str, value: object) -> bool:
-    """Whether ``value`` of a parameter group has no NaN, nor infinity where that makes no sense."""
+    """Whether ``value`` has no NaN, and no infinity if `_FINITE` contains ``key``."""
     if isinstance(value, Tensor):
-        value = value.reshape(-1).tolist() if value.is_cpu else []  # no wait for a device
+        value = value.reshape(-1).tolist() if value.is_cpu else []  # avoid a device sync
     numbers = value if isinstance(value, tuple | list) else (value,)
     is_wrong = math.isnan if key not in _FINITE else lambda number: not math.isfinite(number)
     return not any(is_wrong(number) for number in numbers if isinstance(number, float))
 
 
 def _is_setting(own: object, saved: object) -> bool:
-    """Whether ``saved`` can stand for a group's ``own``. None stands for switches alone."""
+    """Whether ``saved`` can replace ``own`` in a group. None can replace only None, bool or str."""
     is_switch = own is None or isinstance(own, bool | str)
     if saved is None:
         return is_switch
@@ -371,7 +370,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_like(own: object, saved: object) -> bool:
-    """Whether ``saved`` can stand for ``own``, of one kind. None stands for anything."""
+    """Whether ``saved`` is of the same kind as ``own``. None matches anything."""
     if own is None or saved is None:
         return True
     if isinstance(own, Tensor) or isinstance(saved, Tensor):

@@ -1,24 +1,24 @@
 """State tier of optimizers that need whole parameters.
 
 [Note: whole parameters]
-Each parameter has an owner among the ranks that hold a part of it, and its optimizer state is
-there, whole. Master weights stay sliced. A parameter within one shard is updated where it is. One
-that crosses the bounds of shards is *divided*: in a step its owner gathers master weight and
-gradient, the optimizer updates them, and the new values return to the ranks that hold a part. Where
-every rank has the whole state (stage 0, one rank) each updates everything, and nothing is sent.
+Each parameter has an owner among the ranks that hold a part of it. The owner has the parameter's
+whole optimizer state. Master weights stay sharded. A parameter within one shard is updated in
+place. A parameter that crosses shard bounds is *divided*: in each step its owner gathers master
+weight and gradient, runs the optimizer, and returns the new values. If every rank has the whole
+state (stage 0, one rank), each rank updates everything and nothing is sent.
 
 Parameters in groups that the optimizer declares elementwise (`zero_core.optim.factory`) have no
-owner: each rank updates its slice of them, and has the slice's state.
+owner: each rank updates its slice and keeps the slice's state.
 
-The optimizer is the one that was given to ``build``, over the model's own parameters. For the time
-of its step those that this rank owns hold their whole master weights and gradients, those that are
-sliced hold its slice, 1-D, and others have no gradient, which every optimizer leaves alone. So
-shapes, groups, hooks and whatever an optimizer keeps by parameter are as without an engine.
+The tier runs the optimizer that was passed to ``build``, on the model's own parameters. During its
+step, an owned parameter temporarily holds its whole master weight and gradient, and a sliced one
+holds the rank's 1-D slice. All other parameters have no gradient, so optimizers skip them. Shapes,
+groups, hooks and per-parameter state are therefore the same as without an engine.
 
 [Note: rounds]
-Divided parameters are exchanged in rounds of consecutive segments, whose parameters together are no
-larger than those of the largest segment, which bounds what a rank sends and receives at a time.
-Parameters without a gradient are not sent. Unlike in other tiers, ``step`` is a collective.
+Divided parameters are exchanged in rounds of consecutive segments. The parameters of a round are in
+total no larger than those of the largest segment, which bounds the bytes in flight. Parameters
+without a gradient are not sent. Unlike in other tiers, ``step`` is a collective.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from zero_core.layout.discovery import inner_components
 from zero_core.optim.device_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
-# Of torch itself, whatever the class of a parameter overrides.
+# Torch's own setter, because a parameter's class may override ``data``.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's ``[start, stop)`` of a parameter, counted from the parameter's first element."""
+    """Range ``[start, stop)`` of a parameter's elements on one rank."""
 
     rank: int
     start: int
@@ -65,12 +65,12 @@ class Share:
 
 @dataclass
 class Whole:
-    """A trainable parameter by number, and who has which part of it."""
+    """A trainable parameter, its owner, and each rank's part of it."""
 
     param: int
     segment: int
-    owner: int  # the rank that updates it
-    shares: tuple[Share, ...]  # by rank. One if it is not divided
+    owner: int  # rank that updates the parameter
+    shares: tuple[Share, ...]  # sorted by rank; a single share if not divided
 
     @property
     def numel(self) -> int:
@@ -84,8 +84,8 @@ class Whole:
 class WholeTier(FlatTier):
     """State tier of any torch optimizer that updates by parameter. See [Note: whole parameters].
 
-    Parameters are numbered as in the layout. Elementwise states of sliced parameters are read and
-    written as in any tier, and read as zero elsewhere.
+    Parameters are numbered as in the layout. States of sliced parameters are read and written as in
+    other tiers. Elements of other parameters read as zero.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class WholeTier(FlatTier):
         sliced: Collection[int],
         own_masters: Collection[torch.dtype],
     ) -> None:
-        """Make this rank's tier over its shards, or over everything unless ``is_sharded``.
+        """Hold this rank's shards, or all parameters if not ``is_sharded``.
 
-        ``model_params`` are in the order of the layout. Of those whose numbers are in ``sliced``
-        each rank updates its slice.
+        ``model_params`` are in layout order. ``sliced`` has the indices of the parameters of which
+        each rank updates a slice.
         """
         super().__init__(
             params=params, device=device, param_store=param_store, own_masters=own_masters
@@ -125,7 +125,8 @@ class WholeTier(FlatTier):
         for dtype, members in rounds_of(layout, wholes) if is_sharded else ():
             like = torch.empty(0, dtype=master_dtype(dtype, own_masters), device=device)
             self._exchanges.append(_Exchange(members, like, control, meter))
-        self._initial: dict[int, dict[str, Any]] = {}  # what the optimizer's constructor has made
+        # States that the optimizer's constructor made.
+        self._initial: dict[int, dict[str, Any]] = {}
         for number, param in enumerate(model_params):
             state = optimizer.state.pop(param, None)
             if state and number in self._updated:
@@ -133,7 +134,7 @@ class WholeTier(FlatTier):
             elif state and number in sliced and number in self._piece_of:
                 piece, spec = self._piece_of[number], layout.params[number]
                 stop = piece.offset + piece.stop - piece.start
-                self._initial[number] = own = dict(state)  # a build that fails has it as it was
+                self._initial[number] = own = dict(state)  # copied, in case the build fails
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
                         elements = spec.to_elements(value)[piece.offset : stop].clone()
@@ -144,9 +145,9 @@ class WholeTier(FlatTier):
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Update as the protocol says, as a collective. ``groups`` are the optimizer's own.
+        """Update as `StateTier.step` does, as a collective. ``groups`` are the optimizer's own.
 
-        While an error of the optimizer is raised on some ranks, others wait until the timeout.
+        If the optimizer raises on some ranks only, the others wait until the timeout.
         """
         self._wait_for_downloads()
         self._scale_offers([self._pieces[index].start for index in active], grad_scale)
@@ -156,7 +157,7 @@ class WholeTier(FlatTier):
         for param in sorted(used):
             span = self._piece_of[param].start, self._piece_of[param].stop
             own[param] = self._masters.one(*span), offers.one(*span)
-        # Values and gradient of what this rank updates, 1-D: divided parameters first.
+        # 1-D values and gradients of all parameters and slices that this rank updates.
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for exchange in self._exchanges:
             found |= exchange.to_owners(own, grad_scale)
@@ -175,10 +176,10 @@ class WholeTier(FlatTier):
         with _lending(self._model_params, lent):
             self._optimizer.step()
             for model_param, (values, _) in lent.items():
-                if model_param.data_ptr() != values.data_ptr():  # some optimizers assign new memory
+                if model_param.data_ptr() != values.data_ptr():  # memory replaced by the optimizer
                     values.copy_(model_param.detach())
         updated = {param: values for param, (values, _) in found.items()}
-        for exchange in self._exchanges:  # to the ranks that hold a part of divided parameters
+        for exchange in self._exchanges:  # return divided parameters to the ranks that hold a part
             for param, part in exchange.from_owners(updated, used).items():
                 piece = self._piece_of[param]
                 self._masters.one(piece.start, piece.stop).copy_(part)
@@ -189,7 +190,7 @@ class WholeTier(FlatTier):
         self._publish([c for s, m in chunks for c in self._copies(s, s + m.numel())])
 
     def _lent(self, param: int, elements: Tensor) -> Tensor:
-        """Return a view of ``elements`` as the optimizer sees the parameter, or a slice of it."""
+        """Return ``elements`` in the parameter's shape, or 1-D if they are only a slice."""
         spec = self._layout.params[param]
         return spec.to_values(elements) if elements.numel() == spec.numel else elements
 
@@ -197,7 +198,7 @@ class WholeTier(FlatTier):
         return list(dict.fromkeys([MASTER, *(n for p in self._sliced for n in self._states_of(p))]))
 
     def _states_of(self, piece: Piece) -> dict[str, Tensor]:
-        """Return the elementwise states of a slice, 1-D: views of those with its strides."""
+        """Return the elementwise states of a slice, as 1-D views."""
         spec = self._layout.params[piece.param]
         is_all = piece.stop - piece.start == spec.numel
         shape = self._lent(piece.param, self._masters.one(piece.start, piece.stop)).shape
@@ -252,7 +253,7 @@ class WholeTier(FlatTier):
             if name in sliced:
                 continue
             if isinstance(value, int | float):
-                scalars[name] = value  # it stays a number, as it is
+                scalars[name] = value  # an int stays an int
             elif isinstance(value, Tensor) and value.numel() == 1:
                 scalars[name] = float(value)
             else:
@@ -280,34 +281,34 @@ class WholeTier(FlatTier):
             self.write_whole_state(param, {**self.read_whole_state(param), **values})
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """See `StateTier`. Which states an optimizer of whole parameters keeps is not known."""
+        """Refuse sliced states if no parameter is sliced. Other states cannot be checked."""
         unknown = [name for name in names if name != MASTER]
         if unknown and not self._sliced:
             kind = type(self._optimizer).__name__
             raise KeyError(f"{unknown[0]!r}: states of {kind} are whole here, not sliced")
 
     def owner_of(self, param: int) -> int | None:
-        return self._owners.get(param)  # None: its states are sliced
+        return self._owners.get(param)  # None: the states are sliced
 
     def updated_params(self) -> Sequence[int]:
-        return self._updated  # its own, or all at stage 0
+        return self._updated  # owned parameters, or all at stage 0
 
     def read_whole_state(self, param: int) -> dict[str, Any]:
-        """Return the state of a parameter that this rank updates, empty before its first update."""
+        """Return the state of a parameter that this rank updates. Empty before the first update."""
         found: dict[str, Any] = self._optimizer.state.get(self._model_params[param], {})
         return found
 
     def _clear_state(self, param: int) -> None:
-        """Give the optimizer the state that a parameter has before its first step."""
+        """Reset a parameter to the state that it had before its first step."""
         self._optimizer.state.pop(self._model_params[param], None)
         if param in self._initial:
             self.write_whole_state(param, copy.deepcopy(self._initial[param]))
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Replace the state of an updated parameter, in its strides, on the tier's device."""
+        """Replace the state of an updated parameter, with its strides and on the tier's device."""
         owner, spec = self._model_params[param], self._layout.params[param]
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
-        # As torch's own load_state_dict does: these kernels read the count on the device.
+        # As in torch's load_state_dict: these kernels read the step count on the device.
         is_on_device = bool(group.get("fused") or group.get("capturable"))
         moved = {}
         for name, value in state.items():
@@ -320,10 +321,10 @@ class WholeTier(FlatTier):
 
 
 def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
-    """Assign the trainable parameters to ranks, in the order of the layout, at stages 1 to 3.
+    """Assign each trainable parameter to a rank, for stages 1 to 3.
 
-    Divided ones are assigned, largest first, to the rank that has the least so far among those with
-    a part. Those ``sliced``, by number, and empty ones have no owner.
+    Divided parameters are assigned largest first. Each goes to the rank with the fewest elements so
+    far among those that hold a part. ``sliced`` and empty parameters have no owner.
     """
     load = [0] * layout.world_size
     found: list[Whole] = []
@@ -369,11 +370,12 @@ def step_bytes(
     sliced: Collection[int],
     dtypes: Mapping[int, tuple[torch.dtype, torch.dtype]],
 ) -> tuple[int, int]:
-    """Return the bytes that a step takes for its time, of the rank that takes the most of each.
+    """Return the temporary bytes of a step: (parameters and gradients, messages).
 
-    Those of whole parameters and widened gradients, and those that the largest round sends and
-    receives. ``is_apart``: the update is on another device than gradients. ``dtypes``: of master
-    weights and offered gradients, by trainable segment.
+    Both are maxima over the ranks. The first counts whole parameters and widened gradients, the
+    second the bytes sent and received in the largest round. ``is_apart``: the update runs on
+    another device than the gradients. ``dtypes``: master weight and offered gradient, by trainable
+    segment.
     """
     wholes = assign_owners(layout, sliced=sliced)
     divided = [whole for whole in wholes if is_sharded and whole.is_divided]
@@ -413,13 +415,13 @@ class _Exchange:
     def __init__(
         self, wholes: Sequence[Whole], like: Tensor, control: ControlGroup, meter: Meter
     ) -> None:
-        """Exchange ``wholes``. Master weights are ``like`` it in dtype and device."""
+        """``like`` has the dtype and device of the master weights."""
         self._like = like
         self._control = control
         self._meter = meter
-        self._owned: dict[int, tuple[int, Share]] = {}  # length, and what is here, by parameter
-        self._held: list[_Parcel] = []  # for other owners, by owner
-        self._missing: list[_Parcel] = []  # what others hold for this rank, by holder
+        self._owned: dict[int, tuple[int, Share]] = {}  # length and local share of owned parameters
+        self._held: list[_Parcel] = []  # local shares that other ranks own, sorted by owner
+        self._missing: list[_Parcel] = []  # remote shares that this rank owns, sorted by holder
         for whole in wholes:
             for share in whole.shares:
                 if share.rank == whole.owner == control.rank:
@@ -434,7 +436,7 @@ class _Exchange:
     def to_owners(
         self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Send ``parts``, value and gradient, to their owners. Return those that are whole here."""
+        """Send ``parts`` (value, gradient) to their owners. Return whole parameters owned here."""
         held = [parcel for parcel in self._held if parcel[1] in parts]
         missing = [parcel for parcel in self._missing if parcel[1] in parts]
         sizes = [2 * share.numel for _, _, share in held]
@@ -445,7 +447,8 @@ class _Exchange:
         found = {}
         for param, (numel, share) in self._owned.items():
             if param in parts:
-                # Two tensors, each aligned: matrix kernels may round otherwise elsewhere.
+                # Two separate, aligned tensors: the alignment can change a matrix kernel's
+                # rounding.
                 found[param] = full = self._like.new_empty(numel), self._like.new_empty(numel)
                 _put(parts[param], [row[share.start : share.stop] for row in full], factor)
         sizes = [2 * share.numel for _, _, share in missing]
@@ -455,7 +458,7 @@ class _Exchange:
         return found
 
     def from_owners(self, values: Mapping[int, Tensor], used: set[int]) -> dict[int, Tensor]:
-        """Send ``values`` to who holds a part. Return this rank's parts of what is ``used``."""
+        """Send ``values`` to their holders. Return this rank's shares of ``used`` parameters."""
         held = [parcel for parcel in self._held if parcel[1] in used]
         missing = [parcel for parcel in self._missing if parcel[1] in used]
         sent = [values[param][share.start : share.stop] for _, param, share in missing]
@@ -472,23 +475,23 @@ class _Exchange:
     def _exchange(
         self, parts: Tensor, to: Sequence[_Parcel], of: Sequence[_Parcel], *, rows: int
     ) -> Tensor:
-        """Send ``rows`` of each parcel ``to`` others, and return those ``of`` others."""
+        """Send the parcels ``to`` and return the parcels ``of``. ``rows``: values per element."""
         sent, received = ([0] * self._control.world_size for _ in range(2))
         for numels, parcels in ((sent, to), (received, of)):
             for peer, _, share in parcels:
                 numels[peer] += rows * share.numel
-        links = self._meter.links  # the bytes go to ranks of any node alike
+        links = self._meter.links  # peers are on any node: assume equal bytes to each
         each_nbytes = parts.nbytes // max(links.world_size - 1, 1)
         self._meter.add("all_to_all", WHOLES, links.direct(each_nbytes))
         return self._control.exchange(parts, sent, received)
 
 
 def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> None:
-    """Copy master weights and gradient. A narrower gradient is multiplied by ``factor``."""
+    """Copy a master weight and its gradient. A gradient that is widened is also unscaled."""
     (master, grad), (values, wide) = part, into
     values.copy_(master)
-    wide.copy_(grad)  # before it is unscaled: small values survive
-    if grad.dtype != wide.dtype and factor != 1.0:  # others are multiplied in place
+    wide.copy_(grad)  # widened before unscaling, to keep small values
+    if grad.dtype != wide.dtype and factor != 1.0:  # equal dtypes: unscaled in place before
         wide.mul_(factor)
 
 
@@ -496,7 +499,7 @@ def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> 
 def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
-    """Give the parameters in ``lent`` these values and gradients, and the others no gradient."""
+    """Set the values and gradients in ``lent``, no gradient elsewhere, and restore all at exit."""
     with access.opened(param for param in params if isinstance(param, nn.Parameter)):
         before = [(param, param.data, get_grad(param)) for param in params]
         try:
@@ -515,7 +518,7 @@ def _lending(
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    # Not by pytree, which takes a subclass of a container that nobody registered for a leaf.
+    # Not `pytree`, which treats an unregistered container subclass as a leaf.
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):

@@ -1,7 +1,6 @@
-"""Machine of a rank: versions, device, cores, threads and memory.
+"""Description of a rank's machine: versions, device, cores, threads and memory.
 
-A container's limits (cgroup v2 and v1) count for more than the hardware, because a training hits
-them first.
+A container's limits (cgroup v2 and v1) take precedence over the hardware's.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ def available_cores(root: Path = CGROUP) -> int:
     """Return the cores of this process's affinity, capped by the cgroup's quota, at least 1."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    fields = read_text(root / "cpu.max").split()  # version 2: "QUOTA PERIOD" or "max PERIOD"
-    if not fields:  # version 1: two files, -1 for no quota
+    fields = read_text(root / "cpu.max").split()  # cgroup v2: "QUOTA PERIOD" or "max PERIOD"
+    if not fields:  # cgroup v1: two files, -1 without a quota
         fields = [read_text(root / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
     quota, period = (*fields, "", "")[:2]
     if not quota.isdigit() or not period.isdigit():
@@ -32,13 +31,13 @@ def available_cores(root: Path = CGROUP) -> int:
 
 
 def memory_limit_bytes(root: Path = CGROUP) -> int | None:
-    """Bytes of host memory: the smaller of physical memory and the cgroup's limit, if known."""
+    """Return the bytes of host memory, at most the cgroup's limit. None if unknown."""
     limits = [
         int(text)
         for name in ("memory.max", "memory/memory.limit_in_bytes")
         if (text := read_text(root / name)).isdigit()
     ]
-    with suppress(ValueError, OSError):  # without these names, the cgroup's limit is all there is
+    with suppress(ValueError, OSError):  # sysconf lacks these names on some systems
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(limits, default=None)
 
@@ -68,7 +67,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text without the blanks around it, or nothing where it cannot be read."""
+    """Return a file's stripped text, or "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,9 +1,9 @@
-"""Recorder of an engine's steps: `zero_core.Engine.record` makes one.
+"""Recorder of an engine's steps, created by `zero_core.Engine.record`.
 
-It reads what the engine has at the end of a step, and changes nothing. On an accelerator a step's
-record is written at the end of the next one: no number is waited for that the step did not wait for
-itself. Times of places are taken in every step on a host, and in each ``detail_every``-th step on
-an accelerator.
+A recorder reads the engine at the end of each step and changes nothing. On an accelerator, a step
+is written at the end of the next step, so that recording adds no synchronization. Times per place
+(forward, backward, ...) are measured in every step on a host, and in each ``detail_every``-th step
+on an accelerator.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from zero_core.watch.place import OUTSIDE, UPDATE, Mark, MemoryMeter, StepClock
 
 _log = logging.getLogger(__name__)
 
-REPORTS = "zero_core.reports"  # entry points that draw a page from a folder of records
-_FIRST_DETAILS = (1, 3)  # steps whose course is recorded besides every ``detail_every``-th
-_MAX_ERROR = 500  # characters of an error's first line
-_MAX_SPANS = 4000  # of a step whose course is recorded
-_STATE_KINDS = {  # kinds of a plan's memory, by those of `DeviceMemory`
+REPORTS = "zero_core.reports"  # entry points that render a report from a folder of records
+_FIRST_DETAILS = (1, 3)  # steps recorded in detail, besides each ``detail_every``-th
+_MAX_ERROR = 500  # characters kept of an error's first line
+_MAX_SPANS = 4000  # limit per step recorded in detail
+_STATE_KINDS = {  # names in a memory plan, by `DeviceMemory` name
     "master_weights": "master weights",
     "optimizer_states": "optimizer states",
     "buffers": "widened gradients",
 }
-_PLACES = (  # keys of `StepRecord.places`, by how places begin
+_PLACES = (  # keys of `StepRecord.places`, by the place's prefix
     ("forward of", "forward"),
     ("backward", "backward"),
     ("step()", "step"),
@@ -73,17 +73,17 @@ class Subject(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """A step from its begin until its record is written, behind its end."""
+    """Data of a step from its start until its record is written."""
 
-    begun: float  # as of `time.perf_counter`
-    begun_at: float  # as of `time.time`
+    begun: float  # a time of `time.perf_counter`
+    begun_at: float  # a time of `time.time`
     is_detailed: bool
     losses: list[Tensor] = field(default_factory=list)
     num_backwards: int = 0
     num_idle: int = 0
-    # Since the step's end:
-    record: dict[str, Any] = field(default_factory=dict)  # fields of its `StepRecord`
-    detail: dict[str, Any] = field(default_factory=dict)  # fields of its `DetailRecord`, if any
+    # The fields below are set at the end of the step.
+    record: dict[str, Any] = field(default_factory=dict)  # fields of `StepRecord`
+    detail: dict[str, Any] = field(default_factory=dict)  # fields of `DetailRecord`, or empty
     clock: StepClock | None = None
     rates: Sequence[float | Tensor] = ()
     updates: Sequence[tuple[float, float]] = ()
@@ -93,14 +93,15 @@ class _Step:
 class Recorder(Extension):
     """Writer of one rank's records, until its context or the program ends.
 
-    The error that ends it is recorded. A rank that is killed or ends by ``os._exit`` leaves no end.
+    An exception that ends the recorder is recorded. A killed process, or one that calls
+    ``os._exit``, records no end.
     """
 
     def __init__(
         self, subject: Subject, folder: Path, *, max_bytes: int, detail_every: int
     ) -> None:
-        """Begin. See `zero_core.Engine.record`."""
-        self.folder = folder  # of the files of all ranks
+        """Write the run record. `zero_core.Engine.record` explains the arguments."""
+        self.folder = folder  # for the files of all ranks
         self._subject = subject
         self._place = subject.communicator.place
         self._device = device = subject.state.device
@@ -114,11 +115,11 @@ class Recorder(Extension):
             self._file.close()
             raise
         self._memory = MemoryMeter(device)
-        # Of an engine that is dropped, too: nothing that these hold leads back to it.
+        # Runs also if the engine is dropped, because the arguments do not reference the engine.
         self._release = weakref.finalize(self, _abandon, os.getpid(), self._file, self._memory)
-        self._launched: dict[str, float] = {}  # see `StepClock`
+        self._launched: dict[str, float] = {}  # shared by the `StepClock` of each step
         self._input_shape: list[int] = []
-        self._pending: _Step | None = None  # it has ended
+        self._pending: _Step | None = None  # ended, not yet written
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
         self._copied = (0, 0)
         self._num_steps = 0
@@ -136,7 +137,7 @@ class Recorder(Extension):
             self._input_shape = list(found.shape)
 
     def scaled(self, loss: Tensor) -> None:
-        """Keep a micro-step's loss, before it is scaled. Nothing is waited for."""
+        """Copy a micro-step's unscaled loss to the host, without a synchronization."""
         self._step.num_backwards += 1
         if loss.numel() != 1 or self._is_closed:
             return
@@ -168,7 +169,7 @@ class Recorder(Extension):
             }
             if tier is not None:
                 step.updates, step.copies = tuple(tier.recent_updates()), tuple(tier.take_copies())
-        # A program may run several backwards in one.
+        # A program may run several backwards per micro-step.
         micro_steps = max(ended.micro_steps, step.num_backwards + step.num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
         step.record = {
@@ -203,7 +204,7 @@ class Recorder(Extension):
             self._begin(now, end if self._is_host else None)
 
     def _begin(self, now: float, end: Mark | None) -> None:
-        """Begin a step at the ``end`` of the one before. Time spent recording counts for it."""
+        """Begin a step at ``end`` of the previous one. The new step includes recording time."""
         number = self._subject.train.global_steps + 1
         is_detailed = self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         self._step = _Step(now, time.time() + now - time.perf_counter(), is_detailed)
@@ -216,7 +217,7 @@ class Recorder(Extension):
             self._place.clock = clock
 
     def flush(self) -> None:
-        """Have all steps that have ended in the file."""
+        """Write all steps that have ended to the file."""
         step, self._pending = self._pending, None
         if step is None:
             return
@@ -273,7 +274,7 @@ class Recorder(Extension):
         self._put(DetailRecord(spans=found[:_MAX_SPANS], **step.detail))
 
     def _put(self, record: Record) -> None:
-        """Write a record. If it fails, warn and stop recording: the training goes on."""
+        """Write a record. On failure, warn and stop recording, while training continues."""
         if self._is_closed:
             return
         try:
@@ -297,19 +298,19 @@ class Recorder(Extension):
         self._put(EventRecord(time.time(), step, what, text, seconds))
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the recording. ``error`` is the one that the program ends by, if it does."""
+        """End the recording. ``error`` is the exception that ends the program, if any."""
         if self._is_closed:
             return
         end = _end(self._subject.train.global_steps, error)
         if end.what == "ended":
             self.flush()
         else:
-            self._pending = None  # a device that failed may never end its step
+            self._pending = None  # a failed device may never finish the step
         self._put(end)
         self._stop()
 
     def remove(self) -> None:
-        """End the recording with its engine, which may be closed or dropped as an error goes by."""
+        """End the recording when its engine is closed or dropped, perhaps during an exception."""
         self.end(sys.exc_info()[1] or _uncaught())
 
     @property
@@ -345,8 +346,8 @@ class Recorder(Extension):
         layout = state.layout
         numel = layout.local_numel(is_sharded=subject.memory.has_sharded_state)
         on_host = self._tier.host_numel if self._tier is not None else 0
-        model: dict[str, Any] = {}  # that of Hugging Face
-        with suppress(AttributeError, TypeError, ValueError):  # foreign: others' attributes
+        model: dict[str, Any] = {}  # the Hugging Face configuration
+        with suppress(AttributeError, TypeError, ValueError):  # foreign: Hugging Face's
             found = state.module.config.to_dict()  # type: ignore[operator,union-attr]
             model = dict(json.loads(json.dumps(found, default=str)))
         return RunRecord(
@@ -366,11 +367,12 @@ class Recorder(Extension):
 
 
 def _abandon(pid: int, file: RecordFile, memory: MemoryMeter) -> None:
-    """Note the end of a program that has not closed its engine, and close.
+    """Record the end of a program that did not close its engine.
 
-    A device's last step is not written: if it hangs, it must not keep the program from ending.
+    The pending step of an accelerator is not written, because waiting for a hung device would keep
+    the program from exiting.
     """
-    if os.getpid() == pid:  # not that of a process that was forked
+    if os.getpid() == pid:  # a forked child writes nothing
         with suppress(OSError, ValueError):
             file.write(_end(file.last_step, _uncaught()))
     file.close()
@@ -378,9 +380,9 @@ def _abandon(pid: int, file: RecordFile, memory: MemoryMeter) -> None:
 
 
 def _uncaught() -> BaseException | None:
-    if hasattr(sys, "ps1"):  # foreign: an interactive interpreter goes on after errors
+    if hasattr(sys, "ps1"):  # foreign: an interactive interpreter continues after errors
         return None
-    return getattr(sys, "last_value", None)  # foreign: the interpreter's
+    return getattr(sys, "last_value", None)  # foreign: an attribute of the interpreter
 
 
 def _end(step: int, error: BaseException | None) -> EventRecord:
@@ -403,7 +405,7 @@ def _lane_of(what: str) -> str:
 
 
 def _covered(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals, from the step's begin on."""
+    """Return the length of the union of ``intervals``, ignoring parts before 0."""
     total, reached = 0.0, 0.0
     for start, stop in sorted(intervals):
         start = max(start, reached)
@@ -414,7 +416,7 @@ def _covered(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 class StepRecords:
-    """Records of an engine's steps: what `zero_core.Engine.record` and ``report`` do."""
+    """Implementation of `zero_core.Engine.record` and ``report``."""
 
     def __init__(self, subject: Subject, extensions: Extensions) -> None:
         self._subject = subject
@@ -422,7 +424,7 @@ class StepRecords:
         self._recorder: Recorder | None = None
 
     def start(self, folder: str | Path, *, max_bytes: int, detail_every: int) -> Recorder:
-        """Record from now on, in ``folder`` alone."""
+        """Record from now on. An earlier recording ends."""
         try:
             place = local_path(folder, "a record of steps")
         except CheckpointError as error:
@@ -440,7 +442,7 @@ class StepRecords:
         return self._recorder
 
     def report(self, path: Path) -> Path:
-        """Draw what all ranks have recorded so far."""
+        """Render a report of everything recorded so far."""
         if self._recorder is None:
             raise ConfigError(
                 "report: no step has been recorded: call engine.record(folder) before the first "

@@ -1,1 +1,1 @@
-"""Parts of an engine beside its passes: gathered parameters, offloaded states, copies, checks."""
+"""Parts of an engine other than its passes: gathered parameters, offloaded states, host inputs."""

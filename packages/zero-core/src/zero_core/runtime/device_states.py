@@ -1,30 +1,31 @@
-"""Checks of what an engine and its model allow, and device memory that it gives up for a while.
+"""Offloading of an engine's device memory, and checks of the engine and its model.
 
 [Note: emptied storages]
-Every long-lived buffer is one storage with many views. Its bytes are copied to the host and the
-storage is resized to zero, and back: views stay the same objects, and only addresses change.
-Scratch memory is not copied. Memory that other ranks map cannot be resized and stays.
+Each long-lived buffer is one storage with many views. To offload a buffer, its bytes are copied to
+the host and the storage is resized to zero. Reloading reverses this. Views stay the same objects,
+and only addresses change. Scratch memory is not copied. Memory that other ranks map cannot be
+resized and is not offloaded.
 
-Reading an emptied storage would crash. So parameters become placeholders, every module of the model
-refuses a forward by a hook that is there only meanwhile, and the backward pass refuses to begin. At
-stages 0 to 2 torch refuses the backward of an earlier forward, whose parameters have a newer
-version, after reloading, too.
+Reading an emptied storage would crash. So parameters become placeholders, temporary hooks make
+every module of the model refuse a forward, and no backward may begin. At stages 0 to 2 offloading
+increments the version of the parameters. So torch refuses the backward of an earlier forward, even
+after reloading.
 
 [Note: what a model may not do after build()]
-The engine keeps a parameter's values in memory of its own and its gradient hook on the object. It
-does not track a parameter that is replaced, added or tied to another name later, nor one whose
-memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``): errors at the next
-forward with gradients, or at the next step. What keeps the objects and their memory is allowed:
-``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes within `gathered`,
-wrappers around modules, modules without parameters, `torch.func.functional_call`.
+The engine keeps the values of parameters in its own memory, and gradient hooks on the parameter
+objects. It does not track a parameter that is replaced, added, or tied to another name later, nor
+one whose memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``). The next
+forward with gradients, or the next step, raises an error. Operations that keep objects and memory
+are allowed: ``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes within
+`gathered`, wrappers around modules, modules without parameters, `torch.func.functional_call`.
 
 [Note: trainable and frozen]
-A parameter is *trainable* if it is in a group of the optimizer when the engine is built, and not of
-integers: it has a gradient, a master weight and optimizer state in the layout. Its
-``requires_grad`` may be switched off and on between steps, on every rank alike. While it is off a
-step leaves the parameter and its state alone, as torch's optimizers leave one without ``.grad``. It
-keeps its memory, and travels with its unit as before.
-Every other parameter is frozen for good: it has values alone, and unfreezing it is an error.
+A parameter is *trainable* if it is in an optimizer group when the engine is built, and not of an
+integer dtype. It has a gradient, a master weight and optimizer state in the layout. Its
+``requires_grad`` may be switched off and on between steps, equally on all ranks. While it is off, a
+step does not change the parameter and its state, as torch's optimizers skip a parameter without
+``.grad``. The parameter keeps its memory and is still gathered with its unit. All other parameters
+are frozen permanently: they have only values, and unfreezing one is an error.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ BACKWARD_PARTS = FORWARD_PARTS | {StatePart.GRADIENTS}
 
 
 class _HostCopy:
-    """A storage and, if its bytes are kept, a copy of them on the host."""
+    """A storage and, if ``is_kept``, a copy of its bytes on the host."""
 
     def __init__(self, storage: torch.UntypedStorage, *, is_kept: bool, pin_memory: bool) -> None:
         self.storage = storage
@@ -90,7 +91,7 @@ class _HostCopy:
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=pin_memory)
             held = self._bytes()
             self._host.copy_(held, non_blocking=pin_memory)
-            if held.device.type != "cpu":  # memory of another stream's is reused there at once
+            if held.device.type != "cpu":  # record_stream delays reuse of the memory
                 held.record_stream(torch.accelerator.current_stream(held.device))
 
     def restore(self) -> None:
@@ -105,7 +106,7 @@ class _HostCopy:
 
 
 class DeviceStates:
-    """Offloads parts of an engine's device memory, and refuses what cannot run now."""
+    """Offloads parts of an engine's device memory, and refuses calls that need offloaded parts."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class DeviceStates:
         edits: Edits,
         extensions: Extensions,
     ) -> None:
-        """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`."""
+        """Create. Any `DeviceMemory` in ``holders`` is offloaded along with ``memory``."""
         self.edits = edits
         self._extensions = extensions
         self._memory = memory
@@ -125,7 +126,7 @@ class DeviceStates:
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
-        self.ended_by = ""  # the call that has ended the engine
+        self.ended_by = ""  # name of the call that ended the engine
         names = state.param_names
         self._num_names = Counter(map(id, _named(state.module).values()))
         self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
@@ -139,17 +140,17 @@ class DeviceStates:
         return frozenset(self._away)
 
     def before_write(self) -> None:
-        """Wait until states may be written. Loads and access by name call it."""
+        """Notify extensions before states are read or written. Loads and access by name call it."""
         for follow in self._extensions.before_write:
             follow()
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part that it needs is away, or values are half-updated."""
+        """Raise if ``what`` needs an offloaded part, or if a step left values half-updated."""
         self._state.control.place.check_finished(what)
         self.check_here(what, needed)
 
     def check_here(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part is away or after the engine's end, and prepare for it."""
+        """Raise if ``what`` needs an offloaded part or the engine has ended, else prepare."""
         if self.ended_by:
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
@@ -159,12 +160,12 @@ class DeviceStates:
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
         if needed is ALL_PARTS:
-            # Exchanges of ``what`` meet no publication that another rank has yet to launch.
+            # All ranks then launch exchanges of ``what`` after those of the last publication.
             self._passes.units.drain()
             self.edits.find()
 
     def check_states(self, what: str) -> None:
-        """Do as `check` for ``what`` reads master weights, which have all that was written then."""
+        """Do `check` for a call that reads master weights, and apply pending edits to them."""
         self.check(what)
         if self.edits.is_pending:
             self.before_write()
@@ -178,7 +179,7 @@ class DeviceStates:
         )
 
     def watch_model(self) -> RemovableHandle:
-        """`check_model` before each forward of the model with gradients."""
+        """Register a hook that calls `check_model` before each forward with gradients."""
 
         def hook(module: nn.Module, args: Any) -> None:
             if torch.is_grad_enabled():
@@ -187,8 +188,8 @@ class DeviceStates:
         return self._state.module.register_forward_pre_hook(outside_graphs(hook), prepend=True)
 
     def check_model(self, *, has_substitutes: bool = False) -> None:
-        """Raise if the model has other parameters than at first, or one was moved or unfrozen."""
-        # Called at each forward: passes over dictionaries in C that touch no entry.
+        """Raise if a parameter of the model was added, replaced, removed, moved or unfrozen."""
+        # Runs at each forward, so it only iterates over dictionaries in C.
         if (
             any(self._empty)
             or sum(map(len, self._places)) != len(self._entries)
@@ -223,7 +224,7 @@ class DeviceStates:
         dicts: list[dict[str, Any]] = [m._parameters for m in modules]
         dicts += [m._modules for m in modules]
         self._empty = [d for d in dicts if not d]
-        self._places = [d.values() for d in dicts if d]  # they follow the dictionaries
+        self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
 
     def _check_names(self, *, has_substitutes: bool) -> None:
@@ -251,10 +252,10 @@ class DeviceStates:
                     f"train it, and it would still be saved. {_ADVICE}"
                 )
         if len(num_names) == len(self._name_of):
-            self._remember_places()  # modules were wrapped, or ones without parameters changed
+            self._remember_places()  # only wrappers or modules without parameters changed
 
     def _settle(self) -> None:
-        """Release everything, and wait until nothing reads or writes gradients' memory."""
+        """Release all units, and wait until the gradients' memory is unused."""
         passes = self._passes
         passes.forward.end_interrupted()
         if passes.is_running or passes.units.has_full_params:
@@ -272,9 +273,9 @@ class DeviceStates:
     def offload(
         self, parts: Iterable[str], *, keeps_gradients: bool, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """See `zero_core.Engine.offload_states`.
+        """Implement `zero_core.Engine.offload_states`.
 
-        ``keeps_gradients``: gradients wait for a step, so they are copied.
+        ``keeps_gradients``: whether gradients are copied, because a step still needs them.
         """
         wanted = [part for part in StatePart if part in set(parts) - self._away.keys()]
         if not wanted:
@@ -286,11 +287,11 @@ class DeviceStates:
         self._state.tier.wait_params(0, max((p.stop for p in self._state.pieces), default=0))
         self._state.quiesce()
         if is_accelerator:
-            torch.accelerator.synchronize(device)  # no other stream uses what is freed
-        # All are there before the first storage is emptied: a failed allocation changes nothing.
+            torch.accelerator.synchronize(device)  # other streams may use the memory
+        # Make all copies before emptying the first storage, so a failed allocation changes nothing.
         copies: dict[StatePart, list[_HostCopy]] = {part: [] for part in wanted}
         held = [holder.device_tensors() for holder in (self._memory, *self._holders)]
-        seen: set[int] = set()  # a storage that several parts use is the first one's
+        seen: set[int] = set()  # a storage used by several parts belongs to the first
         for part in StatePart:
             is_kept = keeps_gradients if part is StatePart.GRADIENTS else part != StatePart.BUFFERS
             for tensor in (tensor for one in held for tensor in one.get(part, ())):
@@ -326,11 +327,10 @@ class DeviceStates:
 
     @torch.no_grad()
     def reload(self, *, non_blocking: bool) -> None:
-        """See `zero_core.Engine.reload_states`."""
         if not self._away:
             return
         for part in self._away.values():
-            while part:  # if one fails, it stays on the host, and every part counts as away
+            while part:  # if a restore fails, all parts count as offloaded
                 part[-1].restore()
                 part.pop()
         device = self._state.device
@@ -349,17 +349,17 @@ class DeviceStates:
 
 
 def fix_memory(model: nn.Module) -> ObjectMethods:
-    """Keep recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
+    """Stop recurrent modules from moving their weights to cuDNN's memory, until `remove`.
 
-    ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, often in each forward.
-    Without it cuDNN copies the weights at each call, and torch warns of that.
+    On a GPU ``nn.RNNBase.flatten_parameters`` moves the weights into a new buffer, often in each
+    forward. Without that cuDNN copies the weights at each call, and torch logs a warning.
     """
     modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     return ObjectMethods(_FLATTEN, [(module, lambda: None) for module in modules])
 
 
 def warn_frozen(layout: Layout, params: Sequence[Tensor]) -> None:
-    """Warn of memory kept for parameters that are frozen for now."""
+    """Warn about memory reserved for parameters that are currently frozen."""
     found = [
         spec
         for spec, param in zip(layout.params, params, strict=True)

@@ -1,28 +1,29 @@
-"""Parameters that hold their full values for a while, and one rank's changes to them.
+"""Parameters with full values within a context, and changes to parameters by one rank.
 
 [Note: full parameters]
-What is kept for good, or needed right now by a forward, a backward or another ``gathered``, is full
-where it is. At stage 3 a few parameters are copied out of their gathered segments, one unit at a
-time: the context takes the memory of the parameters alone. While a context of the whole model is
-open nothing is released. One of a few parameters within it copies none, and keeps it all gathered
-to its own end.
+Values that are kept, or in use by a forward, a backward or another ``gathered``, are shown where
+they are. At stage 3, a context of selected parameters copies them out of their gathered segments,
+one unit at a time, and so needs only the memory of these parameters. While a context of the whole
+model is open, nothing is released. A context of selected parameters within it copies nothing, and
+keeps all units gathered until it ends.
 
 [Note: edits]
-One rank's changes reach all shards and master weights. Of master weights only the elements that
-were changed are overwritten: one that was not touched keeps the bits that its rounded copy lacks.
+Changes made by one rank are written to all shards and master weights. Only changed elements of the
+master weights are overwritten, because unchanged ones have more bits than their rounded copy.
 
 [Note: small parameters]
-`GatheredCalls.keep_small_params` has copies of small parameters held between the uses of their
-units, filled from the shards in one exchange of bytes. Forward and backward use the gathered unit.
+`GatheredCalls.keep_small_params` keeps copies of small parameters for use while their units are
+released. One exchange of bytes fills the copies from the shards. Forward and backward use the
+gathered unit.
 
 [Note: parameters saved between two gathers]
-A forward may use a parameter within `gathered` alone, of this engine or of another one: a teacher's
-head in a fused loss. Torch saves what an ``autograd.Function`` names after its forward has
-returned, when the context may have ended: the parameter is a placeholder then, or a copy that is
-about to go. So it is saved by reference (`_Reference`), and gathered again when backward unpacks
-it, to the end of that backward. Every rank must unpack it, as it must enter `gathered`. What is
-computed within `gathered` alone, outside of a forward (a penalty of the weights), is watched
-likewise: `GatheredParams._watching`.
+A forward may use a parameter, of this engine or another, only within `gathered`: for example a
+teacher's head in a fused loss. Torch saves the tensors that an ``autograd.Function`` names after
+the function's forward has returned. By then the context may have ended, and the parameter is a
+placeholder or a copy that will be dropped. So the parameter is saved by reference (`_Reference`).
+When backward unpacks the reference, the parameter is gathered until that backward ends. Every rank
+must unpack it, as every rank must enter `gathered`. References also replace parameters used within
+`gathered` but outside of a forward, as in a penalty of the weights: `GatheredParams._watching`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
 
 
 class GatheredCalls:
-    """Calls of an engine that show whole parameters."""
+    """Methods of an engine that give access to whole parameters."""
 
     config: Config
     place: Place
@@ -66,20 +67,21 @@ class GatheredCalls:
     def gathered(
         self, *, modifier_rank: int | None = None, params: Iterable[nn.Parameter] | None = None
     ) -> AbstractContextManager[nn.Module]:
-        """Gather the exact values of all parameters, or of ``params`` alone, within a context.
+        """Gather the exact values of all parameters, or only of ``params``, within a context.
 
-        By default values are only read: at stage 3 a change is an error at the end. Changes that
-        rank ``modifier_rank`` makes in place reach all shards and master weights at the end. Every
-        rank must enter it with the same parameters. For read-only use this is not checked: a
-        mismatch hangs. It takes the memory of what is gathered (of ``params``, and one unit at a
-        time), on the modifier twice. It nests. Within its own forward or backward a unit has that
-        one's values: with qwZ, quantized.
+        By default values are read-only: at stage 3 a change raises an error at the end of the
+        context. With ``modifier_rank``, the in-place changes of that rank reach all shards and
+        master weights at the end. Every rank must enter the context with the same parameters. For
+        read-only use this is not checked: a mismatch hangs. The context needs memory for the
+        gathered parameters (``params``, plus one unit at a time), twice on the modifier. Contexts
+        may be nested. During its forward or backward, a unit shows the values used there: with qwZ,
+        quantized ones.
 
         Raises:
             ValueError: there is no such rank, or one of ``params`` is not this engine's.
-            RankMismatchError: a change was announced with different parameters or ranks.
-            RuntimeError: parameters are to be changed within a forward or backward, or were changed
-                at stage 3 without ``modifier_rank``.
+            RankMismatchError: ranks passed ``modifier_rank`` with different parameters or ranks.
+            RuntimeError: ``modifier_rank`` was passed within a forward or backward, or parameters
+                were changed at stage 3 without ``modifier_rank``.
         """
         self._device_states.check("gathered()")
         self._device_states.before_write()
@@ -91,22 +93,21 @@ class GatheredCalls:
         return self._gathering.is_open
 
     def publish(self) -> None:
-        """Wait for the values of the last step, where each rank has room for them all.
+        """Wait until every rank that keeps full values has those of the last step.
 
-        A step launches their exchange; the next forward, or whoever reads a parameter first, waits
-        for it too. At stage 3 values rest as shards: see `gathered`; copies by `keep_small_params`
-        are filled. Every rank must call it.
+        A step launches the exchange of values. Otherwise the next forward, or the first read of a
+        parameter, waits for it. At stage 3 values stay sharded (see `gathered`), but copies made by
+        `keep_small_params` are filled. Every rank must call it.
         """
         self._device_states.check("publish()", FORWARD_PARTS)
         with self.place.during("publish()"):
             self._gathering.publish()
 
     def keep_small_params(self) -> None:
-        """Keep small parameters whole at stage 3, as DeepSpeed does: copies that `publish` fills.
+        """Keep copies of small parameters at stage 3, as DeepSpeed does. `publish` fills them.
 
-        Small is what ``stage3_param_persistence_threshold`` and
-        ``stage3_model_persistence_threshold`` say. The next `publish` makes the copies. Every rank
-        must call it.
+        ``stage3_param_persistence_threshold`` and ``stage3_model_persistence_threshold`` define
+        small. The next `publish` creates the copies. Every rank must call it.
         """
         self._device_states.check("keep_small_params()")
         zero = self.config.zero_optimization
@@ -116,20 +117,20 @@ class GatheredCalls:
 
 
 class _FullParam(NamedTuple):
-    """One parameter while it is gathered: that at ``position`` of ``flat``."""
+    """A gathered parameter, at ``position`` of ``flat``."""
 
     flat: FlatParams
     position: int
     param: Tensor
     spec: ParamSpec
-    tensor: Tensor  # the values, in the parameter's shape, which it is a view of
+    tensor: Tensor  # the values, of which the parameter is a view
 
 
-_holders: list[weakref.ref[GatheredParams]] = []  # of all engines, the newest last
+_holders: list[weakref.ref[GatheredParams]] = []  # instances of all engines, newest last
 
 
 def _refer(param: nn.Parameter) -> _Reference | None:
-    """Return a reference to ``param``, None if no engine shards it."""
+    """Return a reference to ``param``, or None if no engine shards it."""
     for holder in filter(None, (ref() for ref in reversed(_holders))):
         version = holder.version_of(param)
         if version is not None:
@@ -139,12 +140,12 @@ def _refer(param: nn.Parameter) -> _Reference | None:
 
 @dataclass(frozen=True)
 class _Reference(SavedParam):
-    """A parameter that autograd saved, or a view of its memory, and the version of its values."""
+    """Reference to a parameter saved by autograd, or to a view of it, with the values' version."""
 
     param: nn.Parameter
     holder: GatheredParams
     version: int
-    # dtype, shape and strides of the view, and the bytes before it
+    # Dtype, shape and strides of the view, and its offset in bytes.
     view: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
 
     def gather(self, saved: SavedWeights) -> Tensor:
@@ -157,7 +158,8 @@ class _Reference(SavedParam):
         if id(param) not in saved.referenced:
             saved.references.enter_context(self.holder.some_params([param], None))
             saved.referenced.add(id(param))
-        # create_graph: nodes of this backward save the tensor without our hooks, and outlive it.
+        # With create_graph, nodes of this backward save the tensor and outlive the context. So copy
+        # it.
         found = param.data.clone() if torch.is_grad_enabled() else param.data
         if self.view is None:
             return found
@@ -168,21 +170,21 @@ class _Reference(SavedParam):
 
 
 class GatheredParams:
-    """Implementation of `GatheredCalls`."""
+    """Implementation of `GatheredCalls`, and source of references for saved parameters."""
 
     def __init__(self, passes: Passes, state: ShardedState, edits: Edits) -> None:
         self._passes = passes
         self._units = passes.units
         self.state = state
         self._edits = edits
-        self.small: _SmallParams | None = None  # if they are kept
-        # Of each open context, versions of what it only reads, by id of the parameter.
+        self.small: _SmallParams | None = None  # set by `keep_small_params`
+        # For each open context: versions of its read-only parameters, by id.
         self._reading: list[dict[int, int]] = []
         self._edited: set[int] = set()  # ids of parameters that a context may change
         self._units.saved.refer = _refer
 
     def begin(self) -> None:
-        """Serve references to the engine's parameters until `remove`."""
+        """Allow references to this engine's parameters, until `remove`."""
         _holders[:] = [*(ref for ref in _holders if ref() is not None), weakref.ref(self)]
 
     @property
@@ -190,12 +192,12 @@ class GatheredParams:
         return bool(self._reading)
 
     def version_of(self, param: nn.Parameter) -> int | None:
-        """Return the version of the values of ``param``, None if it is not sharded here."""
+        """Return the version of the values of ``param``, or None if it is not sharded here."""
         place = self.state.places.get(id(param))
         return None if place is None or place[0].is_kept else place[0].version
 
     def publish(self) -> None:
-        """Make kept parameters, and copies of small ones, hold the current values."""
+        """Update kept parameters, and copies of small ones, to the current values."""
         for unit in self._units.units:
             if all(flat.is_kept for flat in unit.params):
                 self._units.gather_exact(unit)
@@ -211,7 +213,7 @@ class GatheredParams:
     def some_params(
         self, params: Sequence[nn.Parameter] | None, modifier_rank: int | None
     ) -> Iterator[nn.Module]:
-        """Gather parameters within. None: all of them, and no forward releases any."""
+        """Gather parameters within the context. None: all of them, and no unit is released."""
         self._passes.forward.end_interrupted()
         if modifier_rank is not None:
             self._check_same(modifier_rank, params or ())
@@ -241,7 +243,7 @@ class GatheredParams:
     @contextmanager
     def _open(self, full: list[_FullParam], modifier_rank: int | None) -> Iterator[None]:
         control = self.state.control
-        values_before: list[Tensor] = []  # on the modifier alone
+        values_before: list[Tensor] = []  # on the modifier only
         if modifier_rank is not None:
             if self._passes.is_running:
                 raise RuntimeError(
@@ -254,13 +256,13 @@ class GatheredParams:
                 )
             if modifier_rank == control.rank:
                 values_before = [p.tensor.clone() for p in full]
-            control.barrier()  # others may read this rank's slice until they are here
+            control.barrier()  # other ranks may read this rank's slice until they arrive here
             self._edited.update(id(p.param) for p in full)
-        # What is changed in these is lost, unless a context around this one takes it over.
+        # Changes of these are lost, unless an enclosing context applies them.
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
         before = {id(p.param): p.param._version for p in lost}
         self._reading.append(before)
-        # A graph that is made within, outside of a forward, outlives the values.
+        # A graph built within the context, outside of a forward, outlives the values.
         watched = [p.param for p in lost if isinstance(p.param, nn.Parameter)]
         is_watching = watched and not self._passes.is_running and torch.is_grad_enabled()
         try:
@@ -274,7 +276,7 @@ class GatheredParams:
                 for read in self._reading:
                     read.update((key, known[key]) for key in read.keys() & known.keys())
             else:
-                for p in full:  # what replaced the memory of kept parameters is copied into it
+                for p in full:  # copy back from memory that user code assigned to ``data``
                     if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
                         with torch.no_grad():
                             p.tensor.copy_(p.param.data)
@@ -287,7 +289,7 @@ class GatheredParams:
                 param.flat.shown.restore(param.position)
 
     def _watching(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Save by reference what autograd saves of ``params`` within."""
+        """Replace tensors of ``params`` that autograd saves by references, within the context."""
         with torch.no_grad():
             spans = sorted(
                 (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n)
@@ -310,9 +312,9 @@ class GatheredParams:
 
     @torch.no_grad()
     def _spread(self, full: list[_FullParam], rank: int, before: list[Tensor]) -> None:
-        """Broadcast the values of ``rank``, which has those ``before``. See [Note: edits]."""
+        """Broadcast the values of ``rank``. Only ``rank`` passes ``before``. See [Note: edits]."""
         control = self.state.control
-        self.state.quiesce()  # others may still be gathering the old values
+        self.state.quiesce()  # other ranks may still gather the old values
         if not full:
             return
         own = [_compare(p, values) for p, values in zip(full, before, strict=False)]
@@ -326,14 +328,14 @@ class GatheredParams:
                     "build()"
                 )
         for number, (p, change) in enumerate(zip(full, found, strict=True)):
-            values = p.spec.to_elements(p.tensor)  # a view
+            values = p.spec.to_elements(p.tensor)  # a view of ``p.tensor``
             if before:
                 p.tensor.copy_(p.param.data)
             is_new = None
             if change == _CHANGED:
                 is_new = values != (p.spec.to_elements(before[number]) if before else values)
                 control.broadcast(is_new, source=rank)
-            # Unchanged ones too: other ranks may have written to theirs.
+            # Also broadcast unchanged values, because other ranks may have written to theirs.
             control.broadcast(values, source=rank)
             slot = p.flat.segment.slots[p.position]
             (p.flat.edit if change == _CHANGED else p.flat.write)(slot.start, values)
@@ -342,12 +344,12 @@ class GatheredParams:
                 self._edits.write_back(piece, values, is_new)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
-        """Refuse writes within a read-only context: they would be lost."""
+        """Raise if a read-only parameter was changed: at stage 3 the change would be lost."""
 
         def is_changed(p: _FullParam) -> bool:
             if p.param._version != versions[id(p.param)] or p.flat.shown.restore(p.position):
                 return True
-            # A value that is the same has the bits of this rank's shard, where that has any.
+            # Unchanged values equal the elements in this rank's shard, if there are any.
             slot = p.flat.segment.slots[p.position]
             start, stop = slot.common(*p.flat.segment.shard_range(p.flat.rank))
             if start == stop:
@@ -367,7 +369,7 @@ class GatheredParams:
             )
 
     def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
-        """Refuse other ranks' parameters and modifier: they would wait for each other."""
+        """Raise if ranks passed other parameters or modifiers, which would deadlock."""
         control = self.state.control
         known = self.state.param_names
         names = sorted({known.get(id(p), "one that is not this engine's") for p in params})
@@ -380,7 +382,7 @@ class GatheredParams:
             )
 
     def _find(self, params: Sequence[nn.Parameter]) -> dict[int, list[tuple[FlatParams, int]]]:
-        """Return the places of ``params`` by unit, in order."""
+        """Return segment and position of each of ``params``, by unit, in unit order."""
         wanted = set[tuple[FlatParams, int]]()
         for param in params:
             if id(param) not in self.state.places_of:
@@ -398,19 +400,19 @@ class GatheredParams:
     def _gather(
         self, unit: Unit, wanted: list[tuple[FlatParams, int]], copies: list[_FullParam]
     ) -> Iterator[_FullParam]:
-        """Gather the ``wanted`` parameters of ``unit``. Add those not kept to ``copies``."""
+        """Gather the ``wanted`` parameters of ``unit``. Add those that are copied to ``copies``."""
         used = [running.unit for running in self._passes.forward.running]
         is_used = is_in_backward() or any(u is unit or (u.is_root and unit.is_tail) for u in used)
         is_needed = self._units.has_full_params or (is_used and unit.is_current)
         copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
-        # A copy of another context is held once more: that one may end before this one.
+        # Hold another context's copy once more, because that context may end first.
         missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]
         new: dict[tuple[FlatParams, int], Tensor] = {}
         if missing or len(copied) < len(wanted):
             if not is_needed:
                 self._units.release(unit)
             self._units.gather_exact(unit)
-            with torch.inference_mode(False):  # they may serve an initialization
+            with torch.inference_mode(False):  # else autograd could not use the clones
                 new = {(flat, n): flat.params[n].data.clone() for flat, n in missing}
             if not is_needed:
                 self._units.release(unit)
@@ -423,7 +425,7 @@ class GatheredParams:
 
 
 def _compare(full: _FullParam, before: Tensor) -> float:
-    """Return whether a parameter on this rank has other values, or another form, than before."""
+    """Return whether a parameter's values, or its shape or dtype, differ from ``before``."""
     now = full.param.data
     if now.shape != before.shape:
         return _RESHAPED
@@ -432,22 +434,25 @@ def _compare(full: _FullParam, before: Tensor) -> float:
             return _RESHAPED
         elements = full.spec.to_elements
         return _SAME if torch.equal(elements(now), elements(before).to(now.device)) else _CHANGED
-    now = now.to(before)  # what replaced ``data`` may have another dtype and device
+    now = now.to(before)  # user code may have replaced ``data`` by another dtype or device
     differs = (now != before) & ~(now.isnan() & before.isnan())
     return _CHANGED if bool(differs.any()) else _SAME
 
 
 class _SmallParams:
-    """Copies of parameters of at most so many elements, each and in all, until `remove`."""
+    """Copies of small parameters, until `remove`.
+
+    ``max_numel`` limits each parameter, ``max_total`` their sum, in elements.
+    """
 
     def __init__(self, state: ShardedState, max_numel: int, max_total: int) -> None:
         self._state = state
         self._limits = max_numel, max_total
-        self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # and the copies' bytes
-        self._nbytes = 0  # the most that a rank has of them
+        self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # with each copy's bytes
+        self._nbytes = 0  # largest total of any rank
 
     def _hold(self) -> None:
-        """Make the copies, without values."""
+        """Create the copies, without values."""
         max_numel, max_total = self._limits
         held = self._held = []
         for flat, position in self._state.places.values():

@@ -1,23 +1,24 @@
-"""Inputs of blocks that are computed again in backward, and host memory in which they may wait.
+"""Inputs of recomputed blocks, optionally kept in host memory.
 
-The vertical schedule has gradients of tied weights wait there as well.
+The vertical schedule also keeps gradients of tied weights in host memory.
 
 [Note: recomputed blocks]
-With ``activation_checkpointing`` each block keeps its inputs alone and is computed again in
-backward (Chen et al., arXiv 1604.06174), by torch's non-reentrant `torch.utils.checkpoint`. With
-``cpu_checkpointing`` the positional inputs wait in host memory. Only the block's ``forward`` is
-wrapped, on the object: names, class and hooks stay.
+With ``activation_checkpointing`` each block saves only its inputs and is recomputed in backward
+(Chen et al., arXiv 1604.06174), by torch's non-reentrant `torch.utils.checkpoint`. With
+``cpu_checkpointing`` the positional inputs are kept in host memory. Only the ``forward`` attribute
+of the block object is wrapped. Names, class and hooks do not change.
 
 [Note: two streams and one call ahead]
-Inputs are copied down and up beside the blocks, on a stream for each direction; the host waits for
-neither. When backward asks for the inputs of a call, those of the call that it needs next are
-fetched, too: the call before it, or, with the vertical schedule, the same block's for the next
-micro-batch, and after the last one the block before for the first. A host buffer is lent again when
-nothing holds what was packed any more. The copy down into it waits for the last copy up.
+One stream per direction copies inputs to the host and back, in parallel with the blocks. The host
+does not wait. When backward requests the inputs of a call, the inputs of the next call that it will
+need are prefetched: the previous call, or with the vertical schedule the same block's call
+for the next micro-batch, or after the last micro-batch the previous block's for the first. A host
+buffer is reused when nothing references the packed tensor. The next copy into the buffer waits for
+the last copy out of it.
 
-[Note: page-locked memory]
-Torch page-locks powers of two of bytes. Buffers are cut out of larger pieces, of as many buffers as
-fill a power of two best: three of 84 MB in 256 MiB.
+[Note: pinned memory]
+Torch rounds pinned allocations up to powers of two. So buffers are cut out of larger pieces that
+fill a power of two best: three buffers of 84 MB in 256 MiB, for example.
 """
 
 from __future__ import annotations
@@ -37,28 +38,28 @@ from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.object_methods import ObjectMethods
 
-MAX_IN_PIECE = 8  # buffers that are page-locked at a time, at most
-_MAX_IDLE = 1024  # calls after which the buffers of a size are dropped that none asked for
-_ALIGNMENT = 256  # bytes, of buffers
+MAX_IN_PIECE = 8  # maximal number of buffers pinned at a time
+_MAX_IDLE = 1024  # number of calls after which unused buffers of a size are dropped
+_ALIGNMENT = 256  # alignment of buffers in bytes
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A tensor's values on the host. It returns its buffer when it is dropped."""
+    """A tensor's values in a host buffer, which is returned when this object is deleted."""
 
     copies: HostCopies
     buffer: Tensor
-    values: Tensor  # in the buffer, in the tensor's shape and dtype
-    last_copy: torch.Event  # the copy down, or the last copy up
-    fetched: Tensor | None = None  # the values on the device, until they are used
-    is_fetched: bool = False  # whether they were fetched at all
+    values: Tensor  # view of the buffer, in the tensor's shape and dtype
+    last_copy: torch.Event  # end of the copy to the host, or of the last copy back
+    fetched: Tensor | None = None  # the values on the device, until used
+    is_fetched: bool = False  # whether they were ever fetched
 
     def __del__(self) -> None:
         self.copies.release(self)
 
 
 def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int:
-    """Return the bytes that torch page-locks for ``number`` buffers, ``most`` at a time."""
+    """Return the pinned bytes for ``number`` buffers, allocated ``most`` at a time."""
     if not nbytes:
         return 0
     size, count = _piece(nbytes, most)
@@ -66,7 +67,7 @@ def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int
 
 
 def _piece(nbytes: int, most: int) -> tuple[int, int]:
-    """Return the size of a buffer of ``nbytes``, and how many fill a power of two best."""
+    """Return the buffer size for ``nbytes``, and the number of buffers that best fill a piece."""
     size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return size, max(range(1, most + 1), key=lambda n: n * size / _next_power_of_two(n * size))
 
@@ -76,22 +77,22 @@ def _next_power_of_two(nbytes: int) -> int:
 
 
 class HostCopies:
-    """Copies tensors of an accelerator to page-locked host memory and back, on two streams."""
+    """Copies tensors of an accelerator to pinned host memory and back, on two streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
-        # Page-locked buffers of the sizes that were asked for lately.
-        self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}  # by bytes
-        self._last_use: dict[int, int] = {}  # by bytes, as a number of the call
+        # Pinned buffers of recently requested sizes.
+        self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}  # by size in bytes
+        self._last_use: dict[int, int] = {}  # by size: number of the last call
         self._num_calls = 0
 
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
-        """Begin to copy ``tensor`` down. None for one that is elsewhere, sparse or empty.
+        """Start to copy ``tensor`` to the host. Return None if it is elsewhere, sparse or empty.
 
-        The caller keeps its memory until `wait`, or calls `record`. ``most``: buffers of this size
-        that are page-locked at a time, at most.
+        The caller keeps the tensor's memory until `wait`, or calls `record`. ``most``: maximal
+        number of buffers of this size that are pinned at a time.
         """
         is_moved = tensor.device == self._device and tensor.layout is torch.strided
         if not is_moved or not tensor.numel():
@@ -102,13 +103,13 @@ class HostCopies:
         self._last_use[size] = self._num_calls
         free = self._free.setdefault(size, [])
         if not free:
-            # Sizes that nobody asks for any more are dropped. Torch waits for their copies under
-            # way. A list, as autograd's threads return buffers at any time.
+            # Drop sizes that are no longer requested. Torch waits for their pending copies. Iterate
+            # over a list, because autograd's threads may return buffers at any time.
             for idle, call in list(self._last_use.items()):
                 if self._num_calls - call > _MAX_IDLE:
                     del self._last_use[idle]
                     self._free.pop(idle, None)
-            with torch.inference_mode(False):  # it serves training too
+            with torch.inference_mode(False):  # so that training can use the memory
                 piece = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
             free += [(piece[n * size : (n + 1) * size], None) for n in range(count)]
         buffer, last_copy = free.pop()
@@ -121,19 +122,19 @@ class HostCopies:
         return HostCopy(self, buffer, values, self._down.record_event())
 
     def record(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor that is stored until its copy has ended."""
+        """Keep the memory of a stored tensor until its copy has ended."""
         tensor.record_stream(self._down)
 
     def wait(self, stored: HostCopy) -> None:
         torch.accelerator.current_stream(self._device).wait_event(stored.last_copy)
 
     def fetch(self, stored: HostCopy) -> None:
-        """Begin to copy the values up, unless that was begun before."""
+        """Start to copy the values back to the device, unless already started."""
         if stored.is_fetched:
             return
         fetched = torch.empty_like(stored.values, device=self._device)
         self._up.wait_event(stored.last_copy)
-        # Its memory may have had other users.
+        # Earlier work may still use the new memory.
         self._up.wait_stream(torch.accelerator.current_stream(self._device))
         with self._up:
             fetched.copy_(stored.values, non_blocking=True)
@@ -141,7 +142,7 @@ class HostCopies:
         stored.fetched, stored.is_fetched = fetched, True
 
     def take(self, stored: HostCopy) -> Tensor:
-        """Return the values on the device. The current stream may read them."""
+        """Return the values on the device, ready for use on the current stream."""
         if stored.fetched is None:  # not fetched, or taken before
             stored.is_fetched = False
             self.fetch(stored)
@@ -151,37 +152,35 @@ class HostCopies:
         return found
 
     def release(self, stored: HostCopy) -> None:
-        """Take the buffer back after its last copy."""
-        if stored.fetched is not None:  # in vain
+        """Return the buffer for reuse after its last copy."""
+        if stored.fetched is not None:  # fetched but never used
             stored.fetched.record_stream(self._up)
-        # Its size may have been dropped while the buffer was lent.
+        # The size may have been dropped while the buffer was in use.
         nbytes = stored.buffer.nbytes
         self._last_use.setdefault(nbytes, self._num_calls)
         self._free.setdefault(nbytes, []).append((stored.buffer, stored.last_copy))
 
 
 class _Call(list[weakref.ref[HostCopy]]):
-    """Inputs of one call of a block, which are fetched together."""
-
-    number = 0  # among all calls
+    number = 0  # number of the call
 
 
 class HostInputs:
-    """Moves what is saved on an accelerator within `context` to the host, and back."""
+    """Moves tensors that autograd saves within `context` to the host, and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.copies = HostCopies(device)
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._num_calls = 0
-        # The micro-batches of a vertical step, and the number of its first call.
+        # Number of micro-batches of a vertical step, and the number of its first call.
         self._num_together, self._first = 1, 0
 
     def expect(self, num_micro_batches: int) -> None:
-        """Expect calls of each block for so many micro-batches from now on, block by block."""
+        """Announce that each block will be called once per micro-batch, block by block."""
         self._num_together, self._first = num_micro_batches, self._num_calls
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return the context of one call of a block."""
+        """Return the context manager for one call of a block."""
         call = self._calls[self._num_calls] = _Call()
         call.number = self._num_calls
         self._num_calls += 1
@@ -201,7 +200,7 @@ class HostInputs:
             return packed
         stored, call = packed
         found = self.copies.take(stored)
-        # The call whose inputs backward needs next. There is none of number -1.
+        # The call whose inputs backward needs next. -1 stands for none.
         together, following = self._num_together, call.number - 1
         if together > 1:
             block, turn = divmod(call.number - self._first, together)
@@ -219,8 +218,7 @@ def recompute_blocks(
 ) -> ObjectMethods:
     """Wrap the forwards of ``blocks``, in the passes' order. See [Note: recomputed blocks].
 
-    ``is_on_cpu``: a block's inputs wait in host memory, where ``host_inputs`` move those on an
-    accelerator.
+    ``is_on_cpu``: keep inputs in host memory. ``host_inputs`` moves accelerator inputs.
     """
 
     def wrap(unit: Unit, block: nn.Module) -> Callable[..., Any]:
@@ -239,7 +237,8 @@ def recompute_blocks(
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if torch.compiler.is_compiling() and not is_on_cpu:
-                # The compiled backward recomputes; the weights that it saved tell when it begins.
+                # A compiled backward recomputes by itself. Unpacking its saved weights marks its
+                # beginning.
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
             with nullcontext() if host_inputs is None else host_inputs.context():
                 return checkpoint(

@@ -1,1 +1,1 @@
-"""The object model: a unit, its flat parameters, its flat gradients, and the memory behind them."""
+"""Sharded state of an engine: memory of units, offloaded parameters, edits, snapshots."""

@@ -1,36 +1,39 @@
-"""Log of the published values that changed, for patches of the weights, and its encodings.
+"""Log of changed weights for incremental weight patches, and encodings of the changes.
 
 [Note: versions]
-A *version* is the state of the compute weights when a patch was written: version 0 is that of the
-engine's start. What changes between two of them belongs to the later one. The log keeps the
-positions, not the values: a patch has the newest values at all positions that changed since the
-receiver's version. A position that is logged late, or twice, only makes a patch longer.
+A *version* is the state of the compute weights when a patch was written. Version 0 is the state
+when the engine starts. A change between two versions belongs to the later one. The log stores
+positions, not values. A patch contains the newest values at all positions that changed since the
+receiver's version. Logging a position late, or twice, only makes a patch longer.
 
-While a version is open a compared shard has two bits per element: a weight that changed, and one
-that moved far. Afterwards it has about a byte per changed weight, and a bit and a quarter at most.
+While a version is open, the log of a compared shard needs two bits per element: one for changed
+weights, one for weights that moved far. A closed version needs about a byte per changed weight, and
+at most a bit and a quarter per element.
 
 [Note: how changes are found]
-A *compared* shard is 16-bit, and is not its own master weight. The state tier does not write it: it
-sees a shard on the meta device, and hands new values to this log as to any
-`zero_core.protocols.ParamStore`. The old ones are in the shard until they are overwritten here, and
-both are compared in the cache. Every other trained shard counts as changed whenever it was updated:
-in fp32 nearly all values do change in a step. Values written from outside of a step (checkpoints of
-frozen parameters, ``gathered``) are noted by parameter: `FlatParams.edit`.
+A *compared* shard is 16-bit and separate from its master weights. The state tier does not write the
+shard directly. The tier is given a shard on the meta device and passes new values to this log, as
+to any `zero_core.protocols.ParamStore`. The log compares them with the old values in the shard, in
+cache-sized chunks, and then overwrites the shard. Any other trained shard counts as changed when it
+is updated, because nearly all fp32 values change in a step. Values written outside of a step
+(checkpoints of frozen parameters, ``gathered``) are recorded per parameter: `FlatParams.edit`.
 
 [Note: positions]
-A set of positions in ``[0, numel)`` is encoded as one of
+A set of positions in ``[0, numel)`` is encoded in one of three ways:
 
-- *gaps*: uint8. Each position is the number of unchanged ones since the last one; 255 stands for
-  255 of them and no position. About a byte per position where a fiftieth or less is in the set.
-- *bits*: uint8, one bit per position, the lowest first.
-- *all*: nothing.
+- *gaps*: uint8. For each position, the number of unchanged elements since the last one. 255 stands
+  for 255 unchanged elements without a position. Needs about a byte per position if at most a
+  fiftieth of the elements is in the set.
+- *bits*: uint8, one bit per element, lowest bit first.
+- *all*: empty. All elements are in the set.
 
 [Note: low bits]
-A changed 16-bit value is mostly a neighbour of the old one. *Ordered*, as the integers that count
-the values of a dtype from the lowest on, both then differ by little, and the lowest bits of the new
-one are enough for somebody who has the old one, or any in between: the new one is the nearest with
-these bits. 4 bits serve a distance up to 7, and 8 bits one up to 127. So for a few updates it is
-logged how far values have moved: where none was by more than `NEAR`, a patch has low bits alone.
+A changed 16-bit value is usually close to the old one. *Ordered* values are integers that number
+the values of a dtype in increasing order. Old and new ordered values differ by little, so the
+lowest bits of the new value are enough for a receiver that has the old value or one in between: the
+new value is the nearest one with these bits. 4 bits cover a distance up to 7, 8 bits up to 127. So
+the log records, for a few updates, how far values moved. If none moved farther than `NEAR`, a patch
+contains only low bits.
 """
 
 from __future__ import annotations
@@ -48,15 +51,15 @@ from torch import Tensor
 from zero_core.core.params import FlatParams
 from zero_core.protocols import ParamStore
 
-_CPU_NUMEL = 1 << 18  # old and new values of so many elements fit a core's cache
+_CPU_NUMEL = 1 << 18  # this many old and new values fit into a core's cache
 _DEVICE_NUMEL = 1 << 25
 _MORE = 255
-# Gathers the lowest bits of the 8 bytes of an int64 in its highest byte.
+# Multiplier that gathers the lowest bits of an int64's 8 bytes in its highest byte.
 _GATHER_BITS = 0x0102040810204080
 
 
 class Kind(StrEnum):
-    """Encoding of a set of positions: see [Note: positions]."""
+    """Encoding of a set of positions. See [Note: positions]."""
 
     GAPS = "gaps"
     BITS = "bits"
@@ -64,7 +67,7 @@ class Kind(StrEnum):
 
 
 class Form(StrEnum):
-    """Part of the values that is sent."""
+    """Encoding of the values in a patch: whole, or only low bits. See [Note: low bits]."""
 
     VALUES = "values"
     LOW4 = "low4"
@@ -75,11 +78,11 @@ class Form(StrEnum):
         return 4 if self is Form.LOW4 else 8
 
 
-NEAR = 7  # largest distance at which a change is near
+NEAR = 7  # largest distance of a near change
 
 
 def form_of(num_changes: int, value_bytes: int) -> Form:
-    """Return what is to be sent of values that changed ``num_changes`` times by `NEAR` at most."""
+    """Return the encoding of values that changed ``num_changes`` times, by at most `NEAR` each."""
     if value_bytes != 2:
         return Form.VALUES
     if num_changes <= 1:
@@ -93,7 +96,7 @@ def _ordered(values: Tensor) -> Tensor:
 
 
 def to_low_bits(values: Tensor, form: Form) -> Tensor:
-    """Return the lowest bits of 16-bit ``values``, uint8: in `Form.LOW4` two in a byte."""
+    """Return the lowest bits of 16-bit ``values`` as uint8, two values per byte in `Form.LOW4`."""
     ordered = _ordered(values)
     if form is Form.LOW8:
         return (ordered & 0xFF).to(torch.uint8)
@@ -102,7 +105,7 @@ def to_low_bits(values: Tensor, form: Form) -> Tensor:
 
 
 def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
-    """Return the values next to ``old``, 16-bit, that have the lowest bits ``codes``."""
+    """Return the values nearest to ``old`` (16-bit) whose lowest bits are ``codes``."""
     low = codes.to(torch.int32)
     if form is Form.LOW4:
         low = torch.stack([low & 0xF, low >> 4], 1).view(-1)[: old.numel()]
@@ -113,12 +116,12 @@ def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
 
 
 def compare(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks of where two 1-D tensors of a 16-bit dtype differ in a bit, and of where by far.
+    """Compare two 1-D tensors of a 16-bit dtype. Return masks of changed and of far elements.
 
-    The latter has all positions whose values are further apart than `NEAR`, and those that changed
-    their sign. Its cost does not depend on how many there are.
+    Far elements differ by more than `NEAR`, or in sign. The cost is independent of the changes.
     """
-    # Of magnitudes, if signs are equal. Integers, as torch's comparisons take 5 times as long.
+    # Distances of magnitudes, valid for equal signs. Uses integer operations, because torch's
+    # comparisons take 5 times as long.
     one, two = old.view(torch.int16), new.view(torch.int16)
     distance = two - one
     changed = distance.neg().bitwise_or_(distance)
@@ -128,12 +131,12 @@ def compare(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_negative(values: Tensor) -> Tensor:
-    """Return a mask of the negative int16 ``values``, which are overwritten."""
+    """Return a mask of negative int16 ``values``. Overwrites ``values``."""
     return values.bitwise_right_shift_(15).to(torch.int8).bitwise_and_(1).view(torch.bool)
 
 
 def encode_gaps(positions: Tensor) -> Tensor:
-    """Return ``positions`` (int64, in order, on the CPU) as gaps."""
+    """Encode ``positions`` (int64, sorted, on the CPU) as gaps."""
     gaps = torch.diff(positions, prepend=torch.tensor([-1])) - 1
     wide = gaps // _MORE
     if not bool(wide.any()):
@@ -145,35 +148,35 @@ def encode_gaps(positions: Tensor) -> Tensor:
 
 
 def decode_gaps(encoded: Tensor) -> Tensor:
-    """Return the positions that gaps stand for: int64."""
+    """Return the positions encoded as gaps, int64."""
     is_end = encoded != _MORE
     passed = encoded.cumsum(0, dtype=torch.int64)[is_end]
     return passed + torch.arange(passed.numel())
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Return a 1-D bool ``mask`` as bits."""
-    if mask.numel() % 8 or mask.storage_offset() % 8:  # of no int64
-        mask = torch.nn.functional.pad(mask, (0, -mask.numel() % 8))  # a copy
+    """Pack a 1-D bool ``mask`` into bits, uint8."""
+    if mask.numel() % 8 or mask.storage_offset() % 8:  # cannot be viewed as int64
+        mask = torch.nn.functional.pad(mask, (0, -mask.numel() % 8))  # copies the mask
     words = mask.view(torch.int64) * _GATHER_BITS
     return (words >> 56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """Return the first ``numel`` of bits as a bool mask."""
+    """Return the first ``numel`` packed bits as a bool mask."""
     bits = torch.arange(8, dtype=torch.uint8)
     return ((packed[:, None] >> bits) & 1).view(-1)[:numel].bool()
 
 
 def encode(mask: Tensor, value_bytes: int | None = None) -> tuple[Kind, Tensor]:
-    """Return the shortest encoding of the positions that ``mask`` has.
+    """Return the shortest encoding of the positions in ``mask``.
 
-    If ``value_bytes`` is given, others may be added: so many bytes go with each position, and all
-    of them may be shorter than bits and those that are meant.
+    With ``value_bytes``, the size of the value sent for each position, the encoding may be
+    `Kind.ALL` if that makes positions and values together shorter.
     """
     positions = mask.nonzero().view(-1)
     numel, count = mask.numel(), positions.numel()
-    num_bits = -(-numel // 8)  # in bytes
+    num_bits = -(-numel // 8)  # bytes of the bits encoding
     size = value_bytes or 0
     if count == numel or (size and (numel - count) * size <= min(num_bits, count)):
         return Kind.ALL, torch.empty(0, dtype=torch.uint8)
@@ -185,7 +188,7 @@ def encode(mask: Tensor, value_bytes: int | None = None) -> tuple[Kind, Tensor]:
 
 
 def decode(kind: Kind, encoded: Tensor, numel: int) -> Tensor | slice:
-    """Return what `encode` encoded as an index: positions, or a slice for all."""
+    """Decode the result of `encode` to an index: positions, or a slice for all."""
     if kind is Kind.ALL:
         if not encoded.numel():
             return slice(0, numel)
@@ -202,17 +205,17 @@ def decode(kind: Kind, encoded: Tensor, numel: int) -> Tensor | slice:
 
 
 class ShardChanges:
-    """Positions of the elements of a shard, of ``numel``, that one version changed.
+    """Positions that one version changed in a shard of ``numel`` elements.
 
-    They are two sets: all of them, and those moved by more than `NEAR` at once.
+    Two sets are stored: all changed positions, and those that moved by more than `NEAR` at once.
     """
 
     def __init__(self, numel: int) -> None:
-        self.num_updates = 0  # how often a value may have changed
+        self.num_updates = 0  # upper bound of the changes of an element
         self._numel = numel
-        self.ranges: set[tuple[int, int]] = set()  # in both sets: starts and stops
-        self._sets: list[tuple[Kind, Tensor]] = []  # the rest of each. One set: all moved far
-        self._written: list[tuple[int, int]] = []  # by the last update: starts and stops, sorted
+        self.ranges: set[tuple[int, int]] = set()  # (start, stop) ranges that are in both sets
+        self._sets: list[tuple[Kind, Tensor]] = []  # other positions: all and far, or one set
+        self._written: list[tuple[int, int]] = []  # sorted (start, stop) of the last update
 
     @property
     def nbytes(self) -> int:
@@ -220,15 +223,15 @@ class ShardChanges:
 
     @property
     def is_marked(self) -> bool:
-        """Whether a position changed. Before `compact`."""
+        """Whether a position changed. Valid before `compact`."""
         return bool(self.ranges) or any(bool(bits.any()) for _, bits in self._sets[:1])
 
     def add(self, start: int, changed: Tensor, far: Tensor) -> None:
-        """Add what an update changed, by masks on the CPU that begin at ``start``."""
+        """Add the changes of an update: masks on the CPU, for elements from ``start`` on."""
         stop = start + changed.numel()
         place = bisect_right(self._written, start, key=itemgetter(1))
         is_again = place < len(self._written) and self._written[place][0] < stop
-        if is_again or not self._written:  # the next update begins where two writes overlap
+        if is_again or not self._written:  # overlapping writes mean a new update
             self.num_updates += 1
             self._written, place = [], 0
         self._written.insert(place, (start, stop))
@@ -241,17 +244,17 @@ class ShardChanges:
             bits[start // 8 : start // 8 + packed.numel()] |= packed
 
     def compact(self) -> None:
-        """End the version: gaps replace bits where they are shorter. Nothing is added any more."""
+        """End the version. Sets are encoded as gaps where shorter, and nothing may be added."""
         self._written = []
         for number, (_, bits) in enumerate(self._sets):
             kind, encoded = encode(unpack_bits(bits, self._numel))
             if kind is Kind.GAPS:
                 self._sets[number] = kind, encoded
         if self._sets and self._sets[1][1].numel() > self._numel // 32:
-            del self._sets[1]  # many moved far: a set of its own costs more than it saves
+            del self._sets[1]  # if many moved far, a second set costs more than it saves
 
     def mark(self, changed: Tensor, far: Tensor) -> None:
-        """Set the bool masks of the shard, on the CPU, at the positions of the two sets."""
+        """Set the masks (bool, on the CPU, of the whole shard) at the positions of both sets."""
         for mask, number in ((changed, 0), (far, -1)):
             for start, stop in self.ranges:
                 mask[start:stop] = True
@@ -264,7 +267,7 @@ class ShardChanges:
 
 
 class ChangeLog:
-    """Writes compared shards, and remembers what changed since version ``oldest``."""
+    """Writes compared shards, and records the changes since version ``oldest``."""
 
     def __init__(
         self,
@@ -277,10 +280,10 @@ class ChangeLog:
     ) -> None:
         """Start without changes.
 
-        ``shards`` has, of each compared segment: where its updated part begins in the local flat
-        space, that part, and the range of it that is this rank's slice of the segment. ``spans``
-        has start and segment of all trainable segments, sorted. ``store`` takes the values of
-        shards that are not compared and on the meta device.
+        ``shards``: for each compared segment, the start of its updated part in the local flat
+        space, that part, and the range in it that is this rank's slice of the segment. ``spans``:
+        start and segment of all trainable segments, sorted. ``store`` receives the values of shards
+        on the meta device that are not compared.
         """
         self.version = self.oldest = 0  # the newest version
         self._shards = dict(shards)
@@ -289,15 +292,15 @@ class ChangeLog:
         self._num_versions = num_versions
         self._max_bytes = max_bytes
         self._open: dict[int, ShardChanges] = {}
-        self._closed: list[dict[int, ShardChanges]] = []  # of the versions after `oldest`
-        self._seen: dict[int, int] = {}  # version of the flat parameters that are not compared
+        self._closed: list[dict[int, ShardChanges]] = []  # one entry per version after `oldest`
+        self._seen: dict[int, int] = {}  # by uncompared segment: last seen version
         self._lock = threading.Lock()
 
-    # ------------------------------------------------------------- while training
+    # ------------------------------------------------------ called during a step
 
     @torch.no_grad()
     def write(self, start: int, values: Tensor) -> None:
-        """Overwrite new values, by the state tier: see `zero_core.protocols.ParamStore`."""
+        """Overwrite values on behalf of the state tier: see `zero_core.protocols.ParamStore`."""
         _, segment = self._spans[bisect_right(self._spans, start, key=itemgetter(0)) - 1]
         if segment not in self._shards:
             assert self._store is not None, "whoever gives meta shards gives a store"
@@ -305,7 +308,7 @@ class ChangeLog:
             return
         base, target, (own_start, own_stop) = self._shards[segment]
         is_elsewhere = values.device != target.device and target.device.type != "cpu"
-        if is_elsewhere:  # a thread of the host writes: it is not ordered by the readers' streams
+        if is_elsewhere:  # a host thread writes, without ordering by streams
             torch.accelerator.synchronize(target.device)
         length = _CPU_NUMEL if target.is_cpu else _DEVICE_NUMEL
         for begin in range(0, values.numel(), length):
@@ -314,7 +317,7 @@ class ChangeLog:
             old = target[first : first + new.numel()]
             new = new.to(old.device, old.dtype)
             low, high = max(first, own_start), min(first + old.numel(), own_stop)
-            if low < high:  # at stage 0 other ranks have written the same elsewhere
+            if low < high:  # at stage 0 other ranks write the same elsewhere
                 part = slice(low - first, high - first)
                 masks = compare(old[part], new[part])
                 with self._lock:
@@ -324,17 +327,17 @@ class ChangeLog:
         if is_elsewhere:
             torch.accelerator.synchronize(target.device)
 
-    # ------------------------------------------------------------ between two steps
+    # --------------------------------------------------- called between two steps
 
     def restart(self, params: Sequence[FlatParams]) -> None:
-        """Forget everything: the current values are those of the newest version."""
+        """Forget all changes. The current values become those of the newest version."""
         self.collect(params)
         with self._lock:
             self._open, self._closed = {}, []
         self.oldest = self.version
 
     def collect(self, params: Sequence[FlatParams]) -> bool:
-        """Note which other shards changed. Return whether anything did since the last version."""
+        """Record other shards' changes. Return whether any value changed since the last version."""
         for flat in params:
             segment = flat.segment
             low, high = segment.shard_range(flat.rank)
@@ -371,8 +374,8 @@ class ChangeLog:
     def changed(self, segment: int, since: int, numel: int) -> tuple[Tensor, Tensor, int] | None:
         """Return which of a shard's ``numel`` elements changed after version ``since``, or None.
 
-        A mask of those that moved by `NEAR` at most in each of several updates, a mask of the
-        other ones, and the number of the updates.
+        Returns a mask of elements that moved by at most `NEAR` in each update, a mask of the other
+        changed elements, and the number of updates.
         """
         assert since >= self.oldest, "checked by the caller, for all ranks"
         with self._lock:

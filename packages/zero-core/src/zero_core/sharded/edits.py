@@ -1,20 +1,20 @@
-"""Values that programs write into parameters past the engine, between its steps.
+"""Detection of parameter values that user code writes directly, between two steps.
 
 [Note: edits past the engine]
-``p.clamp_()``, ``p.data.copy_()`` or ``module.load_state_dict()`` change what a parameter shows.
-The next update starts from the master weight, and would undo them where that is other memory. So
-they are brought there before it. Where the master weight is the value itself, versions alone are
-marks, and ranks are compared.
+``p.clamp_()``, ``p.data.copy_()`` or ``module.load_state_dict()`` change the value of a parameter.
+If the master weight is separate memory, the next update would overwrite the change. So changes are
+copied to the master weights before the update. If the master weight is the value itself, writes are
+detected by version counters only, and compared between ranks.
 
-A mark is a suspicion: a version that moved (an operator in place), or a read of ``data``, which may
-have been for a norm. Of a marked parameter this rank compares its own slice with the rounding of
-its master weights, and takes over the elements that differ, no others.
+A *mark* means that a parameter may have been written: its version counter changed (an in-place
+operator), or its ``data`` was read, perhaps only to compute a norm. For a marked parameter this
+rank compares its slice with the rounded master weights. Only elements that differ are copied.
 
-Every rank must write the same, as with DDP. If the step's all-reduce counts any parameters that
-were written, ranks compare them before the update, and refuse the step where they differ. Only then
-do master weights change (`apply`). A save or an export compares nothing: it brings this rank's part
-there before. What a rank writes through ``data`` alone, and only into elements that others update,
-is not seen if these do not write it too.
+Every rank must write the same values, as with DDP. If the step's all-reduce counts any written
+parameters, the ranks compare them before the update, and refuse the step if they differ. Only then
+are master weights changed (`apply`). A save or an export applies this rank's changes without
+comparing ranks. One case is not detected: a rank that writes through ``data``, only into elements
+that other ranks update, while these ranks do not write them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState
 
 
 class _Watched:
-    """Base of the classes of open parameters whose ``data`` is noted when it is read or set."""
+    """Base of the classes of open parameters whose ``data`` accesses are recorded."""
 
     __slots__ = ()
 
@@ -67,19 +67,20 @@ def _unwatched(watched: type) -> type:
 
 
 class Edits(Extension):
-    """Keeps what programs write past the engine. See [Note: edits past the engine]."""
+    """Applies direct writes of user code to master weights. See [Note: edits past the engine]."""
 
     def __init__(self, state: ShardedState, facts: Facts) -> None:
         self._state = state
         self._facts = facts
         self._kept = [flat for flat in state.params if flat.is_kept and flat.segment.is_trainable]
-        # By name of what was marked since the last step: a checksum if it was written, else None.
+        # By name of each parameter marked since the last step: a checksum if written, else None.
         self._marked: dict[str, int | None] = {}
-        # By name of what master weights lack: this rank's piece, and the parameter's elements.
+        # By name of each parameter not yet applied: this rank's piece, and the parameter's
+        # elements.
         self._pending: dict[str, tuple[Piece, Tensor]] = {}
 
     def begin(self) -> None:
-        """Mark what is written from now on, until `remove`."""
+        """Record writes to parameters from now on, until `remove`."""
         for flat in self._kept:
             if flat.shown.has_masters_apart:
                 for param in flat.shown.read_params:
@@ -105,10 +106,11 @@ class Edits(Extension):
         self.apply()
 
     def before_decision(self, number: int) -> None:
-        """Bring what was written to the master weights, if the ranks have written the same.
+        """Apply writes to the master weights, if all ranks have written the same.
 
         Raises:
-            RankMismatchError: they have not, with names. All ranks raise it.
+            RankMismatchError: ranks wrote different values. All ranks raise it, with parameter
+                names.
         """
         if self._facts.is_any("written"):
             rows = self._state.control.gather_bytes(json.dumps(self._marked).encode())
@@ -132,7 +134,7 @@ class Edits(Extension):
 
     @torch.no_grad()
     def find(self) -> None:
-        """Find what was written into parameters since the last call, and change nothing."""
+        """Find parameters written since the last call. Changes no value."""
         for flat in self._kept:
             marks = flat.shown.take_marks()
             if marks:
@@ -158,16 +160,16 @@ class Edits(Extension):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Bring what `find` has found to the master weights."""
+        """Apply the writes that `find` has found to the master weights."""
         pending, self._pending = self._pending, {}
         for piece, elements in pending.values():
             self.write_back(piece, elements)
 
     def write_back(self, piece: Piece, elements: Tensor, is_new: Tensor | None = None) -> None:
-        """Overwrite the master weights of ``piece`` that ``elements`` are no rounding of.
+        """Overwrite master weights of ``piece`` whose rounding differs from ``elements``.
 
-        ``is_new``: elements to overwrite as well. Where a parameter's memory is the upper half of
-        its split master weights, new values beside old lower halves are roundings of each other.
+        ``is_new``: mask of elements to overwrite in any case. Split master weights need the mask:
+        their upper half is the parameter's memory, so their rounding may equal the new value.
         """
         changed, own, old = self._compare(piece, elements)
         if is_new is not None:
@@ -178,17 +180,17 @@ class Edits(Extension):
             self._state.tier.write_state(MASTER, piece.start, new)
 
     def _compare(self, piece: Piece, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where this rank's part of ``elements`` was written, the part, and its masters."""
+        """Return a mask of written elements, the elements and the masters of this rank's part."""
         own = elements[piece.offset : piece.offset + piece.stop - piece.start].cpu()
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
         rounded = old.to(own.dtype)
         differs = (own != rounded) & ~(own.isnan() & rounded.isnan())
-        # Of a tie both neighbours are roundings: a tier may round it as it likes.
+        # A tier may round a tie in either direction, so both neighbors count as equal.
         is_tie = (own.to(old.dtype) - old).abs() == (rounded.to(old.dtype) - old).abs()
         return differs & ~is_tie, own, old
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Forget what was written to parameters, all or ``names``: all ranks have the same."""
+        """Forget writes to all parameters, or ``names``, after ranks have exchanged the values."""
         for name in list(self._marked) if names is None else names:
             self._marked.pop(name, None)
             self._pending.pop(name, None)

@@ -1,7 +1,7 @@
-"""Allocation of all of an engine's buffers. `pool.py` explains long-lived and borrowed memory.
+"""Allocation of all of an engine's buffers. `pool.py` explains long-lived and pooled memory.
 
-On the meta device the same code allocates nothing and still knows every size: that is how
-`zero_core.plan` counts bytes.
+On the meta device the same code computes every size without allocating memory. `zero_core.plan`
+uses this to count bytes.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from zero_core.sharded.param_offload import (
     PrefetchHints,
 )
 
-_NUM_SPARE = 2  # buffers whose copies to the host may be under way when the next one is needed
+_NUM_SPARE = 2  # reserve for buffers whose copies to the host are pending
 
 
 class RefilledBuffers(BufferPool):
-    """One buffer per user, whose storage stays the same object while its bytes are freed.
+    """Pool with one buffer per user. Releasing a buffer frees its bytes but keeps its storage.
 
-    For components: a quantizer's kernel may keep a view of a gathered weight from forward to
-    backward, where no hook of autograd sees it (bitsandbytes does). In other pools it would show
-    another unit's values then. Here it shows its own as soon as the unit is gathered again. FSDP2
-    refills all storages in this way. On a CPU fresh pages cost time, so the others are pooled.
+    For components of quantized parameters: a quantizer's kernel (such as bitsandbytes') may keep a
+    view of a gathered weight from forward to backward, unseen by autograd's hooks. In other pools
+    the view could show another unit's values. Here it shows the right values once the unit is
+    gathered again. FSDP2 resizes all storages in this way. Other buffers are pooled here, because
+    newly allocated pages cost time on a CPU.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class RefilledBuffers(BufferPool):
         super().__init__(allocator(device), buffer_bytes, queue=queue)
         self._of: dict[Hashable, Tensor] = {}
         self._lent_bytes = 0
-        self._most_bytes = 0  # that were lent at a time
+        self._most_bytes = 0  # maximum of _lent_bytes
 
     def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
         buffer = self._of.get(user)
         if buffer is None:
-            with torch.inference_mode(False):  # it serves training too
+            with torch.inference_mode(False):  # so that training can use the memory
                 buffer = self._of[user] = self._allocate(numel, dtype)
         elif not buffer.untyped_storage().nbytes():
             buffer.untyped_storage().resize_(numel * dtype.itemsize)
         if self._queue is not None:
-            self._queue.follow()  # the memory may have had other users
+            self._queue.follow()  # earlier work may still use the memory
         self._lent_bytes += buffer.nbytes
         self._most_bytes = max(self._most_bytes, self._lent_bytes)
         return buffer
@@ -78,7 +79,7 @@ class RefilledBuffers(BufferPool):
         view.untyped_storage().resize_(0)
 
     def reserve(self, num_buffers: int) -> None:
-        """Do nothing: memory is allocated for each use."""
+        """Do nothing, because memory is allocated for each use."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -88,9 +89,9 @@ class RefilledBuffers(BufferPool):
 class Pools:
     """The pools of an engine, and how many buffers of each are lent at a time.
 
-    That is counted for steps in which units run in the module tree's order. Two blocks are there at
-    once: one in use and the next one arriving, or one whose gradients come in and the last one
-    under reduction. The root and the tail stay gathered.
+    The numbers hold for steps that use units in the module tree's order. At most two blocks are in
+    memory at once: one in use while the next is gathered, or one that accumulates gradients while
+    the previous one is reduced. The root and the tail stay gathered.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class Pools:
         self._exchanged = exchanged
         self._private = allocator(device)
         self._stream = stream
-        self._num_spare = _NUM_SPARE if is_accelerated else 0  # elsewhere copies have ended
+        self._num_spare = _NUM_SPARE if is_accelerated else 0  # CPU copies are synchronous
         self._pools: list[tuple[str, BufferPool, int]] = []
 
     def split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
-        """Split segments into root, blocks and tail, whose buffers are in use for other times."""
+        """Split segments into root, blocks and tail, which use buffers at different times."""
         parts: list[list[Segment]] = [[] for _ in range(2 + self._layout.has_tail)]
         for segment in segments:
             is_in_tail = segment.unit == self._layout.tail
@@ -131,9 +132,9 @@ class Pools:
     ) -> BufferPool:
         """Make a pool for requests of ``nbytes``, of which ``num_at_once`` are lent together.
 
-        ``num_copied`` of them are copied elsewhere in a backward.
+        ``num_copied``: how many of them are copied to the host in a backward.
         """
-        # Further spare buffers are of no use: the root, whose segments are lent together, has none.
+        # More spare buffers would be unused. The root's segments are lent together and need none.
         num_spare = max(0, min(self._num_spare, num_copied - num_at_once))
         pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
         self._pools.append((kind, pool, num_at_once + num_spare))
@@ -142,7 +143,7 @@ class Pools:
     def make_for_values(
         self, gathered: Collection[int], offloaded: Collection[int]
     ) -> dict[int, tuple[BufferPool, BufferPool | None]]:
-        """Return what lends gathered values, and fetched shards if any are, by segment."""
+        """Return by segment the pools of gathered values and of fetched shards (may be None)."""
         found: dict[int, tuple[BufferPool, BufferPool | None]] = {}
         allocate, stream = self._private, self._stream
         for part in self.split(self._layout.segments):
@@ -170,7 +171,7 @@ class Pools:
     def make_for_gradients(
         self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan], *, is_whole: bool
     ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
-        """Return the pools of `GradientBuffers`. ``is_whole``: a rank updates all of a segment."""
+        """Return the pools of `GradientBuffers`. ``is_whole``: each rank updates whole segments."""
         plans = [(s, plan_of[s.index]) for s in segments]
         full = {}
         for dtype in {dtype for _, p in plans for dtype in (p.communicated, p.accumulated)}:
@@ -181,20 +182,20 @@ class Pools:
                 and p.communicated == dtype
             ]
             nbytes = [s.padded_numel * dtype.itemsize for s in segments]
-            # One rank that passes gradients on: the only buffer is what the tier reads.
+            # On a single rank that passes gradients on, the tier reads the full gradient's buffer.
             num_copied = 0 if self._has_peers else len(borrowed)
             at_once = _num_at_once(borrowed)
             full[dtype] = self._make(
                 "gradients under way", self._exchanged, nbytes, at_once, num_copied=num_copied
             )
-        # Those that are offered in another dtype than they were reduced in.
+        # Segments whose gradient is converted to another dtype for the tier.
         rounded = [
             s
             for s, p in plans
             if p.offered != p.accumulated and (self._has_peers or p.is_shard_kept)
         ]
         passed_on = [s for s, p in plans if self._has_peers and not p.is_shard_kept]
-        is_rounded = any(s in rounded for s in passed_on)  # then the tier reads other memory
+        is_rounded = any(s in rounded for s in passed_on)  # then the tier reads the rounded buffers
         shard_pool = self._make(
             "gradient shards",
             self._exchanged,
@@ -215,9 +216,9 @@ class Pools:
     def make_for_terms(
         self, plans: Sequence[tuple[Segment, GradientPlan]], *, has_micro_steps: bool
     ) -> BufferPool:
-        """Return what lends memory to reductions that are added to those of earlier micro-steps.
+        """Return the pool for reductions that are added to those of earlier micro-steps.
 
-        Those of one unit are under way at a time.
+        Only one unit's reductions are pending at a time.
         """
         kept = [s for s, p in plans if p.is_shard_kept and not p.is_sequential]
         nbytes = [s.shard_numel * p.accumulated.itemsize for s, p in plans]
@@ -230,18 +231,18 @@ class Pools:
             report[kind] = report.get(kind, 0) + nbytes
 
     def reserve(self) -> None:
-        """Allocate what steps borrow, which would be between activations later."""
+        """Allocate all buffers that steps borrow. Later they would fragment activations' memory."""
         for _, pool, expected in self._pools:
             pool.reserve(expected)
 
     def free(self, *, keeps_expected: bool = False) -> None:
-        """Free memory that is not lent: all, or what is beyond that of `reserve`."""
+        """Free all unused memory, or only memory beyond that of `reserve` (``keeps_expected``)."""
         for _, pool, expected in self._pools:
             pool.free(keep=expected if keeps_expected else 0)
 
 
 class Memory:
-    """Allocates parameters, gradients and pools, and makes the units on top of them."""
+    """Allocates parameters, gradients and pools, and builds the units."""
 
     def __init__(
         self,
@@ -255,9 +256,9 @@ class Memory:
         is_accelerated: bool,
         offloaded: OffloadedSegments | None = None,
     ) -> None:
-        """Allocate values for ``rank`` on ``device``. The model's parameters stay as they are.
+        """Allocate values for ``rank`` on ``device``. The model's parameters do not change.
 
-        ``exchanged`` allocates what other ranks read (shards and gradients), if that is special.
+        ``exchanged`` allocates memory that other ranks read (shards and gradients), if special.
         """
         self._found = found
         self._layout = layout
@@ -266,11 +267,11 @@ class Memory:
         self.device = device
         self._offloaded = offloaded or OffloadedSegments((), None)
         has_peers = layout.world_size > 1
-        # One rank has nothing to shard, but may offload.
+        # A single rank has nothing to shard, but may offload.
         has_stage = has_peers or self._offloaded.segments
         self._stage = config.zero_optimization.stage if has_stage else 0
         apart = {s.index for s in layout.segments} if has_peers else self._offloaded.indices
-        # Segments that are gathered for each use, and not kept for good.
+        # Segments that are gathered for each use.
         self._gathered = apart if self.has_sharded_params else frozenset[int]()
         exchanged = exchanged or allocator(device)
         self._arena = Arena(exchanged)
@@ -278,7 +279,7 @@ class Memory:
         self.pools = Pools(layout, device, exchanged, self._stream, is_accelerated=is_accelerated)
         self._pools_of = self.pools.make_for_values(self._gathered, self._offloaded.indices)
         self._views: dict[Hashable, SegmentViews] = {}
-        # By segment on the device: this rank's shard, or all of it if it is kept for good.
+        # By segment on the device: this rank's shard, or the whole segment if kept.
         self._values = self._arena.allocate(
             "parameters",
             {
@@ -287,18 +288,18 @@ class Memory:
                 if s.index not in self._offloaded.indices
             },
         )
-        self.spans: dict[int, tuple[int, int]] = {}  # of segments in the local flat space
+        self.spans: dict[int, tuple[int, int]] = {}  # by segment: range in the local flat space
         for index, start in layout.local_starts(is_sharded=self.has_sharded_state).items():
             low, high = layout.state_range(
                 layout.segments[index], rank, is_sharded=self.has_sharded_state
             )
             self.spans[index] = (start, start + high - low)
-        # What the state tier writes new values to, by start in the local flat space. Shards that it
-        # cannot write itself (in a file, or with logged changes) are on the meta device, for
-        # `store`.
+        # Memory that the state tier updates, by start in the local flat space. Shards that the tier
+        # cannot write directly (in a file, or with logged changes) are on the meta device. Their
+        # values go to `store`.
         self.update_targets: list[tuple[int, Tensor]] = []
         self.store: ParamStore | None = None
-        self.changes: ChangeLog | None = None  # for patches of the weights
+        self.changes: ChangeLog | None = None  # for weight patches
         self._find_targets()
 
     @property
@@ -311,7 +312,7 @@ class Memory:
 
     def _find_targets(self) -> None:
         config, tier, offloaded = self._config, self._offloaded.tier, self._offloaded.indices
-        # A master weight that shares the parameter's bits needs to be at the parameter.
+        # A split master weight includes the parameter's memory, so the tier must write that memory.
         is_split = config.zero_optimization.offload_optimizer.state_dtype != "float32"
         compared: dict[int, tuple[int, Tensor, tuple[int, int]]] = {}
         for index, (start, stop) in self.spans.items():
@@ -356,7 +357,7 @@ class Memory:
         *,
         has_own_tier: bool,
     ) -> list[Unit]:
-        """Allocate what gradients need, and make the units. A program may bring its ``tier``."""
+        """Allocate gradients, and build the units. ``has_own_tier``: the user passed ``tier``."""
         segments, zero = self._layout.segments, self._config.zero_optimization
         has_masters = has_own_tier or zero.offload_optimizer.device != "none"
         params = [
@@ -451,10 +452,10 @@ class Memory:
     def allocate_gradients(
         self, *, owns_grads: bool, adds_grads: bool
     ) -> dict[int, GradientBuffers]:
-        """Allocate what gradients need, by trainable segment.
+        """Allocate gradient buffers, by trainable segment.
 
-        A tier that copies gradients (``owns_grads``) needs no shards of them, unless they add up
-        over micro-steps and it cannot do that (``adds_grads``).
+        A tier that copies gradients (``owns_grads``) needs no kept gradient shards, unless
+        gradients accumulate over micro-steps and the tier cannot accumulate them (``adds_grads``).
         """
         plan_of = {
             s.index: plan_gradient(
@@ -469,14 +470,14 @@ class Memory:
             "gradients",
             {s.index: (p.communicated, s.padded_numel) for s, p in plans if p.is_full_kept},
         )
-        # A reduction leaves the kept gradients free: they hold the sum, if it fits.
+        # After its reduction, a kept full gradient holds the sum, if it fits.
         total = {s.index: full[s.index] for s, p in plans if p.is_sum_in_full}
         shards: dict[int, Tensor] = {}
         if self._layout.world_size > 1 and self._stage == 0:
             rest = [(s, p) for s, p in plans if s.index not in total]
             sums = {s.index: (p.accumulated, s.padded_numel) for s, p in rest}
             total |= allocate("gradients", sums)
-            # The sum that is gathered into begins as this rank's slice of it.
+            # This rank's slice of the gathered sum is also the reduction's output.
             shards = {s.index: total[s.index][slice(*s.shard_range(self._rank))] for s, _ in rest}
         kept = [(s, p) for s, p in plans if p.is_shard_kept and s.index not in shards]
         reduced = {s.index: (p.accumulated, s.shard_numel) for s, p in kept}
@@ -492,9 +493,9 @@ class Memory:
         return found
 
     def report(self, *, is_expected: bool = False) -> dict[str, int]:
-        """Return bytes by kind, on this rank, without the state tier's.
+        """Return the bytes of each kind on this rank, without those of the state tier.
 
-        ``is_expected``: as after steps in which units ran in the module tree's order.
+        ``is_expected``: the bytes after steps that use units in the module tree's order.
         """
         found = self._arena.report()
         self.pools.add_to(found, is_expected=is_expected)
@@ -510,7 +511,7 @@ class Memory:
         return found
 
     def forget_views(self) -> None:
-        """Forget views by address, as buffers have others now, or are gone."""
+        """Drop views cached by address, after buffers were moved or freed."""
         for views in self._views.values():
             views.forget()
 
@@ -520,6 +521,6 @@ def _num_of_largest_unit(segments: Sequence[Segment]) -> int:
 
 
 def _num_at_once(segments: Sequence[Segment]) -> int:
-    """Return the most segments of two consecutive units. Of the one unit, if there is but one."""
+    """Return the largest number of segments in two consecutive units, or in a single unit."""
     counts = list(Counter(s.unit for s in segments).values())
     return max(map(sum, pairwise(counts)), default=sum(counts))

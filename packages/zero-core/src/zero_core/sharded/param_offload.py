@@ -1,19 +1,19 @@
 """Offloaded parameter shards, and their copies to the device ahead of use.
 
-ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1: at stage 3 a shard is needed on
-the device only while its unit is gathered. A `zero_core.protocols.ParamTier` holds it in between,
+ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1: at stage 3 the device needs a
+shard only while its unit is gathered. A `zero_core.protocols.ParamTier` otherwise holds the shard,
 in host memory or in a file.
 
 [Note: the copy stream]
-On an accelerator offloaded values arrive on a stream of their own, the *copy stream*, while the
-caller's current stream computes the unit before.
+On an accelerator a separate stream, the *copy stream*, copies offloaded values to the device, while
+the caller's current stream computes the previous unit.
 1. The copy stream waits for the update of the shard (`StateTier.wait_params`, called on it).
 2. It waits for the last reader of the buffer that it fills (`CopyStream.after_readers`).
-3. The gather is launched on it: it waits for the fetch and for nothing else.
-4. The caller's stream waits for the gather (`Work.wait`), as for any other.
-5. New values overwrite a shard on the host after its fetches. An update does, because the gradient
-   that it needs was computed from what was fetched and has reached the host. All other writes do,
-   because `CopyStream.synchronize` precedes them.
+3. The gather is launched on the copy stream, and waits only for the fetch.
+4. The caller's stream waits for the gather (`Work.wait`), as for any other gather.
+5. A shard on the host is overwritten only after its fetches have ended. An update needs the
+   gradient that was computed from the fetched values, so it follows the fetch. All other writes
+   follow a call of `CopyStream.synchronize`.
 On a CPU there are no streams: a fetch has ended when its ``wait`` returns.
 """
 
@@ -41,9 +41,9 @@ _MAX_EXPECTED = 16
 def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tuple[Segment, ...]:
     """Return the segments whose shards are offloaded, in the order of their use.
 
-    Small ones are not: those of at most ``stage3_param_persistence_threshold`` elements, up to
-    ``stage3_model_persistence_threshold`` elements in all.
-    ``is_apart``: there is memory for them other than the device's.
+    Small segments are not offloaded: those of at most ``stage3_param_persistence_threshold``
+    elements, up to ``stage3_model_persistence_threshold`` elements in all. ``is_apart``: whether
+    separate memory for offloaded shards exists.
     """
     zero = config.zero_optimization
     if not is_apart or zero.stage < 3:
@@ -61,7 +61,7 @@ def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tup
 
 @dataclass(frozen=True)
 class OffloadedSegments:
-    """The segments whose shards are offloaded, and the tier that holds them: none in a plan."""
+    """Segments whose shards are offloaded, and their tier (None when only planning)."""
 
     segments: tuple[Segment, ...]
     tier: ParamTier | None
@@ -72,7 +72,7 @@ class OffloadedSegments:
 
 
 class OffloadedShard(ShardSource):
-    """This rank's shard of one segment in a `ParamTier`."""
+    """This rank's shard of one segment, held by a `ParamTier`."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class OffloadedShard(ShardSource):
         tier: StateTier,
         span: tuple[int, int] | None,
     ) -> None:
-        """``stream`` copies the shard into ``staging``'s memory, from where it is gathered."""
+        """``stream`` copies the shard into a buffer of ``staging``, which is then gathered."""
         super().__init__(communicator, tier, span)
         self._segment = segment
         self._param_tier = param_tier
@@ -97,10 +97,10 @@ class OffloadedShard(ShardSource):
             index = self._segment.index
             if self._segment.world_size == 1:
                 return self._param_tier.fetch(index, full)
-            # Not into this rank's slice of full: collectives that are not exact refuse that.
+            # Do not fetch into this rank's slice of ``full``: quantizing collectives reject that.
             staged = self._staging.acquire(self._segment.shard_numel, self._segment.dtype, index)
             try:
-                self._param_tier.fetch(index, staged).wait()  # 3: the stream waits for the fetch
+                self._param_tier.fetch(index, staged).wait()  # step 3 of [Note: the copy stream]
                 work = self._communicator.all_gather(
                     full, staged, index, version=version, backward=backward
                 )
@@ -130,22 +130,22 @@ class OffloadedShard(ShardSource):
 
 @dataclass(eq=False)
 class _StagedGather:
-    """A gather under way, whose staging buffer is free when it ends."""
+    """A pending gather. Its staging buffer is released when the gather ends."""
 
     work: Work
     staging: BufferPool
     staged: Tensor
 
     def wait(self) -> None:
-        self.work.wait()  # after a failure peers may still read it: the pool lends it to nobody
+        self.work.wait()  # after a failure peers may still read the buffer, so it is not released
         self.staging.release(self.staged)
 
 
 class LocalStore:
-    """`zero_core.protocols.ParamStore` over the shards of a tier."""
+    """Implements `zero_core.protocols.ParamStore` for the shards of a tier."""
 
     def __init__(self, tier: ParamTier, spans: Sequence[tuple[int, int]]) -> None:
-        """``spans``: start in the local flat space, and segment, of each shard, sorted."""
+        """``spans``: sorted pairs of start in the local flat space, and segment index."""
         self._tier = tier
         self._spans = list(spans)
         self._starts = [start for start, _ in spans]
@@ -156,27 +156,28 @@ class LocalStore:
 
 
 class PrefetchHints:
-    """Hints to a tier on what is fetched next, in the order of the module tree."""
+    """Announces upcoming fetches to a tier, in the order of the module tree."""
 
     def __init__(
         self, tier: ParamTier, params_of: Sequence[Sequence[FlatParams]], last_block: int
     ) -> None:
-        """``params_of``: the offloaded ones of each unit."""
+        """``params_of``: the offloaded flat parameters of each unit."""
         self._tier = tier
         self._last_block = last_block
         self._params_of = [list(params) for params in params_of]
 
     def announce(self, unit: int, *, backward: bool) -> None:
-        """Hint at the units after ``unit``, which is in use.
+        """Announce the units that follow ``unit``, which is in use.
 
-        Those that are gathered already are fetched once more by backward alone. The hint ends
-        before the first one whose update is under way: what a tier reads of it is stale.
+        Units that are already gathered are announced only if backward fetches them again. The
+        announcement ends before the first unit with a pending update, because the tier would read
+        old values.
         """
         last = len(self._params_of) - 1
         back_from = unit if backward else self._last_block
         to_come = range(0) if backward else range(unit + 1, last + 1)
         has_backward = backward or torch.is_grad_enabled()
-        # Backward begins with the last block, still gathered then; the root and the tail are, too.
+        # Backward begins with the last block, which is still gathered, like root and tail.
         returning = range(back_from - 1, 0, -1) if has_backward else range(0)
         ahead = (p for u in to_come for p in self._params_of[u] if not p.is_gather_launched)
         again = (p for u in returning for p in self._params_of[u])

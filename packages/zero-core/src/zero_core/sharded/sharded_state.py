@@ -1,18 +1,19 @@
-"""Sharded state of an engine, as checkpoints, exports and access by name see it, and buffers.
+"""Sharded state of an engine, for checkpoints, exports and access by name, and model buffers.
 
 [Note: when buffers are broadcast]
-As in torch's DistributedDataParallel: before each forward of the model, unless the forward before
-it ran without gradients or within ``no_sync``, for then no rank has changed them in a step that the
-others share. So evaluation after a training forward sees rank 0's running statistics on every rank.
-Every rank must run such a forward. A buffer that only a submodule called by itself updates waits
-for the model's next forward. One that is registered after the build is broadcast after the next
-step, which compares the ranks.
+Rank 0's buffers are broadcast before a forward of the model, as in torch's DistributedDataParallel,
+unless the previous forward ran without gradients or within ``no_sync``. In these cases no shared
+step has changed them. So evaluation after a training forward uses rank 0's running statistics on
+every rank. Every rank must run such a forward. A buffer updated by a direct call of a submodule is
+broadcast with the model's next forward. A buffer registered after the build is broadcast after the
+next step, which compares the ranks' buffers.
 
 [Note: buffers that ranks agree on]
-A broadcast must have the same bytes on all ranks, or gloo ends the process. So a rank that
-registers, drops or reshapes a buffer goes on with the list of before until the next step has
-compared the buffers of all ranks. For one that it no longer has in that form it sends zeros, and
-ignores what it receives. torch's DistributedDataParallel looks them up before each broadcast.
+A broadcast must have the same number of bytes on all ranks, or gloo aborts the process. So a rank
+that registers, drops or reshapes a buffer uses the previous list until the next step has compared
+the buffers of all ranks. For a buffer that no longer has its listed form, the rank sends zeros and
+ignores the received values. (torch's DistributedDataParallel looks up the buffers before each
+broadcast.)
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class _Buffer(NamedTuple):
 
 
 class CommonBuffers:
-    """The model's buffers, as all ranks have them, and their broadcast."""
+    """The model's buffers on which all ranks agree, and their broadcast."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._seen: list[_Buffer] = []
-        self._agreed: list[_Buffer] = []  # none before `confirm`
-        self.handles: list[Any] = []  # of the hooks that `attach` puts on the model
+        self._agreed: list[_Buffer] = []  # empty until `confirm`
+        self.handles: list[Any] = []  # handles of the hooks that `attach` registers
 
     def describe(self) -> Mapping[str, str]:
-        """Return shape and dtype of this rank's buffers, by their names."""
+        """Return dtype and shape of this rank's buffers, by name."""
         self._seen, said = [], {}
         for name, module in self._model.named_modules():
             for key, b in module._buffers.items():
@@ -68,29 +69,29 @@ class CommonBuffers:
         return said
 
     def confirm(self) -> None:
-        """Take what `describe` has seen last: all ranks have the same."""
+        """Use the list of the last `describe` call, which is equal on all ranks."""
         self._agreed = self._seen
 
     def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
-        """Return tensors of the agreed buffers' forms, and whether each is the module's."""
+        """Return tensors of the agreed buffers' forms, and whether each is the module's own."""
         found: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
         for b in self._agreed:
             value = b.module._buffers.get(b.key)
             is_own = value is not None and (value.dtype, value.shape) == (b.dtype, b.shape)
-            if value is None or not is_own:  # it has another form by now
+            if value is None or not is_own:  # the buffer was dropped or changed its form
                 value = torch.zeros(b.shape, dtype=b.dtype, device=b.device)
             found.setdefault(b.dtype, []).append((value, is_own))
         return found
 
     def attach(self, control: ControlGroup, backward: BackwardPass) -> None:
-        """Hook the model, if there is more than one rank."""
+        """Register hooks on the model, if there are several ranks."""
         if control.world_size == 1:
             return
         self._control = control
         self._is_due = True
 
         def after(*hook_args: Any) -> None:
-            # The pass, which knows of ``no_sync``, leads back here: the hook alone holds it.
+            # Only the hook references ``backward``, which in turn references this object.
             self._post_forward(backward)
 
         before = outside_graphs(self._pre_forward)
@@ -102,21 +103,21 @@ class CommonBuffers:
             self.handles.pop().remove()
 
     def idle_forward(self, backward: BackwardPass) -> None:
-        """Take part in what the other ranks' next forward broadcasts, without a forward here."""
+        """Take part in the broadcast of the other ranks' next forward, without a forward."""
         if self.handles:
             self._pre_forward()
             self._post_forward(backward)
 
     def _pre_forward(self, *hook_args: Any) -> None:
-        if is_in_backward() or not self._is_due:  # a recomputation is no forward
+        if is_in_backward() or not self._is_due:  # skip recomputed forwards
             return
-        for same in self.by_dtype().values():  # each time: a module may replace its own
+        for same in self.by_dtype().values():  # look up each time: a module may replace its buffers
             flat = torch.cat([buffer.detach().reshape(-1) for buffer, _ in same])
             self._control.broadcast(flat)
             parts = torch.split(flat, [buffer.numel() for buffer, _ in same])
             for (buffer, is_here), part in zip(same, parts, strict=True):
-                # Through .data: what an earlier forward saved of a buffer counts as unchanged, as
-                # where batch normalisation updates it; two forwards may precede a backward.
+                # Write through .data, so that versions do not change: a backward of an earlier
+                # forward that saved the buffer stays valid.
                 if is_here and self._control.rank != 0:
                     buffer.data.copy_(part.view_as(buffer))
 
@@ -136,15 +137,15 @@ class ShardedState:
     control: ControlGroup  # for small exchanges
     common_buffers: CommonBuffers
     pieces: tuple[Piece, ...]  # this rank's parts of the trainable parameters
-    optimizer: str  # its kind and number of groups, in words
+    optimizer: str  # description: its kind and number of groups
     quantized: tuple[Quantized, ...] = ()
-    changes: ChangeLog | None = None  # for patches
-    readers: list[Future[Any]] = field(default_factory=list)  # of shards, in other threads
-    extensions: list[Extension] = field(default_factory=list)  # with states of their own
+    changes: ChangeLog | None = None  # for weight patches
+    readers: list[Future[Any]] = field(default_factory=list)  # threads that read shards
+    extensions: list[Extension] = field(default_factory=list)  # extensions that have states
 
     @property
     def local_numel(self) -> int:
-        """Elements of the local flat space, gaps included."""
+        """Number of elements of the local flat space, including gaps."""
         spans = (flat.source.span for flat in self.params)
         return max((span[1] for span in spans if span is not None), default=0)
 
@@ -165,7 +166,7 @@ class ShardedState:
         return {f"{PREFIX}{name}": values for states in every for name, values in states}
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of a state in the local flat space: a copy, on the CPU."""
+        """Return a CPU copy of elements ``[start, stop)`` of a state in the local flat space."""
         if name.startswith(PREFIX):
             return self.extension_states()[name][start:stop].clone()
         return self.tier.read_state(name, start, stop)
@@ -177,10 +178,10 @@ class ShardedState:
             self.tier.write_state(name, start, values)
 
     def own_state(self, segment: int, name: str = MASTER) -> Tensor:
-        """Return this rank's [shard_numel] of a state, or of frozen values, on the CPU.
+        """Return this rank's slice, [shard_numel], of a state or of frozen values, on the CPU.
 
-        One slice per rank, whatever the stage: where every rank holds the whole segment, it is
-        that rank's part of it. Zeros if the tier of this rank does not know the state.
+        At any stage, each rank returns a different slice, even if every rank holds the whole
+        segment. Returns zeros if this rank's tier does not know the state.
         """
         source, dtype = self.params[segment].source, self.layout.segments[segment].dtype
         if source.span is None:
@@ -192,13 +193,13 @@ class ShardedState:
         return self.read_state(name, start, stop)
 
     def own_span(self, segment: int) -> tuple[int, int]:
-        """Return the span of this rank's slice of a segment in the local flat space."""
+        """Return the range of this rank's slice of a segment in the local flat space."""
         low, high = self.layout.segments[segment].shard_range(self.control.rank)
         shift = self.starts[segment] - self.covered(segment)[0]
         return low + shift, high + shift
 
     def covered(self, segment: int) -> tuple[int, int]:
-        """Return the part of a trainable segment that this rank's optimizer state covers."""
+        """Return the range of a trainable segment that this rank's optimizer state covers."""
         span = self.params[segment].source.span
         assert span is not None
         layout = self.layout.segments[segment]
@@ -207,12 +208,12 @@ class ShardedState:
 
     @cached_property
     def places(self) -> dict[int, tuple[FlatParams, int]]:
-        """Flat parameters that hold a parameter or component, and its position, by its ``id``."""
+        """Flat parameters and position of each parameter or component, by its ``id``."""
         return {id(p): (flat, i) for flat in self.params for i, p in enumerate(flat.params)}
 
     @cached_property
     def places_of(self) -> dict[int, tuple[tuple[FlatParams, int], ...]]:
-        """Places of a parameter of the model, or of its components, by the parameter's ``id``."""
+        """`places` of each model parameter, one per component, by the parameter's ``id``."""
         whole = {
             id(q.param): tuple(self.places[id(c)] for c in q.components) for q in self.quantized
         }
@@ -227,12 +228,12 @@ class ShardedState:
 
     @cached_property
     def piece_numbers(self) -> dict[int, int]:
-        """Index of this rank's piece of a parameter, by its number in the layout."""
+        """Index in ``pieces`` of this rank's piece of each parameter, by parameter number."""
         return {piece.param: index for index, piece in enumerate(self.pieces)}
 
     @cached_property
     def pieces_of(self) -> dict[int, list[int]]:
-        """Indices of this rank's pieces of a segment, by segment."""
+        """Indices in ``pieces`` of this rank's pieces of each segment, by segment index."""
         found: dict[int, list[int]] = {}
         for index, piece in enumerate(self.pieces):
             found.setdefault(piece.segment, []).append(index)
@@ -255,22 +256,22 @@ class ShardedState:
             flat.refresh()
 
     def holds_value(self, param: nn.Parameter) -> bool:
-        """Whether ``param``, one of the model's, holds its current value on this rank."""
+        """Whether the model's parameter ``param`` holds its current value on this rank."""
         places = self.places_of[id(param)]
         for flat, _ in places:
             flat.refresh()
         return all(flat.has_values_of(position) for flat, position in places)
 
     def own_part(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's elements of ``param``, 1-D: a view of its shard, not to be changed.
+        """Return this rank's elements of ``param``, 1-D: a view of its shard, for reading only.
 
-        Of a parameter of several components their bytes, a copy.
+        For a quantized parameter of several components, returns a copy of their bytes.
         """
         parts = [f.part_of(position, f.source.read()) for f, position in self.places_of[id(param)]]
         return parts[0].view(param.dtype) if len(parts) == 1 else torch.cat(parts)
 
     def quiesce(self) -> None:
-        """Wait until no rank reads any shard, before shards are written from outside of a step.
+        """Wait until no rank reads any shard, before a write outside of a step.
 
         Every rank must call it.
         """
@@ -280,9 +281,9 @@ class ShardedState:
         self.control.barrier()
 
     def value_parts(self) -> Iterator[tuple[Callable[[Tensor], None], ParamSpec, int, int]]:
-        """Yield a writer of values here, the parameter and ``[low, high)`` of its slot.
+        """Yield a writer for values on this rank, its parameter, and its range in the slot.
 
-        It writes master weights, of a frozen parameter the values themselves.
+        The writer sets master weights, or the values themselves for a frozen parameter.
         """
         for piece in self.pieces:
             write = partial(self.tier.write_state, MASTER, piece.start)
@@ -306,12 +307,10 @@ class ShardedState:
     ) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Yield every parameter whole on the CPU. Every rank must iterate to the end.
 
-        For ``dtype`` None, or a parameter's own, these are the working shards, else the master
-        weights. A tier need not round master weights as a cast does.
-
-        Of quantized parameters their components.
-
-        With ``rank`` the others get nothing, and download nothing.
+        If ``dtype`` is None or the parameter's own, the values are those of the shards, else the
+        master weights. (A tier may round master weights differently than a cast.) For quantized
+        parameters, yields their components. If ``rank`` is given, other ranks yield and download
+        nothing.
         """
         for segment in self.layout.segments:
             if dtype in (None, segment.dtype):
@@ -330,7 +329,7 @@ class ShardedState:
                 yield spec, spec.to_values(full[slot.start : slot.stop].clone())
 
     def names(self) -> list[str]:
-        """Return the keys of the unwrapped model's state dict, in order, tied names included."""
+        """Return the keys of the unwrapped model's state dict, in order, including tied names."""
         found = []
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             path = f"{prefix}." if prefix else ""
@@ -340,14 +339,14 @@ class ShardedState:
         return found
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the persistent buffers of the model, on the CPU."""
+        """Return the model's persistent buffers, on the CPU."""
         kept = set(self.names())
         buffers = named_buffers(self.module).items()
         return {name: b.detach().cpu().clone() for name, b in buffers if name in kept}
 
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return every buffer of ``module`` by each of its names in the unwrapped model."""
+    """Return every buffer of ``module`` by all of its names in the unwrapped model."""
     found = module.named_buffers(remove_duplicate=False)
     return {plain_name(name): buffer for name, buffer in found}
 

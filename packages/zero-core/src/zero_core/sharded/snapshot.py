@@ -1,11 +1,11 @@
-"""States of one moment on this rank, read while training goes on.
+"""Snapshots of this rank's states, which are read while training continues.
 
 [Note: copied before they change]
-Nothing is copied when a snapshot is made. A block of states is read from the tier when the snapshot
-needs it. If the tier is about to change a block that has not been read, the block is copied first,
-by the thread that changes it. So a snapshot takes memory for what training overtakes, at most one
-copy of this rank's states, and each copy is freed when it has been read. A state tier that cannot
-announce its changes (`zero_core.protocols.SnapshotTier`) has all of its states copied at once.
+Creating a snapshot copies nothing. The snapshot reads a block of states from the tier when needed.
+If the tier is about to change an unread block, the changing thread first copies the block. So a
+snapshot needs memory only for blocks that training changes before they are read, at most one copy
+of this rank's states. Each copy is freed when it has been read. If a state tier cannot announce its
+changes (`zero_core.protocols.SnapshotTier`), all of its states are copied at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StateWatch:
 
     def __init__(self, tier: SnapshotTier) -> None:
         self.tier = tier
-        self.num_changes = 0  # of ranges so far
-        self.snapshot: Snapshot | None = None  # that needs the states of before
+        self.num_changes = 0  # number of announced changes
+        self.snapshot: Snapshot | None = None  # snapshot with unread blocks, or None
         tier.watch_changes(self)
 
     def before_change(self, start: int, stop: int) -> None:
@@ -44,7 +44,7 @@ class StateWatch:
 
 @dataclass(frozen=True)
 class StateBlocks:
-    """A state of one segment's slice on this rank, 1-D, in blocks that are read one by one."""
+    """A state of one segment's slice on this rank, 1-D, read block by block."""
 
     dtype: torch.dtype
     shape: tuple[int]
@@ -52,27 +52,28 @@ class StateBlocks:
 
 
 class Snapshot:
-    """States of this rank's slices of all trainable segments, as they are when it is made.
+    """This rank's states of all trainable segments at the time of construction.
 
-    Without a watch they are read from the tier, and must not change until they have been read.
+    Without a watch the states are read from the tier, and must not change until they have been
+    read.
     """
 
     def __init__(
         self, state: ShardedState, watch: StateWatch | None, max_bytes: int | None = None
     ) -> None:
-        """Wait for updates under way, and begin. See [Note: copied before they change].
+        """Wait for pending updates, and begin. See [Note: copied before they change].
 
-        ``max_bytes`` bounds the copies: an update that needs more waits until some are read.
-        Without a watch there is no bound: `keep` copies all before anything is read.
+        ``max_bytes`` limits the copies: an update that needs more waits until some are read.
+        Without a watch there is no limit: the caller first copies everything by `keep`.
         """
-        self.peak_bytes = 0  # the most that copies have taken so far
+        self.peak_bytes = 0  # maximum of _num_bytes so far
         self._names = list(state.tier.state_names())
         self._read = state.tier.read_state if watch is None else watch.tier.peek_state
         self._watch = watch
         self._max_bytes = None if watch is None else max_bytes
         self._blocks: list[tuple[int, int]] = []
-        self._of_segment: dict[int, tuple[range, torch.dtype]] = {}  # blocks, the widest dtype
-        self._nbytes: list[int] = []  # of a block's states, at most
+        self._of_segment: dict[int, tuple[range, torch.dtype]] = {}  # by segment: blocks, dtype
+        self._nbytes: list[int] = []  # upper bound of each block's size
         for segment in state.layout.segments:
             if segment.is_trainable:
                 low, high = state.own_span(segment.index)
@@ -86,20 +87,20 @@ class Snapshot:
         self._stops = [stop for _, stop in self._blocks]
         self._changed = threading.Condition()
         self._copies: dict[tuple[int, str], Tensor] = {}
-        self._num_bytes = 0  # of the copies
+        self._num_bytes = 0  # total size of the copies
         self._unread = [set(self._names) for _ in self._blocks]
-        # Of what was enqueued when the snapshot was made: copies wait for that, and nothing later.
+        # Copies wait only for work that was enqueued when the snapshot was made.
         self.ready: torch.Event | None = None
         if self._blocks:
             low, _ = self._blocks[0]
-            state.tier.read_state(self._names[0], low, low + 1)  # waits for updates under way
+            state.tier.read_state(self._names[0], low, low + 1)  # waits for pending updates
         if watch is not None:
             if state.device.type != "cpu":
                 self.ready = torch.accelerator.current_stream(state.device).record_event()
             watch.snapshot = self
 
     def tensor(self, segment: int, name: str) -> StateBlocks:
-        """Return state ``name`` of a segment's slice: zeros if the tier had no such state."""
+        """Return state ``name`` of a segment's slice, or zeros if the tier had no such state."""
         blocks, dtype = self._of_segment[segment]
         numel = sum(stop - start for start, stop in (self._blocks[i] for i in blocks))
         if blocks and name in self._names:
@@ -110,7 +111,7 @@ class Snapshot:
         return StateBlocks(dtype, (numel,), (self.take(i, name, dtype) for i in blocks))
 
     def take(self, index: int, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a block of a state, once, and free it if it was copied."""
+        """Return a block of a state, and free its copy. Each block may be taken once."""
         start, stop = self._blocks[index]
         if name not in self._names:
             return torch.zeros(stop - start, dtype=dtype)
@@ -125,16 +126,16 @@ class Snapshot:
         return values
 
     def keep(self, start: int, stop: int) -> None:
-        """Copy what is unread of the blocks that overlap ``[start, stop)``: it will change.
+        """Copy the unread states of the blocks that overlap ``[start, stop)`` before they change.
 
-        It is called by any thread. With ``max_bytes`` it may wait for the reader.
+        Any thread may call it. With ``max_bytes`` it may wait for the reader.
         """
         for index in range(bisect_right(self._stops, start), len(self._blocks)):
             low, high = self._blocks[index]
             if low >= stop:
                 return
             unread = self._unread[index]
-            if not unread:  # all read: no need to wait for the reader
+            if not unread:  # a block without unread states needs no wait
                 continue
             with self._changed:
                 while self._max_bytes is not None and self._copies and unread:
@@ -148,7 +149,7 @@ class Snapshot:
                 self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
     def end(self) -> None:
-        """Free the copies, and let everything change from now on."""
+        """Free the copies. States may change freely from now on."""
         if self._watch is not None:
             self._watch.snapshot = None
         with self._changed:
@@ -160,9 +161,9 @@ class Snapshot:
 
 
 def stream_after(event: torch.Event | None, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context for a thread of its own, whose copies wait for ``event`` alone.
+    """Return a context for a new stream, whose work waits for ``event`` only.
 
-    None is an event of a device without streams.
+    ``event`` is None on a device without streams.
     """
     if event is None:
         return nullcontext()

@@ -1,1 +1,1 @@
-"""The path from the reduced gradient to the decided step."""
+"""Step logic: from the reduced gradient to the decision on the step and the update."""

@@ -1,15 +1,16 @@
-"""The gradient of one step, up to the decided update, and the optimizer that the user sees.
+"""The gradient of one step, the decision on its update, and the optimizer that the user sees.
 
-The passes add each segment's gradient when its reduction ends. The segment's statistics are kept
-and the gradient is offered to the state tier. `agree` sums the statistics over all ranks, `decide`
-decides by them, `apply` has the state tier carry it out. `EngineOptimizer` has the very groups of
-the optimizer that was given to ``build``: so schedulers attached to it work.
+The passes add each segment's gradient when its reduction ends. `StepGradient` then stores the
+segment's statistics and offers the gradient to the state tier. `agree` sums the statistics over all
+ranks, `decide` decides whether to update, and `apply` lets the state tier update. `EngineOptimizer`
+shares the param groups of the optimizer passed to ``build``, so schedulers attached to that
+optimizer work.
 
-[Note: what ranks must have alike]
-A step sums a hash of it and its square over the ranks, in the reduction that it makes anyway: all
-``n`` ranks have the same ``h`` if and only if ``n * sum(h * h) == sum(h) ** 2``. Sums of 16-bit
-numbers and their squares are exact in float64, for up to 2**21 ranks. The two products are not, but
-are rounded alike where they are equal.
+[Note: agreement by hash]
+Hyperparameters and other settings must be equal on all ranks. Each step sums a hash ``h`` of them,
+and ``h * h``, over the ``n`` ranks, within its one all-reduce. All ranks have the same ``h`` if and
+only if ``n * sum(h * h) == sum(h) ** 2``. Sums of 16-bit numbers and of their squares are exact in
+float64 for up to 2**21 ranks. The two products may be rounded, but equal products round equally.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _MAX_RANKS = 8
 
 
 class StepGradient:
-    """Gradient of the current step: the sink of the passes.
+    """Gradient of the current step, and sink of the passes (`zero_core.core.passes.GradientSink`).
 
-    The first methods, up to `clear`, are those of `zero_core.core.passes.GradientSink`.
+    The methods up to `clear` implement `GradientSink`, which documents them.
     """
 
     def __init__(
@@ -64,26 +65,27 @@ class StepGradient:
     ) -> None:
         self._extensions = extensions
         self.params_with_grad: set[int] = set()  # on this rank, since the last step
-        self._decided: tuple[list[int], float] = [], 1.0  # this rank's pieces, and the factor
+        self._decided: tuple[list[int], float] = [], 1.0  # active pieces, gradient scale
         self._state = state
         self._communicator = communicator
         self._train = train
         self._config = config
         self._arithmetic = arithmetic
         self._facts = facts
-        self._hashed: tuple[Sequence[Any], list[float]] = (), []  # what must be alike, its hash
-        self._is_agreed = False  # the statistics are those of the gradient as it was reduced
-        self._changed_square_sum: Tensor | None = None  # with the changes made to param.grad
-        self._clipped = 1.0  # the product of what `clip` has clipped by in this step
-        # Trained parameters that are whole here, by number.
+        self._hashed: tuple[Sequence[Any], list[float]] = (), []  # settings and their hash
+        self._is_agreed = False  # whether the facts cover the current gradient
+        self._changed_square_sum: Tensor | None = None  # set if param.grad was changed
+        self._clipped = 1.0  # product of all clip factors of this step
+        # Numbers and tensors of trained parameters that this rank holds in full.
         self._whole_params = [
             (slot.param, param)
             for flat in state.params
             if flat.is_kept and flat.segment.is_trainable
             for slot, param in zip(flat.segment.slots, flat.params, strict=True)
         ]
-        self.grads: dict[int, FlatGrads] = {}  # by segment; complete after `agree`
-        # By segment: its norm. Of gradients that the tier adds up, what asks it for the square.
+        self.grads: dict[int, FlatGrads] = {}  # by segment, complete after `agree`
+        # By segment: the norm, or a function returning the square sum if the tier accumulates
+        # gradients.
         self._norms: dict[int, Tensor | Callable[[], Tensor]] = {}
         self.policy = choose_policy(state.tier, train, config, rank=state.control.rank)
         is_sharded = config.zero_optimization.stage > 0
@@ -100,17 +102,17 @@ class StepGradient:
 
     @property
     def scale_factor(self) -> float:
-        """The factor that brings gradients to their true scale, clipped so far."""
+        """Factor that unscales gradients and applies the clipping done so far."""
         return self._clipped / self._train.scaler.scale
 
     @cached_property
     def _is_checked(self) -> bool:
-        """Whether a gradient that is not finite skips the step."""
+        """Whether a non-finite gradient skips the step."""
         return self._config.check_grad_overflow or self._config.loss_scaling.enabled
 
     def begin_backward(self, *, is_new_round: bool) -> None:
         changes = self.param_grads.note_changes(is_agreed=False)
-        if self._communicator.world_size > 1:  # others may still read this rank's shards
+        if self._communicator.world_size > 1:  # other ranks may still read this rank's shards
             self.param_grads.keep_changes(changes)
         else:
             self._take_changes(changes)
@@ -147,16 +149,16 @@ class StepGradient:
             if self.policy.is_final:
                 grads.wait()
             grads.shard.release(tier.offer_grad(start, reduced.shard))
-        else:  # one micro-step's part, which the tier adds to the others
-            accumulating = cast(AccumulatingTier, tier)  # so it was planned
+        else:  # one micro-step's gradient, which the tier accumulates
+            accumulating = cast(AccumulatingTier, tier)  # its plan requires such a tier
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
             if not is_last:
                 return False
             self._norms[index] = accumulating.square_sum(start, start + reduced.shard.numel())
         if not self.policy.begins_early:
             return False
-        # A parameter without a gradient waits for the step: only then is it known whether another
-        # rank has one.
+        # Parameters without a gradient on this rank are updated by `step`, when it is known whether
+        # another rank has a gradient for them.
         pieces, own = self._state.pieces, self._state.pieces_of.get(index, ())
         active = [i for i in own if pieces[i].param in self.params_with_grad]
         is_updated = self.policy.reduced(active, grad_scale=self.scale_factor)
@@ -183,7 +185,8 @@ class StepGradient:
         self.param_grads.take_assigned()
         changes = self.param_grads.note_changes(is_agreed=self._is_agreed)
         if not self._is_agreed:
-            # Before the exchange: after it, no rank reads another's gradient any more.
+            # Wait before the facts are exchanged: afterwards no rank may still read another rank's
+            # gradient.
             for grads in self.grads.values():
                 grads.wait()
             square_sums = self._square_sums()
@@ -209,7 +212,7 @@ class StepGradient:
             self._train.scaler.scale,
             changed,
         )
-        if alike != self._hashed[0]:  # the hash takes longer than the comparison
+        if alike != self._hashed[0]:  # comparing is faster than hashing
             digest = hashlib.sha256(repr(alike).encode()).digest()
             pairs = (digest[2 * i : 2 * i + 2] for i in range(NUM_WORDS))
             self._hashed = alike, [float(int.from_bytes(pair, "big")) for pair in pairs]
@@ -218,27 +221,27 @@ class StepGradient:
             fill(facts)
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
-        """Return the sums of squares of this rank's shards, or of all that its states cover."""
+        """Return the sums of squares of this rank's shards, or of all `covered` gradients."""
         norms, squares = [], []
-        # In the order of the layout: that of the reductions may change from step to step.
+        # In layout order, because the order of reductions may differ between steps.
         for index in sorted(self._norms):
             grads, norm = self.grads[index], self._norms[index]
             if is_covered:
                 values = grads.covered()
-                if grads.plan.offered is torch.float16:  # whose cast may overflow
+                if grads.plan.offered is torch.float16:  # the cast may overflow
                     values = values.to(torch.float16)
                 norm = self._arithmetic.measure(values, 2.0, grads.plan.normed)
             if isinstance(norm, Tensor):
                 norms.append(norm)
                 continue
             square, device = norm(), self._state.device
-            if square.device != device:  # not copied: that would wait for the device
+            if square.device != device:  # copying to the device would wait
                 square = torch.full((), square.item(), dtype=square.dtype, device=device)
             squares.append(square.view(1))
         return self._arithmetic.add_squares(norms, squares)
 
     def _take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> bool:
-        """Have the step use what was done to ``param.grad``. Return whether anything was."""
+        """Apply user changes of ``param.grad`` to the step. Return whether there were any."""
         changed, tier = self.param_grads.take_changes(changes), self._state.tier
         for grads in changed:
             index = grads.segment.index
@@ -247,7 +250,7 @@ class StepGradient:
                 grads.shard.release(tier.offer_grad(self._state.starts[index], reduced.shard))
                 assert reduced.norm is not None, "it is the whole gradient"
                 self._norms[index] = reduced.norm
-            else:  # it reads the memory that was changed
+            else:  # the tier reads the changed memory directly
                 self._norms[index] = grads.norm()
         return bool(changed)
 
@@ -255,7 +258,7 @@ class StepGradient:
         self.policy.settle(is_void=True)
 
     def clear(self) -> None:
-        if self.policy.ahead:  # the step was broken off
+        if self.policy.ahead:  # the step was aborted after `update_ahead`
             _, is_taken, _ = self._decide_by(self._square_sum)
             is_void = (
                 self._facts.is_any("unreduced")
@@ -274,7 +277,7 @@ class StepGradient:
         self._clipped = 1.0
 
     def clip(self, max_norm: float, p: float) -> float:
-        """Clip by the ``p``-norm, after `agree`. Return the norm before. All must call it."""
+        """Clip by the ``p``-norm, after `agree`. Return the norm before. All ranks must call it."""
         if p == 2.0:
             norm = math.sqrt(self._square_sum)
         else:
@@ -286,7 +289,7 @@ class StepGradient:
         return norm
 
     def update_ahead(self) -> None:
-        """Enqueue the update after `agree`, if the host need not know the decision for that."""
+        """Enqueue the update before the host reads the facts, if the policy can."""
         self.param_grads.close()
         if self._facts.is_known or not self.policy.can_step_ahead:
             return
@@ -297,8 +300,8 @@ class StepGradient:
         square_sum, is_void = self._changed_square_sum, self._facts.device_is_void
         if square_sum is None:
             square_sum = self._facts.device_square_sum
-        # The operations of `_decide_by`, in float64 and between tensors, which give its bits. Torch
-        # divides by a number by multiplying with its inverse.
+        # The same operations as `_decide_by`, on float64 tensors, for bit-identical results. All
+        # operands are tensors because torch divides by a Python number via its reciprocal.
         scale = torch.full_like(square_sum, self._train.scaler.scale)
         norm = square_sum.sqrt() / scale
         if self._is_checked:
@@ -316,22 +319,22 @@ class StepGradient:
         self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
 
     def _decide_by(self, square_sum: float) -> tuple[float, bool, float]:
-        """Return the norm before clipping, unscaled, whether the step is taken, and the factor."""
+        """Return the unscaled norm before clipping, whether to update, and the gradient scale."""
         scale = self._train.scaler.scale
         norm = math.sqrt(square_sum) / scale
         factor = self._clipped * clip_factor(norm * self._clipped, self._config.gradient_clipping)
         return norm, math.isfinite(norm) or not self._is_checked, factor / scale
 
     def decide(self) -> str:
-        """Decide on the step from what `agree` found. Return why it is skipped, if it is.
+        """Decide whether to update, from the facts. Return why the step is skipped, or "".
 
         Raises:
-            RankMismatchError: ranks differ in what must be equal. Nothing was updated, except in
-                backward.
+            RankMismatchError: settings that must be equal differ between ranks. Nothing was
+                updated, except in backward.
         """
         if not self._facts.is_hash_agreed:
             self.policy.settle(is_void=True)
-            self.reopen()  # ranks may set the same and call step() again
+            self.reopen()  # ranks may correct the settings and call step() again
             self.param_grads.forget_last_changes()
             self._refuse_step()
         self._state.common_buffers.confirm()
@@ -341,14 +344,14 @@ class StepGradient:
             follow(self._train.global_steps + 1)
         self.param_grads.decided()
         used = self._facts.counts("used")
-        for param in self.param_grads.set_params:  # since the ranks were counted
+        for param in self.param_grads.set_params:  # changed after the facts were summed
             used[param] = float(param in self.params_with_grad)
         norm, is_taken, grad_scale = self._decide_by(self._square_sum)
         self.policy.settle(is_void=not is_taken)
         why_skipped = _CHANGED
         if self._is_checked and not math.isfinite(self._facts.square_sum):
-            # On all ranks, also where a change of param.grad has mended it.
-            self._communicator.forget_errors()  # of collectives that quantize
+            # All ranks run this, even if a change of param.grad replaced the non-finite values.
+            self._communicator.forget_errors()  # drop the error feedback of quantization
             why_skipped = _explain_nonfinite(self.grads, self._state)
         active = [i for i, p in enumerate(self._state.pieces) if used[p.param] > 0]
         self._decided = active, grad_scale
@@ -356,7 +359,7 @@ class StepGradient:
         return "" if is_taken else why_skipped
 
     def _refuse_step(self) -> NoReturn:
-        """Raise, on all ranks, with what differs. All must call it."""
+        """Raise RankMismatchError with the differences, on all ranks. All ranks must call it."""
         state, train, control = self._state, self._train, self._state.control
         facts = describe_groups(train.hyperparameters())
         for param in state.trained_params:
@@ -380,28 +383,27 @@ class StepGradient:
         return self._facts.square_sum
 
     def apply(self) -> None:
-        """Have the state tier update what `decide` has decided."""
         active, grad_scale = self._decided
         self.policy.step(active, grad_scale=grad_scale)
         if self._whole_params:
-            # As of an optimizer's update in place: a backward of a forward before it is refused.
+            # Like an in-place optimizer update, this makes torch refuse a backward of an earlier
+            # forward.
             used = self._facts.counts("used")
             updated = [param for number, param in self._whole_params if used[number]]
             torch.autograd.graph.increment_version(updated)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor of `torch.nn.utils.clip_grad_norm_`. It is 1 if ``max_norm`` is 0."""
+    """Return the scale factor of `torch.nn.utils.clip_grad_norm_`. 1 if ``max_norm`` is 0."""
     if max_norm <= 0.0 or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPSILON))
 
 
 def _explain_nonfinite(grads_of: Mapping[int, FlatGrads], state: ShardedState) -> str:
-    """Name the parameters whose gradient is not finite, and the ranks whose batches did it.
+    """Name the parameters with a non-finite gradient, and the ranks that produced it.
 
-    Every rank must call it. A segment in which several batches gave values that are not finite
-    names them all.
+    Every rank must call it. Names all ranks that produced non-finite values in a segment.
     """
     names, seen = [], []
     for index, grads in grads_of.items():
@@ -418,7 +420,7 @@ def _explain_nonfinite(grads_of: Mapping[int, FlatGrads], state: ShardedState) -
             ]
     own = json.dumps({"names": names, "ranks": seen})
     rows = [json.loads(row) for row in state.control.gather_bytes(own.encode())]
-    # What was not finite in a segment may have been seen by other ranks than it belongs to.
+    # A rank may observe non-finite contributions to segments of other ranks' parameters.
     by_segment: dict[int, set[int]] = {}
     for index, ranks in (pair for row in rows for pair in row["ranks"]):
         by_segment.setdefault(index, set()).update(ranks)
@@ -440,9 +442,9 @@ def _describe(name: str, ranks: set[int] | None) -> str:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Optimizer over the groups of the one that was ``given``, stepped by the engine alone."""
+    """Optimizer that shares the param groups of ``given``. Only the engine may step it."""
 
-    _has_all_groups = False  # while torch adds the groups
+    _has_all_groups = False  # False while torch adds the groups
 
     def __init__(
         self,
@@ -452,7 +454,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         meter: Meter,
         names: Mapping[int, str],
     ) -> None:
-        """Take the groups of ``given``. ``names``: of the model's parameters, by ``id``."""
+        """Share the groups of ``given``. ``names``: the model's parameter names by ``id``."""
         super().__init__(given.param_groups, given.defaults)
         self._has_all_groups = True
         self._names = names
@@ -466,7 +468,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._meter = meter
         self._may_step = False
         self.state = given.state
-        self.guard = given.register_step_pre_hook(self._refuse_step)  # until it is removed
+        self.guard = given.register_step_pre_hook(self._refuse_step)  # refuses given.step()
 
     def engine_step(self) -> None:
         """Run ``step`` with all its hooks, for `Engine.step`."""
@@ -475,24 +477,24 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.step()
         finally:
             self._may_step = False
-        # Schedulers made over the given optimizer look there for a sign that it has stepped.
+        # Schedulers of the given optimizer check whether it has been stepped.
         mark_stepped(self.given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after build: master weights and states are laid out for the groups of then."""
+        """Raise RuntimeError after build: only the original groups have master weights."""
         if self._has_all_groups:
             params = param_group["params"]
             self._refuse_param(params if isinstance(params, Tensor) else next(iter(params), None))
         super().add_param_group(param_group)
 
     def check_groups(self) -> None:
-        """Raise if the groups hold other parameters than at first."""
+        """Raise if the groups no longer hold the original parameters."""
         if [len(group["params"]) for group in self.param_groups] != self._num_params:
             found = (p for group in self.param_groups for p in group["params"])
             self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
 
     def _refuse_param(self, param: Any) -> NoReturn:
-        if isinstance(param, tuple):  # torch takes (name, parameter) too
+        if isinstance(param, tuple):  # torch also accepts (name, parameter)
             param = param[1]
         of_model = self._names.get(id(param))
         shape = tuple(param.shape) if isinstance(param, Tensor) else "none"
@@ -505,15 +507,15 @@ class EngineOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refused outside the engine: gradients are in the engine, not on the parameters."""
+        """Raise RuntimeError outside `Engine.step`: the engine holds the gradients."""
         if not self._may_step or closure is not None:
             raise RuntimeError("call engine.step(): the engine drives its optimizer")
         self._gradient.apply()
-        self._meter.end_step()  # what is published counts for the next step
+        self._meter.end_step()  # published bytes count for the next step
         self._passes.units.values_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated since the last step, not the count of micro-steps."""
+        """Drop the gradients accumulated since the last step. Keeps the count of micro-steps."""
         self._gradient.policy.check_unused("dropping gradients")
         self._passes.backward.discard()
 
@@ -527,7 +529,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._may_step:  # a tier of whole parameters steps the given optimizer itself
+        if not self._may_step:  # a `WholeTier` steps the given optimizer itself
             raise RuntimeError(
                 "this optimizer was given to zero_core.build(): call engine.step() instead of "
                 f"{type(optimizer).__name__}.step()"

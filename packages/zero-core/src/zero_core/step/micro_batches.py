@@ -1,10 +1,10 @@
 """Micro-batches of a step: the driver of `zero_core.Engine.train_batch`, and its random numbers.
 
 [Note: random numbers by micro-batch]
-Dropout draws from torch's generators. With the vertical schedule the micro-batches of a step draw
-in turns, so each has states of its own: it begins with a seed that follows from torch's seed and
-the number of the micro-step since the training's start. So it draws the same numbers whatever the
-schedule. Activation checkpointing keeps the state that a block began with, and repeats it.
+Dropout draws from torch's generators. The vertical schedule interleaves the micro-batches of a
+step. So each micro-batch has generator states of its own, seeded from torch's seed and the number
+of the micro-step since the start of training. The random numbers thus do not depend on the
+schedule. Activation checkpointing saves the state at the start of a block and restores it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class ScaledLoss(Protocol):
     """Computes the loss of one micro-batch."""
 
     def __call__(self, batch: Any, /) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the loss times the loss scale over the number of micro-batches."""
+        """Return the loss, and the loss times loss scale over the number of micro-batches."""
 
 
 class MicroBatches:
-    """Runs forward and backward of each micro-batch before the next one begins."""
+    """Runs forward and backward of one micro-batch after another."""
 
-    handles: Sequence[Any] = ()  # of hooks on modules
+    handles: Sequence[Any] = ()  # handles of hooks on modules
 
     def __init__(self, train: TrainState, state: ShardedState) -> None:
         self._train = train
@@ -37,13 +37,13 @@ class MicroBatches:
         self._device = state.device
 
     def check_apart(self, call: str) -> None:
-        """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them."""
+        """Raise if ``call``, which runs a single micro-batch, is not possible with this driver."""
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        """Run all micro-batches of a step, and return their losses, without gradient.
+        """Run all micro-batches of a step. Return their losses, detached.
 
-        The step's last micro-step is under way then. ``seed``: torch's, from which those of the
-        micro-batches follow.
+        Leaves the step's last micro-step open. ``seed``: torch's seed, from which the seeds of the
+        micro-batches derive.
         """
         losses = []
         for number, batch in enumerate(batches):

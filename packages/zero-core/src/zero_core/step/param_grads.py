@@ -1,32 +1,31 @@
-"""The gradient of a step as ``param.grad``: at stage 0 itself, elsewhere why it is None.
+"""The gradient of a step as ``param.grad`` at stage 0, and errors and warnings elsewhere.
 
 [Note: param.grad]
-Between the end of a step's last backward and `step`, ``param.grad`` is the reduced gradient, with
-the numbers of DDP: averaged over the ranks, multiplied by fp16's loss scale, as it was before
-`Engine.clip_grad_norm_`, in the parameter's shape and dtype. Where the state tier reads the
-gradient in that dtype it is a view of that memory, else a copy. What is done to it counts in the
-step: changes in place, another tensor, and None, which leaves the parameter and its state alone.
-Elsewhere ``param.grad`` is None, or what was assigned: a backward adds to that, and `step` takes it
-as it is.
+From the end of a step's last backward to `step`, ``param.grad`` is the reduced gradient with the
+same values as in DDP: averaged over the ranks, multiplied by the fp16 loss scale, not clipped by
+`Engine.clip_grad_norm_`, in the parameter's shape and dtype. If the state tier reads the gradient
+in that dtype, ``param.grad`` is a view of the tier's input, else a copy. The step uses changes made
+to ``param.grad``: in-place changes, assignment of a tensor, and assignment of None, which leaves
+the parameter and its state unchanged. At other times ``param.grad`` is None or a tensor assigned by
+the user. A backward adds to that tensor. Without a backward, `step` uses the tensor itself.
 
-At stages 1 to 3, and where units are updated in backward, a read between backward and `step`
-returns None and logs a warning, once: `torch.nn.utils.clip_grad_norm_` would clip nothing,
-silently. An assignment is an error.
+At stages 1 to 3, and if backward updates units, reading ``param.grad`` between backward and `step`
+returns None and logs a warning once, because `torch.nn.utils.clip_grad_norm_` would silently clip
+nothing. Assigning a gradient raises an error.
 
-``grad`` is a property of the parameters' class, and costs nothing unless it is read or set. Torch's
-AccumulateGrad reads torch's own attribute below it, which is None, so a further backward of the
-same step adds nothing to the tensors that were given out.
+``grad`` is a property of the parameters' class. It costs nothing unless read or set. Torch's
+AccumulateGrad uses torch's own attribute, which stays None. So a further backward of the same step
+does not change tensors that the user holds.
 
-A late rank may still gather the gradient from its peers' shards. So a view is given out only of
-memory that no peer reads, and a shard is changed only after the sum of the step's facts, which ends
-those reads. That sum is of the gradient as it was reduced. After it every rank has the whole
-gradient, and computes the norm of the changed one by itself.
+A slow rank may still gather the gradient from its peers' shards. So users get views only of memory
+that no peer reads, and a shard is changed only after the all-reduce of the step's facts, which ends
+those reads. The facts describe the gradient as it was reduced. After the all-reduce every rank has
+the whole gradient, and computes the norm of the changed gradient locally.
 
-Changes are found by a checksum of each view that was given out, and by comparison of copies. (A
-permutation may keep the checksum. It keeps the norm too.) A segment that was only read keeps its
-statistics. Every rank must make the same changes, as with DDP. The facts say which segments were
-changed: where ranks differ the step is refused on all of them, and after `Engine.clip_grad_norm_`
-the next one.
+Changes are detected by a checksum of each view, and by comparing copies. (A permutation may keep
+the checksum, but it also keeps the norm.) A segment that was only read keeps its statistics. Every
+rank must make the same changes, as with DDP. The hash of the facts covers the names of changed
+segments. If these differ, all ranks refuse the step (after `Engine.clip_grad_norm_`, the next one).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ SHARDED = (
 
 
 class TrainedParameter(EngineParameter):
-    """Class of a parameter that an engine trains."""
+    """Class of parameters that an engine trains."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -87,21 +86,21 @@ allow_foreach(TrainedParameter)
 
 @dataclass(slots=True)
 class _Complete:
-    """A segment's gradient that may be read, and what was given out of it, by position."""
+    """A segment whose gradient may be read, with the tensors that users got, by position."""
 
     grads: FlatGrads
-    given: dict[int, Tensor | None] = field(default_factory=dict)  # None: to have no gradient
-    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, with changes so far
+    given: dict[int, Tensor | None] = field(default_factory=dict)  # None: set to None by the user
+    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, with known changes
 
 
 class ParamGrads:
-    """The gradient of a step by parameter, and the changes that scripts make to it."""
+    """The gradient of a step by parameter, and the changes that user code makes to it."""
 
     def __init__(self, state: ShardedState, params_with_grad: set[int], why_none: str) -> None:
-        """Prepare. Reads return None before `serve`.
+        """Create. Until `serve` is called, ``param.grad`` is None.
 
-        ``params_with_grad``, by number, are those with a gradient on this rank. ``why_none``: why
-        no gradient is given out, empty where it is.
+        ``params_with_grad``: numbers of the parameters with a gradient on this rank. ``why_none``:
+        the reason why ``param.grad`` is unavailable, or "" if available.
         """
         self._state = state
         self._with_grad = params_with_grad
@@ -111,19 +110,19 @@ class ParamGrads:
             for param in state.trained_params
             if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
         ]
-        self._complete: dict[int, _Complete] = {}  # by segment
-        self._given: dict[int, _Complete] = {}  # those of which something was given out or set
-        self.set_params: set[int] = set()  # numbers, since the facts were summed
-        self._assigned: dict[int, nn.Parameter] = {}  # while no gradient was there, by id
-        # Segments that were changed in this step: before the sum of the facts, and after it; and
-        # after that of the step before.
+        self._complete: dict[int, _Complete] = {}  # by segment index
+        self._given: dict[int, _Complete] = {}  # entries of ``_complete`` that were read or set
+        self.set_params: set[int] = set()  # numbers of parameters set since the all-reduce
+        self._assigned: dict[int, nn.Parameter] = {}  # by id: assigned before completion
+        # Segments changed in this step before the all-reduce of the facts, in this step after it,
+        # and in the previous step after it.
         self._changed: set[int] = set()
         self._changed_late: set[int] = set()
         self._changed_before: set[int] = set()
         self._has_warned = False
 
     def serve(self) -> ParamGrads:
-        """Serve reads and changes of ``param.grad`` until `remove`."""
+        """Handle reads and changes of ``param.grad`` until `remove`."""
         access.use_class(self._params, TrainedParameter)
         _serving.update((id(param), self) for param in self._params)
         return self
@@ -135,7 +134,7 @@ class ParamGrads:
         access.use_class(self._params, nn.Parameter)
 
     def read(self, param: nn.Parameter) -> Tensor | None:
-        """Return the gradient of ``param``, the same tensor each time. None if it has none now."""
+        """Return the gradient of ``param``, the same tensor each time, or None if unavailable."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
         found = self._complete.get(index)
@@ -150,10 +149,10 @@ class ParamGrads:
         if position not in given:
             grad = _of_param(grads, position)
             if not grad.untyped_storage().nbytes():
-                return None  # states are offloaded
+                return None  # the gradient is offloaded
             if grads.param_numbers[position] not in self._with_grad and not grad.any():
-                return None  # nor have other ranks one
-            # Not the memory itself where the tier would not see what is done to it, or peers would.
+                return None  # no rank has a gradient
+            # Copy if the tier would not see changes of the view, or if peers may read the memory.
             is_read = grads.segment.world_size > 1 and not grads.plan.is_sum_in_full
             is_copy = self._state.tier.owns_grads or is_read
             given[position] = grad.to(param.dtype, copy=is_copy)
@@ -163,7 +162,7 @@ class ParamGrads:
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
-        """Have the step use ``grad``. Return whether it does, or torch's own attribute has it."""
+        """Set the step's gradient of ``param``. Return False to store it in torch's attribute."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
         found = self._complete.get(index)
@@ -173,7 +172,7 @@ class ParamGrads:
             return False
         if self._why_none:
             raise RuntimeError(self._why_none)
-        set_grad(param, grad)  # it checks shape, dtype and device
+        set_grad(param, grad)  # torch checks shape, dtype and device
         set_grad(param, None)
         found.given[position] = grad
         self._given[index] = found
@@ -186,7 +185,7 @@ class ParamGrads:
         return True
 
     def open(self, grads: FlatGrads) -> None:
-        """Allow the gradient of a segment to be read: it is complete."""
+        """Allow reads of a segment's gradient, which is complete."""
         self._complete[grads.segment.index] = _Complete(grads)
         self._given.pop(grads.segment.index, None)
 
@@ -204,25 +203,25 @@ class ParamGrads:
         self._assigned.clear()
 
     def is_assigned(self, param: nn.Parameter) -> bool:
-        """Whether a script gave ``param`` a gradient while the step had none."""
+        """Whether user code assigned a gradient to ``param`` before the gradient was complete."""
         return id(param) in self._assigned
 
     def take_assigned(self) -> None:
-        """Take what was assigned before the gradient was complete."""
+        """Use gradients that were assigned before the gradient was complete."""
         assigned, self._assigned = self._assigned, {}
         for param in assigned.values():
             grad = get_grad(param)
-            if grad is not None:  # else a backward has added to it, and the engine has the sum
+            if grad is not None:  # None if a backward has added to the assigned gradient
                 set_grad(param, None)
                 is_taken = self.write(param, grad)
                 assert is_taken, "the gradient is complete now"
 
     @torch.no_grad()
     def note_changes(self, *, is_agreed: bool) -> dict[int, dict[int, Tensor]]:
-        """Return what was changed, by segment and position of the parameter, and write nothing.
+        """Return the user's changes by segment and position, without applying them.
 
-        Changes of views are in the gradient already: their segment is there, perhaps with nothing.
-        ``is_agreed``: the sum of the facts does not have them.
+        In-place changes of views are already in the gradient. Their segments are included, possibly
+        with no entry. ``is_agreed``: the facts were summed before these changes.
         """
         found = {}
         for index, one in self._given.items():
@@ -244,9 +243,9 @@ class ParamGrads:
 
     @torch.no_grad()
     def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
-        """Write ``changes`` into the gradients that ranks agreed on. Return those changed."""
+        """Write ``changes`` into the gradients, after agreement. Return the changed gradients."""
         for index, one in self._given.items():
-            if index in changes or one.checksums:  # a change may keep a checksum
+            if index in changes or one.checksums:  # a change may leave the checksum equal
                 one.grads.change(_elements(one.grads, changes.get(index, {})))
         for index in changes:
             one = self._complete[index]
@@ -255,7 +254,7 @@ class ParamGrads:
 
     @torch.no_grad()
     def keep_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> None:
-        """Have the next reductions add to the gradients with ``changes``."""
+        """Save ``changes`` so that the next reductions add to the changed gradients."""
         for index, one in self._given.items():
             if index in changes or one.checksums:
                 one.grads.wait()
@@ -263,7 +262,7 @@ class ParamGrads:
                 one.grads.shard.keep(_elements(one.grads, changes.get(index, {})))
 
     def begin_agreement(self, communicator: Communicator) -> list[str]:
-        """Name the segments that were changed, for the sum of the facts, which begins."""
+        """Return the names of changed segments, for the hash of the facts."""
         self._changed |= self._changed_late
         self._changed_late = set()
         self.set_params.clear()
@@ -287,7 +286,7 @@ _serving: weakref.WeakValueDictionary[int, ParamGrads] = weakref.WeakValueDictio
 def _of_param(grads: FlatGrads, position: int) -> Tensor:
     """Return the reduced gradient of parameter ``position``, in its shape.
 
-    A view of what the state tier was offered, or a copy if it owns gradients.
+    The result is a view of the tier's input, or a copy if the tier owns gradients.
     """
     slot = grads.segment.slots[position]
     with torch.inference_mode(False), torch.no_grad():
@@ -295,17 +294,17 @@ def _of_param(grads: FlatGrads, position: int) -> Tensor:
 
 
 def _elements(grads: FlatGrads, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
-    """Return ``changes`` by position as elements of the segment, each from a start on."""
+    """Return pairs of the first element of a parameter in its segment, and its new gradient."""
     slots, forms = grads.segment.slots, grads.views.forms
     return [(slots[at].start, forms[at].to_elements(grad)) for at, grad in changes.items()]
 
 
 def _checksum(values: Tensor) -> Tensor:
-    """Return a sum of the bits: the same on any hardware. Only permutations keep it for certain."""
+    """Return a sum of the bits, equal on any hardware. Only permutations always preserve it."""
     integer = torch.int16 if values.itemsize == 2 else torch.int32
     return values.reshape(-1).view(integer).sum(dtype=torch.int64)
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same bits, NaN included."""
+    """Whether two tensors of the same dtype have equal bits, including those of NaN."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,15 +1,15 @@
-"""Master weights, gradients and optimizer states by parameter name, to read and to set.
+"""Access to master weights, gradients and optimizer states by parameter name.
 
 [Note: full and local]
-full    the whole parameter in its shape; every rank must call
-local   the part that this rank's optimizer state covers, 1-D: at stage 0 the whole parameter, else
-        a slice, which may be empty. Elements are in the order of the parameter's strides. Of a
-        state of whole parameters the owner has all, others none
+full    the whole parameter in its shape. Every rank must call the method.
+local   the part covered by this rank's optimizer state, 1-D: the whole parameter at stage 0, else a
+        slice, which may be empty. Elements are in the order of the parameter's strides. If the
+        optimizer keeps the state for whole parameters, one rank, the owner, has all of it.
 
-A state of whole parameters may have another shape than the parameter, and is returned in its own.
-Every rank must set its part of a state; parts that overlap (stage 0) must agree. ``"grad"`` is the
-step's gradient between the last backward and ``step``: unscaled, and clipped as far as it has been.
-All values are on the CPU, in fp32 (float64 for float64).
+A state kept for a whole parameter may differ from the parameter in shape, and is returned in its
+own shape. Every rank must set its part of a state. At stage 0 the parts overlap and must be equal.
+``"grad"`` is the step's gradient between the last backward and ``step``, unscaled, and clipped if
+`Engine.clip_grad_norm_` was called. All values are on the CPU, in fp32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ GRAD = "grad"
 class _Found(NamedTuple):
     segment: Segment
     slot: Slot
-    piece: Piece | None  # this rank's
-    whole: WholeTier | None  # has the state if the optimizer keeps it for the whole parameter
+    piece: Piece | None  # this rank's part, or None
+    whole: WholeTier | None  # set if the optimizer keeps whole-parameter states
 
 
 class StateAccess:
-    """Access by parameter name, as ``engine.states``."""
+    """Access to states by parameter name: the type of ``engine.states``."""
 
     def __init__(
         self,
@@ -65,31 +65,32 @@ class StateAccess:
                 self._home |= dict.fromkeys((spec.name, *spec.aliases), (segment, slot))
 
     def has_gradient(self) -> bool:
-        """Whether "grad" can be read and set, after a step's last backward. Every rank must call.
+        """Return whether "grad" can be read and set. Every rank must call it.
 
-        It cannot within ``no_sync`` and where gradients have been dropped.
+        True after a step's last backward. False within ``no_sync``, and after gradients were
+        dropped.
         """
         return self._is_any(self.holds_gradient and self._passes.backward.is_last)
 
     def has_any_gradient(self) -> bool:
-        """Whether any rank `holds_gradient`. Every rank must call it."""
+        """Return whether `holds_gradient` is true on any rank. Every rank must call it."""
         return self._is_any(self.holds_gradient)
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether this rank has a gradient, of the whole step or of some of its micro-steps."""
+        """Whether this rank has a gradient, of some or all micro-steps of the current step."""
         return bool(self._gradient.params_with_grad)
 
     @property
     def is_kept_unreduced(self) -> bool:
-        """Whether backwards keep gradients on their rank at present, as within ``no_sync``."""
+        """Whether backwards currently leave gradients unreduced, as within ``no_sync``."""
         return not self._passes.backward.should_sync
 
     def get_unreduced(self, name: str) -> Tensor | None:
-        """Return this rank's own gradient of parameter ``name``, in its shape: a copy, no exchange.
+        """Return a copy of this rank's unreduced gradient of parameter ``name``, in its shape.
 
-        The sum of the backwards since the last reduction, neither divided by the ranks nor
-        unscaled. None if these brought none.
+        It is the sum of all backwards since the last reduction, neither averaged over ranks nor
+        unscaled. None if no backward produced a gradient. Requires no communication.
         """
         grads, position = self._find_unreduced(name)
         added = grads.full.added(position)
@@ -97,7 +98,7 @@ class StateAccess:
 
     @torch.no_grad()
     def set_unreduced(self, name: str, value: Tensor) -> None:
-        """Replace what `get_unreduced` returns, on this rank alone.
+        """Replace the gradient returned by `get_unreduced`, on this rank only.
 
         Raises:
             RuntimeError: there is no such gradient.
@@ -120,16 +121,16 @@ class StateAccess:
         return grads, grads.param_numbers.index(slot.param)
 
     def get_full(self, name: str, what: str = MASTER) -> Tensor:
-        """Return ``what`` of parameter ``name`` as a whole. Every rank must call it.
+        """Return ``what`` of the whole parameter ``name``. Every rank must call it.
 
         Args:
-            name: as in ``named_parameters``, tied names included.
+            name: a name as in ``named_parameters``, including names of tied parameters.
             what: "master_weight", "grad", or a state of the optimizer: "exp_avg", "exp_avg_sq", ...
 
         Raises:
-            KeyError: no such parameter or state, a state that is no tensor, or a frozen parameter's
-                gradient or state.
-            RuntimeError: the gradient is not complete here.
+            KeyError: no such parameter or state, a state that is not a tensor, or the gradient or a
+                state of a frozen parameter.
+            RuntimeError: the gradient is not complete.
         """
         segment, slot, _, whole = self._find(name, what)
         state, spec = self._state, self._state.layout.params[slot.param]
@@ -173,11 +174,11 @@ class StateAccess:
         return _widened(self._state.read_state(what, piece.start, piece.stop))
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return this rank's parts of all states of parameter ``name``, each as `get_local`.
+        """Return this rank's part of every state of parameter ``name``, as `get_local` does.
 
-        Of one that is updated whole it is a copy of the optimizer's own state: also what is no
-        tensor, in its own shapes and dtypes, on the CPU. Empty where this rank updates no element
-        of the parameter, and before its first step. Takes no exchange.
+        If the optimizer keeps whole-parameter states, returns a CPU copy of the optimizer's own
+        state, with non-tensors, in its own shapes and dtypes. Empty if this rank updates no element
+        of the parameter, and before the parameter's first step. Requires no communication.
         """
         found, tier = self._find(name, "state", is_local=True), self._state.tier
         number = self._state.piece_numbers.get(found.slot.param)
@@ -190,14 +191,14 @@ class StateAccess:
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
 
     def is_whole(self, name: str) -> bool:
-        """Whether one rank updates all of parameter ``name``, and has all of its state."""
+        """Whether one rank updates the whole parameter ``name`` and has all of its state."""
         return self._find(name, "state", is_local=True).whole is not None
 
     def scalars(self, name: str) -> Mapping[str, float]:
         """Return the numbers in this rank's state of parameter ``name``.
 
-        ``num_steps`` is how many steps have updated this rank's part. Others are the optimizer's
-        own, such as torch's ``step``.
+        ``num_steps`` counts the steps that updated this rank's part. Other entries are the
+        optimizer's, such as torch's ``step``.
         """
         param = self._find(name, "state", is_local=True).slot.param
         number = self._state.piece_numbers.get(param)
@@ -205,14 +206,14 @@ class StateAccess:
 
     @torch.no_grad()
     def load_own(self, saved: Mapping[str, tuple[Mapping[str, float], Mapping[str, Any]]]) -> None:
-        """Restore this rank's states: by parameter name, what `scalars` and `of` returned.
+        """Restore this rank's states from the results of `scalars` and `of`, by parameter name.
 
-        Takes no exchange. Where this rank updates nothing of a parameter there is nothing to
-        restore. After an error nothing has been restored; a rank may raise alone.
+        Requires no communication. Parameters of which this rank updates no element are skipped. If
+        an error is raised, possibly on one rank only, nothing was restored.
 
         Raises:
             ValueError: a state does not have the length of this rank's part, or the shape of a
-                whole parameter's state.
+                whole-parameter state.
             KeyError: no such parameter, or the optimizer has no such state.
         """
         tier = self._state.tier
@@ -235,8 +236,9 @@ class StateAccess:
                         "or rank; load a checkpoint instead"
                     )
             if piece is not None and not isinstance(tier, WholeTier):
+                # An empty write raises KeyError for an unknown state, before anything is restored.
                 for what in states.keys() - set(tier.state_names()):
-                    tier.write_state(what, piece.start, states[what].reshape(-1)[:0])  # may raise
+                    tier.write_state(what, piece.start, states[what].reshape(-1)[:0])
         for name, (scalars, states) in saved.items():
             _, slot, piece, whole = self._find(name, "state", is_local=True)
             if whole is not None:
@@ -253,9 +255,10 @@ class StateAccess:
         """Set ``what`` of parameter ``name``. Every rank must call it, with the same ``value``.
 
         Raises:
-            ValueError: ``value`` does not have the shape of the parameter, or of the whole state.
-            KeyError, RuntimeError: as in `get_full`; or the parameter has no such state before its
-                first step.
+            ValueError: ``value`` does not have the shape of the parameter, or of the
+                whole-parameter state.
+            KeyError: as in `get_full`.
+            RuntimeError: as in `get_full`, or before the parameter's first step.
         """
         found = segment, slot, piece, whole = self._find(name, what)
         spec = self._state.layout.params[slot.param]
@@ -272,14 +275,14 @@ class StateAccess:
             part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
             self._set_part(found, part, what)
         else:
-            self._state.quiesce()  # others may still be gathering the old values
+            self._state.quiesce()  # other ranks may still gather the old values
             edited = self._state.params[segment.index]
             edited.edit(slot.start, flat)
             self._passes.units.values_replaced([edited])
 
     @torch.no_grad()
     def set_local(self, name: str, values: Tensor, what: str = MASTER) -> None:
-        """Set this rank's part of ``what``. Every rank must call it, some with an empty part."""
+        """Set this rank's part of ``what``. Every rank must call it, even with an empty part."""
         found = _, slot, piece, whole = self._find(name, what, is_local=True)
         numel = 0 if piece is None else piece.stop - piece.start
         if whole is not None:
@@ -296,10 +299,10 @@ class StateAccess:
             self._set_part(found, values.detach(), what)
 
     def _set_part(self, found: _Found, part: Tensor, what: str) -> None:
-        """Set this rank's ``part`` of a state of slices, or of the gradient."""
+        """Set this rank's ``part`` of a sliced state or of the gradient."""
         state, (segment, slot, piece, _) = self._state, found
         if what == GRAD:
-            # The gradient's shard may be smaller than the part, which is that of the state.
+            # At stage 0 the gradient shard is smaller than ``part``, which covers the whole state.
             factor = self._complete_gradient()
             grads = self._gradient.grads[segment.index]
             base, _ = segment.shard_range(state.control.rank)
@@ -307,13 +310,13 @@ class StateAccess:
             if low < high:
                 first = max(slot.start, state.covered(segment.index)[0])
                 grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
-            else:  # the segment is offered again on every rank, as the ranks agree on it again
+            else:  # every rank must offer the segment again
                 grads.replace(0, part[:0])
             self._gradient.params_with_grad.add(slot.param)
             self._passes.backward.reductions.offer(grads, is_last=True)
             return
         if what == MASTER:
-            state.quiesce()  # others may still be gathering the old values
+            state.quiesce()  # other ranks may still gather the old values
         else:
             if not self._is_any(what in state.state_names()):
                 raise KeyError(_unknown(what))
@@ -341,7 +344,7 @@ class StateAccess:
         return _Found(segment, slot, self._state.piece_of(slot.param), whole)
 
     def _complete_gradient(self) -> float:
-        """Have the gradient reduced. Return the factor that brings it to its true scale."""
+        """Reduce the step's gradient. Return the factor that unscales and clips it."""
         self._gradient.policy.check_unused("reading, setting or clipping gradients")
         self._passes.backward.complete_gradient()
         return self._gradient.scale_factor
@@ -349,9 +352,9 @@ class StateAccess:
     def _whole_shape(
         self, tier: WholeTier, param: int, what: str
     ) -> tuple[int, tuple[int, ...] | None]:
-        """Return the owner of a parameter's state and its shape. Every rank must call it.
+        """Return the owner and shape of a whole-parameter state. Every rank must call it.
 
-        The shape is None if the parameter has no such state, but another one has.
+        The shape is None if this parameter has no such state, but another parameter has.
         """
         kept = [tier.read_whole_state(p) for p in tier.updated_params()]
         is_known = what in tier.state_names() or any(what in state for state in kept)
@@ -390,7 +393,7 @@ class StateAccess:
 
 
 def _kept(whole: WholeTier, param: int) -> Mapping[str, Any]:
-    """Return a parameter's whole state, which the rank that updates it has."""
+    """Return a whole-parameter state, or {} if another rank has it."""
     return whole.read_whole_state(param) if param in whole.updated_params() else {}
 
 
@@ -400,7 +403,7 @@ def _set_kept(whole: WholeTier, param: int, what: str, values: Tensor) -> None:
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with copies of its tensors, on the CPU."""
+    """Return ``state`` with copies of its tensors on the CPU."""
     copied: dict[str, Any] = pytree.tree_map_only(
         Tensor, lambda value: value.detach().to("cpu", copy=True), dict(state)
     )

@@ -1,24 +1,24 @@
-"""Policies by which the state tier updates: after the decision, ahead of it, or in backward.
+"""Policies for when the state tier updates: after the decision, ahead of it, or in backward.
 
 [Note: update ahead]
-A host that reads the sum of the step's facts before it enqueues the update leaves the device
-without work meanwhile. So where the state tier can (`DeviceTier.can_step_ahead`), the decision is
-computed on the device, the update of the parameters that have a gradient here is enqueued, and the
-host reads then. If the step is not taken, or some rank has gradients that are not reduced yet, that
-update has changed nothing. Parameters that only other ranks have used are updated after it.
+If the host reads the step's facts before it enqueues the update, the device is idle meanwhile. So
+if the state tier can (`DeviceTier.can_step_ahead`), the device computes the decision, the host
+enqueues the update of the parameters with a gradient on this rank, and then reads the facts. If the
+step is skipped, or some rank has unreduced gradients, the enqueued update changes nothing.
+Parameters used only by other ranks are updated afterwards.
 
 [Note: optimizer in backward]
-With ``update_in_backward`` a segment is updated as soon as its gradient is added: the host works on
-one unit while the device computes the next. Where nothing later in the step may change a gradient
-or skip the step (without clipping, fp16's loss scale and ``check_grad_overflow``) the update is
-final. Whoever changes or drops gradients after all gets an error.
+With ``update_in_backward`` a segment is updated as soon as its gradient is reduced. The host
+updates one unit while the device computes the next. The update is final if nothing later in the
+step can change a gradient or skip the step: no clipping, no fp16 loss scale and no
+``check_grad_overflow``. Changing or dropping gradients afterwards raises an error.
 
 [Note: speculation]
-Elsewhere the last gradient of backward decides on the step. The state tier may begin it all the
-same, as if it were taken without clipping, and undo it where that turns out wrong
-(`zero_core.protocols.SpeculativeTier`). No number depends on it. An update that is undone costs the
-host two copies of its states and itself again, and one that is kept a copy. So the configuration
-must ask for it.
+In other cases the decision needs the last gradient of backward. The state tier may still update
+early, as if the step were taken without clipping, and undo the update if that is wrong
+(`zero_core.protocols.SpeculativeTier`). Results are the same. An undone update costs the host two
+copies of its states and a second update, a kept one costs one copy. So speculation must be enabled
+in the configuration.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 def updates_in_backward(config: Config) -> bool:
-    """Whether units are updated in backward for good, as configured.
+    """Whether the configuration makes final updates of units in backward.
 
-    By default: with optimizer offload and no clipping, fp16 or overflow check. Nor with
-    ``memory_checkpoint``, which reads the states beside backward.
+    By default: with optimizer offload, without clipping, fp16, overflow check or
+    ``memory_checkpoint``, which reads the states during backward.
     """
     offload = config.zero_optimization.offload_optimizer
     if config.can_cancel_steps:
@@ -54,9 +54,9 @@ def updates_in_backward(config: Config) -> bool:
 
 
 def may_speculate(config: Config) -> bool:
-    """Whether units are updated in backward such that it can be undone, as configured.
+    """Whether the configuration makes undoable updates of units in backward.
 
-    By default: with a size of the undo log, and without ``memory_checkpoint``.
+    By default: if the size of the undo log is set, and without ``memory_checkpoint``.
     """
     offload = config.zero_optimization.offload_optimizer
     if offload.device != "cpu" or not config.can_cancel_steps:
@@ -67,19 +67,19 @@ def may_speculate(config: Config) -> bool:
 
 
 class UpdatePolicy:
-    """Updates after the step's decision, from which the other policies differ."""
+    """Policy that updates after the decision on the step. Base of the other policies."""
 
-    begins_early: ClassVar[bool] = False  # updates begin in backward, before the step is decided
-    is_final: ClassVar[bool] = False  # such an update stays, whatever comes
+    begins_early: ClassVar[bool] = False  # whether updates begin in backward
+    is_final: ClassVar[bool] = False  # whether updates in backward cannot be undone
     undo_bytes = 0  # host memory of an undo log
-    ahead: Sequence[int] = ()  # pieces whose update was enqueued, until `step` has ended it
+    ahead: Sequence[int] = ()  # pieces whose update is enqueued, until `step` completes it
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         self._tier = tier
         self._train = train
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
-        """Take a segment of which pieces ``active`` were offered. Return whether it is updated."""
+        """Handle a reduced segment, with its ``active`` pieces. Return whether it was updated."""
         return False
 
     @property
@@ -89,30 +89,30 @@ class UpdatePolicy:
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        """Enqueue the update: see `DeviceTier`. Called where `can_step_ahead` alone."""
+        """Enqueue the update: see `DeviceTier`. Called only if `can_step_ahead`."""
 
     def settle(self, *, is_void: bool) -> None:
-        """Note the decision on an update that was enqueued ahead."""
+        """Apply the decision to an update that was enqueued ahead."""
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update pieces as decided."""
+        """Update the ``active`` pieces, after the decision."""
         self._tier.step(self._train.hyperparameters(), active, grad_scale=grad_scale)
 
     def check_unused(self, what: str) -> None:
-        """Raise if an update has used the gradient already: ``what`` is possible only before."""
+        """Raise if an update has already used the gradient. ``what``: the refused action."""
 
     def clear(self) -> None:
-        """Begin a new step."""
+        """Start a new step."""
 
 
 class AheadPolicy(UpdatePolicy):
-    """See [Note: update ahead]."""
+    """Enqueues the update before the host knows the decision. See [Note: update ahead]."""
 
     _tier: DeviceTier
 
     @property
     def can_step_ahead(self) -> bool:
-        return self._tier.can_step_ahead  # a load may bring groups with other kernels
+        return self._tier.can_step_ahead  # may change when a load brings other groups
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
@@ -137,21 +137,21 @@ class AheadPolicy(UpdatePolicy):
 
 
 class InBackwardPolicy(UpdatePolicy):
-    """See [Note: optimizer in backward]."""
+    """Updates each segment in backward, without undo. See [Note: optimizer in backward]."""
 
     begins_early = is_final = True
-    _settings = ""  # that pieces were updated with
+    _settings = ""  # hyperparameters used by this step's updates
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         super().__init__(tier, train)
-        self._updated: set[int] = set()  # pieces, in this step
+        self._updated: set[int] = set()  # pieces updated in this step
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
         if active:
             groups = self._train.hyperparameters()
             self._settings = self._settings or repr(groups)
-            self._updated.update(active)  # before it: an exception may leave it half-updated
-            # Nothing scales or clips where updates are final: ``grad_scale`` is 1.
+            self._updated.update(active)  # first, because ``step`` may raise midway
+            # Final updates exclude scaling and clipping, so ``grad_scale`` is 1.
             self._tier.step(groups, active, grad_scale=1.0)
         return bool(active)
 
@@ -175,7 +175,7 @@ class InBackwardPolicy(UpdatePolicy):
 
 
 class UndoPolicy(UpdatePolicy):
-    """See [Note: speculation]."""
+    """Updates segments in backward such that the update can be undone. See [Note: speculation]."""
 
     begins_early = True
     _tier: SpeculativeTier
@@ -190,8 +190,8 @@ class UndoPolicy(UpdatePolicy):
 
 
 def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: int) -> UpdatePolicy:
-    """Return what the configuration and the tier allow."""
-    # A tier of whole parameters steps together on all ranks, when all gradients are there.
+    """Return the policy that the configuration requires and the tier supports."""
+    # A `WholeTier` steps once on all ranks, when all gradients are complete.
     if updates_in_backward(config) and not isinstance(tier, WholeTier):
         return InBackwardPolicy(tier, train)
     if may_speculate(config):

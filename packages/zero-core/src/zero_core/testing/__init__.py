@@ -1,4 +1,4 @@
-"""Helpers for tests: ranks on one machine, a model with every difficulty in it, the DDP oracle."""
+"""Test helpers: ranks on one machine, models that are hard to partition, and a DDP oracle."""
 
 from zero_core.testing.failing import Call, Failure, check_left_anywhere, described, failing
 from zero_core.testing.models import (

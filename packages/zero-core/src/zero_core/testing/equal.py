@@ -1,8 +1,8 @@
-"""A table of equalities: a configuration with a variant gives the bits of one without it.
+"""Equality tests: adding a configuration variant must not change any bit of a training.
 
-`Row` is one line of the table and `check` runs it. `cover` chooses rows: each pair of values that
-some valid row has is in one of them. A `Scenario` uses an engine between ``build()`` and a
-program's last step: it trains `Hard` on the batches of its rank and returns every loss that it saw.
+`Row` is one test case, and `check` runs it. `cover` chooses rows that contain every pair of values
+of all valid rows. A `Scenario` trains `Hard` on this rank's batches with a given engine, and
+returns every loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OTHER_WEIGHTS = "model.safetensors"
 
 
 def _backward(engine: Engine, step: int, micro: int = 0, factor: float | None = None) -> float:
-    """Run forward and backward of the loss, times ``factor``. Return the loss."""
+    """Run forward and backward of the loss times ``factor``. Return the unscaled loss."""
     loss = engine(**batch(step, micro, engine.rank))["loss"]
     engine.backward(loss if factor is None else loss * factor)
     found: float = loss.item()
@@ -58,7 +58,7 @@ def evaluate(engine: Engine, step: int) -> float:
 
 
 def _trains(engine: Engine, folder: Path) -> list[float]:
-    # Branches differ between ranks; so do the parameters without a gradient.
+    # branches, and parameters without gradients, differ between ranks
     return [micro_step(engine, step) for step in range(7)]
 
 
@@ -73,7 +73,7 @@ def _accumulates(engine: Engine, folder: Path) -> list[float]:
 
 
 def _evaluates_in_between(engine: Engine, folder: Path) -> list[float]:
-    # Before the first step, between micro-steps, between forward and backward, and at the end.
+    # Evaluate before the first step, after each micro-step's forward and backward, and at the end.
     losses = [evaluate(engine, 0), evaluate(engine, 1)]
     for step in range(3):
         for micro in range(2):
@@ -86,7 +86,7 @@ def _evaluates_in_between(engine: Engine, folder: Path) -> list[float]:
 
 
 def _is_edited(engine: Engine, folder: Path) -> list[float]:
-    # By the module's parameters and by the states' names, frozen ones as well.
+    # Edit trained and frozen parameters, through the module and through `engine.states`.
     losses = [micro_step(engine, 0), evaluate(engine, 0)]
     last = engine.world_size - 1
     with engine.gathered(modifier_rank=last) as model, torch.no_grad():
@@ -102,7 +102,7 @@ def _is_edited(engine: Engine, folder: Path) -> list[float]:
 
 
 def _loads(engine: Engine, folder: Path) -> list[float]:
-    # Earlier weights come back under later versions.
+    # Loading restores old weights under a new version number.
     losses = [micro_step(engine, 0)]
     engine.save_checkpoint(folder)
     losses += [micro_step(engine, 1), micro_step(engine, 2), evaluate(engine, 2)]
@@ -111,7 +111,7 @@ def _loads(engine: Engine, folder: Path) -> list[float]:
 
 
 def _starts_from_a_file(engine: Engine, folder: Path) -> list[float]:
-    losses = [evaluate(engine, 0)]  # what is kept is replaced
+    losses = [evaluate(engine, 0)]  # fills caches that the loaded weights must replace
     own = folder / str(engine.rank)
     own.mkdir(exist_ok=True)
     width = engine.module.get_parameter("embed.weight").shape[1]
@@ -122,8 +122,8 @@ def _starts_from_a_file(engine: Engine, folder: Path) -> list[float]:
 
 
 def _breaks_off(engine: Engine, folder: Path) -> list[float]:
-    # In a forward, in an evaluation, and in a backward between two blocks, of which one has been
-    # reduced or updated by then.
+    # Exceptions in a forward, in an evaluation, and in a backward between two blocks, when one
+    # block may already be reduced or updated.
     def refuse(module: nn.Module, inputs: object) -> None:
         raise ZeroDivisionError
 
@@ -141,7 +141,7 @@ def _breaks_off(engine: Engine, folder: Path) -> list[float]:
             raise AssertionError("forward went on")
     hook.remove()
     hook = engine.module.get_submodule("blocks.1").register_forward_hook(break_behind)
-    # All ranks have begun the same reductions when they break off.
+    # With ``use_side``, all ranks have started the same reductions before the error.
     loss = engine(**{**batch(1, 0, engine.rank), "use_side": True})["loss"]
     hook.remove()
     with suppress(ZeroDivisionError):
@@ -152,7 +152,7 @@ def _breaks_off(engine: Engine, folder: Path) -> list[float]:
 
 
 def _freezes_and_unfreezes(engine: Engine, folder: Path) -> list[float]:
-    # A whole block, then a part of another and of the root, then nothing.
+    # Freeze a whole block, then parts of another block and of the root, then nothing.
     frozen = (("blocks.1.",), ("blocks.2.up.", "gain"), ())
     losses = []
     for step in range(6):
@@ -164,7 +164,7 @@ def _freezes_and_unfreezes(engine: Engine, folder: Path) -> list[float]:
 
 
 def _idles(engine: Engine, folder: Path) -> list[float]:
-    # A rank at a time has no data, and no two ranks evaluate as often.
+    # One rank at a time has no data, and ranks evaluate different numbers of times.
     losses = [micro_step(engine, 0), evaluate(engine, 0)]
     for step in range(1, 5):
         if engine.world_size > 1 and step % engine.world_size == engine.rank:
@@ -180,7 +180,7 @@ def _idles(engine: Engine, folder: Path) -> list[float]:
 
 
 def _skips_a_step(engine: Engine, folder: Path) -> list[float]:
-    # One rank's gradients are not finite. Where that is not checked, no step is skipped.
+    # One rank has non-finite gradients. The step is skipped only if overflow is checked.
     losses = [micro_step(engine, 0)]
     micro_step(engine, 1, factor=torch.inf if engine.rank == engine.world_size - 1 else None)
     assert bool(engine.skipped_steps) == engine.config.check_grad_overflow
@@ -188,7 +188,7 @@ def _skips_a_step(engine: Engine, folder: Path) -> list[float]:
 
 
 def _has_edited_gradients(engine: Engine, folder: Path) -> list[float]:
-    # Or other things happen between backward and step, which may have updated something by then.
+    # Edit gradients or use other features between backward and step.
     losses = []
     for step in range(8):
         losses.append(_backward(engine, step))
@@ -231,7 +231,7 @@ def _is_copied(engine: Engine, folder: Path) -> list[float]:
 
 
 def _repeats_backward(engine: Engine, folder: Path) -> list[float]:
-    # Two backwards a step, of which one gives a NaN on the last rank.
+    # Two backwards per step, one of which has a NaN loss on the last rank.
     losses = []
     for step in range(4):
         for micro in range(2):
@@ -242,7 +242,7 @@ def _repeats_backward(engine: Engine, folder: Path) -> list[float]:
 
 
 def _goes_long(engine: Engine, folder: Path) -> list[float]:
-    # Each tenth step has an outlier, and one a NaN on the last rank.
+    # Every tenth step has an outlier, and one step has a NaN on the last rank.
     losses = []
     for step in range(100):
         for micro in range(2):
@@ -250,7 +250,8 @@ def _goes_long(engine: Engine, folder: Path) -> list[float]:
             factor = torch.nan if is_spoilt else 1.0 if step % 10 else 256.0
             losses.append(micro_step(engine, step, micro, factor))
         norm = engine.get_global_grad_norm() or 0.0
-        losses.append(torch.tensor(norm).item())  # a ratio changes last digits of its double
+        # Rounded to fp32: an offload ratio changes the double's last digits.
+        losses.append(torch.tensor(norm).item())
         if step == 25:
             losses += _is_edited(engine, folder)
         if step == 40:
@@ -286,30 +287,30 @@ BY_NAME: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """Keys of a configuration that change no bit."""
+    """Keys of a configuration that must not change any bit."""
 
-    zero: Mapping[str, Any] = field(default_factory=dict)  # what it adds to ``zero_optimization``
-    base: Mapping[str, Any] = field(default_factory=dict)  # what the other one has there
-    top: Mapping[str, Any] = field(default_factory=dict)  # what it adds at the top
-    base_top: Mapping[str, Any] = field(default_factory=dict)  # what both have at the top
-    further: Mapping[str, Any] = field(default_factory=dict)  # adds to arguments of ``build()``
-    stages: Sequence[int] = (0, 1, 2, 3)  # ZeRO stages that serve it
-    # numbers of ranks that serve it, and how many of them share a node
+    zero: Mapping[str, Any] = field(default_factory=dict)  # added to ``zero_optimization``
+    base: Mapping[str, Any] = field(default_factory=dict)  # ``zero_optimization`` of the base
+    top: Mapping[str, Any] = field(default_factory=dict)  # added at the top level
+    base_top: Mapping[str, Any] = field(default_factory=dict)  # top-level keys of base and variant
+    further: Mapping[str, Any] = field(default_factory=dict)  # added to arguments of ``build()``
+    stages: Sequence[int] = (0, 1, 2, 3)  # supported ZeRO stages
+    # supported (number of ranks, ranks per node)
     ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 2), (3, 1), (4, 2))
-    width: int = 33  # of the model, with shards of gradients that are worth quantizing
-    family: str = ""  # variants of one family share rows where `cover` is asked to: see there
+    width: int = 33  # width of the model, large enough for quantized gradients
+    family: str = ""  # with ``by_family``, variants of a family share rows
 
 
 @dataclass(frozen=True)
 class Row:
-    """One equality."""
+    """One equality test: a variant in a scenario."""
 
-    scenario: str  # what is done, by its name in `SCENARIOS` or `BY_NAME`
-    variant: str  # name of what is added
-    stage: int  # ZeRO stage of both sides
-    dtype: str  # of forward and backward: "fp32", "bf16" or "fp16"
+    scenario: str  # key of `SCENARIOS` or `BY_NAME`
+    variant: str  # name of the variant
+    stage: int
+    dtype: str  # "fp32", "bf16" or "fp16"
     ranks: int  # number of simulated ranks
-    per_node: int  # how many of them share a node
+    per_node: int  # ranks per node
 
     def __str__(self) -> str:
         where = f"{self.ranks} ranks" + (f", {self.per_node} a node" * (self.per_node > 1))
@@ -324,10 +325,11 @@ def cover(
     strength: int = 2,
     by_family: bool = False,
 ) -> list[Row]:
-    """Return rows in which all sets of ``strength`` values occur that may occur together.
+    """Return rows that contain every combination of ``strength`` values of some valid row.
 
-    Among rows that add equally many sets, one with about two ranks is chosen.
-    ``by_family``: of the variants of a family any may be in a set, and each has all its stages.
+    Prefers rows that add many combinations, then rows with about two ranks. ``by_family``: a
+    combination is covered by any variant of a family, and each variant is covered at all its
+    stages.
     """
     rows = [
         Row(scenario, name, stage, dtype, *sizes)
@@ -358,7 +360,7 @@ def cover(
 
 
 def check(row: Row, variant: Variant, folder: Path, *, is_simulated: bool = True) -> None:
-    """Compare both sides of a row bit by bit, on threads if ``is_simulated``, else processes."""
+    """Compare a row's variant with its base, on threads if ``is_simulated``, else on processes."""
     run: Callable[..., object] = simulate if is_simulated else run_on_processes
     run(_compare, row.ranks, row, variant, folder, ranks_per_node=row.per_node)
 
@@ -384,7 +386,7 @@ def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
     folder.mkdir(exist_ok=True)
     zero = {**variant.base, **variant.zero}
     top = {**more, **variant.base_top, **variant.top}
-    if row.dtype == "fp16":  # some steps overflow, and some do not
+    if row.dtype == "fp16":  # with this scale, some steps overflow
         top["fp16"] = {"enabled": True, "hysteresis": 1, "initial_scale_power": 14}
     config = Case(row.stage, row.dtype, zero=zero, top=top).config()
     config = json.loads(json.dumps(config).replace(FOLDER, str(folder)))
@@ -393,10 +395,10 @@ def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
     )
     losses = scenario(engine, folder)
     values = engine.full_state_dict(dtype=torch.float32)
-    with engine.gathered() as model:  # the rounded copies, besides the master weights
+    with engine.gathered() as model:  # compare the rounded parameters, not only masters
         values |= {f"gathered {n}": p.detach().clone() for n, p in model.named_parameters()}
     trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
-    # Where both sides have the same parts, each rank reads its own.
+    # With equal stages, both sides have equal shards: compare each rank's own.
     state_of = engine.states.get_full if "stage" in zero else engine.states.get_local
     for what, name in itertools.product(engine.sharded_state.tier.state_names(), trained):
         values[f"{what} of {name}"] = state_of(name, what)

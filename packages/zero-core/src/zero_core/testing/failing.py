@@ -1,6 +1,6 @@
-"""Injected failures of single calls, and Ctrl-C at a chosen moment of a training.
+"""Injected failures: an exception in a chosen call, or Ctrl-C at a chosen moment of a training.
 
-A training that was interrupted continues as the messages say. `described` compares models.
+After an interruption, tests continue the training as the engine's error messages advise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEFT_STEP = 1
 
 
 class Failure(Exception):
-    """Stand-in for whatever may go wrong."""
+    """Injected error."""
 
 
 Call = tuple[str, int]
@@ -41,9 +41,10 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @contextmanager
 def failing(call: Call | None, event: str, file: str | None) -> Iterator[list[Call]]:
-    """Make one call from the frames of ``file`` raise: before it runs ("call"), or at its end.
+    """Make one call from the frames of ``file`` raise `Failure`, at its start or its end.
 
-    Yields the calls so far. They are those of Python functions, constructors included.
+    ``event`` is "call" for the start and "return" for the end. Yields the list of calls so far.
+    Only Python functions count, including constructors.
     """
     calls: list[Call] = []
 
@@ -66,9 +67,9 @@ def failing(call: Call | None, event: str, file: str | None) -> Iterator[list[Ca
 
 
 def described(model: nn.Module, optimizer: torch.optim.Optimizer, *, has_places: bool) -> Any:
-    """Return everything of a model and an optimizer that a plain program can see.
+    """Return everything about a model and an optimizer that a plain program can observe.
 
-    ``has_places``: with the addresses of parameters.
+    ``has_places``: include the parameters' addresses.
     """
     modules = [
         {
@@ -108,16 +109,16 @@ def _bits(tensor: Tensor) -> bytes:
 
 @dataclass
 class Interruption:
-    """An interruption at a call of a function of some packages, on this thread."""
+    """An interruption of this thread at a call of a function in ``packages``."""
 
-    moment: int  # number of that call, from 1 on. 0: none
-    is_signal: bool  # whether SIGINT is sent, and not KeyboardInterrupt raised in the function
-    packages: Sequence[str]  # names of the packages whose calls count
-    num_calls: int = 0  # calls so far
+    moment: int  # number of the interrupted call, from 1; 0: none
+    is_signal: bool  # send SIGINT instead of raising KeyboardInterrupt in the function
+    packages: Sequence[str]
+    num_calls: int = 0  # calls counted so far
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """Count calls in this context, and interrupt it at the moment."""
+        """Count calls within this context and interrupt the chosen call."""
         sys.setprofile(self._count)
         try:
             yield
@@ -128,7 +129,7 @@ class Interruption:
         module = str(frame.f_globals.get("__name__"))
         if event != "call" or module.partition(".")[0] not in self.packages:
             return
-        if frame.f_code.co_name == "<genexpr>":  # its finalizer, in which an interruption is lost
+        if frame.f_code.co_name == "<genexpr>":  # may run in a finalizer, which ignores exceptions
             return
         self.num_calls += 1
         if self.num_calls == self.moment:
@@ -146,9 +147,10 @@ def _step(engine: Engine, inputs: Mapping[str, Any]) -> None:
 def _train_left(
     config: Mapping[str, Any], folder: Path, interruption: Interruption, *, drops: bool
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Train, be interrupted, and run the same lines again, as often as the engine says.
+    """Train with an interruption, and follow the engine's advice until the training ends.
 
-    ``drops``: whether gradients are dropped before. Returns the final values and what was told.
+    ``drops``: call ``zero_grad`` after the interruption. Returns the final values, error messages
+    and warnings.
     """
     warnings: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
@@ -168,7 +170,7 @@ def _train_left(
                     engine.load_checkpoint(folder)
                 elif is_left and drops:
                     engine.zero_grad()
-                # The cell of a notebook: all steps that are left.
+                # a notebook cell that runs all remaining steps
                 while engine.global_steps < NUM_STEPS:
                     inputs = batch(engine.global_steps, 0, 0)
                     is_due = not is_left and engine.global_steps == _LEFT_STEP
@@ -196,11 +198,11 @@ def check_left_anywhere(
     num_moments: int,
     packages: Sequence[str] = ("zero_core",),
 ) -> None:
-    """Leave forward, backward and step of one rank at random moments, and train on.
+    """Interrupt training steps of one rank at random moments, and continue the training.
 
-    In turns by KeyboardInterrupt in the middle of everything and by SIGINT, and in turns with
-    gradients dropped after it and without. The values are those of a training that was not
-    interrupted, or, where nothing was dropped, a warning has named the call that drops them.
+    Alternates between KeyboardInterrupt and SIGINT, and between dropping gradients or not. Final
+    values must equal those of an uninterrupted training. If gradients are not dropped, a warning
+    that names ``zero_grad()`` is also accepted.
     """
     never = Interruption(0, is_signal=False, packages=packages)
     expected, told = _train_left(config, folder, never, drops=False)

@@ -1,4 +1,4 @@
-"""Toy models that several tests share: one with everything that makes partitioning hard."""
+"""Toy models shared by tests. `Hard` combines everything that makes partitioning difficult."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GENERATOR = threading.RLock()
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generator and keep other threads, as simulated ranks are, from it."""
+    """Seed torch's global generator, and lock it against other threads (simulated ranks)."""
     with _GENERATOR:
         torch.manual_seed(seed)
         yield
@@ -40,8 +40,11 @@ class _Block(nn.Module):
 
 
 class Hard(nn.Module):
-    """Language model with tied weights, a frozen block, a block called twice, branches that differ
-    between ranks and steps, odd sizes, and a parameter smaller than the world."""
+    """Language model that is hard to partition.
+
+    It has tied weights, a frozen block, a block called twice, branches that differ between ranks
+    and steps, odd sizes, and a parameter with fewer elements than ranks.
+    """
 
     def __init__(self, width: int = 11, vocab: int = 37, depth: int = 3) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class Hard(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, ids: Tensor, *, use_sometimes: bool, use_side: bool) -> dict[str, Tensor]:
-        """Loss of predicting each of ``ids``, int64, [batch, length], from the one before."""
+        """Return the next-token loss of ``ids`` (int64 [batch, length])."""
         x = self.embed(ids[:, :-1]) * self.gain
         for block in (*self.blocks, *self.frozen, self.blocks[0]):
             x = block(x, use_side=use_side)
@@ -68,13 +71,13 @@ class Hard(nn.Module):
 
 
 def make_model(width: int = 11) -> Hard:
-    """Make the same `Hard` every time."""
+    """Create a `Hard` with the same values at every call."""
     with seeded(0):
         return Hard(width)
 
 
 def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
-    """Return the input of one micro-step of one rank, drawn from the arguments alone."""
+    """Return the inputs of `Hard` for one micro-step of one rank, seeded by the arguments."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     return {
         "ids": torch.randint(0, 37, (2, 9), generator=generator),
@@ -84,8 +87,6 @@ def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
 
 
 class _WideBlock(nn.Module):
-    """A block of ``12 * width**2`` parameters, as a transformer block has."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.mix = nn.Linear(width, 4 * width, bias=False)
@@ -104,7 +105,7 @@ def wide_blocks(depth: int, width: int) -> nn.Sequential:
 
 
 class RootAndBlocks(nn.Module):
-    """Blocks of one size without much else, and a root of ``root`` times a block."""
+    """Blocks of equal size, and a root module of about ``root`` times a block's size."""
 
     def __init__(self, width: int, num_blocks: int, root: float) -> None:
         super().__init__()
@@ -120,11 +121,10 @@ class RootAndBlocks(nn.Module):
 
 
 class Tower(nn.Module):
-    """Residual blocks between a first layer and a head, of odd sizes.
+    """Residual blocks of odd sizes between a first layer and a head.
 
-    ``forward(x, used)`` runs only the blocks ``used``, in that order; one may occur twice.
-    ``recompute``: whether blocks run under ``torch.utils.checkpoint``; "pairs" puts two blocks into
-    one checkpoint.
+    ``forward(x, used)`` runs only the blocks ``used``, in that order, and a block may occur twice.
+    ``recompute`` selects ``torch.utils.checkpoint``: "pairs" checkpoints two blocks together.
     """
 
     def __init__(
@@ -171,13 +171,13 @@ class Tower(nn.Module):
 
 
 def make_tower(depth: int = 4, width: int = 7, **settings: Any) -> Tower:
-    """Make the same `Tower` every time."""
+    """Create a `Tower` with the same values at every call."""
     with seeded(1):
         return Tower(depth, width, **settings)
 
 
 def rows(number: int, rank: int, width: int = 7) -> Tensor:
-    """Return float32 input [4, width] of a `Tower`, drawn from the arguments alone."""
+    """Return fp32 input [4, width] of a `Tower`, seeded by the arguments."""
     generator = torch.Generator().manual_seed(100 * number + rank)
     return torch.randn(4, width, generator=generator)
 
@@ -186,7 +186,7 @@ MIXTURE_WIDTH, NUM_EXPERTS = 6, 8
 
 
 class Mixture(nn.Module):
-    """Calls the experts that tokens are routed to, in the order of the first token of each."""
+    """Mixture of experts that calls only used experts, ordered by their first token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,14 +216,14 @@ class _MixtureBlock(nn.Module):
 
     def forward(self, x: Tensor, allowed: list[int]) -> Tensor:
         x = x + torch.tanh(self.before(x))
-        if allowed:  # else the rank leaves the mixture out
+        if allowed:  # without allowed experts, this rank skips the mixture
             x = x + self.mixture(x, allowed)
         y: Tensor = self.after(x)
         return y
 
 
 class MixtureModel(nn.Module):
-    """Three blocks with `NUM_EXPERTS` experts each, which are called only if a token goes there."""
+    """Three blocks with `NUM_EXPERTS` experts each. Experts without tokens are not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class MixtureModel(nn.Module):
             self.head = nn.Linear(MIXTURE_WIDTH, 1)
 
     def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
-        """Return a loss of tokens ``x``, which may go to the ``allowed`` experts of each block."""
+        """Return a loss of ``x``, whose tokens may use the ``allowed`` experts of each block."""
         x = self.first(x)
         for block, own in zip(self.blocks, allowed, strict=True):
             x = block(x, own)
@@ -242,7 +242,7 @@ class MixtureModel(nn.Module):
 
 
 def routed_batch(seed: int, rank: int, num_allowed: int) -> tuple[Tensor, list[list[int]]]:
-    """Draw a few tokens, and for each block of `MixtureModel` experts that they may go to."""
+    """Draw 1 to 4 tokens, and ``num_allowed`` experts for each block of `MixtureModel`."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     num_tokens = int(torch.randint(1, 5, (), generator=generator))
     allowed = [

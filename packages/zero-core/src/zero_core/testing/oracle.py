@@ -1,7 +1,7 @@
-"""The DDP oracle: the same training by DistributedDataParallel and by the engine, compared.
+"""DDP oracle: train by DistributedDataParallel and by the engine, and compare.
 
-`run_ddp` trains `Hard` with DistributedDataParallel and a torch optimizer, `run_engine` with the
-engine. Both return a `Trace` of what can be compared.
+`run_ddp` trains `Hard` with DistributedDataParallel and a torch optimizer. `run_engine` trains the
+same model with the engine. Each returns a `Trace` of comparable results.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LR, WEIGHT_DECAY = 1e-2, 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the equivalence grid."""
+    """One configuration of the equivalence grid."""
 
-    stage: int = 0  # ZeRO stage
-    dtype: str = "fp32"  # "fp32", "bf16", or "fp16", whose first steps overflow
+    stage: int = 0
+    dtype: str = "fp32"  # "fp32", "bf16" or "fp16"; in fp16 the first steps overflow
     accumulation: int = 1  # micro-steps per step
-    clipping: float = 0.0  # largest gradient norm; 0 is off
-    is_local: bool = False  # whether micro-steps before the last run within ``no_sync``
+    clipping: float = 0.0  # largest gradient norm; 0: no clipping
+    is_local: bool = False  # run all micro-steps but the last within ``no_sync``
     zero: Mapping[str, Any] = field(default_factory=dict)  # further keys of ``zero_optimization``
-    top: Mapping[str, Any] = field(default_factory=dict)  # and of the configuration
-    num_backwards: int = 1  # backwards per micro-step, each of an equal part of the loss
-    width: int = 11  # of the model; odd unless given
+    top: Mapping[str, Any] = field(default_factory=dict)  # further top-level keys
+    num_backwards: int = 1  # backwards per micro-step, each with an equal share of the loss
+    width: int = 11  # width of the model; odd by default
 
     def config(self) -> dict[str, Any]:
         return {
@@ -49,7 +49,7 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.dtype == "bf16"},
-            "fp16": {"enabled": self.dtype == "fp16", "hysteresis": 1},  # as torch's GradScaler
+            "fp16": {"enabled": self.dtype == "fp16", "hysteresis": 1},  # as in torch's GradScaler
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": {"stage": self.stage, **self.zero},
             **self.top,
@@ -58,19 +58,19 @@ class Case:
     def build(
         self, ranks: Ranks | None = None, model: nn.Module | None = None, **further: Any
     ) -> Any:
-        """Build an engine of ``model``, or of `Hard`. ``further``: for `zero_core.build`."""
+        """Build an engine of ``model`` or `Hard`. ``further``: arguments of `zero_core.build`."""
         module = make_model(self.width) if model is None else model
         return zero_core.build(module, self.config(), process_group=ranks, **further)
 
 
 @dataclass
 class Trace:
-    """The comparable results of a run."""
+    """Comparable results of a run."""
 
-    losses: list[float] = field(default_factory=list)  # of every micro-step, on this rank
+    losses: list[float] = field(default_factory=list)  # of every micro-step on this rank
     values: dict[str, Tensor] = field(default_factory=dict)  # final values by name
-    num_skipped: int = 0  # steps that were skipped as their gradient was not finite
-    between_nodes_bytes: int = 0  # what this rank's engine sent to other nodes in the last step
+    num_skipped: int = 0  # steps skipped because of non-finite gradients
+    between_nodes_bytes: int = 0  # sent by this rank in the last step
 
 
 def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[str, Any]:
@@ -81,29 +81,31 @@ def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[st
 class SimulatedDDP:
     """DistributedDataParallel over simulated ranks, in plain torch.
 
-    With two ranks the bits are those of DDP, which a test holds. With more, gradients are added in
-    rank order, where DDP adds them around a ring. Unlike DDP it reduces only when it is asked to.
+    With two ranks, results are bit-identical to DDP's (a test checks this). With more ranks,
+    gradients are added in rank order, whereas DDP adds them along a ring. Gradients are reduced
+    only by `average_gradients`.
     """
 
     def __init__(self, module: nn.Module, ranks: SimulatedRanks) -> None:
         self.module = module
         self._control = ranks.connect()
-        # Every rank has drawn its model: recomputation in a backward sets torch's one generator.
+        # Wait until every rank has initialized its model. A later backward may recompute
+        # activations, which sets the state of torch's global generator.
         self._control.barrier()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, in training with rank 0's buffers."""
+        """Run the module. In training, broadcast rank 0's buffers first."""
         if self.module.training:
             for buffer in self.module.buffers():
                 self._control.broadcast(buffer)
         return self.module(*args, **kwargs)
 
     def average_gradients(self) -> None:
-        """Average ``grad`` over the ranks. Where no rank has one it stays None."""
+        """Average ``grad`` over the ranks. ``grad`` stays None where no rank has one."""
         params = [p for p in self.module.parameters() if p.requires_grad]
         num_users = self._control.sum(torch.tensor([p.grad is not None for p in params]).int())
         used = [param for param, num in zip(params, num_users.tolist(), strict=True) if num]
-        for dtype in dict.fromkeys(param.dtype for param in used):  # one exchange of each
+        for dtype in dict.fromkeys(param.dtype for param in used):  # one exchange per dtype
             own = [param for param in used if param.dtype == dtype]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
             parts = [(grad * (1.0 / self._control.world_size)).reshape(-1) for grad in grads]
@@ -113,18 +115,17 @@ class SimulatedDDP:
 
 
 def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = None) -> Trace:
-    """Train with DDP and torch's optimizer, in low precision over fp32 master weights, in fp16 with
-    torch's ``GradScaler``.
+    """Train with DDP and a torch optimizer over fp32 master weights.
 
-    Accumulation: within ``no_sync`` if ``case.is_local``, else the reduced gradients of the
-    micro-steps are added up. With one rank, the module itself is trained. With ``ranks``, by
-    `SimulatedDDP`.
+    In fp16, torch's ``GradScaler`` is used. Micro-steps run in ``no_sync`` if ``case.is_local``.
+    Otherwise their reduced gradients are added. A single rank trains the module itself. With
+    ``ranks``, `SimulatedDDP` replaces DDP.
     """
     trace = Trace()
-    device = find_ranks(None, None).device  # that the engine would choose
+    device = find_ranks(None, None).device  # the engine would choose the same device
     model = make_model(case.width).to(device)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    copies = {n: nn.Parameter(p.detach().clone()) for n, p in params.items()}  # master weights
+    copies = {n: nn.Parameter(p.detach().clone()) for n, p in params.items()}  # fp32 master weights
     if case.dtype != "fp32":
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype])
     is_alone = ranks is None and dist.get_world_size() == 1
@@ -170,7 +171,7 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
         if case.clipping:
             nn.utils.clip_grad_norm_(copies.values(), case.clipping)
         before = scaler.get_scale()
-        scaler.step(optimizer)  # or not
+        scaler.step(optimizer)  # skips steps with non-finite gradients
         scaler.update()
         trace.num_skipped += scaler.get_scale() < before
         with torch.no_grad():
@@ -183,9 +184,9 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
 def run_engine(
     case: Case, rank: int, steps: int, *, resume_from: str | None = None, **build_kwargs: Any
 ) -> Trace:
-    """Train the same model on the same batches with the engine, resumed from a folder if given."""
+    """Train as `run_ddp` does, with the engine. ``resume_from``: a checkpoint's folder."""
     trace = Trace()
-    device = find_ranks(None, None).device  # that the engine would choose
+    device = find_ranks(None, None).device  # the engine would choose the same device
     engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
     if resume_from is not None:
         engine.resume(resume_from)
@@ -208,11 +209,11 @@ def run_engine(
 
 
 class Gap(NamedTuple):
-    """Distance of an engine run from DDP and from the first stage of the same case."""
+    """Largest differences of an engine run on one rank."""
 
-    loss: float  # largest difference of a loss from DDP's on this rank
-    value: float  # largest difference of a final value from DDP's
-    across_stages: float  # from the first engine run of an equal case at another stage
+    loss: float  # largest difference from DDP's losses
+    value: float  # largest difference from DDP's final values
+    across_stages: float  # largest difference from the first run of the case at another stage
 
 
 def compare_with_ddp(
@@ -233,7 +234,7 @@ def compare_with_ddp(
 
 
 def read_gaps(folder: str | Path, world_size: int) -> dict[int, Gap]:
-    """Read what `compare_with_ddp` wrote: the largest gaps over the ranks, by case."""
+    """Read the files of `compare_with_ddp` and return each case's largest gaps over all ranks."""
     worst: dict[int, Gap] = {}
     for rank in range(world_size):
         rows = json.loads((Path(folder) / f"gaps-{world_size}-{rank}.json").read_text())
@@ -248,17 +249,16 @@ def _distance(a: Trace, b: Trace) -> tuple[float, float]:
     losses = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
     values = [(a.values[k] - b.values[k]).abs().max().item() for k in b.values]
     if not all(math.isfinite(gap) for gap in (*losses, *values)):
-        return math.inf, math.inf  # max passes over a NaN that is not the first
+        return math.inf, math.inf  # max() can ignore a NaN
     return max(losses), max(values)
 
 
 def train_unread(
     engine: zero_core.Engine, rank: int, device: torch.device, *, steps: int, accumulation: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Train, reading no loss before the end, so that the host runs ahead. It ends the engine.
+    """Train without reading losses, so that the host runs ahead, and close the engine.
 
-    Returns:
-        The losses, and the full values by name on the CPU.
+    Returns the losses, and the full values by name on the CPU.
     """
     losses = []
     for step, micro in itertools.product(range(steps), range(accumulation)):

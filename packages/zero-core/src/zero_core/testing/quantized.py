@@ -1,10 +1,11 @@
-"""A quantized model with adapters, by a reference quantizer: the storage of what people load.
+"""Quantized model with adapters, for tests of the storage formats of quantization libraries.
 
-Codes of 4 bits, two to a byte, in blocks of `BLOCK` with one largest magnitude each, as QLoRA has
-them (Dettmers et al., arXiv 2305.14314, section 3), here at equal distances. Three ways to keep
-them are in every block of `Adapted`: a tensor subclass that wraps plain tensors (as torchao's), a
-parameter with its metadata in an attribute (as bitsandbytes'), and plain parameters side by side.
-The product's node keeps a view of the codes for backward where no hook of autograd sees it.
+Weights are 4-bit codes, two per byte, in blocks of `BLOCK` values with one absolute maximum each,
+as in QLoRA (Dettmers et al., arXiv 2305.14314, section 3) but with equidistant levels. Each block
+of `Adapted` has three formats: a tensor subclass that wraps plain tensors (like torchao), a
+parameter with metadata in an attribute (like bitsandbytes), and plain parameters for codes and
+scales. The autograd node of the product keeps a view of the codes outside of saved tensors, where
+no autograd hook sees it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BLOCK = 8
 
 
 class ScaleState:
-    """Metadata beside packed codes: scales, and a table in a state of its own."""
+    """Metadata of packed codes: scales, and a table in a nested object."""
 
     def __init__(self, absmax: Tensor, table: Tensor, shape: torch.Size) -> None:
         self.absmax = absmax
@@ -44,7 +45,7 @@ def _table() -> Tensor:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes, uint8 [numel / 2, 1], and largest magnitudes, [numel / BLOCK]."""
+    """Return codes (uint8 [numel / 2, 1]) and absolute maxima ([numel / BLOCK])."""
     blocks = weight.detach().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(1)
     nearest = (blocks / absmax[:, None])[..., None].sub(_table()).abs().argmin(-1)
@@ -53,14 +54,14 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, absmax: Tensor, table: Tensor, shape: torch.Size) -> Tensor:
-    """Return the weight of `quantize`, fp32."""
+    """Return the fp32 weight for codes and absolute maxima of `quantize`."""
     flat = codes.reshape(-1, 1)
     values = table[torch.cat((flat >> 4, flat & 15), 1).long()]
     return (values.view(-1, BLOCK) * absmax[:, None]).view(shape)
 
 
 class Product(torch.autograd.Function):
-    """``x @ weight.t()`` of a quantized weight. It keeps the codes outside of saved tensors."""
+    """``x @ weight.t()`` of a quantized weight. Keeps the codes outside of saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, state: ScaleState) -> Tensor:
@@ -72,14 +73,14 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Compute the gradient of ``x`` from the weights that memory holds now."""
+        """Compute the gradient of ``x`` from the codes' current values."""
         state = ctx.state
         weight = dequantize(ctx.codes, state.absmax, state.inner.values, state.shape)
         return grad @ weight, None, None
 
 
 class PackedParam(nn.Parameter):
-    """A parameter of codes whose ``state`` is an attribute."""
+    """Parameter of packed codes with metadata in the attribute ``state``."""
 
     state: ScaleState
 
@@ -97,7 +98,7 @@ class PackedParam(nn.Parameter):
 
 
 class WrappedCodes(Tensor):
-    """A tensor of a weight's shape and dtype that wraps its codes and scales."""
+    """Tensor subclass with a weight's shape and dtype that wraps codes and scales."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, absmax: Tensor, shape: torch.Size) -> WrappedCodes:
@@ -139,7 +140,7 @@ class WrappedCodes(Tensor):
 
 
 class AttachedLinear(nn.Module):
-    """A linear map of a `PackedParam`, which it repacks for evaluation."""
+    """Linear layer of a `PackedParam`, which is repacked at the first evaluation."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class AttachedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
-        if not self.training and not weight.state.is_repacked:  # the rows' halves change places
+        if not self.training and not weight.state.is_repacked:  # swap the two codes of each byte
             weight.data = ((weight.data >> 4) | (weight.data << 4)).view(-1)
             weight.state.absmax = weight.state.absmax * 1.0
             weight.state.is_repacked = True
@@ -156,7 +157,7 @@ class AttachedLinear(nn.Module):
 
 
 class WrappedLinear(nn.Module):
-    """A linear map of `WrappedCodes`."""
+    """Linear layer of `WrappedCodes`."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class WrappedLinear(nn.Module):
 
 
 class PlainLinear(nn.Module):
-    """A linear map of 8-bit floats, stored by columns, with scales beside them."""
+    """Linear layer of column-major 8-bit floats with a separate scale per row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -185,8 +186,6 @@ class PlainLinear(nn.Module):
 
 
 class _Block(nn.Module):
-    """Quantized maps before, beside and behind an adapter."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width).requires_grad_(False)
@@ -194,7 +193,7 @@ class _Block(nn.Module):
         down, up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
         self.adapter = nn.Sequential(OrderedDict(down=down, up=up))
         self.second = PlainLinear(width)
-        # Its node is the first one of the block's backward.
+        # The autograd node of this layer is the first one in the block's backward.
         self.last = AttachedLinear(_drawn(width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,7 +205,7 @@ class _Block(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen quantized base, trained by adapters. ``width`` is a multiple of `BLOCK`."""
+    """Frozen quantized model with trainable adapters. ``width`` is a multiple of `BLOCK`."""
 
     def __init__(self, width: int = 24, depth: int = 4) -> None:
         super().__init__()
@@ -216,7 +215,7 @@ class Adapted(nn.Module):
             self.outlet = WrappedLinear(_drawn(width))
 
     def forward(self, x: Tensor, *, is_reversed: bool = False) -> Tensor:
-        """Return a loss of ``x``, [batch, width]. Blocks may run from the last to the first."""
+        """Return a loss of ``x`` [batch, width]. ``is_reversed``: run the blocks in reverse."""
         x = self.inlet(x)
         for block in reversed(self.blocks) if is_reversed else self.blocks:
             x = block(x)

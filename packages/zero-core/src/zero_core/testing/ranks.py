@@ -1,6 +1,6 @@
 """Ranks on one machine: processes forked from a server that has imported torch once.
 
-`PeakMemory` and `OwnPeakMemory` measure the memory of one, as the kernel counts it (Linux).
+`PeakMemory` and `OwnPeakMemory` measure the memory of a process as counted by Linux.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-# The first torch optimizer imports it. Imported while a process group exists, it keeps the group
-# alive past destroy_process_group (torch 2.13), whose threads may then abort the process at exit.
+# Import torch._dynamo before a process group exists. Otherwise the first torch optimizer imports
+# it, and the module keeps the group alive after destroy_process_group (torch 2.13). The group's
+# threads may then abort the process at exit.
 import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -32,17 +33,17 @@ from zero_core._libc import release_free_pages
 from zero_core.comm.groups import Ranks
 from zero_core.comm.topology import find_ranks
 
-# All that a rank of a test takes: the oracle imports most of it, test files the rest.
+# Modules that ranks of tests import. The oracle imports most of them.
 _PRELOADED = [__name__, "zero_core.testing.oracle", "pytest", "hypothesis"]
 _LIMIT = timedelta(minutes=5)
 """Longest wait of one rank for another."""
 
 
 def preload(*modules: str) -> None:
-    """Have the server that ranks are forked from import ``modules`` once, by name.
+    """Make the fork server import ``modules``, which saves each forked rank the import.
 
-    Before the first `spawn` of a process: it saves every rank the import. One that cannot be
-    imported is left to those that ask for it.
+    Call it before the first `spawn`. A module that the server cannot import is imported later by
+    the ranks that need it.
     """
     _PRELOADED.extend(modules)
 
@@ -54,12 +55,12 @@ def spawn(
     ranks_per_node: int | None = None,
     backend: str = "gloo",
 ) -> None:
-    """Run ``worker(rank, world_size, *args)`` on gloo ranks and raise if one of them does.
+    """Run ``worker(rank, world_size, *args)`` on gloo ranks, and raise if a rank raises.
 
-    ``worker`` is a module-level function. The ranks meet over a file, not a port. They are forked
-    from a server that has imported torch once and run nothing, which saves seconds per call.
-    With ``ranks_per_node`` the engine takes so many of them for a node, as torchrun would tell it.
-    With ``backend="cpu:gloo,cuda:gloo"``, say, they compute on one accelerator, which they share.
+    ``worker`` must be a module-level function. Ranks are forked from a server that has already
+    imported torch, and connect through a file store. ``ranks_per_node`` sets torchrun's environment
+    variables for nodes of that size. A ``backend`` such as "cpu:gloo,cuda:gloo" lets all ranks
+    share one accelerator.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -79,7 +80,7 @@ def _run_program(rank: int, world_size: int, program: Callable[..., object], *ar
 
 
 def run_alone(worker: Callable[..., None], *args: Any) -> None:
-    """Run ``worker(*args)`` in one process forked as `spawn`'s are, without a process group."""
+    """Run ``worker(*args)`` in one process forked as by `spawn`, without a process group."""
     _fork(_run_alone, (worker, args), 1)
 
 
@@ -93,9 +94,9 @@ def _fork(function: Callable[..., None], args: tuple[Any, ...], number: int) -> 
 def on_processes(
     world_size: int | None = None,
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Run a test on gloo ranks, each of which is its first argument once.
+    """Run a test on gloo ranks. Its first argument is the rank's `Ranks`.
 
-    ``world_size``: as of `on_ranks`. The test's other arguments are pickled.
+    ``world_size`` is as in `on_ranks`. The test's other arguments are pickled.
     """
 
     def decorate(test: Callable[..., object]) -> Callable[..., None]:
@@ -108,7 +109,7 @@ def on_processes(
 
 
 def alone(test: Callable[..., object]) -> Callable[..., None]:
-    """Run a test in one process, as `run_alone` does. Its arguments are pickled."""
+    """Run a test in a separate process, as `run_alone` does. Its arguments are pickled."""
 
     @functools.wraps(test)
     def run(**arguments: Any) -> None:
@@ -120,9 +121,9 @@ def alone(test: Callable[..., object]) -> Callable[..., None]:
 def of_size(
     test: Callable[..., object], world_size: int | None, run: Callable[[int, dict[str, Any]], None]
 ) -> Callable[..., None]:
-    """Return a test without its first argument, which ``run`` makes.
+    """Return ``test`` without its first parameter, as a function that calls ``run``.
 
-    ``world_size``: number of ranks; None: the test is parametrized by "world_size".
+    ``world_size`` is the number of ranks. None: the test is parametrized by "world_size".
     """
     signature = inspect.signature(test)
     further = list(signature.parameters.values())[1:]
@@ -138,14 +139,14 @@ def of_size(
 
 
 def _run_test(ranks: Ranks | None, module: str, name: str, arguments: dict[str, Any]) -> None:
-    """Run what a decorator of this file has wrapped. Processes find it by name."""
+    """Run the original of a decorated test, which a forked process finds by name."""
     test = vars(importlib.import_module(module))[name].__wrapped__
     test(*[ranks] * (ranks is not None), **arguments)
 
 
 def _prepare() -> None:
-    faulthandler.enable()  # a rank that dies of a signal says where
-    gc.freeze()  # the collector need not look at what the server has imported (0.2 s each time)
+    faulthandler.enable()  # print a traceback if a signal kills the rank
+    gc.freeze()  # exempt the server's imports from collections, which saves 0.2 s each
     torch.set_num_threads(1)
 
 
@@ -167,7 +168,7 @@ def _run_rank(
     os.environ["LOCAL_RANK"] = str(rank % (ranks_per_node or world_size))
     if ranks_per_node is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
-    # When one rank fails, torch ends the others: each shows where it was.
+    # When one rank fails, torch terminates the others, which then print a traceback.
     faulthandler.register(signal.SIGTERM, chain=True)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_LIMIT
@@ -175,17 +176,17 @@ def _run_rank(
     try:
         worker(rank, world_size, *args)
     finally:
-        gc.collect()  # whoever still holds the group would end its threads only at exit
+        gc.collect()  # garbage could keep the group and its threads alive until exit
         dist.destroy_process_group()
 
 
 class PeakMemory:
     """Context that measures how far this process's resident memory rises above its start."""
 
-    nbytes: int  # the rise, known when the context has ended
+    nbytes: int  # the rise, set at exit from the context
 
     def __enter__(self) -> PeakMemory:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak, VmHWM
         self._before = _read("VmRSS")
         return self
 
@@ -194,15 +195,15 @@ class PeakMemory:
 
 
 class OwnPeakMemory:
-    """Context that measures how far the memory rises that this process has for itself.
+    """Context that measures the rise of this process's memory without file mappings.
 
-    Unlike `PeakMemory` it leaves out the files that the process maps. It reads every millisecond.
+    Samples anonymous and shared memory every millisecond.
     """
 
-    nbytes: int  # the rise, known when the context has ended
+    nbytes: int  # the rise, set at exit from the context
 
     def __enter__(self) -> OwnPeakMemory:
-        gc.collect()  # what is freed meanwhile would make room
+        gc.collect()  # memory freed later would hide a rise
         release_free_pages()
         self._before = self._highest = _read_own()
         self._has_ended = Event()

@@ -1,4 +1,4 @@
-"""Programs that read and write parameters of a model wherever they like, beside plain torch."""
+"""Test programs that read a model's parameters at many moments of a training."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Block(nn.Module):
 
 
 class Watched(nn.Module):
-    """A model whose forward calls a function with the name of each moment."""
+    """Model whose forward calls a function with the name of the current moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def inputs(step: int, rank: int) -> Tensor:
 
 
 class Log:
-    """Findings of every reader at every moment, of one weight: a value, or the error's text."""
+    """Result of every reader of one weight at every moment: a value or an error message."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
@@ -131,7 +131,7 @@ BEFORE, AFTER = "gathered before the step", "gathered after the step"
 
 
 def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, Any], list[float]]:
-    """Train a `Watched` and read at all moments of the last step. Return findings and losses."""
+    """Train a `Watched` model and return the readers' findings in the last step, and the losses."""
     model = engine.module
     assert isinstance(model, Watched)
     log, losses = Log(model.blocks[1].get_parameter("inner.weight")), []
@@ -161,7 +161,7 @@ def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, An
 
 
 def check_truth(found: dict[Any, Any], refusals: dict[str, str]) -> None:
-    """Check that each reader found its moment's value, or the error in ``refusals``."""
+    """Check that each reader found the right value, or the error listed in ``refusals``."""
     for (moment, reader), value in found.items():
         if moment in refusals:
             assert isinstance(value, str), (moment, reader, value)

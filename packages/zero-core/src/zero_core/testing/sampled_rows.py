@@ -1,4 +1,4 @@
-"""Hooks of pytest for a ``conftest.py``: the marker ``sampled`` of long grids, and fast imports."""
+"""Pytest hooks for a ``conftest.py``: the marker ``sampled`` for long grids, and fast imports."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Disable garbage collection while test files import libraries, which make little garbage."""
+    """Disable garbage collection while test files import libraries, which leave little garbage."""
     gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Collect garbage from here on, except among the objects that imports made."""
+    """Enable garbage collection, and exempt the objects that imports have created."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """Keep one row in ``n`` of each test marked ``sampled(n)``, and mark the others ``slow``.
+    """Keep one in ``n`` rows of each test marked ``sampled(n)``, and mark the others ``slow``.
 
-    Before ``-m`` deselects any: the gate leaves them out. Further rows are kept until each value of
-    a parameter that several rows share is in one of them. Which rows they are depends on a digest
-    of their names: every process keeps the same ones.
+    Runs before ``-m`` deselects tests. More rows are kept if needed to cover every parameter value
+    that several rows share. The choice depends on a hash of the rows' names, so every process keeps
+    the same rows.
     """
     rows_of: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -45,13 +45,14 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
 
 
 def _choose(rows: Sequence[pytest.Function], least: int) -> list[pytest.Function]:
-    """Return ``least`` rows or more, which have each value that several rows share."""
+    """Return at least ``least`` rows that together have every value shared by several rows."""
     left = sorted(rows, key=lambda row: hashlib.sha256(row.name.encode()).digest())
     counts = Counter(value for row in rows for value in _values(row))
     missing = {value for value, count in counts.items() if count > 1}
     kept: list[pytest.Function] = []
     while missing or len(kept) < least:
-        best = max(left, key=lambda row: len(_values(row) & missing))  # the first of equals
+        # Of equally good rows, max() returns the first.
+        best = max(left, key=lambda row: len(_values(row) & missing))
         left.remove(best)
         kept.append(best)
         missing -= _values(best)

@@ -1,13 +1,13 @@
-"""Simulated ranks: threads of one process in place of processes, for tests of partitioning.
+"""Simulated ranks for tests of partitioning: threads of one process instead of processes.
 
-A rank is a thread that builds an engine over `SimulatedRanks`. The engine's transport, layout,
-runtime and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
-between single ranks (`zero_core.comm.p2p.Messages`) and an accelerator's library
-(`zero_core.comm.control.DeviceLibrary`). Memory shared between processes, process groups and
-signals are not simulated; tests of those start processes (`spawn`).
+Each rank is a thread that builds an engine over `SimulatedRanks`. The engine's transport, layout,
+runtime and optimizer are the real ones. Only two things are replaced: point-to-point messages
+(`zero_core.comm.p2p.Messages`) and an accelerator's library
+(`zero_core.comm.control.DeviceLibrary`). Shared memory, process groups and signals are not
+simulated. Tests of these start processes (`spawn`).
 
-Threads share torch's global generator, so a program draws its model in one thread at a time
-(`zero_core.testing.make_model` does).
+Threads share torch's global random generator, so only one thread at a time may initialize a model
+(`zero_core.testing.make_model` takes a lock).
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ _MOST_UNCOLLECTED = 50_000
 TIMEOUT_S = 120.0
 """Longest wait for another rank, unless `simulate` is given another."""
 
-_turns = itertools.count(os.getpid())  # processes that begin together take different cores
+# The start differs between processes, so that they use different cores.
+_turns = itertools.count(os.getpid())
 
 
 class Network:
-    """Mailboxes between the ranks of a simulation, by sender, receiver and tag."""
+    """Messages between the ranks of a simulation, by sender, receiver and tag."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
-        self.world_size = world_size  # number of ranks
-        self.timeout_s = timeout_s  # longest wait of a rank for another
+        self.world_size = world_size
+        self.timeout_s = timeout_s  # longest wait of a rank for another rank
         self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
-        self.failed: int | None = None  # the rank that failed first
+        self.failed: int | None = None  # the first rank that failed
 
     def send(self, source: int, target: int, tag: Any, tensor: Tensor) -> None:
         with torch.inference_mode(False):
@@ -86,13 +87,13 @@ class Network:
         )
 
     def ranks(self, rank: int, per_node: int) -> Ranks:
-        """Return the ranks as ``rank`` sees them, ``per_node`` of them on a node."""
+        """Return the ranks as seen by ``rank``, with ``per_node`` ranks on each node."""
         size, device = self.world_size, torch.device("cpu")
         carrier = _SimulatedMessages(self, range(size), rank)
         return SimulatedRanks(None, rank, size, device, per_node, carrier=carrier)
 
     def fail(self, rank: int) -> None:
-        """Wake every rank that waits, because ``rank`` has failed."""
+        """Wake every waiting rank, because ``rank`` has failed."""
         for arrived in self._arrived:
             with arrived:
                 if self.failed is None:
@@ -102,7 +103,7 @@ class Network:
 
 @dataclass(eq=False)
 class _Message:
-    """A message to arrive in ``into``. None: it was sent, or has arrived."""
+    """A message to receive into ``into``. None: the message was sent, or received already."""
 
     network: Network
     address: tuple[int, int, Any]  # sender, receiver and tag
@@ -124,8 +125,8 @@ class _SimulatedMessages:
 
     network: Network
     members: Sequence[int]  # ranks of the network
-    rank: int  # this one of them
-    key: Any = None  # messages of another key are others
+    rank: int  # this rank's number in the network
+    key: Any = None  # separates these messages from those with another key
     num_channels: int = 0
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
@@ -141,7 +142,7 @@ class _SimulatedMessages:
         return self.num_channels
 
     def among(self, members: Sequence[int], key: Any) -> _SimulatedMessages:
-        """Return messages of their own among some ``members``."""
+        """Return separate messages among some ``members``."""
         chosen = [self.members[member] for member in members]
         return _SimulatedMessages(self.network, chosen, self.rank, (self.key, key))
 
@@ -164,12 +165,12 @@ class SimulatedLibrary(HostLibrary):
         return SimulatedLibrary(self._carrier.among(ranks, (self._num_subgroups, lane)))
 
     def close(self) -> None:
-        """See `DeviceLibrary.close`. There is nothing to end."""
+        """Do nothing: a simulated library has no resources."""
 
 
 @dataclass(frozen=True)
 class SimulatedRanks(Ranks):
-    """The ranks of a simulation, seen from one of them: ``build(..., process_group=ranks)``."""
+    """Ranks of a simulation, as seen by one of them, for ``build(..., process_group=ranks)``."""
 
     carrier: _SimulatedMessages = field(kw_only=True)
 
@@ -190,9 +191,9 @@ class SimulatedRanks(Ranks):
 
 
 def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> DeviceCollectives:
-    """Return the collectives that accelerators use, for simulated ranks. Each of them calls it.
+    """Return an accelerator's collectives for simulated ranks. Every rank must call it.
 
-    ``meter`` counts what is sent, over the links of such ranks.
+    ``meter`` counts the bytes sent.
     """
     links = Links(ranks.size, ranks.per_node or ranks.size, is_ring=True)
     return DeviceCollectives(ranks.library(), HostQueues(), meter or Meter(links))
@@ -200,7 +201,7 @@ def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> Dev
 
 @dataclass(frozen=True)
 class GatedRanks(SimulatedRanks):
-    """Simulated ranks whose asynchronous saves begin to write when ``gate`` is set."""
+    """Simulated ranks whose asynchronous saves wait for ``gate`` before they write."""
 
     gate: threading.Event = field(default_factory=threading.Event)
 
@@ -224,10 +225,10 @@ def simulate(
     timeout_s: float = TIMEOUT_S,
     network: Network | None = None,
 ) -> list[_T]:
-    """Run ``program(ranks, *args)`` on simulated ranks and return their results in order.
+    """Run ``program(ranks, *args)`` on simulated ranks and return the results in rank order.
 
-    ``ranks`` are `SimulatedRanks`, or those of a subclass of `Network`. Ranks must not change
-    ``args``. An error is that of the rank that failed first.
+    ``ranks`` are `SimulatedRanks`, or what ``network.ranks`` returns. Ranks must not change
+    ``args``. If ranks fail, the first failed rank's exception is raised.
     """
     per_node = ranks_per_node or world_size
     network = network or Network(world_size, timeout_s)
@@ -236,11 +237,11 @@ def simulate(
     turn = next(_turns)
 
     def run(rank: int) -> None:
-        torch.set_num_threads(1)  # as `spawn`: a sum's rounding depends on the threads
+        torch.set_num_threads(1)  # as `spawn` does: the number of threads changes a sum's rounding
         try:
             if sys.platform == "linux":
-                # Each operation of torch hands the interpreter's lock to another rank, which costs
-                # several times as much across cores. Threads that a rank starts stay on its core.
+                # Run all ranks on one core. Torch operations pass the GIL between ranks, which
+                # takes several times as long across cores.
                 cores = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, {cores[turn % len(cores)]})
             results[rank] = program(network.ranks(rank, per_node), *args)
@@ -254,10 +255,10 @@ def simulate(
     ]
     num_threads = torch.get_num_threads()
     renew_autograd_after_fork()
-    # Torch holds the lock of its random generator while it allocates a tensor for the generator's
-    # state. If that starts a collection, and a tensor in the garbage gives up the interpreter's
-    # lock, another rank may wait for the generator with the interpreter's lock: both wait for ever.
-    # So no other thread than this one collects garbage.
+    # Only this thread may collect garbage, to avoid a deadlock. Torch holds its generator's lock
+    # while it allocates a tensor for the generator's state. If this allocation triggers a
+    # collection, and a collected tensor releases the GIL, another rank can take the GIL and wait
+    # for the generator.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -283,10 +284,10 @@ def on_ranks(
     ranks_per_node: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on simulated ranks, each of which is its first argument once.
+    """Run a test on simulated ranks. Its first argument is the rank's `SimulatedRanks`.
 
-    ``world_size``: number of ranks; None: the test is parametrized by "world_size". The others are
-    those of `simulate`.
+    ``world_size`` is the number of ranks. None: the test is parametrized by "world_size". Other
+    arguments are those of `simulate`.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:

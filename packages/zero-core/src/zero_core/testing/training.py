@@ -1,4 +1,4 @@
-"""One loop for tests: a model trained by the engine and by simulated DDP, compared bit by bit."""
+"""Training loops for tests, which compare the engine with simulated DDP bit by bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Inputs = Mapping[str, Any] | tuple[Any, ...] | Tensor
 
 
 def loss_of(model: Callable[..., Any], inputs: Inputs) -> Tensor:
-    """Call ``model`` on ``inputs``. Return the loss: its result, or the entry "loss" of that."""
+    """Call ``model`` and return the loss: the result itself, or its entry "loss"."""
     if isinstance(inputs, Mapping):
         result = model(**inputs)
     else:
@@ -29,7 +29,7 @@ def loss_of(model: Callable[..., Any], inputs: Inputs) -> Tensor:
 
 
 def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[float]:
-    """Train one micro-step per batch, idly where that is None. Return the losses."""
+    """Train one micro-step per batch and return the losses. None: an idle micro-step."""
     losses = []
     for inputs in batches:
         if inputs is None:
@@ -43,7 +43,7 @@ def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[fl
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Return the optimizer of `Case` for what a model trains."""
+    """Return fused AdamW with the settings of `Case`, over the trainable parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
@@ -54,10 +54,10 @@ def train_ddp(
     batches: Iterable[Inputs | None],
     accumulation: int | Sequence[int] = 1,
 ) -> list[float]:
-    """Train with `SimulatedDDP` and fused AdamW as `Case` has it, one micro-step per batch.
+    """Train with `SimulatedDDP` and `adamw`, one micro-step per batch, and return the losses.
 
-    The reduced gradients of the micro-steps of a step, ``accumulation`` of every step or of each,
-    are added up. A batch is None where this rank has no data. Return the losses.
+    ``accumulation`` is the number of micro-steps per step, or a list with one number per step.
+    Reduced gradients of a step's micro-steps are added. A batch is None if this rank has no data.
     """
     ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     counts = iter(accumulation) if isinstance(accumulation, Sequence) else repeat(accumulation)
@@ -96,8 +96,8 @@ def check_like_ddp(
 ) -> None:
     """Train ``make()`` with the engine and with DDP, and compare losses and values.
 
-    With up to two ranks `SimulatedDDP` has the bits of torch's DDP. ``draw`` returns the inputs of
-    (micro-step, rank), or None for a rank without data. ``case`` is in fp32 and without clipping.
+    ``draw`` returns the inputs of (micro-step, rank), or None for a rank without data. ``case``
+    must be fp32 without clipping. Up to two ranks, `SimulatedDDP` is bit-identical to torch's DDP.
     """
     batches = [draw(number, ranks.rank) for number in range(steps * case.accumulation)]
     model = make()
@@ -115,7 +115,7 @@ def step_ddp(
     inputs: Inputs,
     edit: Callable[[nn.Module], object] = lambda module: None,
 ) -> float:
-    """Train one step by `SimulatedDDP` and an optimizer of the caller's. Return the loss.
+    """Train one step with `SimulatedDDP` and ``optimizer``, and return the loss.
 
     ``edit`` may change the module's averaged gradients.
     """
@@ -129,10 +129,10 @@ def step_ddp(
 
 
 def train_steps(engine: zero_core.Engine, first: int, stop: int) -> list[float]:
-    """Train `Hard` on this rank's batches of the steps from ``first`` to ``stop``."""
+    """Train `Hard` for steps ``[first, stop)`` on this rank's batches."""
     return train(engine, [batch(step, 0, engine.rank) for step in range(first, stop)])
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Compare tensors, or mappings or sequences of them, bit by bit."""
+    """Compare tensors, or mappings or sequences of tensors, bit by bit."""
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)

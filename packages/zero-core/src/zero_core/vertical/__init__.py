@@ -1,1 +1,1 @@
-"""Vertical schedule: all micro-batches of a step go through a unit before the next unit."""
+"""Vertical schedule: all micro-batches of a step pass through a unit before the next unit."""

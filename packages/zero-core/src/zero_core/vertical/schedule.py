@@ -1,31 +1,32 @@
 """The vertical schedule of a step's micro-batches.
 
 [Note: the vertical schedule]
-The horizontal schedule runs forward and backward of one micro-batch after the other, and gathers
-each unit of a stage-3 model twice per micro-batch. Here all micro-batches go through a unit before
-the next one, so that each unit is gathered twice per step:
+The horizontal schedule runs forward and backward of one micro-batch after another, and gathers each
+unit of a stage-3 model twice per micro-batch. The vertical schedule runs all micro-batches through
+one unit before the next unit, and so gathers each unit twice per step:
 
-1. Forward. Each micro-batch's forward runs on a thread of its own up to the first block, in the
-   order of micro-batches. Then all run the first block, then all the second one.
-2. Behind the last block, one micro-batch after the other computes its loss and goes backward to the
-   last block's output, so that the logits of one are in memory at a time.
-3. Backward goes through the last block for all micro-batches, then through the one before. What
-   blocks are given and return are the borders of `zero_core.vertical.segments`. At last it goes
-   through what precedes the blocks.
+1. Forward: each micro-batch's forward runs up to the first block, on a separate thread, in the
+   order of micro-batches. Then all micro-batches run the first block, then the second, and so on.
+2. Loss: after the last block, each micro-batch in turn computes its loss, and runs backward to the
+   last block's output. So only one micro-batch's logits are in memory at a time.
+3. Backward: all micro-batches run backward through the last block, then through the block before,
+   and finally through the code before the blocks. `zero_core.vertical.segments` cuts the graph at
+   the inputs and outputs of blocks.
 
-Every micro-batch's gradient of a unit is reduced by itself, in the order of micro-batches, so sums
-have the bits of the horizontal schedule. A tied weight of the root gets a part of its gradient from
-the head, which waits for the embedding's part: one such gradient per micro-batch is kept, in host
-memory if blocks' inputs wait there, too.
+Gradients of a unit are reduced separately for each micro-batch, in the order of micro-batches, so
+sums are bit-identical to those of the horizontal schedule. A tied weight of the root gets a part of
+its gradient from the head, which must be kept until the embedding adds its part. One such gradient
+per micro-batch is kept, in host memory if inputs of blocks are kept there.
 
-The micro-batches of a step are one forward and one backward of the passes. The root is entered
-once. Each micro-batch's forward enters and leaves the root and the blocks by its hooks: a block
-stays gathered until the first of them enters the next block. In backward a unit is gathered for all
-of them.
+The passes treat the micro-batches of a step as one forward and one backward. The root is entered
+once. Hooks of each micro-batch's forward enter and leave the root and the blocks. A block stays
+gathered until the first micro-batch enters the next block. In backward a unit is gathered once for
+all micro-batches.
 
-Blocks must be called in the order of the module tree, each once. Anything else is refused with an
-`AccumulationScheduleError`. So are tensors that a forward leaves in attributes of modules, which
-the first step looks for: micro-batches would find each other's.
+Each block must be called once, in the order of the module tree. Otherwise an
+`AccumulationScheduleError` is raised. The same error is raised if a forward stores tensors in
+attributes of modules, because micro-batches would read each other's tensors. Only the first step
+checks for such tensors.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
 from zero_core.watch.place import OUTSIDE
 
 _log = logging.getLogger(__name__)
-_OWN = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
+_OWN = frozenset(vars(nn.Module()))  # names of attributes that every module has
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators, on the CPU and on ``device``: uint8, on the CPU."""
+    """Return the states of torch's generators for CPU and ``device``, as uint8 CPU tensors."""
     own = torch.get_rng_state()
     if device.type == "cpu":
         return (own,)
@@ -67,14 +68,13 @@ def random_states(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    """Restore what `random_states` returned."""
     torch.set_rng_state(states[0])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return tensors in modules' attributes and containers, parameters and buffers left out."""
+    """Return tensors in attributes and containers of modules, except parameters and buffers."""
     found = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -91,15 +91,15 @@ class ForwardAbandoned(BaseException):
 
 
 class MicroBatch:
-    """One micro-batch, whose forward runs on a thread of its own and pauses at blocks.
+    """One micro-batch, whose forward runs on a separate thread and pauses at blocks.
 
-    The forward of a model is a stack of Python frames that only the model's own code can build, so
-    it can stop at the border of a block and go on later only on a thread. At any time at most one
-    of these threads runs, while its starter waits: nothing runs in parallel.
+    A forward is a stack of Python frames of the model's code. Only a thread can suspend such a
+    stack at a block and resume it later. At most one of these threads runs at a time, while its
+    starter waits, so nothing runs in parallel.
     """
 
-    loss: Tensor  # without gradient, when the forward has ended
-    scaled_loss: Tensor | None = None  # until backward begins from it
+    loss: Tensor  # detached, set when the forward has ended
+    scaled_loss: Tensor | None = None  # None once backward has begun
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class MicroBatch:
         device: torch.device,
         partial: PartialGrads,
     ) -> None:
-        """Prepare. The thread enqueues as the caller does on ``device``."""
-        self.number = number  # in the step, from 0 on
-        self.partial = partial  # gradients that are not complete, of all micro-batches
-        self.segments = Segments(partial, number)  # its graph
-        self.states: tuple[Tensor, ...] | None = None  # of random generators, between turns
+        """Create. The thread uses the caller's current stream of ``device``."""
+        self.number = number  # number in the step, from 0 on
+        self.partial = partial  # incomplete gradients of all micro-batches
+        self.segments = Segments(partial, number)  # segments of this micro-batch's graph
+        self.states: tuple[Tensor, ...] | None = None  # generator states, while paused
         self.is_done = False  # whether its forward has ended
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
@@ -130,7 +130,7 @@ class MicroBatch:
     def _compute(self, batch: Any, loss_of: ScaledLoss, stream: torch.Stream | None) -> None:
         try:
             if stream is not None:
-                torch.accelerator.set_stream(stream)  # and its device
+                torch.accelerator.set_stream(stream)  # also sets the device
             loss, self.scaled_loss = loss_of(batch)
             self.segments.close([self.scaled_loss])
             self.loss = loss.detach()
@@ -140,7 +140,7 @@ class MicroBatch:
         self._paused.release()
 
     def advance(self) -> None:
-        """Run until the next `pause` or the end. What the forward raises is raised here."""
+        """Run until the next `pause` or the end. Raises exceptions of the forward."""
         if self._thread.ident is None:
             self._thread.start()
         else:
@@ -153,14 +153,14 @@ class MicroBatch:
                 raise error
 
     def pause(self) -> None:
-        """End the turn, on the thread. Returns when the next one begins."""
+        """Pause the forward, called on its thread. Returns when `advance` is called again."""
         self._paused.release()
         self._go.acquire()
         if self._is_abandoned:
             raise ForwardAbandoned
 
     def abandon(self) -> None:
-        """End the forward where it pauses, and wait for that."""
+        """Stop the paused forward, and wait for its thread."""
         if self._thread.is_alive():
             self._is_abandoned = True
             self._go.release()
@@ -169,7 +169,7 @@ class MicroBatch:
 
 
 class VerticalSchedule(MicroBatches):
-    """Runs all micro-batches of a step. See the note at the top of this file."""
+    """Runs all micro-batches of a step unit by unit. See [Note: the vertical schedule]."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class VerticalSchedule(MicroBatches):
         state: ShardedState,
         host_inputs: HostInputs | None,
     ) -> None:
-        """Hook ``modules``, those of the passes' blocks, whose inputs ``host_inputs`` may move."""
+        """Hook ``modules``, the passes' blocks. ``host_inputs`` may move inputs to the host."""
         if not passes.units.blocks:
             raise AccumulationScheduleError(
                 "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
@@ -200,15 +200,15 @@ class VerticalSchedule(MicroBatches):
             for position, param in enumerate(grads.params)
         }
         if state.device.type == "cpu":
-            share_arenas()  # micro-batches take turns on threads of their own
+            share_arenas()  # micro-batches run on separate threads, one at a time
         self._host_inputs = host_inputs
-        # Tensors in modules before a turn; None once the model's code has been seen.
+        # Tensors in attributes of modules before a micro-batch runs. None after the first step.
         self._in_attributes: dict[str, list[Tensor]] | None = {}
-        self._running: MicroBatch | None = None  # the forward that has its turn
-        # Backward: the micro-batch, and the unit that its gradients are of; the prologue's is the
-        # root.
+        self._running: MicroBatch | None = None  # the micro-batch whose forward is running
+        # In backward: the running micro-batch, and the unit whose gradients it computes. The unit
+        # is the root for the code before the blocks.
         self._turn: tuple[MicroBatch, Unit | None] | None = None
-        # Ranks exchange them between two micro-batches.
+        # Whether ranks exchange buffers between micro-batches.
         self._has_common_buffers = state.control.world_size > 1 and bool(
             state.common_buffers.by_dtype()
         )
@@ -217,7 +217,7 @@ class VerticalSchedule(MicroBatches):
             self._hook(number, module)
 
     def _hook(self, number: int, module: nn.Module) -> None:
-        versions: list[int] = []  # of its buffers, as its forward begins
+        versions: list[int] = []  # versions of the module's buffers before its forward
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             one = self._running
@@ -261,17 +261,15 @@ class VerticalSchedule(MicroBatches):
         self.handles.append(module.register_forward_hook(hooks[1]))
 
     def check_apart(self, call: str) -> None:
-        """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them."""
+        """Raise if ``call`` runs a single micro-batch of a step that has several."""
         if self._train.accumulation.steps > 1:
             raise AccumulationScheduleError(
                 f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
                 "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
             )
 
-    # ---------------------------------------------------------------- forward
-
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        """See `MicroBatches.run`. ``loss_of`` is called on other threads."""
+        """Implement `MicroBatches.run`. Calls ``loss_of`` on other threads."""
         if len(batches) == 1:
             return super().run(batches, loss_of, seed=seed)
         with self._place.during("train_batch()"):
@@ -286,7 +284,7 @@ class VerticalSchedule(MicroBatches):
             for number, batch in enumerate(batches)
         ]
         self._forward.enter(self._root, self._state.module)
-        self._units.saved.leave_thread()  # each micro-batch watches its own
+        self._units.saved.leave_thread()  # each micro-batch registers its own hooks
         self._passes.driver = Driver(self._enter, self._leave, self._take)
         if host_inputs is not None:
             host_inputs.expect(len(batches))
@@ -299,10 +297,10 @@ class VerticalSchedule(MicroBatches):
                     if one.is_done:
                         block = self._blocks[number]
                         raise self._refuse(one, f"its forward ended without a call of {block!r}")
-            # Compute each loss, and go backward from it to what the last block returned.
+            # Compute each loss, and run backward from the loss to the last block's output.
             for one in micro_batches:
                 self._advance(one, seed)
-                self._check_graph(one)  # a refusal comes before backward updates any unit
+                self._check_graph(one)  # raise before backward updates any unit
                 if not self._backward.is_open:
                     self._backward.open({unit.index: 0 for unit in self._units.units}, is_new=True)
                 self._go_backward(one, len(self._blocks) + 1, self._units.tail)
@@ -317,7 +315,7 @@ class VerticalSchedule(MicroBatches):
                 self._running = self._turn = None
                 self._train.accumulation.enter_micro_step(0)
                 self._passes.drive_by_hooks()
-                self._forward.abandon()  # the next forward drops gradients that the passes brought
+                self._forward.abandon()  # the next forward drops the passes' gradients
                 self._units.release_all()
             raise
         finally:
@@ -332,13 +330,13 @@ class VerticalSchedule(MicroBatches):
         self._forward.go_into(unit, module)
 
     def _leave(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, ForwardAbandoned):  # else it is noted
+        if error is not None and not isinstance(error, ForwardAbandoned):  # else already reported
             self._forward.note_failure(unit, error)
         if self._forward.go_out_of(unit, needs_grad=needs_grad) and unit.is_root:
             self._units.saved.leave_thread()
 
     def _advance(self, one: MicroBatch, seed: int) -> None:
-        """Run a micro-batch's forward to its next block, or to its end."""
+        """Run a micro-batch's forward up to its next block, or to the end."""
         accumulation = self._train.accumulation
         accumulation.enter_micro_step(one.number)
         if one.states is None:
@@ -367,13 +365,11 @@ class VerticalSchedule(MicroBatches):
                         f"{self._name(one.segments.number)} or code in front of it leaves a tensor "
                         f"in the attribute {name}, where another micro-batch would find it",
                     )
-        self._running = None  # after an error it goes on until it is abandoned
+        self._running = None  # stays set after an error, until `abandon`
         one.states = random_states(self._device)
 
-    # --------------------------------------------------------------- backward
-
     def _run_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Go backward through the blocks, and then through what precedes them."""
+        """Run backward through the blocks, and then through the code before them."""
         last = len(self._blocks) - 1
         turns = [(number + 1, one) for number in range(last, -2, -1) for one in micro_batches]
         for (segment, one), (following, other) in pairwise([*turns, turns[-1]]):
@@ -381,7 +377,7 @@ class VerticalSchedule(MicroBatches):
             if segment and one is micro_batches[0]:
                 self._place.enter(self._backward.names[unit.index])
                 is_used = any(each.segments.needs_backward(segment) for each in micro_batches)
-                # Gathered for all micro-batches, unless no rank needs it.
+                # Gather for all micro-batches, unless no rank needs the block.
                 if is_used or unit.index not in self._backward.order.left_out:
                     self._units.saved.entered = unit
                     if self._units.has_sharded_params:
@@ -397,7 +393,7 @@ class VerticalSchedule(MicroBatches):
         self._backward.is_open = False
 
     def _go_backward(self, one: MicroBatch, segment: int, unit: Unit | None) -> None:
-        """Go backward through one segment of a micro-batch, and reduce its gradient of ``unit``."""
+        """Run backward through one segment, and reduce the micro-batch's gradient of ``unit``."""
         self._train.accumulation.enter_micro_step(one.number)
         self._turn = one, unit
         for grads in () if unit is None else unit.grads:
@@ -415,7 +411,7 @@ class VerticalSchedule(MicroBatches):
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         reductions = self._backward.reductions
         if any(reduced.segment.unit == unit.index for reduced, _ in reductions.in_flight):
-            reductions.finish()  # more is to be added to it
+            reductions.finish()  # wait before adding to the same unit's gradient
         grads.add(position, grad)
         self._backward.params_with_grad.add(grads.param_numbers[position])
 
@@ -426,10 +422,8 @@ class VerticalSchedule(MicroBatches):
         if unit is own:
             one.partial.discard(one.number, param)
             self._add(unit, grads, position, grad)
-        else:  # of the root: `_check_params`
+        else:  # a parameter of the root, by `_check_params`
             one.partial.put(one.number, param, grad)
-
-    # ----------------------------------------------------------------- checks
 
     def _name(self, segment: int) -> str:
         if segment == 0:
@@ -439,7 +433,7 @@ class VerticalSchedule(MicroBatches):
         return repr(self._blocks[segment - 1])
 
     def _check_params(self, one: MicroBatch, segment: int) -> None:
-        """Refuse parameters whose gradient would not be whole when their unit's is reduced."""
+        """Raise if a segment uses parameters of other units, whose gradient would be incomplete."""
         own: Unit | None = self._root
         if segment:
             own = self._units.tail if segment > len(self._blocks) else self._blocks[segment - 1]
@@ -472,12 +466,12 @@ class VerticalSchedule(MicroBatches):
 
 
 class AutoSchedule(VerticalSchedule):
-    """Vertical schedule that falls back to the horizontal one at the first refusal."""
+    """Vertical schedule that switches to the horizontal one at the first refusal."""
 
     _is_vertical = True
 
     def check_apart(self, call: str) -> None:
-        """Permit ``call``: either schedule gives the same bits."""
+        """Permit ``call``, because the horizontal schedule gives the same bits."""
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         if self._is_vertical:
@@ -497,7 +491,7 @@ def make_micro_batches(
     state: ShardedState,
     host_inputs: HostInputs | None,
 ) -> MicroBatches:
-    """Return what runs a step's micro-batches, by the configuration's schedule."""
+    """Return the driver of a step's micro-batches for the configured schedule."""
     wanted = config.accumulation_schedule
     if wanted == "auto" and state.control.rank == 0:
         chosen = "vertical:" if config.is_vertical else "horizontal: no"

@@ -1,22 +1,23 @@
-"""Autograd's graph of one micro-batch, cut where blocks begin and end.
+"""Autograd's graph of one micro-batch, cut at the inputs and outputs of blocks.
 
 [Note: segments]
-A *segment* is what a micro-batch computes from the end of one block to the end of the next: the
-model's code between them, and the block. The first is the *prologue*, which ends where the first
-block begins; the last, behind all blocks, is the *epilogue* with the loss. Autograd can go backward
-through one segment alone if nothing in its graph leads to an earlier one. So each tensor that needs
-a gradient and goes from a segment to a later one is replaced by a *border* tensor: the same memory
-with a node of its own, `_Border`, at which backward ends and leaves the gradient. Borders are what
-a block returns, and what a block, or an operation between blocks, is given that was made in an
-earlier segment: a position bias, the input of a residual connection. A tensor that gets into a
-block in another way (over an attribute, say) is found, as its node is older than the segment, and
-refused: `SegmentCrossing`.
+A *segment* is the computation from the end of one block to the end of the next: the code between
+the blocks, and the second block. The first segment, the *prologue*, ends where the first block
+begins. The last one, the *epilogue*, follows all blocks and includes the loss. Autograd can run
+backward through one segment only if nothing in its graph leads to an earlier segment. So each
+tensor that requires a gradient and is used in a later segment is replaced by a *border* tensor. A
+border shares the memory but has a separate graph node, `_Border`, where backward stops and stores
+the gradient. Borders replace the outputs of a block, and any inputs of blocks or of operations
+between blocks that an earlier segment computed, such as a position bias or the input of a residual
+connection. A tensor that enters a block in another way (through an attribute, say) is detected,
+because its node is older than the segment. This raises `SegmentCrossing`.
 
 [Note: one order of sums]
-Autograd adds the gradients of a tensor one by one in the order in which they come: last use first.
-A border that several segments use, or a parameter (a tied weight), gets parts of its gradient in
-several backwards. Each of these begins with the sum so far as the gradient of one more root, to
-which the engine of autograd adds what comes, one by one. So the sum has the bits of one backward.
+Autograd sums the gradients of a tensor in the order in which they become ready, last use first. A
+border used by several segments, or a parameter (a tied weight), gets parts of its gradient in
+several backwards. Each of these backwards starts with the previous sum as an additional root.
+Autograd adds further parts to that sum one by one. So the sum is bit-identical to the sum of a
+single backward.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from zero_core.runtime.host_inputs import HostCopies, HostCopy
 class PartialGrads:
     """Gradients of parameters that several segments use, by micro-batch and id of the parameter.
 
-    They are complete when the last segment has added its part. Between two turns of a micro-batch
-    they are on the host, if there are ``copies``. The device then has those of two turns at a time:
-    the stream that computes waits until those of the turn before are on the host, and their memory
-    is free then.
+    A gradient is complete when the last segment has added its part. Between turns of a micro-batch,
+    gradients are on the host if there are ``copies``. The device then holds the gradients of at
+    most two turns: the computing stream waits until those of the previous turn are on the host,
+    which frees their memory.
     """
 
     def __init__(self, num_micro_batches: int, copies: HostCopies | None) -> None:
@@ -64,14 +65,14 @@ class PartialGrads:
         self._grads[number].pop(param, None)
 
     def get(self, number: int, param: int) -> Tensor | None:
-        """Return the sum so far, None without one. It stays on its own device to the turn's end."""
+        """Return the sum so far, which stays on the device until `end_turn`, or None."""
         found = self._grads[number].get(param)
         if isinstance(found, HostCopy):
             found = self._grads[number][param] = found.copies.take(found)
         return found
 
     def take_all(self, number: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield all with their parameters, and drop them."""
+        """Yield all gradients with their parameter ids, and drop them."""
         for param in list(self._grads[number]):
             grad = self.get(number, param)
             assert grad is not None
@@ -79,13 +80,13 @@ class PartialGrads:
             yield param, grad
 
     def prefetch(self, number: int, params: Iterable[int]) -> None:
-        """Begin to copy back what waits on the host of the gradients of ``params``."""
+        """Start to copy gradients of ``params`` from the host back to the device."""
         for param in params if self._copies is not None else ():
             if isinstance(found := self._grads[number].get(param), HostCopy):
                 found.copies.fetch(found)
 
     def end_turn(self, number: int) -> None:
-        """Begin to copy down what can be moved."""
+        """Start to copy this micro-batch's gradients to the host."""
         if self._copies is None:
             return
         self.settle()
@@ -98,18 +99,18 @@ class PartialGrads:
                     grads[param] = stored
 
     def settle(self) -> None:
-        """Drop what is being copied down, once the current stream has waited for that."""
+        """Drop gradients being copied to the host, once the current stream awaits the copies."""
         for _, stored in self._leaving:
             stored.copies.wait(stored)
         self._leaving.clear()
 
 
 class SegmentCrossing(Exception):
-    """A tensor of an earlier segment got into a block in another way than as its input."""
+    """Raised if a block uses an earlier segment's tensor that was not passed as its input."""
 
     def __init__(self, segment: int | None) -> None:
         super().__init__(segment)
-        self.segment = segment  # that made it, None: of another micro-batch
+        self.segment = segment  # the tensor's segment, None if of another micro-batch
 
 
 @dataclass(eq=False, slots=True)
@@ -121,7 +122,7 @@ class _Gradient:
 
 
 class _Border(torch.autograd.Function):
-    """Returns the values as a tensor whose backward ends here, and leaves its gradient."""
+    """Returns the values as a tensor where backward stops and stores the gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, values: Tensor, gradient: _Gradient) -> Tensor:
@@ -144,31 +145,31 @@ _Entry = tuple[weakref.ref[Tensor], Tensor]
 
 @dataclass(eq=False)
 class _Segment:
-    """Start of one segment's backward, and the leaves that it may add to."""
+    """Start of one segment's backward, and the leaves that receive gradients."""
 
     start: int  # `sequence_number` of its first node
-    # the tensors that it made and that borders were put behind, without their memory
+    # The segment's outputs that were replaced by borders, without their memory.
     sources: list[tuple[GradientEdge, _Gradient]] = field(default_factory=list)
     borders: dict[Any, _Gradient] = field(default_factory=dict)
-    params: dict[int, Tensor] = field(default_factory=dict)  # the parameters in its graph, by id
+    params: dict[int, Tensor] = field(default_factory=dict)  # parameters in its graph, by id
 
 
 class Segments(TorchFunctionMode):
-    """The segments of one micro-batch. The prologue is number 0, block n of 0, 1, ... is n + 1.
+    """The segments of one micro-batch. The prologue is number 0, block n (0, 1, ...) is n + 1.
 
-    All methods but `backward`, `prefetch` and `params` are called on the thread that computes the
-    forward. Between blocks it is a mode there, which replaces what operations are given that
-    earlier segments made.
+    All methods except `backward`, `prefetch` and `params` are called on the thread of the forward.
+    Between blocks this object is an active `TorchFunctionMode`, which replaces operands computed by
+    earlier segments with borders.
     """
 
     def __init__(self, partial: PartialGrads, micro_batch: int) -> None:
-        """Keep in ``partial`` what other segments add to the gradient of a parameter."""
+        """``partial`` stores parameter gradients to which several segments add."""
         super().__init__()
         self._partial = partial
         self._micro_batch = micro_batch
         self._segments = [_Segment(0)]
-        # Borders of blocks' inputs, and what they stand for, by node and number of the output. What
-        # nobody can pass to a block again is not kept.
+        # By node and output number: a tensor that was replaced, by weak reference, and its border.
+        # Entries of dead tensors are removed.
         self._entries: dict[tuple[Any, int], _Entry] = {}
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._is_between = False
@@ -179,7 +180,7 @@ class Segments(TorchFunctionMode):
 
     @property
     def next_block(self) -> int:
-        """Number of the block that the forward is in or about to enter."""
+        """Number of the block that the forward is in or will enter next."""
         return max(0, self.number - 1)
 
     def _begin(self) -> None:
@@ -187,17 +188,17 @@ class Segments(TorchFunctionMode):
         self._entries = {k: (ref, b) for k, (ref, b) in self._entries.items() if ref() is not None}
 
     def enter(self, inputs: Any) -> Any:
-        """Return a block's nested ``inputs`` with borders for what earlier segments made."""
+        """Replace earlier segments' tensors in a block's nested ``inputs`` by borders."""
         if self.number == 0:
             self._begin()
         else:
             self._is_between = False
-            if function_modes()[-1:] == [self]:  # else the model entered another one
+            if function_modes()[-1:] == [self]:  # skipped if the model entered another mode
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return self._replace(inputs, self._entries) if torch.is_grad_enabled() else inputs
 
     def leave(self, output: Any) -> Any:
-        """Return a block's nested ``output`` as borders. The next segment begins."""
+        """Return a block's nested ``output`` as borders, and begin the next segment."""
         if torch.is_grad_enabled():
             self.close([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)])
         self._begin()
@@ -220,12 +221,12 @@ class Segments(TorchFunctionMode):
         return func(*given[0], **given[1])
 
     def close(self, results: Iterable[Tensor]) -> None:
-        """Search the graph of the segment under way from its ``results`` on."""
+        """Search the graph of the current segment, from its ``results`` on."""
         nodes = [t.grad_fn for t in results if t.grad_fn is not None]
         self._search(self.number, [n for n in nodes if not self._is_earlier(n, self.number)])
 
     def _replace(self, inputs: Any, borders: dict[tuple[Any, int], _Entry]) -> Any:
-        """Replace what earlier segments made in nested ``inputs`` by ``borders``, or new ones."""
+        """Replace earlier segments' tensors in nested ``inputs`` by existing or new ``borders``."""
 
         def replace(tensor: Tensor) -> Tensor:
             node = tensor.grad_fn
@@ -244,7 +245,7 @@ class Segments(TorchFunctionMode):
         return pytree.tree_map_only(Tensor, replace, inputs)
 
     def _number_of(self, node: Any) -> int:
-        """Number of the segment that made ``node``."""
+        """Return the number of the segment that created ``node``."""
         starts = [segment.start for segment in self._segments]
         return bisect_right(starts, sequence_number(node)) - 1
 
@@ -252,7 +253,7 @@ class Segments(TorchFunctionMode):
         return sequence_number(node) < self._segments[number].start
 
     def _search(self, number: int, nodes: list[Any]) -> None:
-        """Note borders and parameters in the graph of segment ``number`` from ``nodes`` on."""
+        """Record borders and parameters in the graph of segment ``number``, from ``nodes`` on."""
         segment = self._segments[number]
         seen, left = set(nodes), list(nodes)
         while left:
@@ -271,21 +272,19 @@ class Segments(TorchFunctionMode):
                         seen.add(following)
                         left.append(following)
 
-    # --------------------------------------------------------------- backward
-
     def params(self, number: int) -> dict[int, Tensor]:
         return self._segments[number].params
 
     def needs_backward(self, number: int) -> bool:
-        """Whether a tensor that segment ``number`` made has a gradient so far."""
+        """Whether an output of segment ``number`` has a gradient so far."""
         return any(gradient.grad is not None for _, gradient in self._segments[number].sources)
 
     def prefetch(self, number: int) -> None:
-        """Begin to fetch the partial gradients that the backward of segment ``number`` needs."""
+        """Start to fetch the partial gradients that the backward of segment ``number`` needs."""
         self._partial.prefetch(self._micro_batch, self._segments[number].params)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
-        """Go backward through one segment, later ones first. Its graph is freed."""
+        """Run backward through one segment, after all later ones. Frees its graph."""
         segment = self._segments[number]
         self._segments[number] = _Segment(segment.start)
         self._entries.clear()  # the forward has ended

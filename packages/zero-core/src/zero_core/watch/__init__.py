@@ -1,1 +1,1 @@
-"""Names the rank that others wait for: heartbeats, and what follows from them."""
+"""Hang diagnosis: heartbeats of ranks, and which rank the other ranks wait for."""

@@ -1,4 +1,4 @@
-"""Notices of a rank: the error file that torchrun reads, and a line on a terminal."""
+"""Notices of a rank: the error file for torchrun, and a progress line on the terminal."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _CLEAR = "\x1b[K"
 
 
 def write_error_file(kind: str, message: str, trace: str = "") -> None:
-    """Write an error to ``TORCHELASTIC_ERROR_FILE``, if that is set, for torchrun to read.
+    """Write an error to the file ``TORCHELASTIC_ERROR_FILE``, if set, for torchrun to read.
 
-    ``trace`` is its traceback. Without one, the file has the stack of the caller.
+    ``trace`` is the error's traceback. Without one, the caller's stack is written.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     line = f"{kind}: {message}"
     details = {
-        # All that torchrun prints.
+        # torchrun prints only this entry.
         "py_callstack": trace or "".join([*traceback.format_stack(), line]),
         "timestamp": str(int(time.time())),
     }
     content = {"message": {"message": line, "extraInfo": details}}
-    with suppress(OSError):  # the error itself is raised or logged in any case
+    with suppress(OSError):  # the caller raises or logs the error anyway
         Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 @contextmanager
 def under_way(what: str, *, rank: int) -> Iterator[None]:
-    """Show on stderr that ``what`` is under way, and for how long, once it has taken a second.
+    """Show a progress line for ``what`` on stderr, once it has taken a second.
 
-    Nothing is shown where stderr is no terminal, and by other ranks than the first.
+    Only the first rank shows the line, and only on a terminal.
     """
     stream = sys.stderr
     is_first = rank == 0 and os.environ.get("RANK", "0") == "0"
@@ -50,7 +50,7 @@ def under_way(what: str, *, rank: int) -> Iterator[None]:
 
     def show() -> None:
         while not is_over.wait(SHOWN_AFTER_S):
-            # The cursor is at the start: what else is printed overwrites the line.
+            # The cursor stays at the line's start, so other output overwrites the line.
             stream.write(f"{_CLEAR}{what}: {time.monotonic() - begun:.0f} s\r")
             stream.flush()
 

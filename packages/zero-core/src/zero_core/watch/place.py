@@ -1,7 +1,7 @@
-"""Place of a rank in its program, as other ranks see it, and the times of a step by place.
+"""Current activity of a rank, as other ranks see it, and the times of a step by activity.
 
-On a host a mark is the time of `time.perf_counter`. On an accelerator it is an event on the current
-stream, so that the times are those of the device: a wait is the time in which its stream waits.
+A mark on the host is a time of `time.perf_counter`. A mark on an accelerator is an event on the
+current stream, so times are device times: a wait lasts as long as the stream waits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-# `Place.doing` between two calls of the engine, and while the state tier has not published what is
-# needed next.
+# Values of `Place.doing`: between two calls of the engine, and while the state tier has not yet
+# published parameters that are needed next.
 OUTSIDE = "the program outside of the engine"
 UPDATE = "the wait for updated parameters"
 
@@ -25,17 +25,17 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Place:
-    """Place of this rank in its program. The main thread writes it, that of heartbeats reads it."""
+    """Current activity of this rank. The main thread writes it, the heartbeat thread reads it."""
 
     __slots__ = ("clock", "doing", "num_changes", "num_steps", "unfinished", "waits_for")
 
     def __init__(self) -> None:
         self.doing = OUTSIDE  # such as "forward of unit 3 (blocks.2)"
-        self.num_steps = 0  # steps that have ended
-        self.waits_for = ""  # the collective that the host waits for, or an empty string
-        self.num_changes = 0  # grows with each change of the others
-        self.clock: StepClock | None = None  # notes the times, while steps are recorded
-        self.unfinished = ""  # change of values under way or left in the middle, as "step()"
+        self.num_steps = 0  # number of ended steps
+        self.waits_for = ""  # the collective that the host waits for, or ""
+        self.num_changes = 0  # increases with each change of the other attributes
+        self.clock: StepClock | None = None  # records times, while steps are recorded
+        self.unfinished = ""  # running or interrupted change of values, such as "step()"
 
     def enter(self, doing: str) -> None:
         self.doing = doing
@@ -56,7 +56,7 @@ class Place:
             self.clock.end_wait()
 
     def check_finished(self, what: str) -> None:
-        """Refuse ``what`` by a RuntimeError if a change of values was left in the middle."""
+        """Raise RuntimeError for the call ``what`` if a change of values was interrupted."""
         if self.unfinished:
             raise RuntimeError(
                 f"{what} after {self.unfinished} was left in the middle by an exception: "
@@ -66,7 +66,7 @@ class Place:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Wait for other ranks in this context, for ``what`` the program exchanges itself."""
+        """Mark the context as a wait for other ranks, in an exchange ``what`` by the program."""
         self.begin_wait(what)
         try:
             yield
@@ -84,7 +84,7 @@ class Place:
 
 
 class MemoryMeter:
-    """Bytes that this rank holds: on its accelerator, or resident on a host."""
+    """Measures the memory of this rank: allocated on its accelerator, or resident on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,14 +102,14 @@ class MemoryMeter:
         return int(torch.accelerator.memory_allocated(self._device))
 
     def peak(self, held: int) -> int:
-        """Return the most so far, or ``held`` where the system does not know."""
+        """Return the peak in bytes, or ``held`` if the system does not report a peak."""
         if not self._is_host:
             return int(torch.accelerator.max_memory_allocated(self._device))
         with suppress(ImportError):
             import resource
 
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            # The system's own count may lag behind.
+            # The reported peak may lag behind the current value.
             return max(held, peak if sys.platform == "darwin" else peak * 1024)
         return held
 
@@ -120,28 +120,28 @@ class MemoryMeter:
 
 
 class StepClock:
-    """Notes each change of a `Place` in one step. It belongs to the thread of the place."""
+    """Records each change of a `Place` in one step. Only the place's thread uses it."""
 
     def __init__(
         self, device: torch.device, doing: str, launched: dict[str, float], begin: Mark | None
     ) -> None:
-        """``begin``: the end of the step before, None for now.
+        """``begin``: the end of the previous step, or None for now.
 
-        ``launched``: on a host, when the collectives began that no step has waited for yet.
+        ``launched``: on a host, start times of collectives that no step has waited for yet.
         """
         self._device = device
         self._is_host = device.type == "cpu"
-        # A copy stream may be the current one at a mark: the times are those of the computation.
+        # Use the computation's stream, because a copy stream may be current at a mark.
         self._stream = None if self._is_host else torch.accelerator.current_stream(device)
         self._marks: list[tuple[str, str, Mark]]
         self._marks = [(doing, "", self._now() if begin is None else begin)]
         self._launched = launched
         self.under_way: list[tuple[str, Mark, Mark]] = []  # collectives, on a host
-        # Seconds since the step began, bytes held, and place, at each change of the place; empty
-        # where these are not noted.
+        # At each change of the place: seconds since the step began, bytes held, and place. Empty if
+        # not recorded.
         self.trail: list[tuple[float, int, str]] = []
         self._memory: MemoryMeter | None = None
-        self._begun = 0.0  # of the trail
+        self._begun = 0.0  # start of the trail
 
     def begin_trail(self, begun: float, memory: MemoryMeter) -> None:
         self._begun, self._memory = begun, memory
@@ -164,12 +164,11 @@ class StepClock:
             self.under_way.append((what, started, perf_counter()))
 
     def launch(self, what: str) -> None:
-        """Note that the collective ``what`` starts. Of starts without a wait the first counts."""
+        """Record the start of collective ``what``. Until a wait, only the first start counts."""
         if self._is_host:
             self._launched.setdefault(what, perf_counter())
 
     def end(self) -> Mark:
-        """End the step, and return its end."""
         end = self._now()
         self._marks.append(("", "", end))
         return end
@@ -182,14 +181,14 @@ class StepClock:
         return event
 
     def seconds(self, mark: Any) -> float:
-        """Return the seconds from the step's begin to ``mark``, which is of the same kind."""
+        """Return the seconds from the step's beginning to ``mark``, which is of the same type."""
         begin: Any = self._marks[0][2]
         return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
 
     def spans(self) -> list[tuple[str, str, float, float]]:
-        """Return the parts of a step that has ended. On an accelerator, wait for its end.
+        """Return the parts of an ended step. On an accelerator, waits for the step's end.
 
-        Each is its place, the collective that it waits for or an empty string, start and stop.
+        Each part is (place, collective that it waits for or "", start, stop).
         """
         *_, end = self._marks[-1]
         if isinstance(end, torch.Event):

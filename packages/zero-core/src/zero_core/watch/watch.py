@@ -1,33 +1,35 @@
-"""Heartbeats of ranks: which rank the others wait for, in log lines and in errors.
+"""Heartbeats of ranks, which show in log lines and errors which rank the others wait for.
 
-One thread of the process serves all engines. No lock is held, and no thread but that of the board
-waits, while the store is asked.
+One thread per process serves all engines. While it queries the store, no lock is held, and only the
+thread of the board waits.
 
 [Note: which rank the others wait for]
-A rank publishes a beat every tenth of the time set, by a thread. So a stopped or dead process, or
-one whose interpreter is held, publishes none. A rank that waits for long compares two beats of each
-rank. Their times are those of its own clock: clocks of hosts need not agree.
+A thread of each rank publishes a beat every tenth of the configured time. A stopped or dead process
+publishes none, and neither does one whose interpreter is blocked. A rank that waits for long
+compares two beats of each rank. It measures times by its own clock, because clocks of hosts may
+differ.
 
-1. A rank that failed, ended or shows no sign of life is the cause.
-2. Else, if any rank has moved meanwhile, it is slow, and nothing is said: slow steps are healthy.
-3. Else a rank that waits for no other is the cause. It is busy in one place, which may be healthy.
-4. Else all wait. If not for the same collective, they took different branches.
+1. A rank that failed, ended, or publishes no beats is the cause.
+2. Otherwise, if any rank has made progress meanwhile, nothing is reported: slow steps are healthy.
+3. Otherwise a rank that waits for no other rank is the cause. It is busy in one place, which may
+   be healthy.
+4. Otherwise all ranks wait. If they wait for different collectives, they took different branches.
 
-gloo raises where a collective is waited for. NCCL's ``wait`` returns at once, and a rank that hangs
-shows in torch's own watchdog alone, as a number of a collective. There `DeviceWaits` knows which
-collective the device waits for, and the thread asks it.
+gloo raises at the wait for a collective. NCCL's ``wait`` returns immediately, and a hanging rank is
+reported only by torch's watchdog, with a collective's number. For NCCL, `DeviceWaits` records which
+collective the device waits for, and the heartbeat thread queries it.
 
 [Note: stores that do not answer]
-A request to a store whose host is stopped blocks for ever, whatever the store's timeout: torch
-cancels the request, and waits without limit for the answer to that. So only the thread of a
-`ThreadedBoard` calls the store. Those who watch and those who wait read what it left, and how long
-its call has taken: a store that does not answer is a cause, too.
+A request to a store whose host is stopped blocks forever, whatever the store's timeout: torch
+cancels the request, and then waits without limit for the reply to the cancellation. So only the
+thread of a `ThreadedBoard` calls the store. Other threads read its last results, and how long its
+current call has taken. A store that does not answer also counts as a cause.
 
 [Note: reads of many ranks]
-All ranks that wait read beats from one store. So each reads those of at most `_WINDOW` ranks at a
-time, at first of the next ones behind it: a rank that stops is named in time by the ranks before
-it. Once a line is due it goes on to the next window with each read, and reads the more seldom the
-longer it waits. Only what can be said of single ranks is said before all were read.
+All waiting ranks read beats from one store. So each reads beats of at most `_WINDOW` ranks at a
+time, first those of the following ranks. A stopped rank is thus named in time by the ranks before
+it. Once a log line is due, each further read uses the next window, and the time between reads grows
+with the wait. Until all windows were read, only verdicts about single ranks are reported.
 """
 
 from __future__ import annotations
@@ -58,34 +60,34 @@ OTHER_BLOCKS = (
     "If a rank calls blocks that others do not call, as experts, name the module that holds them "
     "in zero_optimization.leaf_module"
 )
-_MAX_NAMED = 4  # in a message: ranks, or what is said of them
+_MAX_NAMED = 4  # maximal number of ranks or statements in a message
 _ENDED = ("Z", "X")
 _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
-# Shares of ``within_s``: between two beats; of a wait before others are observed; without a beat
-# before a rank is without a sign of life; of a wait before a line is logged.
+# Shares of ``within_s``: time between two beats, time of a wait before others are observed, time
+# without a beat before a rank counts as silent, time of a wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
 _MIN_SILENCE_S = 0.5
-_LONG = 6  # what touches disks is named so many times later, if its rank is alive
+_LONG = 6  # delay factor before a live rank in disk work is named
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
-_WINDOW = 64  # ranks whose beats are read at once
-_READ = 1 / 16  # share of a long wait between two reads
-_FLUSH_S = 1.0  # longest wait for a beat that says how this rank failed or ended
-_NUM_WATCHED = 1024  # collectives of a device at once: hosts do not run further ahead
-_LAST_WAIT_S = 10.0  # longest wait of an engine that ends for collectives under way
+_WINDOW = 64  # number of ranks whose beats are read at once
+_READ = 1 / 16  # time between two reads, as a share of a long wait
+_FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
+_NUM_WATCHED = 1024  # maximal number of watched collectives of a device
+_LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
 
 
 class Beat(NamedTuple):
-    """State of a rank that it publishes."""
+    """State that a rank publishes."""
 
     number: int  # increases with each beat
     place: str  # `zero_core.watch.place.Place.doing`, with the step
-    waits_for: str  # the collective that it waits for, with the step, or an empty string
-    num_changes: int  # of its place
-    still_s: float  # how long it has been there
-    cause: str  # the error of its own that others wait in vain for, or how it ended
-    has_given_up: bool  # whether it failed as it waited for another rank
+    waits_for: str  # the collective that it waits for, with the step, or ""
+    num_changes: int  # `Place.num_changes`
+    still_s: float  # time since the last change
+    cause: str  # the rank's own error that makes others wait in vain, or how it ended
+    has_given_up: bool  # whether it failed while waiting for another rank
     pid: int
-    namespace: str  # of ``pid``
+    namespace: str  # namespace of ``pid``
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
@@ -97,16 +99,16 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Reason for which a rank waits."""
+    """Explanation of why a rank waits."""
 
     text: str  # names ranks
-    level: int  # of `logging`: ERROR for what does not heal by itself, INFO for what is no cause
+    level: int  # of `logging`: ERROR if permanent, INFO if the text names no cause
     is_final: bool  # whether waiting longer would not change it
 
 
 @dataclass
 class _Seen:
-    """The last beat of a rank, and when this rank read it, first saw its number, and its place."""
+    """The last beat of a rank, when it was read, and since when its number and place are equal."""
 
     beat: Beat
     at: float
@@ -114,7 +116,7 @@ class _Seen:
     place_since: float
 
     @property
-    def silent_s(self) -> float:  # what happened after the last read is not known
+    def silent_s(self) -> float:  # up to the last read
         return self.at - self.since
 
     @property
@@ -124,18 +126,18 @@ class _Seen:
 
 @dataclass
 class _Wait:
-    """A wait of this rank, and the beats of all ranks as it has seen them since its begin."""
+    """A wait of this rank, and the beats of all ranks read since the wait began."""
 
-    identity: object  # differs from that of other waits; None: this rank does not wait
+    identity: object  # identity of this wait, None if this rank does not wait
     since: float
     last_read: float = -math.inf
-    window: int = 0  # number of the one that is read
+    window: int = 0  # number of the window being read
     logged: Verdict | None = None
     seen: dict[int, _Seen] = field(default_factory=dict)  # by rank
 
 
 def _failure(rank: int, seen: _Seen, silence_s: float) -> str:
-    """Say how a rank failed, ended or fell silent, or nothing."""
+    """Describe how a rank failed, ended or fell silent, or return ""."""
     beat, state = seen.beat, _state_of(seen.beat)
     if beat.cause:
         return f"rank {rank}: {beat.cause}"
@@ -154,23 +156,23 @@ def _state_of(beat: Beat) -> str:
 
 
 class ThreadedBoard:
-    """Beats in a store, by calls that do not block. Its thread keeps it alive until `close`."""
+    """Non-blocking access to beats in a store. A thread keeps this object alive until `close`."""
 
     def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
-        """``keys``: of all ranks' beats. ``host``: has the store, as "rank 0 of the job"."""
+        """``keys``: key of each rank's beat. ``host``: the store's host, "rank 0 of the job"."""
         self.host = host
-        self.is_lost = False  # the connection has failed: nothing is published or read any more
+        self.is_lost = False  # whether the connection has failed, which stops all use
         self._store = store
         self._keys = keys
         self._rank = rank
         self._known: set[int] = set()  # ranks that have published a beat
-        self._changed = threading.Condition()  # guards what follows
-        self._beat: str | None = None  # the newest that is not yet published, or None
-        self._ranks: Sequence[int] | None = None  # whose beats are to be read, or None
-        self._found: dict[int, str] = {}  # what was read
-        self._busy_since: float | None = None  # when the call under way began, or None
+        self._changed = threading.Condition()  # guards the attributes below
+        self._beat: str | None = None  # the newest beat if not yet published
+        self._ranks: Sequence[int] | None = None  # ranks whose beats are requested
+        self._found: dict[int, str] = {}  # beats read, by rank
+        self._busy_since: float | None = None  # start of the running call, or None
         self._is_closed = False
-        # A daemon: a store that does not answer must not keep the process from ending.
+        # A daemon thread, so that an unresponsive store does not keep the process from ending.
         threading.Thread(target=self._serve, name="zero_core beats", daemon=True).start()
 
     def publish(self, beat: str) -> None:
@@ -239,21 +241,21 @@ class ThreadedBoard:
 
 
 def join_few(texts: list[str]) -> str:
-    """Join those of ``texts`` that are not empty, and say how many more there are."""
+    """Join the non-empty ``texts``. After the first few, only count the others."""
     said = list(filter(None, texts))
     more = [f"and {len(said) - _MAX_NAMED} more"] if len(said) > _MAX_NAMED else []
     return "; ".join(said[:_MAX_NAMED] + more)
 
 
 def count_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 0, 2", or the first few and how many more."""
+    """Return "rank 1", "ranks 0, 2", or the first few ranks and the number of the others."""
     more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     named = ", ".join(map(str, ranks[:_MAX_NAMED]))
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {named}{more}"
 
 
 def process_namespace() -> str:
-    """Return what processes whose numbers can be compared have in common."""
+    """Return an identifier shared by processes whose pids are comparable, or ""."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -262,7 +264,7 @@ def process_namespace() -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return the letter of a process's state as in ``/proc/PID/stat``: "T" stopped, "Z" ended."""
+    """Return a process's state letter from ``/proc/PID/stat``: "T" stopped, "Z" ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -271,11 +273,11 @@ def process_state(pid: int) -> str:
 
 
 class DeviceWaits:
-    """Collectives that the streams of one device wait for, where the host does not.
+    """Collectives that a device's streams wait for, while the host does not.
 
-    An event is recorded behind each of them, on the stream that waits for it. The events of a CUDA
-    graph that is being captured cannot be queried: nothing is noted then. During a capture in mode
-    "global" no other thread may query any event: see docs/clusters.md.
+    An event is recorded after each wait, on the waiting stream. Nothing is recorded while a CUDA
+    graph is captured, because such events cannot be queried. During a capture in mode "global" no
+    other thread may query any event: see docs/clusters.md.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -285,7 +287,7 @@ class DeviceWaits:
         self._has_failed = False
 
     def note(self, name: str) -> None:
-        """Note that the current stream waits for the collective ``name``."""
+        """Record that the current stream waits for the collective ``name``."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         event = torch.accelerator.current_stream(self._device).record_event()
@@ -297,13 +299,13 @@ class DeviceWaits:
 
     def oldest(self) -> tuple[str, torch.Event] | None:
         """Return the oldest collective that has not ended. Any thread may call it."""
-        torch.accelerator.set_device_index(self._device)  # a thread begins on the first one
+        torch.accelerator.set_device_index(self._device)  # a new thread uses device 0
         with self._lock:
             self._drop_ended()
             return self._waited[0] if self._waited else None
 
     def close(self) -> None:
-        """Return when what was noted has ended, has had its time, or never will end."""
+        """Wait, for a limited time, until all recorded collectives have ended."""
         deadline = time.monotonic() + _LAST_WAIT_S
         while time.monotonic() < deadline:
             with self._lock:
@@ -316,7 +318,7 @@ class DeviceWaits:
         try:
             while self._waited and self._waited[0][1].query():
                 self._waited.popleft()
-        except RuntimeError as error:  # every later call to the device raises the same
+        except RuntimeError as error:  # every later call to the device raises the same error
             _log.error(
                 "%s has failed: %s. These collectives may not have ended: %s",
                 self._device,
@@ -328,7 +330,7 @@ class DeviceWaits:
 
 
 class Watch:
-    """Watches the waits of one engine. See the top of this file."""
+    """Watches the waits of one engine. See [Note: which rank the others wait for]."""
 
     def __init__(
         self,
@@ -340,11 +342,11 @@ class Watch:
         within_s: float,
         device_waits: DeviceWaits | None = None,
     ) -> None:
-        """Publish the first beat. ``within_s`` 0: publish failures alone, and log nothing."""
+        """Publish the first beat. ``within_s`` 0: publish only failures, and log nothing."""
         self.interval_s = _BEAT * within_s
         self.device_waits = device_waits
         self._board = board
-        # Not at the exit: a last beat says how a process ends.
+        # Not at exit, when a last beat must report how the process ends.
         weakref.finalize(self, board.close).atexit = False
         self._place = place
         self._rank = rank
@@ -362,10 +364,10 @@ class Watch:
         self._wait = _Wait(None, self._last_tick)
         self._publish(self._last_tick)
 
-    # ------------------------------------------------------------------ thread
+    # ----------------------------------------------------- called by the heartbeat thread
 
     def tick(self, now: float) -> None:
-        """Publish a beat at ``now``, and log whom this rank waits for if it has for long."""
+        """Publish a beat at time ``now``. After a long wait, log which rank is waited for."""
         with self._lock:
             self._publish(now)
             identity, what = self._find_wait()
@@ -410,7 +412,7 @@ class Watch:
             seen.beat, seen.at = beat, now
 
     def _find_wait(self) -> tuple[object, str]:
-        """Return the identity and the name of the wait under way. Those of the host are first."""
+        """Return identity and name of the current wait. Waits of the host take precedence."""
         place = self._place
         what, number = place.waits_for, place.num_changes
         if what:
@@ -427,10 +429,10 @@ class Watch:
         line = f"rank {self._rank}: {what} has not ended for {waited_s:.1f} s: {verdict.text}"
         _log.log(verdict.level, "%s", line)
         if is_error and not self._place.waits_for:
-            write_error_file("CollectiveError", line)  # the library ends this process in silence
+            write_error_file("CollectiveError", line)  # torch may end this process silently
 
     def _judge(self) -> Verdict | None:
-        """Return what keeps this rank waiting: a rank, or the store of the board."""
+        """Return which rank, or the board's store, keeps this rank waiting."""
         verdict, board = self._judge_ranks(), self._board
         if verdict is not None and verdict.is_final:
             return verdict
@@ -445,7 +447,8 @@ class Watch:
     def _judge_ranks(self) -> Verdict | None:
         """Return the verdict of [Note: which rank the others wait for].
 
-        None if some rank moves or was not read, or all wait for the same.
+        None if some rank made progress or was not read, or if all ranks wait for the same
+        collective.
         """
         silence_s, found = _SILENCE * self._within_s or math.inf, sorted(self._wait.seen.items())
         others = {rank: seen for rank, seen in found if rank != self._rank}
@@ -480,7 +483,7 @@ class Watch:
         text = f"the ranks took different branches: they wait {join_few(said)}. {OTHER_BLOCKS}"
         return Verdict(text, logging.ERROR, True)
 
-    # ------------------------------------------------------------- both threads
+    # ----------------------------------------- called by the heartbeat and main threads
 
     def _publish(self, now: float) -> None:
         place = self._place
@@ -503,18 +506,18 @@ class Watch:
         )
         self._board.publish(json.dumps(beat))
 
-    # -------------------------------------------------------------- main thread
+    # ---------------------------------------------------------- called by the main thread
 
     def note_cause(self, cause: str) -> None:
-        """Have the others' errors name ``cause`` of this rank. An empty string takes it back."""
+        """Publish ``cause``, which other ranks' errors name. An empty string withdraws it."""
         with self._lock:
             self._cause = cause
             self._publish(time.monotonic())
         if cause:
-            self._board.flush(_FLUSH_S)  # this process may end now
+            self._board.flush(_FLUSH_S)  # because this process may end now
 
     def explain(self) -> str:
-        """Say which rank made this one fail in a collective. It may wait for a silence."""
+        """Return which rank made this rank's collective fail. May wait to detect silent ranks."""
         pause_s = min(max(self.interval_s, 0.01), 0.1)
         deadline = time.monotonic() + self._silence_s + 2 * self.interval_s
         with self._lock:
@@ -530,14 +533,14 @@ class Watch:
             if now >= deadline or (verdict is not None and verdict.is_final):
                 break
             time.sleep(pause_s)
-        # Ranks that waited for each other give up at once: what was logged before has the cause.
+        # Ranks that waited for each other give up together. An earlier log line names the cause.
         known = [found for found in (verdict, logged) if found is not None]
         return max(known, key=lambda found: found.level).text if known else ""
 
-    # ------------------------------------------------------------- any thread
+    # ----------------------------------------------------------- called by any thread
 
     def find_dead(self, ranks: Sequence[int]) -> str:
-        """Say which of ``ranks`` have ended, or were silent for long. To be asked every second."""
+        """Return which of ``ranks`` have ended or were silent for long. Call it every second."""
         silence_s = _LONG * self._within_s or math.inf
         with self._lock:
             self._add_answers(time.monotonic())
@@ -550,7 +553,7 @@ class Watch:
             return join_few([_failure(rank, seen, silence_s) for rank, seen in dead.items()])
 
     def close(self, how: str) -> None:
-        """End: this rank publishes no beats any more. ``how`` it ended is what others read."""
+        """Publish ``how`` the engine ended, and stop publishing."""
         with _lock:
             _watches.discard(self)
         self.note_cause(how)
@@ -563,12 +566,12 @@ _is_exiting = threading.Event()
 
 
 def start(watch: Watch) -> None:
-    """Have the thread of this process serve ``watch`` until its end."""
+    """Let the heartbeat thread of this process serve ``watch`` until `Watch.close`."""
     global _thread
     with _lock:
         _watches.add(watch)
         if _thread is None:
-            # A daemon: it must not keep the process from ending.
+            # A daemon thread, which does not keep the process from ending.
             _thread = threading.Thread(target=_serve, name="zero_core watch", daemon=True)
             _thread.start()
 
@@ -583,7 +586,7 @@ def _serve() -> None:
                 return
         if _is_exiting.wait(min(intervals)):
             return
-        _tick_all()  # in a call: this thread keeps no watch while it sleeps
+        _tick_all()  # in a function, so that this sleeping thread references no watch
 
 
 def _tick_all() -> None:
@@ -594,12 +597,12 @@ def _tick_all() -> None:
 
 
 def _end() -> None:
-    """End the thread before the interpreter does, and say how this process ends."""
+    """End the thread before the interpreter exits, and publish how this process ends."""
     thread = _thread
     _is_exiting.set()
     if thread is not None:
         thread.join(2.0)
-    error = getattr(sys, "last_value", None)  # foreign: the interpreter's, of an uncaught error
+    error = getattr(sys, "last_value", None)  # foreign: set by the interpreter on an uncaught error
     how = "its program has ended" if error is None else f"{type(error).__name__}: {error}"
     for watch in list(_watches):
         watch.close(how)
