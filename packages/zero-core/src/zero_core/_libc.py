@@ -44,7 +44,7 @@ def use_one_core() -> None:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """Call a C function of the libraries loaded in this process, if one has the function ``name``."""
+    """Call the C function ``name`` if a library loaded in this process has it."""
     if sys.platform == "linux":
         # foreign: musl has no malloc_trim or mallopt, and without OpenMP there is no
         # omp_set_num_threads

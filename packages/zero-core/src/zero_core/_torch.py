@@ -59,7 +59,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def allow_foreach(cls: type[nn.Parameter]) -> None:
-    """Let torch's optimizers update parameters of class ``cls`` by multi-tensor (foreach) kernels."""
+    """Let torch's optimizers update parameters of class ``cls`` by foreach kernels."""
     _foreach_supported_types.append(cls)
 
 
@@ -222,7 +222,7 @@ def unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Mod
 
 
 def is_own_graph(module: nn.Module) -> bool:
-    """Whether `torch.compile` or ``module.compile()`` compiled ``module`` with all its submodules."""
+    """Whether `torch.compile` or ``module.compile()`` compiled ``module`` and its submodules."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 

@@ -257,7 +257,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         return torch.stack(losses).to(wide).mean()
 
     def memory_report(self) -> dict[str, int]:
-        """Return bytes as `ShardedModel.memory_report`, and those of the undo log in host memory."""
+        """Return bytes as `ShardedModel.memory_report`, and those of the host's undo log."""
         undo = self._gradient.policy.undo_bytes
         return super().memory_report() | ({"undo log": undo} if undo else {})
 

@@ -47,6 +47,8 @@ class LeftShard(NamedTuple):
 
 
 class Removable(Protocol):
+    """Handle of a hook."""
+
     def remove(self) -> None: ...
 
 
@@ -110,7 +112,7 @@ class Ownership:
         self._allows_empty = True
 
     def _absent(self, module: nn.Module) -> list[str]:
-        """Return the names of ``module``'s own parameters whose current value is not on this rank."""
+        """Return names of ``module``'s own parameters whose current value is not on this rank."""
         return [
             name
             for name, param in module._parameters.items()
@@ -193,7 +195,7 @@ class Ownership:
             return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
-        """End, with ``full`` values (by the layout's names) as parameters and buffers on the CPU."""
+        """End with parameters set to ``full`` values, by the layout's names, and buffers on the CPU."""
         self._end()
         names = self.state.param_names
         for flat in self.state.params:
