@@ -195,7 +195,7 @@ class Ownership:
             return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
-        """End with parameters set to ``full`` values, by the layout's names, and buffers on the CPU."""
+        """End with parameters set to ``full``, by the layout's names, and buffers on the CPU."""
         self._end()
         names = self.state.param_names
         for flat in self.state.params:
