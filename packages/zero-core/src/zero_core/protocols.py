@@ -430,9 +430,7 @@ class TimedTier(StateTier, Protocol):
 
     def work_s(self) -> Mapping[str, float]:
         """Return seconds so far: "host" (updates), "file" (reads and writes) and "file wait"
-        (updates
-
-        that waited for reads and writes).
+        (updates that waited for a file).
         """
 
     def copied_bytes(self) -> tuple[int, int]:
