@@ -173,6 +173,7 @@ class Plan:
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
+        """Return the plan as JSON text."""
         return json.dumps(asdict(self), indent=2)
 
     def tables(self) -> tuple[Table, ...]:

@@ -31,6 +31,8 @@ from zero_core.layout.arithmetic import Segment
 
 
 class GradientCase(Enum):
+    """Path of a gradient from backward to the state tier."""
+
     WHOLE_SUM = "whole sum"
     """Stage 0: ``full_grad`` is kept, reduced to ``grad_shard``, and all ranks' shards are gathered
     into ``grad_sum``, as every rank updates the whole segment."""
