@@ -349,7 +349,6 @@ def _make_engine(
     *,
     is_training: bool,
 ) -> tuple[ShardedModel, UnitSet, Extensions]:
-    """Make the passes, the step and the extensions, and register hooks on the model."""
     config, ranks, layout, meter = joined.config, joined.ranks, drawn.layout, joined.meter
     communicator, memory, state = held.communicator, held.memory, held.state
     arithmetic = joined.arithmetic

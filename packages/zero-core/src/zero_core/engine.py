@@ -407,7 +407,6 @@ def _loss_of(engine: Engine, batch: Any) -> Tensor:
 
 
 def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: bool = True) -> None:
-    """Drop the engine's gradient, and that of ``module``, as ``zero_grad`` of ``module``."""
     optimizer.zero_grad()
     type(module).zero_grad(module, set_to_none)
 

@@ -162,10 +162,7 @@ class Ownership:
 
     @torch.no_grad()
     def _local_shards(self) -> Iterator[LeftShard]:
-        """Yield this rank's part of each parameter.
-
-        The consumer may then replace the parameter's data.
-        """
+        """Yield this rank's part of each parameter, whose data may then be replaced."""
         control, params = self.state.control, self.state.layout.params
         for flat in self.state.params:
             flat.source.wait_update()

@@ -115,7 +115,6 @@ def _of_rank_0(value: Tensor, control: ControlGroup) -> Tensor:
 def _find(
     source: Mapping[str, StoredTensor], prefix: str, names: Sequence[str], param: Tensor
 ) -> StoredTensor:
-    """Return the stored tensor of one of ``names``, with or without ``prefix``."""
     for name in map(plain_name, names):
         for spelling in (name, prefix + name, name.removeprefix(prefix)):
             if (stored := source.get(spelling)) is not None:

@@ -505,7 +505,6 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self._copies.engine = self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse `copy.deepcopy`, `copy.copy` and pickle."""
         raise TypeError(
             "an engine cannot be copied or pickled: its state is sharded over ranks. Copy the "
             "model by copy.deepcopy(engine.module) within engine.gathered(); keep a training by "

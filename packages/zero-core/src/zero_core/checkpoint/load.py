@@ -264,7 +264,6 @@ def _check_optimizer(
     in_slices: Collection[str],
     numbers: Sequence[Mapping[str, float]],
 ) -> None:
-    """Raise CheckpointError for optimizer states or scalars that the tier cannot load."""
     tier = state.tier
     needed = {piece.param for piece in state.pieces if _is_sliced(tier, piece.param)}
     if isinstance(tier, WholeTier):
@@ -289,7 +288,6 @@ def _check_optimizer(
 
 
 def _check_buffers(state: ShardedState, reader: Reader) -> None:
-    """Raise CheckpointError if buffers of model and checkpoint differ in names or shapes."""
     place = reader.folder
     saved = {name: stored.shape for name, stored in reader.tensors(BUFFERS).items()}
     own = {name: tuple(buffer.shape) for name, buffer in named_buffers(state.module).items()}

@@ -334,9 +334,8 @@ class PatchWriter(Extension):
     def _own_pieces(
         self, segment: Segment, since: int | None
     ) -> tuple[list[tuple[int | str, ...]], list[Tensor]]:
-        """Return the changed pieces of this rank's shard, and their bytes.
-
-        Each piece has its slot, and the fields of its `Piece` after the number.
+        """Return the slot and `Piece` fields after the number of each changed piece, and their
+        bytes.
         """
         flat = self._state.params[segment.index]
         low, high = segment.shard_range(flat.rank)

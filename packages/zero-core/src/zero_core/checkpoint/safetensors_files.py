@@ -348,7 +348,6 @@ class ModelFiles:
         return self._pending
 
     def _close_part(self) -> None:
-        """Write the current file: its header, then its tensors."""
         path = self._part(len(self._parts))
         with storing(path):
             pending = self._open_part()

@@ -169,7 +169,6 @@ _Path = tuple[Any, ...]
 
 
 def _walk(config: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
-    """Yield path and value of every block, list and value."""
     left: list[tuple[_Path, Any]] = [((), config)]
     while left:
         path, value = left.pop()
@@ -185,7 +184,6 @@ def _walk(config: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
 
 
 def _name_path(path: Sequence[Any]) -> str:
-    """Return a key's path for messages, as one line."""
     names = (str(key) for key in path)
     return ".".join(n if n.isprintable() and len(n) <= _MAX_SHOWN else shown(n) for n in names)
 

@@ -101,7 +101,6 @@ class Forecast:
         links: Links,
         buffer_bytes: int,
     ) -> None:
-        """Compute all sizes. ``buffer_bytes`` are the bytes of the model's own buffers."""
         self._layout = layout = drawn.layout
         self._config = config
         self._links = links
@@ -219,7 +218,6 @@ class Forecast:
         }
 
     def _tier_footprint(self, drawn: Blueprint, memory: Memory) -> TierFootprint | None:
-        """Return the footprint of the tier on the host, or None without its package."""
         if self._whole_bytes is not None:
             kept = self._own_tier_bytes(0, self._numel)
             down = up = 0
@@ -275,7 +273,6 @@ class Forecast:
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
-        """Return the bytes of the engine's own tier for ``[start, stop)``."""
         masters = 0
         sizes: dict[torch.dtype, list[int]] = {}  # elements of each part, by master dtype
         has_narrow: set[torch.dtype] = set()  # master dtypes of gradients that are widened

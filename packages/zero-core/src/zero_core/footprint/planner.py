@@ -167,7 +167,6 @@ class Planner:
         machine: Machine,
         inputs: Mapping[str, Any] | Sequence[Any] | None,
     ) -> None:
-        """Draw the blueprint of the configured run. Arguments and errors are those of `plan`."""
         world_size, per_node = machine.world_size, machine.ranks_per_node
         resolved = load_config(config, world_size=world_size).on_nodes(per_node, world_size)
         module = model if isinstance(model, nn.Module) else _model_of(model)
@@ -205,7 +204,6 @@ class Planner:
             self._can_offload = self._forecast(offloaded, AS_CONFIGURED).tier is not None
 
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
-        """Return the configuration of a choice, without keys that its stage does not support."""
         config, zero = self.config, self.config.zero_optimization
         keys: dict[str, Any] = {
             "stage": stage,
@@ -463,7 +461,6 @@ def ranks_of_node(world_size: int, ranks_per_node: int | None) -> int:
 
 
 def _model_of(config: Any) -> nn.Module:
-    """Make a Hugging Face configuration's model on the meta device, with a language-model head."""
     # foreign: a configuration of transformers
     if not (isinstance(config, Mapping) or hasattr(config, "model_type")):
         raise ConfigError(

@@ -147,7 +147,6 @@ class Recording(TorchDispatchMode):
             return view(target)
 
     def _view(self, storages: dict[int, torch.UntypedStorage], alias: Tensor) -> Tensor:
-        """Return ``alias`` as a view in ``storages``, zeroed when first used."""
         number = storage_of(alias)
         if number not in storages:
             storages[number] = zeroed(alias.untyped_storage().nbytes())

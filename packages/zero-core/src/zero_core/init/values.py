@@ -388,7 +388,6 @@ class FormerModel:
                 _put_back(table, items)
 
     def _take_back(self, lost: set[int], state: ShardedState, error: BaseException) -> None:
-        """Gather the values of ``lost`` parameters, if all ranks do."""
         key_of = {state.param_names[key]: key for key in lost}
         is_alike = isinstance(error, Exception) and not isinstance(error, CollectiveError)
         if is_alike or state.control.world_size == 1:
@@ -410,7 +409,6 @@ class FormerModel:
 
 
 def _put_back(table: dict[Any, Any], items: dict[Any, Any]) -> None:
-    """Restore the content of ``table`` in place."""
     table.clear()
     table.update(items)
 

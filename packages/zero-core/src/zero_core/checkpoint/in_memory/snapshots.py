@@ -201,7 +201,6 @@ def _open(path: Path) -> int:
 
 
 def _check_is_own(path: Path) -> None:
-    """Raise PermissionError for a link, or for a folder of another user."""
     found = path.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
         raise PermissionError(f"{path} belongs to another user")
@@ -331,7 +330,6 @@ class Ring:
 
 
 def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
-    """Yield views of the files' bytes, one per message."""
     for name, size in files.items():
         data = slot.file(name, size)
         for start in range(0, size, _BLOCK_BYTES):
@@ -379,7 +377,6 @@ class MemoryCheckpoints(Extension):
         self._frozen_versions = [-1, -1]  # version of the frozen values in each slot
 
     def _drop_others(self) -> None:
-        """Remove the markers of earlier starts."""
         for slot in self._slots:
             for rank, marker in slot.read_markers().items():
                 if marker["attempt"] != self._attempt:
