@@ -39,15 +39,14 @@ def use_one_core() -> None:
     OpenMP gives each such thread a separate team, whose threads spin while they wait. Next to the
     training thread's team, an operation takes ten times longer with a second team.
     """
-    torch.get_num_threads()  # a thread's first torch call resets the limit
+    torch.get_num_threads()  # a thread's first torch call sets its own limit, so make it first
     _call("omp_set_num_threads", 1)
 
 
 def _call(name: str, *arguments: int) -> None:
     """Call the C function ``name`` if a library loaded in this process has it."""
     if sys.platform == "linux":
-        # foreign: musl has no malloc_trim or mallopt, and without OpenMP there is no
-        # omp_set_num_threads
+        # foreign: musl has no malloc_trim or mallopt, and OpenMP is optional
         function = getattr(ctypes.CDLL(None), name, None)
         if function is not None:
             function(*arguments)

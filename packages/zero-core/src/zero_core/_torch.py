@@ -92,7 +92,7 @@ def begin_group_names_at(number: int) -> None:
 
 @contextmanager
 def counting_groups(number: int) -> Iterator[None]:
-    """Number process groups that only their members create from ``number`` on, in this context.
+    """In this context, name groups that only their members create by counting from ``number``.
 
     torch names such a group by a hash of its ranks and of the number of groups that this rank is
     in. Since pytorch#189073 (torch 2.15) it hashes the counter of groups that all ranks create

@@ -89,8 +89,7 @@ class Blueprint:
             check_names(model, config.tiled_compute)
         in_chunks, has_tail = config.world_size_invariant, found.has_tail
         layout = Layout.build(specs, units, world_size, is_in_chunks=in_chunks, has_tail=has_tail)
-        # A tier sees the parameters of its own rank alone, so it cannot detect an unmatched
-        # pattern.
+        # A tier sees its own rank's parameters only, so it cannot detect unmatched patterns.
         trained = [param.name for param in layout.params if param.is_trainable]
         patterns = config.zero_optimization.offload_optimizer.parameters if is_training else None
         for pattern in patterns or ():

@@ -201,7 +201,7 @@ def build(
             _begin(joined, held, engine, units, followers)
         for flat in held.state.params:
             former.give_up(flat)
-        release_free_pages()  # pages of the parameters' former storage
+        release_free_pages()  # return memory of the parameters' former storage to the system
         return engine
     except BaseException as error:
         try:
@@ -314,7 +314,7 @@ def _take_values(joined: _Joined, drawn: Blueprint, held: _Held, initial: Initia
     initial.take(drawn.found.params)
     dtype, buffers = joined.config.buffer_dtype, held.state.common_buffers
     adopt_buffers(drawn.module, dtype, joined.ranks.device, joined.control, initial)
-    buffers.describe()  # the buffers have been moved and cast
+    buffers.describe()  # describe them again after the move and cast
     buffers.confirm()
     initial.give_attributes()
 
@@ -333,7 +333,7 @@ def _begin(
         extension.reset()
     for follow in followers.begun:
         follow()
-    units.publish()  # the tier may have rounded the values differently
+    units.publish()  # replace values that the tier has rounded differently
     engine.publish()
     for flat in held.state.params:
         flat.shown.forget_marks()

@@ -161,14 +161,13 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 place.unfinished = "step()"
                 try:
                     backward.start_agreement()
+                    # Checks may raise, so no update may be enqueued before them.
                     # `complete_gradient` agrees again only if more gradients were reduced since.
-                    # a check may raise, so no update may be enqueued before
                     if self._extensions.agreed:
                         backward.complete_gradient()
                     for check in self._extensions.agreed:
                         check()
-                    # Pre-hooks of the optimizer may change the groups, and run only if a step is
-                    # taken.
+                    # Pre-hooks may change the groups, but run only if the step is taken.
                     if not has_step_pre_hooks(self.optimizer):
                         self._gradient.update_ahead()
                     backward.complete_gradient()
@@ -236,7 +235,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         if len(found) < steps:
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
         compute = compute_loss or partial(_loss_of, self)
-        seed = torch.initial_seed()  # a micro-batch changes the seed
+        seed = torch.initial_seed()  # read before micro-batches change the seed
         num_steps = self.global_steps
 
         def scaled(batch: Any) -> tuple[Tensor, Tensor]:
@@ -442,5 +441,5 @@ def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
             if found != defer:  # code in the step has set another handler
                 signal.signal(signal.SIGINT, found)
             if num_waiting:
-                # the frame of the step, above contextlib's
+                # The handler gets the frame of the step, above contextlib's frames.
                 handler(signal.SIGINT, sys._getframe(2))

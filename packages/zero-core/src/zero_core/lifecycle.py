@@ -90,7 +90,7 @@ class Ownership:
         has_warned = self.state.control.rank != 0  # only rank 0 warns, because it writes files
 
         def save(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            # `empty` replaces values that are not held here
+            # `empty` replaces entries whose value is not on this rank.
             with access.opened(module._parameters.values()):
                 type(module)._save_to_state_dict(module, *args, **kwargs)
 
@@ -127,7 +127,7 @@ class Ownership:
     def undo(self) -> None:
         """Remove all hooks from the model, after a failed build or at the end."""
         self.is_ended = True
-        with ExitStack() as stack:  # a callback that raises does not prevent the others
+        with ExitStack() as stack:  # later callbacks run even if one raises
             while self.hooks:
                 stack.callback(self.hooks.pop(0).remove)
 
@@ -137,7 +137,7 @@ class Ownership:
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             try:
                 self.close()
-            except Exception:  # exceptions raised while an object is freed are not caught
+            except Exception:  # exceptions in a finalizer reach no caller
                 _log.warning("an engine was dropped whose step had failed", exc_info=True)
 
     def close(self) -> None:
@@ -300,13 +300,13 @@ class ModelCopies:
             for table, items in before:
                 table.clear()
                 table.update(item for item in items if item[0] not in numbers)
-            for method in reversed(methods):  # in reverse order of replacement
+            for method in reversed(methods):  # restore the latest replacement first
                 method.remove()
             return copy.deepcopy(module, memo)
         finally:
             for method in methods:
                 method.attach()
-            for table, items in before:  # in their original order
+            for table, items in before:  # restore the original order of hooks
                 table.clear()
                 table.update(items)
             self._attach()

@@ -70,8 +70,7 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
     """
     config = load_config(source, world_size=world_size)
     zero = config.zero_optimization
-    # Small ones, because Adagrad allocates its state at once. Muon needs a matrix and another
-    # tensor.
+    # Adagrad allocates its state at once, so keep it small. Muon needs a matrix and a vector.
     tried = [nn.Parameter(torch.empty(1, 1)), nn.Parameter(torch.empty(1))]
     tag_matrices([("weight", tried[0]), ("bias", tried[1])])
     if config.optimizer is not None:

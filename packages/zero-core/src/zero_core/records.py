@@ -65,8 +65,8 @@ class StepRecord:
     loss_scale: float  # loss scale after the step
     lr: Sequence[float]  # learning rate of each parameter group in this step
     micro_steps: _Count  # micro-steps of this step
-    samples: _Count  # of this rank, from the configuration. An idle micro-step has none
-    input_shape: Sequence[_Count] = ()  # of the first tensor that the engine got
+    samples: _Count  # samples of this rank, as configured. An idle micro-step has none
+    input_shape: Sequence[_Count] = ()  # shape of the first tensor in the engine's input
     # seconds in each part of the program, without waits: "forward", "backward", "step", "outside"
     # and others by name. Empty if no times were taken
     places: Mapping[str, _Seconds] = field(default_factory=dict)
@@ -116,7 +116,8 @@ class EventRecord:
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
-_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # records kept by `_thin`
+# records of each kind that `_thin` keeps at most
+_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}
 _FORMS: Mapping[str, TypeAdapter[Any]] = {
     cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }

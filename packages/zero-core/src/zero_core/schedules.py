@@ -132,7 +132,7 @@ class WarmupLR(IterationSchedule):
         self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
         self.warmup_type = warmup_type
         self.min_lrs = per_group(self.optimizer, "warmup_min_lr", warmup_min_lr)
-        if warmup_max_lr is None:  # clone tensors, because a rate that is a tensor is set in place
+        if warmup_max_lr is None:  # clone tensor rates, which are set in place
             own = [group["lr"] for group in self.optimizer.param_groups]
             self.max_lrs = [rate.clone() if isinstance(rate, Tensor) else rate for rate in own]
         else:

@@ -158,7 +158,7 @@ class TiledLogits(Tensor):
                 return func(logits, *rest, **kwargs)
 
             return type(self)(self._hidden, self._head, self._tile_tokens, (*self._steps, step))
-        # A view that keeps the last dimension is the head's output for a view of the head's input.
+        # Views of the leading dimensions are applied to the head's input instead.
         hidden: Tensor | None = None
         if func in (Tensor.view, Tensor.reshape) and not kwargs:
             sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
@@ -214,7 +214,7 @@ def _cross_entropy(
     is_legacy = (size_average, reduce) != (None, None)
     is_fitting = input.dim() == 2 and target.shape[:1] == input.shape[:1]
     if is_legacy or not is_fitting or reduction not in ("mean", "sum", "none"):
-        return None  # torch then also reports wrong arguments
+        return None  # torch then reports wrong arguments itself
     is_summed = reduction != "none"
     # A sum of thousands of losses may overflow fp16.
     dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
@@ -243,7 +243,7 @@ def _cross_entropy(
     if reduction == "mean":
         if target.is_floating_point():
             total = total / target.shape[0]
-        else:  # the number of counted rows, or the sum of their weights
+        else:  # divide by the number of counted rows, or by the sum of their weights
             counted = target != ignore_index
             total = total / (counted.sum() if weight is None else weight[target[counted]].sum())
     return total.to(own_dtype)
@@ -290,7 +290,7 @@ class TiledForwards(ObjectMethods):
 
             def of_tile(tile: Tensor) -> Tensor:
                 if self._passes is not None and is_in_backward():
-                    _gather(self._passes, module)  # forward hooks gather by themselves
+                    _gather(self._passes, module)  # in forward, the module's own hooks gather it
                 # Make tiles contiguous: a module may view its input, as the Conv1D of GPT-2 does.
                 its_args, its_kwargs = pytree.tree_unflatten(
                     [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
@@ -313,7 +313,8 @@ class TiledForwards(ObjectMethods):
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             inputs = [*args, *kwargs.values()]
-            # Without gradients, a rank may read logits alone, and cannot gather the head then.
+            # Without gradients, one rank may read the logits alone, and cannot gather the head
+            # then.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             hidden: Tensor = inputs[0]
@@ -354,7 +355,7 @@ class TiledForwards(ObjectMethods):
 
             return TiledLogits(hidden, head, self._tile_tokens)
 
-        return outside_graphs(wrapped)  # a graph would compute the whole logits
+        return outside_graphs(wrapped)  # in a compiled graph, logits would exist whole
 
 
 def _gather(passes: Passes, module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch.serialization import get_safe_globals
 from zero_core._torch import inner_tensors
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
-MAX_NUMEL = 65536  # of a tensor that `encode` accepts
+MAX_NUMEL = 65536  # elements of the largest tensor that `encode` accepts
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 

@@ -199,7 +199,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
                 (extension_parts if is_extensions else parts).append((write, read))
                 if not is_extensions:
                     in_slices.add(name)
-    numbers: list[Mapping[str, float]] = []  # of each piece
+    numbers: list[Mapping[str, float]] = []  # scalars of each piece
     if "optimizer" not in without:
         numbers = [reader.scalars(state.layout.params[piece.param].name) for piece in state.pieces]
         _check_optimizer(state, reader, in_slices, numbers)
@@ -214,7 +214,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
     def write_all() -> None:
         for store, read in parts:
             store(read())
-        for extension in state.extensions:  # after the weights
+        for extension in state.extensions:  # extensions may read the restored weights
             extension.reset()
         for store, read in extension_parts:
             store(read())
@@ -224,7 +224,8 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
             for param in tier.updated_params():
                 name = state.layout.params[param].name
                 if sources[name] == MASTER:
-                    saved = manifest.whole_states.get(name)  # None if it was never updated
+                    # None if the parameter was never updated
+                    saved = manifest.whole_states.get(name)
                     whole = {}
                     if saved is not None:
                         whole = restore(saved.state, partial(reader.read_tensor, saved.file))

@@ -269,7 +269,7 @@ class PatchWriter(Extension):
             control.together("weight_patch: open", open_raw)
             try:
                 for tensor, piece, positions, values in self._changes(since):
-                    if failure is not None:  # iterate to the end: a collective
+                    if failure is not None:  # go on: all ranks must iterate over `_changes`
                         continue
                     tensors.setdefault(tensor, []).append(piece)
                     try:
@@ -278,7 +278,7 @@ class PatchWriter(Extension):
                             buffer.add(f"{piece.number}.values", values)
                     except CheckpointFailedError as error:
                         failure = error
-            except CheckpointError as error:  # rank 0 failed: inform all ranks
+            except CheckpointError as error:  # rank 0 failed: report to all ranks in `together`
                 failure = error
             source = control.together("weight_patch: write", finish)
         finally:
@@ -334,12 +334,13 @@ class PatchWriter(Extension):
     def _own_pieces(
         self, segment: Segment, since: int | None
     ) -> tuple[list[tuple[int | str, ...]], list[Tensor]]:
-        """Return the slot and `Piece` fields after the number of each changed piece, and their
-        bytes.
+        """Return the changed pieces of this rank's shard, and their bytes.
+
+        Each piece has its slot, and the fields of its `Piece` after the number.
         """
         flat = self._state.params[segment.index]
         low, high = segment.shard_range(flat.rank)
-        masks: list[tuple[Form, Tensor | None]] = [(Form.VALUES, None)]  # None selects all
+        masks: list[tuple[Form, Tensor | None]] = [(Form.VALUES, None)]  # None: all elements
         if since is not None:
             assert self._state.changes is not None
             changed = self._state.changes.changed(segment.index, since, segment.shard_numel)
@@ -362,8 +363,7 @@ class PatchWriter(Extension):
                     continue
                 values, kind, positions = shard[own], Kind.ALL, _NONE
                 if part is not None:
-                    # Unchanged values may be sent, but low bits are wrong for values that moved
-                    # far.
+                    # Low bits are wrong for elements that moved far, so these must stay out.
                     kind, positions = encode(part, values.itemsize if form is Form.VALUES else None)
                     if kind is not Kind.ALL:
                         values = values[part.to(values.device)]
@@ -565,7 +565,8 @@ def _patch_model(model: nn.Module, patch: _ReceivedPatch, version: int | None) -
         )
     there: dict[str, Tensor] = {**params, **buffers}
     found = patch.match(list(there.items()), {n: there[n] for n in params}, "the model")
-    targets = {id(value): (tensor, value) for _, tensor, value in found}  # tied parameters once
+    # a tied parameter is patched once
+    targets = {id(value): (tensor, value) for _, tensor, value in found}
     with torch.no_grad():
         for is_trial in (True, False):
             for tensor, target in targets.values():

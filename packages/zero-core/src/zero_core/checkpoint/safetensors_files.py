@@ -47,11 +47,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_FILE_BYTES = 5 * 1000**3  # largest file of a model that is written
+MAX_FILE_BYTES = 5 * 1000**3  # largest file that `ModelFiles` writes
 _COPIED_BYTES = 16 * 1024**2  # bytes copied at a time
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _MAX_INDEX_BYTES = 100_000_000
-_MAX_DIMS = 64  # limit of torch
+_MAX_DIMS = 64  # torch's limit of dimensions
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -272,7 +272,7 @@ class TensorBuffer:
 
     def write_to(self, file: IO[bytes], metadata: dict[str, str]) -> dict[str, int]:
         """Write the safetensors file to ``file``. Return the bytes of each tensor by name."""
-        # The order of `arrange`.
+        # Same order as in `arrange`.
         ordered = sorted(self._written, key=lambda written: (-written[1].itemsize, written[0]))
         file.write(make_header((written[:3] for written in ordered), metadata))
         for name, _, _, start, left in ordered:

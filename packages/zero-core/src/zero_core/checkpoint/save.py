@@ -177,7 +177,7 @@ class Saver:
         try:
             taken = self._take(request, snapshot, is_beside=True)
             if self._watch is None:
-                snapshot.keep(0, self._state.local_numel)  # its tier does not announce changes
+                snapshot.keep(0, self._state.local_numel)  # the tier announces no state changes
         except BaseException:
             snapshot.end()
             raise
@@ -323,7 +323,7 @@ class Saver:
         summed = (BUFFERS, file_name(VALUE, self._state.control.rank))
         for file in list(taken.reads):
             read, version = taken.reads.pop(file)
-            tensors = read()  # holds the copies of one file at a time
+            tensors = read()  # memory holds the copies of one file at a time
             known, path = self._known.get(file), folder / file
             facts = None
             if known is not None and isinstance(path, Path):

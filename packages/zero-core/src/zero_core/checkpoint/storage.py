@@ -37,7 +37,7 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError, Checkpoint
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"  # describes a checkpoint, with checksums of its other files
 LATEST = "latest"  # file with the tag of the newest checkpoint of a folder
-SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")  # of the files, without renames
+SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")  # folder of a checkpoint's files: see `Upload`
 ADVICE = "save to another place; checkpoints that were there before are whole"
 _NO_SAVE_S = 24 * 3600  # without locks, older files count as left over from a killed save
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
@@ -299,7 +299,7 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
             "(s3, gs, abfs, ...) or a folder that is mounted here"
         )
     try:
-        from fsspec.core import url_to_fs  # torch depends on fsspec and uses it, too
+        from fsspec.core import url_to_fs  # torch depends on fsspec
     except ImportError:
         raise CheckpointError(
             f"{url}: checkpoints at URLs need fsspec: pip install 'zero-core[fsspec]'"
@@ -371,7 +371,7 @@ def writing(place: Location) -> Iterator[IO[bytes]]:
 
 
 def discard(place: Location) -> None:
-    """Remove a checkpoint's folder, so that any rest of it does not count as a checkpoint."""
+    """Remove a checkpoint's folder. A partial removal leaves no valid checkpoint."""
     if isinstance(place, RemotePath):
         (place / MANIFEST).unlink(missing_ok=True)
         place.remove_tree()
@@ -418,14 +418,15 @@ def remove_stale(directory: Path) -> None:
             if match["tag"].startswith(LATEST) and match["kind"] == "saving":
                 path.unlink(missing_ok=True)
         elif match["kind"] == "saving":
-            with suppress(FileNotFoundError):  # another program was first
+            with suppress(FileNotFoundError):  # another program was faster
                 descriptor, is_dead = _open_locked(path)
                 if is_dead or (is_dead is None and _is_past(path)):
                     shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
-        elif not (directory / f".{match['tag']}.saving").exists():  # not being replaced
+        # its replacement was interrupted
+        elif not (directory / f".{match['tag']}.saving").exists():
             place = directory / match["tag"]
-            with suppress(OSError):  # another program was first
+            with suppress(OSError):  # another program was faster
                 if (place / MANIFEST).is_file():
                     discard(path)
                 elif (path / MANIFEST).is_file() and not place.exists():
@@ -447,7 +448,7 @@ def inode_of(path: Path) -> tuple[int, ...]:
 
 def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
     """Link ``path`` to ``known`` if that file still has ``inode``. Return whether it succeeded."""
-    with suppress(OSError):  # removed since, on another file system, or without links
+    with suppress(OSError):  # ``known`` was removed, or cannot be linked
         os.link(known, path, follow_symlinks=False)
         if inode_of(path) == inode:
             return True

@@ -60,7 +60,8 @@ def match_files(
                 f"{name} has shape {tensor.shape} in {tensor.path} and {spec.shape} in the model"
             )
         is_float = tensor.dtype.is_floating_point
-        is_exact = spec.is_opaque or (is_float and tensor.dtype.itemsize == 1)  # fp8 has scales
+        # fp8 weights have separate scales, so their dtype must match exactly.
+        is_exact = spec.is_opaque or (is_float and tensor.dtype.itemsize == 1)
         is_other = is_exact and tensor.dtype != spec.dtype
         if is_other or is_float != spec.dtype.is_floating_point:
             raise CheckpointError(
@@ -106,7 +107,7 @@ def restore_files(
         # the file has row-major order
         if spec.order and spec.order != tuple(range(len(spec.shape))):
             values = spec.to_elements(tensor.value())[low:high]
-        elif spec.is_opaque:  # the slot of a component has bytes
+        elif spec.is_opaque:  # a component's slot has bytes
             size = spec.dtype.itemsize
             values = tensor.read(low // size, high // size).view(torch.uint8)
         else:

@@ -232,7 +232,7 @@ class LeafModuleConfig(ModulesConfig):
 
 
 class ZeroConfig(_Block):
-    """``zero_optimization``."""
+    """``zero_optimization``: ZeRO stage, offload and communication."""
 
     stage: Annotated[int, Field(ge=0, le=3), _Whole] = 0
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
@@ -346,7 +346,7 @@ class Fp16Config(_Block):
     enabled: bool = False
     loss_scale: _NonNegative = 0.0
     """Static loss scale. 0 selects a dynamic one."""
-    initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16  # 127 is fp32's limit
+    initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16  # 2**127 is fp32's limit
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
@@ -681,7 +681,7 @@ class Config(_Block):
         autocast = self.torch_autocast
         if self.fp16.enabled or not (autocast.enabled and autocast.dtype == "fp16"):
             return self.fp16
-        # as torch's GradScaler
+        # Defaults of torch.amp.GradScaler.
         return Fp16Config(enabled=True, loss_scale_window=2000, hysteresis=1)
 
     @property

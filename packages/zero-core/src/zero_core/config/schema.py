@@ -144,7 +144,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object, found {type(value).__name__}")
     if doubled:
-        block, key = doubled[0]  # not found by `_walk` if a duplicate key dropped it
+        block, key = doubled[0]  # `_walk` misses a block that a duplicate key has replaced
         where = next((_name_path((*p, key)) for p, inner in _walk(value) if inner is block), key)
         raise ConfigError(f"{name}: {where}: duplicate key {shown(key)}: keep one of them")
     return value

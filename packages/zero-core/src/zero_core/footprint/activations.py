@@ -103,7 +103,7 @@ class Trace:
     # calls of each operator in forward, by unit. Code between units counts for the root before the
     # first block, and for the last unit after it
     forward: Mapping[int, Counter[Operator]]
-    backward: Counter[Operator] | None  # without recomputation. None if not traced
+    backward: Counter[Operator] | None  # operators of backward alone. None if not traced
     kept_bytes: int  # inputs of blocks, and bytes saved before the first block
     border_bytes: int  # the largest input of a block
     epilogue_bytes: int  # bytes saved after the last block
@@ -121,7 +121,7 @@ class Trace:
         each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
         host: dict[str, int] = {}
         if config.has_inputs_on_host and is_accelerated:
-            # The inputs of two consecutive calls are on the device at a time.
+            # The inputs of two consecutive calls are on the device at the same time.
             sizes = [sum(of_unit) for of_unit in self.moved.values()]
             same = [2 * nbytes for nbytes in sizes] if config.is_vertical else []
             fetched = max([*(a + b for a, b in pairwise([0, *sizes])), *same], default=0)
@@ -226,12 +226,12 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.weights: set[int] = set()  # storages of parameters and buffers that autograd saves
         self._unit = 0  # index of the unit that forward is in
         self._known = known
-        self._index_of = {m: i for i, m in enumerate(modules) if m is not modules[0]}  # blocks
+        self._index_of = {m: i for i, m in enumerate(modules) if m is not modules[0]}
         self._last = len(modules) - 1
-        self._is_inside = False  # in a block
-        self._is_behind = False  # after the last block
+        self._is_inside = False  # whether forward is in a block
+        self._is_behind = False  # whether forward is after the last block
         # Storages are kept alive, so that no address is reused.
-        self._inputs: dict[int, torch.UntypedStorage] = {}  # of blocks
+        self._inputs: dict[int, torch.UntypedStorage] = {}  # storages of blocks' inputs
         # saved storages, each with the unit and whether the unit is after the blocks
         self._saved: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}
         self._sizes: dict[int, list[int]] = {}  # bytes of blocks' positional inputs
@@ -269,7 +269,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         backward: Counter[Operator] | None,
     ) -> Trace:
         inputs = [storage.nbytes() for storage in self._inputs.values()]
-        by_unit: Counter[int] = Counter()  # besides inputs
+        by_unit: Counter[int] = Counter()  # saved bytes besides blocks' inputs
         for number, (storage, unit, _) in self._saved.items():
             if number not in self._inputs:
                 by_unit[unit] += storage.nbytes()

@@ -140,7 +140,7 @@ class Forecast:
                 },
             )
         make = optimizer_maker(type(drawn.optimizer), drawn.groups)
-        shape = (2,) if drawn.updates_slices else (2, 2)  # a matrix makes factored states
+        shape = (2,) if drawn.updates_slices else (2, 2)  # factored states need a matrix
         updated = config.master_dtype(torch.bfloat16)
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
@@ -182,7 +182,7 @@ class Forecast:
             kept = self.async_save_bytes + sum(s.shard_numel * s.dtype.itemsize for s in frozen)
             has_nodes = links.num_nodes > 1
             copies = 2 * kept * (1 + config.memory_checkpoint.copies * has_nodes)
-        if (wanted := config.weight_patches) is not None:  # at most: changed positions
+        if (wanted := config.weight_patches) is not None:  # upper bound: changed positions
             numel = sum(s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2)
             being_made, most = numel // 4, wanted.versions * numel * 5 // 32
             patches = being_made + min(most, most if wanted.max_bytes is None else wanted.max_bytes)
@@ -261,7 +261,7 @@ class Forecast:
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes with share ``ratio`` of the states on the host: see `is_complete`."""
         host: dict[str, int] = {}
-        kept = {"master weights": 0, "optimizer states": 0}  # in this order
+        kept = {"master weights": 0, "optimizer states": 0}  # fixes the order of kinds
         if self.tier is not None:
             if self._links.is_ring and self._whole_bytes is None:
                 kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
@@ -331,7 +331,7 @@ class Forecast:
         if links.sums_in_two_levels:
             num_messages = links.num_nodes - 1
         slices: Counter[tuple[int, torch.dtype]] = Counter()
-        messages: Counter[int] = Counter()  # encoded gradients, in each direction
+        messages: Counter[int] = Counter()  # bytes of encoded gradients, in each direction
         for unit in self._layout.units:
             of_unit: Counter[tuple[int, torch.dtype]] = Counter()
             coded: Counter[int] = Counter()

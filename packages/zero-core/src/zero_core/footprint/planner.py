@@ -200,7 +200,7 @@ class Planner:
         self.configured = self.choice(self.given, self._stage, self._ratio)
         # whether an installed package can hold the optimizer's state on the host
         self._can_offload = False
-        with suppress(ConfigError):  # raised for the configuration itself above
+        with suppress(ConfigError):  # errors of the given configuration were raised above
             self._can_offload = self._forecast(offloaded, AS_CONFIGURED).tier is not None
 
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
@@ -404,7 +404,7 @@ class Planner:
         config = self._changed(variant, stage, device)
         forecast, machine = self._forecast(config, variant.placement), self.machine
         use = self._memory(forecast, config, ratio)
-        # All ranks of the node take the same.
+        # All ranks of the node take the same memory.
         on_host = use.host_bytes + (0 if machine.is_accelerated else use.device_bytes)
         of_node = on_host * machine.ranks_per_node
         has_room = machine.device_memory is None or use.device_bytes <= machine.device_memory

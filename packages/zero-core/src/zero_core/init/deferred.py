@@ -42,7 +42,7 @@ from zero_core._torch import (
 )
 
 _MAPPED_BYTES = 1 << 15
-# With shared mappings, neighbours would not be merged, and the number of mappings is limited.
+# The system merges adjacent private mappings, which matters because their number is limited.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
 _META = torch.device("meta")
 _OVERWRITES = {
@@ -344,7 +344,7 @@ class _OnCpu(TorchFunctionMode):
             if func in _READS:
                 found = func(self._recording.value(args[0]), *args[1:], **(kwargs or {}))
                 if func is not Tensor.tolist:
-                    found.flags.writeable = False  # NumPy writes would not be recorded
+                    found.flags.writeable = False  # writes by NumPy would not be recorded
                 return found
         elif kwargs:
             _check_device(func, kwargs.get("device"))  # checked before torch initializes the device

@@ -112,7 +112,7 @@ def gathered_slices(
     memory. Every rank must enter it with the same tensors.
     """
     found = [(tensor, slices[tensor], tensor.data) for tensor in tensors if tensor in slices]
-    shared = {id(own): (own, tensor) for tensor, own, _ in found}  # may share a slice
+    shared = {id(own): (own, tensor) for tensor, own, _ in found}  # tensors may share a slice
     values = {key: whole_value(t).to(t.device, copy=True) for key, (_, t) in shared.items()}
     for tensor, own, _ in found:
         tensor.data = values[id(own)]
@@ -285,7 +285,7 @@ class _FormerParam:
         if self.is_lost:
             return
         if former is None and self._slice is not None:
-            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # in place: may be shared
+            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # in place: tensors share it
         elif former is None:
             self._device = self._data.device
             self._data = torch.empty_like(self._data, device="meta")
@@ -340,7 +340,7 @@ class _FormerParam:
 class FormerModel:
     """Model and optimizer before a build: see [Note: a build is a transaction]."""
 
-    ownership: Ownership | None = None  # of the engine's hooks and shards, once they exist
+    ownership: Ownership | None = None  # None until the engine has hooks and shards
     has_pretrained = False  # whether the engine's values were read from files
 
     def __init__(
@@ -483,7 +483,7 @@ def fill(
     # A tier may round its own part differently, for example ties of a split master weight.
     for of_segment, number in zip(all_params, control.sum(num_differing).tolist(), strict=True):
         if number:
-            of_segment.invalidate()  # so that other ranks gather it
+            of_segment.invalidate()  # makes other ranks gather it
 
 
 def adopt(flat: FlatParams, former: FormerModel) -> None:

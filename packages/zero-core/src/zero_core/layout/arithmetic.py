@@ -101,11 +101,11 @@ class Slot:
 class Segment:
     """Flat parameters of one unit with one dtype and trainability, or the unit's components."""
 
-    index: int  # in the whole layout
-    unit: int  # index of its unit
+    index: int  # index in the whole layout
+    unit: int  # index of the segment's unit
     dtype: torch.dtype
     is_trainable: bool
-    slots: tuple[Slot, ...]  # of its parameters, in order; twins share a slot
+    slots: tuple[Slot, ...]  # slots of its parameters, in order; twins share a slot
     shard_numel: int  # elements per rank, padding included
     world_size: int
     is_opaque: bool = False  # whether elements are bytes (uint8)
@@ -156,7 +156,7 @@ def dim_order(tensor: Tensor) -> tuple[int, ...]:
     # Dimensions of equal stride have size 1, except for one. Sorting that one first makes
     # `unflatten` restore the strides of channels-last formats.
     order = tuple(sorted(dims, key=lambda d: (-strides[d], -tensor.shape[d], d)))
-    with DisableTorchFunction():  # not a read of values
+    with DisableTorchFunction():  # permute() is not a read of values
         return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
 
 
@@ -224,7 +224,7 @@ class Layout:
                 aligned = round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
                 slots: dict[int, Slot] = {}
                 end = 0
-                for p in same:  # consecutive; twins share a slot
+                for p in same:  # slots are consecutive; twins share a slot
                     start = round_up(end, aligned)
                     twin = params[p].twin
                     if twin is None:

@@ -64,7 +64,7 @@ MIN_TAIL_NUMEL = 2**16
 """Elements from which on a tail is a unit of its own. The exchange of a smaller one (128 KiB in 16
 bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
 TAIL_NAME = "tail"
-_MAX_DEPTH = 4  # of attributes: Params4bit.quant_state.state2.absmax has 3
+_MAX_DEPTH = 4  # levels of attributes: Params4bit.quant_state.state2.absmax has 3
 _NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)
 _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
 
@@ -91,7 +91,7 @@ class Discovered:
     attributes.
     """
 
-    params: tuple[Tensor, ...]  # each once, in the order of the module tree
+    params: tuple[Tensor, ...]  # each parameter once, in the order of the module tree
     names: tuple[tuple[str, ...], ...]  # all names of each parameter: see `plain_name`
     # Name, module and parameter numbers of each unit. The root is first. With ``has_tail`` the tail
     # is last. The module of root and tail is the model.
@@ -99,7 +99,7 @@ class Discovered:
     has_tail: bool
     quantized: tuple[Quantized, ...]
     opaque: frozenset[int]  # numbers of all components
-    twins: Mapping[int, int]  # number of an earlier component that shares the memory, by number
+    twins: Mapping[int, int]  # component's number to that of an earlier one with the same memory
 
 
 def plain_name(name: str) -> str:
@@ -161,7 +161,7 @@ def _blocks(prefix: str, module: nn.Module, rule: ModuleRule) -> Iterator[tuple[
             _is_expert_list(key, inner) and not rule.is_leaf(f"{path}.{key}", inner)
             for key, inner in child.named_children()
         )
-        # Without its own forward, a module's hooks never run. torch.compile sets forward on the
+        # A module without its own forward is never called. torch.compile sets forward on the
         # object.
         has_forward = type(child).forward is not nn.Module.forward or "forward" in vars(child)
         can_be_called = has_forward and not isinstance(child, nn.ModuleList | nn.ModuleDict)
@@ -390,7 +390,7 @@ class Metadata:
     """Snapshot of the attributes of a parameter with attached components."""
 
     def __init__(self, param: Tensor) -> None:
-        self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id: current, former
+        self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id: (table, old copy)
         values: list[object] = [param]
         for _ in range(_MAX_DEPTH):
             # foreign: objects of a quantizer

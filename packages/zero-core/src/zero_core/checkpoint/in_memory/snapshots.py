@@ -87,8 +87,8 @@ from zero_core.sharded.snapshot import StateBlocks, stream_after
 _BASE = Path("/dev/shm")
 # torchrun sets these variables. The value of the second is a path specific to each rank.
 _MARK, _ERRORS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
-_WAIT_S = 15.0  # data-loader workers take less time to notice that their rank has ended
-_BLOCK_BYTES = 8 << 20  # of a message
+_WAIT_S = 15.0  # longer than data-loader workers take to notice the end of their rank
+_BLOCK_BYTES = 8 << 20  # bytes of one message
 _MAX_CARD_BYTES = 128 << 20
 _OWNED = re.compile(r".+-([0-9]{5})\.(?:json|safetensors)")
 _ADVICE = (
@@ -146,7 +146,7 @@ class Place:
             _check_is_own(root)
             self._locks.append(_open(root / keeper.USERS))
             fcntl.flock(self._locks[-1], fcntl.LOCK_SH)
-            kept = _open(root / ".keeper")  # the keeper inherits this lock: it shows that it runs
+            kept = _open(root / ".keeper")  # inherited by the keeper: locked while it runs
             stack.callback(os.close, kept)
             if _has_lock(kept):
                 program = [sys.executable, "-I", "-S", keeper.__file__]
@@ -156,9 +156,9 @@ class Place:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=[kept],
-                    start_new_session=True,  # signals to the launcher's group do not end it
+                    start_new_session=True,  # signals to the launcher's group do not end the keeper
                 )
-                process.returncode = 0  # the process is never waited for
+                process.returncode = 0  # avoids Popen's warning about a running child
         return root
 
     def close(self) -> None:
@@ -297,10 +297,7 @@ class Ring:
         self._channel = self._messages.next_channel()
 
     def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
-        """Send ``files`` of ``slot`` and the marker, and store the source's.
-
-        Every rank calls it.
-        """
+        """Send the slot's files and marker to `target`, and store those of `source`. Collective."""
         said = json.dumps([files, marker.decode()]).encode()
         card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         size = torch.empty(1, dtype=torch.int64)
@@ -348,7 +345,7 @@ class MemoryCheckpoints(Extension):
         per_node: int,
     ) -> None:
         """Prepare for `newer_state`, which opens the folder. Every rank must call it."""
-        self._ring: Ring | None = None  # None without copies on the next node
+        self._ring: Ring | None = None  # None without copies on other nodes
         if settings.copies and per_node < ranks.size:
             if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
                 raise ConfigError(
@@ -511,7 +508,7 @@ class MemoryCheckpoints(Extension):
         holders: dict[tuple[int, str, int, int], dict[int, int]] = {}
         for holder, row in enumerate(rows):
             for serial, attempt, step, world_size, rank in row:
-                if lasts[0] is None or step <= lasts[0]:  # rank 0's ``last_step`` counts
+                if lasts[0] is None or step <= lasts[0]:  # rank 0's ``last_step`` applies
                     key = (serial, attempt, step, world_size)
                     holders.setdefault(key, {}).setdefault(rank, holder)
         whole = [key for key, found in holders.items() if found.keys() == set(range(key[-1]))]
