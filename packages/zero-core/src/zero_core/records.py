@@ -116,8 +116,7 @@ class EventRecord:
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
-# records of each kind that `_thin` keeps at most
-_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}
+_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # records per kind kept by `_thin`
 _FORMS: Mapping[str, TypeAdapter[Any]] = {
     cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }

@@ -224,8 +224,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
             for param in tier.updated_params():
                 name = state.layout.params[param].name
                 if sources[name] == MASTER:
-                    # None if the parameter was never updated
-                    saved = manifest.whole_states.get(name)
+                    saved = manifest.whole_states.get(name)  # None if never updated
                     whole = {}
                     if saved is not None:
                         whole = restore(saved.state, partial(reader.read_tensor, saved.file))
