@@ -313,8 +313,7 @@ class TiledForwards(ObjectMethods):
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             inputs = [*args, *kwargs.values()]
-            # Without gradients, one rank may read the logits alone, and cannot gather the head
-            # then.
+            # Without gradients, one rank may read the logits alone, and can then gather nothing.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             hidden: Tensor = inputs[0]

@@ -395,10 +395,7 @@ class Reader:
         return stop - start
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the numbers in a parameter's optimizer state.
-
-        Frozen parameters have no updates.
-        """
+        """Return the numbers in a parameter's optimizer state. Frozen ones have taken 0 steps."""
         if not self.manifest.by_name[param].is_trainable:
             return {"num_steps": 0}
         if param not in self.manifest.scalars:

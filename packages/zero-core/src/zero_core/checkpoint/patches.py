@@ -164,7 +164,7 @@ class PatchWriter(Extension):
     def __init__(self, state: ShardedState) -> None:
         self._state = state
         self._engine = ""  # identity in patches, shared by all ranks from the first patch on
-        # crc32, and the version in which it appeared
+        # by buffer name: crc32, and the first version with that crc32
         self._buffers: dict[str, tuple[int, int]] = {}
 
     @property
@@ -447,10 +447,7 @@ class _ReceivedPatch:
                 self._content(tensor, piece)
 
     def apply(self, tensor: PatchedTensor, values: Tensor, *, is_trial: bool = False) -> None:
-        """Write the changes of ``tensor`` to flattened ``values``.
-
-        ``is_trial`` only checks them.
-        """
+        """Write the changes of ``tensor`` to flat ``values``. ``is_trial`` only checks them."""
         for piece in tensor.pieces:
             index, new = self._content(tensor, piece)
             part = values[piece.start : piece.start + piece.numel]
@@ -565,8 +562,7 @@ def _patch_model(model: nn.Module, patch: _ReceivedPatch, version: int | None) -
         )
     there: dict[str, Tensor] = {**params, **buffers}
     found = patch.match(list(there.items()), {n: there[n] for n in params}, "the model")
-    # a tied parameter is patched once
-    targets = {id(value): (tensor, value) for _, tensor, value in found}
+    targets = {id(value): (tensor, value) for _, tensor, value in found}  # deduplicate tied names
     with torch.no_grad():
         for is_trial in (True, False):
             for tensor, target in targets.values():

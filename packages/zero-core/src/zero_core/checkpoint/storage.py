@@ -423,8 +423,7 @@ def remove_stale(directory: Path) -> None:
                 if is_dead or (is_dead is None and _is_past(path)):
                     shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
-        # its replacement was interrupted
-        elif not (directory / f".{match['tag']}.saving").exists():
+        elif not (directory / f".{match['tag']}.saving").exists():  # interrupted replacement
             place = directory / match["tag"]
             with suppress(OSError):  # another program was faster
                 if (place / MANIFEST).is_file():

@@ -224,10 +224,10 @@ class ModulesConfig(_Block):
 
 
 class LeafModuleConfig(ModulesConfig):
-    """``zero_optimization.leaf_module``: modules that are one unit each, with everything in them.
+    """``zero_optimization.leaf_module``: modules that are one unit each, with all submodules.
 
-    A module with ``_is_zero_leaf = True`` is one, too. DeepSpeed's default classes (the experts of
-    some models) are within units in any case.
+    A module with ``_is_zero_leaf = True`` is a leaf, too. DeepSpeed's default classes (the experts
+    of some models) are within units in any case.
     """
 
 
@@ -357,7 +357,7 @@ class Fp16Config(_Block):
 
 
 class Bf16Config(_Block):
-    """``bf16``: bfloat16 compute over fp32 master weights, unless bf16 ones are asked for."""
+    """``bf16``: bfloat16 compute over master weights in fp32, or optionally in bf16."""
 
     enabled: bool = False
     immediate_grad_update: bool = unneeded(False, "a gradient is handed on as soon as it is there")
@@ -371,9 +371,10 @@ class Bf16Config(_Block):
 class TorchAutocastConfig(_Block):
     """``torch_autocast``: `torch.autocast` around each forward, over weights in fp32.
 
-    With ``bf16`` or ``fp16`` as well, which must name the same dtype, weights are in that dtype.
-    Float16 comes with a dynamic loss scale, as of `torch.amp.GradScaler`; the block ``fp16`` sets
-    it if it is enabled. At stage 3 a weight is cast for each use, and once more in backward.
+    If ``bf16`` or ``fp16`` is also enabled, it must name the same dtype, and weights have that
+    dtype. Float16 uses a dynamic loss scale with the defaults of `torch.amp.GradScaler`, or with
+    the settings of ``fp16`` if enabled. At stage 3 a weight is cast for each use, and again in
+    backward.
     """
 
     enabled: bool = False
@@ -420,7 +421,7 @@ class ActivationCheckpointingConfig(_Block):
 class TiledComputeConfig(_Block):
     """``tiled_compute``: modules that are computed a few tokens at a time, for long sequences.
 
-    Each tile is computed again in backward (ALST, arXiv 2506.13996).
+    Backward recomputes each tile (ALST, arXiv 2506.13996).
     """
 
     tile_tokens: PositiveInt = 2048
@@ -517,7 +518,7 @@ class StepRecordsConfig(_Block):
 
 
 class WeightPatchesConfig(_Block):
-    """``weight_patches``: what `zero_core.Engine.weight_patch` knows of earlier versions.
+    """``weight_patches``: log of changes for `zero_core.Engine.weight_patch`.
 
     Not in DeepSpeed's configuration.
     """
@@ -609,8 +610,8 @@ class Config(_Block):
     def is_vertical(self) -> bool:
         """Whether each unit processes all micro-batches of a step before the next unit starts.
 
-        "auto" decides so if units are gathered for each use (stage 3, with other ranks or offloaded
-        parameters) and recomputed, so that only the inputs of blocks are kept.
+        "auto" selects this if units are gathered for each use (stage 3, with other ranks or
+        offloaded parameters) and recomputed, so that only the inputs of blocks are kept.
         """
         steps, zero = self.gradient_accumulation_steps, self.zero_optimization
         if steps == 1 or self.accumulation_schedule != "auto":

@@ -24,7 +24,7 @@ FURTHER_KEYS: Mapping[str, Any] = {
 
 
 def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop ``$schema`` and DeepSpeed's further keys at the values that describe this engine."""
+    """Drop ``$schema`` and those of DeepSpeed's further keys whose values match this engine."""
     for key, same in FURTHER_KEYS.items():
         value = as_kind(raw.get(key, same), type(same))
         is_off = isinstance(value, Mapping) and as_kind(value.get("enabled"), bool) is False

@@ -118,7 +118,7 @@ class TierFootprint(Protocol):
         """Return the bytes per step from the device to the host, and back."""
 
     def uploaded_numel(self, ratio: float) -> Mapping[torch.dtype, int]:
-        """Return the number of parameters uploaded as differences in a step, by dtype."""
+        """Return the elements of parameters uploaded as differences in a step, by dtype."""
         return {}
 
     def file_bytes(self, ratio: float) -> int:
@@ -127,7 +127,7 @@ class TierFootprint(Protocol):
 
 
 class TierFootprintFactory(Protocol):
-    """Entry point ``state_tier``."""
+    """Entry point ``state_tier`` of the group ``zero_core.footprints``."""
 
     def __call__(
         self,
@@ -162,7 +162,7 @@ class TierFootprintFactory(Protocol):
 
 
 class ParamFootprintFactory(Protocol):
-    """Entry point ``param_tier``."""
+    """Entry point ``param_tier`` of the group ``zero_core.footprints``."""
 
     def __call__(
         self, *, shards: Sequence[tuple[int, int, torch.dtype]], config: Mapping[str, Any]
@@ -171,7 +171,7 @@ class ParamFootprintFactory(Protocol):
 
 
 class UploadFootprint(Protocol):
-    """Entry point ``uploads``."""
+    """Entry point ``uploads`` of the group ``zero_core.footprints``."""
 
     def __call__(
         self, *, numel: int, dtype: torch.dtype, learning_rate: float | None = None

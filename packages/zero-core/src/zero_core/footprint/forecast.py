@@ -127,7 +127,7 @@ class Forecast:
         self._numel = layout.local_numel(is_sharded=memory.has_sharded_state)
         # ``(start, stop, segment)`` of each segment's part of this rank's local flat space
         self.spans = [(*span, layout.segments[index]) for index, span in memory.spans.items()]
-        self._whole_bytes: tuple[int, int] | None = None  # of a step: parameters and messages
+        self._whole_bytes: tuple[int, int] | None = None  # a step's whole parameters and messages
         if not drawn.updates_slices:
             self._whole_bytes = step_bytes(
                 layout,
@@ -358,7 +358,7 @@ class Forecast:
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
     """Return how often the segment's parameters are gathered in one optimizer step."""
     stage = config.zero_optimization.stage
-    if stage < 3:  # gathers the slices that other ranks have updated
+    if stage < 3:  # only slices that other ranks update are gathered
         return int(stage > 0 and segment.is_trainable)
     # The root and the tail stay gathered, and backward begins with the last block.
     is_once = segment.unit == 0 or segment.unit >= layout.last_block
@@ -439,7 +439,7 @@ def gather_calls(
         far = sum(number * far for number, _, far in sent)
         return near // counts.total(), far // counts.total()
 
-    # Phase 1: ranks with equal position in their groups. Phase 2: the ranks of a group.
+    # Phase 1 is among ranks of equal index in their groups, phase 2 within each group.
     size, num_ranks = footprint.group_size, links.world_size
     across = (range(place, num_ranks, size) for place in range(size))
     within = (range(start, start + size) for start in range(0, num_ranks, size))
@@ -540,7 +540,7 @@ _FOUR_BIT = {
 
 
 def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each key turned on (or off if it is on), and combinations."""
+    """Yield name and keys of each choice: single keys toggled, and combinations."""
     yield "as configured", {}
     yield "plain", _PLAIN
     has_nodes = links.num_nodes > 1

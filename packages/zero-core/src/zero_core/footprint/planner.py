@@ -230,7 +230,7 @@ class Planner:
         return self._forecast(self.config_of(choice), choice.placement)
 
     def _forecast(self, config: Config, placement: Placement) -> Forecast:
-        """Return the forecast of a configuration, shared with and without recomputation."""
+        """Return the forecast of a configuration, which recomputation does not change."""
         zero, steps = config.zero_optimization, config.gradient_accumulation_steps
         order = (steps, config.is_vertical, config.has_inputs_on_host)
         key = (zero.stage, zero.offload_optimizer.device, *order, placement)
@@ -344,7 +344,7 @@ class Planner:
                     yield choice
 
     def placed(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return the variants with each other placement. Smaller changes precede larger ones."""
+        """Return ``variants`` with every other placement. Smaller changes precede larger ones."""
         zero, path = self.config.zero_optimization, self.machine.nvme_path
         params, states = [AS_CONFIGURED], [AS_CONFIGURED]
         block = "offload_param"

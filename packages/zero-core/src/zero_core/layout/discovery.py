@@ -296,7 +296,7 @@ def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Itera
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
-    """Return the compute dtype of ``param`` if floating-point ones use ``low_precision``."""
+    """Return the compute dtype of ``param``. ``low_precision`` is that of floating-point ones."""
     if low_precision is None or param.dtype.is_complex or is_storage_dtype(param.dtype):
         return param.dtype
     return low_precision

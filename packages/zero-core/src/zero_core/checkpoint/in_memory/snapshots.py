@@ -481,10 +481,7 @@ class MemoryCheckpoints(Extension):
     def newer_state(
         self, directory: Location, last_step: int | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Open the folder for ``directory``.
-
-        Return a function that restores the newest snapshot.
-        """
+        """Open ``directory``'s folder. Return a function that restores the newest snapshot."""
         self.remove()
         control, path = self._state.control, self._settings.path
         if path is None and (sys.platform != "linux" or _MARK not in os.environ):
