@@ -37,7 +37,7 @@ def use_one_core() -> None:
     """Run torch operations of the calling thread on that thread alone.
 
     OpenMP gives each such thread a separate team, whose threads spin while they wait. Next to the
-    training thread's team, an operation takes ten times longer with a second team.
+    training thread's team, a second team makes operations ten times slower.
     """
     torch.get_num_threads()  # a thread's first torch call sets its own limit, so make it first
     _call("omp_set_num_threads", 1)

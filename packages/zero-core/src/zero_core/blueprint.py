@@ -46,7 +46,7 @@ class Blueprint:
         *,
         is_training: bool = True,
     ) -> Blueprint:
-        """Describe ``model``, unchanged. All parameters count as frozen unless ``is_training``."""
+        """Describe ``model`` without changing it. Without ``is_training`` it is fully frozen."""
         leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         for param, names in zip(found.params, found.names, strict=True):

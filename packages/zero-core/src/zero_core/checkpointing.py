@@ -115,7 +115,7 @@ class ModelCheckpoints(GatheredCalls):
     def load_checkpoint(
         self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
     ) -> tuple[Location, dict[str, Any]]:
-        """Restore the values and buffers of a checkpoint, rounding master weights to parameters.
+        """Restore a checkpoint's values and buffers. Trained parameters get rounded master weights.
 
         See `zero_core.Engine.load_checkpoint`.
         """
@@ -255,7 +255,7 @@ class TrainingCheckpoints(ModelCheckpoints):
 
     @property
     def patch_version(self) -> int:
-        """Version of the newest weight patch since which changes are logged, 0 before the first."""
+        """Version of the newest weight patch. 0 before the first, or without ``weight_patches``."""
         return self._patches.version
 
     def weight_patch(

@@ -313,10 +313,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         self._train.scale(nothing, over).backward()  # type: ignore[no-untyped-call]
 
     def idle_step(self, *, over: int | None = None) -> None:
-        """Take part in one micro-step of the other ranks, without data:
-
-        `idle_backward`, then `step`.
-        """
+        """Take part in the other ranks' micro-step without data: `idle_backward` and `step`."""
         self._micro_batches.check_apart("idle_step()")
         self.idle_backward(over=over)
         self.step()

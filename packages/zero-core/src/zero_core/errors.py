@@ -28,7 +28,7 @@ class CheckpointError(ZeroError, RuntimeError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """Bytes of a checkpoint have changed since they were written."""
+    """A checkpoint is damaged: its bytes differ from those written."""
 
 
 class CheckpointFailedError(CheckpointError):

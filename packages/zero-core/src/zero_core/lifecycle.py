@@ -132,7 +132,7 @@ class Ownership:
                 stack.callback(self.hooks.pop(0).remove)
 
     def dropped(self) -> None:
-        """Close after the owner was freed without a call that ends it."""
+        """End after the owning engine was freed without `close`."""
         # A close on another thread could deadlock. `check_is_free` closes the engine instead.
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             try:

@@ -23,7 +23,7 @@ class ObjectMethods:
             vars(module)[self._name] = method
 
     def remove(self) -> None:
-        """Restore the modules' own methods. Remove later replacements first."""
+        """Restore the modules' own methods. Later replacements must be removed before."""
         for (module, _), before in zip(self._replaced, self._before, strict=True):
             if before is None:
                 vars(module).pop(self._name, None)

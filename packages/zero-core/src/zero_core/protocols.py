@@ -58,7 +58,8 @@ class Reduction(Work, Protocol):
 class StatisticsReduction(Work, Protocol):
     """A reduction that also computes statistics of its sum.
 
-    The statistics are on the sum's device, readable after ``wait``. The engine computes none.
+    The statistics are on the sum's device, readable after ``wait``. The engine does
+    not compute them again.
     """
 
     @property
@@ -445,7 +446,8 @@ class TimedTier(StateTier, Protocol):
     def take_copies(self) -> Sequence[tuple[str, torch.Event, torch.Event]]:
         """Return the copies timed since the last call.
 
-        Each entry has the copy's content and the timed events around it. They may be pending.
+        Each entry has the copy's content and the timed events around the copy, which may be
+        pending.
         """
 
     def host_memory_bytes(self) -> Mapping[str, int]:
@@ -598,7 +600,7 @@ class DeviceTierFactory(Protocol):
         param_store: ParamStore | None = None,
         own_masters: Collection[torch.dtype] = ...,
     ) -> StateTier:
-        """Make a tier. ``pieces`` and ``params`` are offsets in ``[0, numel)``.
+        """Make a tier. ``pieces`` and ``params`` use offsets in ``[0, numel)``.
 
         Shards of the dtypes ``own_masters`` (`zero_core.config.WIDE_DTYPES`) are master weights.
         """
@@ -624,8 +626,7 @@ class ParamTier(Protocol):
         """
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Overwrite elements ``[start, start + values.numel())`` of a shard without pending
-        fetches.
+        """Overwrite elements ``[start, start + values.numel())`` of a shard that no fetch reads.
 
         Any thread may call it, one at a time. ``values`` is 1-D, on any device, and is cast to the
         shard's dtype. The caller may reuse it when the call returns.
