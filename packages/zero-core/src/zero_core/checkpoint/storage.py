@@ -418,14 +418,14 @@ def remove_stale(directory: Path) -> None:
             if match["tag"].startswith(LATEST) and match["kind"] == "saving":
                 path.unlink(missing_ok=True)
         elif match["kind"] == "saving":
-            with suppress(FileNotFoundError):  # another program was faster
+            with suppress(FileNotFoundError):  # another program did it first
                 descriptor, is_dead = _open_locked(path)
                 if is_dead or (is_dead is None and _is_past(path)):
                     shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
         elif not (directory / f".{match['tag']}.saving").exists():  # interrupted replacement
             place = directory / match["tag"]
-            with suppress(OSError):  # another program was faster
+            with suppress(OSError):  # another program did it first
                 if (place / MANIFEST).is_file():
                     discard(path)
                 elif (path / MANIFEST).is_file() and not place.exists():

@@ -73,7 +73,7 @@ class CollectivesFootprint(Protocol):
 
 
 class CollectivesFootprintFactory(Protocol):
-    """Entry point ``collectives``, for a resolved ``zero_optimization`` block.
+    """Entry point ``collectives`` of the group ``zero_core.footprints``.
 
     Raises:
         ValueError: a setting is invalid. The message names the key.
