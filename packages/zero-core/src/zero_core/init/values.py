@@ -179,7 +179,7 @@ class InitialValues:
         return "recorded" if tensor.is_meta else "own"
 
     def check(self, *, has_pretrained: bool) -> None:
-        """Raise ConfigError for unknown values, unless a file supplies them (``has_pretrained``)."""
+        """Raise ConfigError for unknown values, unless a file has them (``has_pretrained``)."""
         for path, module in self._model.named_modules():
             kept = set(module._buffers) - module._non_persistent_buffers_set
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
