@@ -151,7 +151,7 @@ def build(
             Overrides the configuration's.
         process_group: the data-parallel ranks. Default: all ranks, or one rank without a group.
         mesh: the data-parallel ranks as a device mesh, with dimensions (ranks,) or (nodes, ranks
-            per node). Otherwise the launcher's environment gives the number of ranks per node.
+            per node). By default the launcher's environment has the number of ranks per node.
         pretrained: safetensors with every value, read as by `zero_core.load_pretrained`. The model
             may then be on the meta device, except for buffers that its state dict lacks.
         attach: called with the engine before values move to the engine's memory. For adapters.

@@ -118,7 +118,7 @@ def make_collectives(
     layout: Layout,
     per_node: int,
 ) -> Collectives:
-    """Return the collectives that the caller gives or that the configuration asks for."""
+    """Return the caller's collectives, or those that the configuration asks for."""
     if isinstance(given, Collectives):
         return given
     zero = config.zero_optimization

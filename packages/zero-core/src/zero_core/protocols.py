@@ -1,7 +1,7 @@
-"""Protocols of the parts that the engine is composed from.
+"""Protocols of the parts that an engine is composed of.
 
-Signatures use only builtins and torch types, so that a part satisfies a protocol by shape alone and
-never has to import this package. Parts announce themselves by entry points:
+Signatures use only builtins and torch types, so a class can satisfy a protocol without importing
+this package. Other packages declare their classes by entry points:
 
 =========================  =====================  =========================================
 entry-point group          object                 asked for by the config key
@@ -12,17 +12,17 @@ entry-point group          object                 asked for by the config key
 ``zero_core.param_tiers``  `ParamTierFactory`     ``zero_optimization.offload_param``
 ``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam, AdamW,
                                                   Adagrad, SGD or Lion
-``zero_core.footprints``   factories of           a plan, for what collectives and tiers send
-                           `plan.footprints`      and keep
+``zero_core.footprints``   factories of           a plan, for bytes that collectives and tiers
+                           `plan.footprints`      send and keep
 =========================  =====================  =========================================
 
 [Note: the local flat space]
-A rank's trainable elements form one flat index space ``[0, numel)``: for each unit in order, for
-each of its trainable segments (one per dtype), the slice that this rank's optimizer state covers,
-padding included. At stage 0 that is the whole segment, at stages 1 to 3 the rank's shard.
-A **piece** is the part of one parameter that lies in that space: ``(start, stop, group)``, where
-``group`` indexes the optimizer's ``param_groups``. Pieces are sorted, disjoint and never cover
-padding. All of ``start`` and ``stop`` below are element offsets into this space.
+A rank's trainable elements form one flat index space ``[0, numel)``. It concatenates, for each unit
+in order and each of the unit's trainable segments (one per dtype), the slice that this rank's
+optimizer state covers, padding included. That slice is the whole segment at stage 0, and the rank's
+shard at stages 1 to 3. A **piece** is one parameter's part of the space: ``(start, stop, group)``,
+where ``group`` indexes the optimizer's ``param_groups``. Pieces are sorted, disjoint and never cover
+padding. ``start`` and ``stop`` below are element offsets in this space.
 """
 
 from __future__ import annotations
