@@ -12,8 +12,8 @@ entry-point group          object                 asked for by the config key
 ``zero_core.param_tiers``  `ParamTierFactory`     ``zero_optimization.offload_param``
 ``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam, AdamW,
                                                   Adagrad, SGD or Lion
-``zero_core.footprints``   factories of           a plan, for bytes that collectives and tiers
-                           `plan.footprints`      send and keep
+``zero_core.footprints``   footprint factories    a plan, for bytes that are sent and kept: see
+                                                  `zero_core.footprint.footprints`
 =========================  =====================  =========================================
 
 [Note: the local flat space]
@@ -21,7 +21,7 @@ A rank's trainable elements form one flat index space ``[0, numel)``. It concate
 in order and each of the unit's trainable segments (one per dtype), the slice that this rank's
 optimizer state covers, padding included. That slice is the whole segment at stage 0, and the rank's
 shard at stages 1 to 3. A **piece** is one parameter's part of the space: ``(start, stop, group)``,
-where ``group`` indexes the optimizer's ``param_groups``. Pieces are sorted, disjoint and never cover
+where ``group`` indexes the optimizer's ``param_groups``. Pieces are sorted, disjoint and without
 padding. ``start`` and ``stop`` below are element offsets in this space.
 """
 
