@@ -210,7 +210,7 @@ class Forecast:
                 (p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable), default=0
             ),
             "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
-            # Buffers grow to the largest message so far.
+            # Buffers grow to the largest message, so the worst case counts.
             **collectives_memory(
                 footprints.collectives(config, links, is_worst_case=True), layout, config
             ),
