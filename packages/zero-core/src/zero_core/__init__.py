@@ -1,7 +1,7 @@
 """ZeRO stages 0 to 3 for PyTorch on one code path.
 
-A name is imported when it is first used (PEP 562): `zero_core.config` and `zero_core.errors` need
-no torch, which takes seconds.
+Names are imported at their first use (PEP 562), because importing torch takes seconds and
+`zero_core.config` and `zero_core.errors` do not need torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Functions of the C library, and of OpenMP's."""
+"""Calls into the C library and the OpenMP runtime."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _M_ARENA_MAX = -8
 
 
 def release_free_pages() -> None:
-    """Return host memory that was freed to the system, where the C library keeps it.
+    """Return freed host memory to the operating system.
 
-    Between small objects that stay, glibc keeps pages of large ones that went (below 32 MiB each):
-    a third of a model's own memory, once its parameters have moved into an arena.
+    glibc keeps freed pages (of blocks below 32 MiB each) between small live objects: a third of a
+    model's own memory, once its parameters have moved into an arena.
     """
     _call("malloc_trim", 0)
 
 
 def share_arenas() -> None:
-    """Make threads that are started from now on share the malloc arenas there are.
+    """Make threads that start from now on share the existing malloc arenas.
 
-    Otherwise glibc gives each running thread its own arena, which retains that thread's peak. It
-    has no effect once the process has had more than 8 arenas. ``MALLOC_ARENA_MAX`` and
+    By default glibc gives each running thread a separate arena, which retains that thread's peak.
+    No effect once the process has had more than 8 arenas. ``MALLOC_ARENA_MAX`` and
     ``glibc.malloc.arena_max`` in ``GLIBC_TUNABLES`` take precedence.
     """
     is_set = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
@@ -34,19 +34,19 @@ def share_arenas() -> None:
 
 
 def use_one_core() -> None:
-    """Have torch's operations use the calling thread alone from now on, when it calls them.
+    """Run torch operations of the calling thread on that thread alone.
 
-    Each thread that calls them has a team of OpenMP's of its own, whose threads spin while they
-    wait: beside the team of the training they take ten times what the thread alone does.
+    OpenMP gives each such thread a separate team, whose threads spin while they wait. Next to the
+    training thread's team, a second team makes operations ten times slower.
     """
-    torch.get_num_threads()  # a thread's first call of torch sets its own limit
+    torch.get_num_threads()  # a thread's first torch call sets its own limit, so make it first
     _call("omp_set_num_threads", 1)
 
 
 def _call(name: str, *arguments: int) -> None:
-    """Call a function of the libraries that torch has loaded for all, where it is there."""
+    """Call the C function ``name`` if a library loaded in this process has it."""
     if sys.platform == "linux":
-        # foreign: musl has none of malloc's, and a build without OpenMP has no teams
+        # foreign: musl has no malloc_trim or mallopt, and OpenMP is optional
         function = getattr(ctypes.CDLL(None), name, None)
         if function is not None:
             function(*arguments)

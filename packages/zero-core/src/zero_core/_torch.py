@@ -1,9 +1,10 @@
-"""Names of torch that are private or have been renamed, in one place.
+"""Torch functions and attributes that are private or have been renamed.
 
 [Note: hooks and torch.compile]
-A compiled block is the forward between its hooks, whether it was compiled before or after the
-engine was built: a hook that is disabled makes torch compile the forward by itself. Within a
-forward that is compiled no hook may stand, disabled or not: it would break the graph.
+torch.compile compiles the forward of a block without the engine's hooks around that forward. The
+hooks are wrapped by `torch.compiler.disable`, whether the block is compiled before or after the
+engine is built. No hook, disabled or not, may run inside a compiled forward: a hook breaks the
+graph.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def allow_foreach(cls: type[nn.Parameter]) -> None:
-    """Have torch's optimizers update parameters of class ``cls`` many at once, as its own."""
+    """Let torch's optimizers update parameters of class ``cls`` by foreach kernels."""
     _foreach_supported_types.append(cls)
 
 
 def inner_tensors(tensor: Tensor) -> tuple[dict[str, Tensor], Any] | None:
-    """Return the tensors that an instance of a wrapper subclass consists of, and its context.
+    """Return the inner tensors and the context of a wrapper-subclass tensor, None for others.
 
-    None for any other tensor. The class restores it by ``__tensor_unflatten__``.
+    ``__tensor_unflatten__`` of the class rebuilds the tensor from this result.
     """
     wrapper: Any = tensor
     if not is_traceable_wrapper_subclass(wrapper):
@@ -79,23 +80,24 @@ def count_groups() -> int:
 
 
 def group_names_begin_at() -> int:
-    """Return the number that is the name of the next group that all ranks make."""
+    """Return the number that names the next process group that all ranks create."""
     return int(dist.distributed_c10d._world.group_count)
 
 
 def begin_group_names_at(number: int) -> None:
-    """Number the groups that all ranks make from now on, from at least ``number`` on."""
+    """Name process groups that all ranks create from now on by numbers >= ``number``."""
     world = dist.distributed_c10d._world
     world.group_count = max(world.group_count, number)
 
 
 @contextmanager
 def counting_groups(number: int) -> Iterator[None]:
-    """Name groups that their members make alone in this context by ``number``, at least their own.
+    """In this context, name groups that only their members create by counting from ``number``.
 
-    torch names them by a hash of their ranks and of the number of groups that the rank is in. Since
-    pytorch#189073 (torch 2.15) it is the number of the next group that all ranks make, instead.
-    That must stay equal on all ranks, so it is put back, and no later group has a name of these.
+    torch names such a group by a hash of its ranks and of the number of groups that this rank is
+    in. Since pytorch#189073 (torch 2.15) it hashes the counter of groups that all ranks create
+    instead. That counter must stay equal on all ranks, so it is restored afterwards.
+    ``_FIRST_OWN_NUMBER`` keeps names of later groups apart from names in this context.
     """
     world = dist.distributed_c10d._world
     names = cast("dict[Any, Any]", world.pg_names)
@@ -116,25 +118,25 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     known = dist.group.WORLD if group is None else group
     assert known is not None
     options: Any = None
-    with suppress(RuntimeError):  # a backend of another package that does not say its options
+    with suppress(RuntimeError):  # a third-party backend may not expose its options
         options = known._get_backend(device).options
-    # The fake backend has None.
+    # The fake backend's options are None.
     default = dist.distributed_c10d.default_pg_timeout
     return default if options is None else cast("timedelta", options._timeout)
 
 
 def clone_store(store: Any) -> Any:
-    """Return a store over a connection of its own, or ``store`` if its kind has no connections."""
-    try:  # torch's stubs do not know the method
+    """Return a store over a new connection, or ``store`` itself if its kind has no connections."""
+    try:
         return store.clone()
     except RuntimeError as error:
-        if "pure virtual" not in str(error):  # that is the fake backend's
+        if "pure virtual" not in str(error):  # the fake backend's store has no clone()
             raise
         return store
 
 
 def store_address(store: Any) -> str | None:
-    """Return host and port of the process that hosts a store. None for a store without one."""
+    """Return "host:port" of the process that hosts ``store``, or None if no process does."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     is_hosted = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
@@ -149,7 +151,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     """Abort process groups together, as torch aborts all of them when the default group ends."""
     nccl: dist.ProcessGroupNCCL | None = None
     for group in groups if dist.is_nccl_available() else ():
-        with suppress(RuntimeError):  # it has no backend of this device
+        with suppress(RuntimeError):  # the group has no CUDA backend
             backend = group._get_backend(torch.device("cuda"))
             nccl = nccl or (backend if isinstance(backend, dist.ProcessGroupNCCL) else None)
     if nccl is not None:
@@ -167,23 +169,25 @@ def is_in_backward() -> bool:
 
 
 def renew_autograd_after_fork() -> None:
-    """Have torch make this process's autograd engine anew, if the process was forked.
+    """Make torch rebuild this process's autograd engine, if the process was forked.
 
-    torch does so in the first call that needs the engine, and takes no lock for it: two threads
-    whose first backward begins at once may each make one, and the process dies of SIGSEGV
-    (torch 2.10 to 2.13, ``PythonEngine::get_python_engine``). Call it before such threads start.
+    Without this call torch rebuilds the engine in the first call that needs the engine, and takes
+    no lock. Two threads whose first backward begins at once may then each build an engine, and the
+    process dies of SIGSEGV (torch 2.10 to 2.13, ``PythonEngine::get_python_engine``). Call this
+    function before such threads start.
     """
-    torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # needs it and changes nothing
+    # This call needs the engine and changes nothing.
+    torch.autograd.Variable._execution_engine.is_checkpoint_valid()
 
 
 def find_trainable(params: Sequence[Tensor]) -> list[bool]:
-    """Return which tensors require a gradient, whatever their class overrides."""
+    """Return for each tensor whether it requires a gradient, ignoring overrides by its class."""
     with DisableTorchFunction():
         return list(map(_requires_grad, params))
 
 
 def requires_grad(output: object) -> bool:
-    """Whether a tensor in ``output``, of any nesting, requires a gradient."""
+    """Whether any tensor in the nested ``output`` requires a gradient."""
     if isinstance(output, Tensor):
         return output.requires_grad
     return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
@@ -194,7 +198,7 @@ def count_calls(module: nn.Module) -> int:
     num_calls = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # By name: a frame that torch.compile has taken over runs other code of the same name.
+        # Compare names: torch.compile replaces a frame's code object by another of the same name.
         if frame.f_code.co_name == _CALL and frame.f_locals.get("self") is module:
             num_calls += 1
         frame = frame.f_back
@@ -202,13 +206,13 @@ def count_calls(module: nn.Module) -> int:
 
 
 def outside_graphs(hook: _Hook) -> _Hook:
-    """Return ``hook`` as one that runs in Python around compiled modules, not within them."""
+    """Wrap ``hook`` so that it runs in Python around compiled modules, outside of their graphs."""
     disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-    """Return ``hook`` left out of a graph that is compiled around it and has a hook of its own."""
+    """Wrap ``hook`` so that it does nothing while torch.compile traces a graph around it."""
 
     def hooked(module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -218,7 +222,7 @@ def unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Mod
 
 
 def is_own_graph(module: nn.Module) -> bool:
-    """Whether `torch.compile` or ``module.compile()`` made one graph of it with all its parts."""
+    """Whether `torch.compile` or ``module.compile()`` compiled ``module`` and its submodules."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
@@ -227,17 +231,17 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's kernels read a ``found_inf`` on the device, as its fused ones do."""
-    # foreign: torch's optimizers, and the sign that torch.amp.GradScaler looks for
+    """Whether the optimizer's kernels read a ``found_inf`` flag on the device, as fused ones do."""
+    # foreign: torch.amp.GradScaler looks for this attribute of torch's optimizers
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    # The sign is that of the defaults. A group may have other kernels.
+    # The attribute describes the optimizer's defaults. A group may override ``fused``.
     return all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 @contextmanager
 def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterator[None]:
-    """Let the optimizer's steps within change nothing if ``found_inf`` (0-dim, fp32) is 1."""
+    """Make optimizer steps in this context change nothing if ``found_inf`` (0-dim, fp32) is 1."""
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
         yield
@@ -246,26 +250,26 @@ def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterat
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks may change the groups when ``optimizer.step()`` begins."""
+    """Whether hooks may change the parameter groups when ``optimizer.step()`` begins."""
     return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the number of the tensor's storage, on the meta device too, the same for all views."""
+    """Return an integer that identifies a tensor's storage, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Return what ``module`` itself adds to a state dict, by names that begin with ``prefix``."""
+    """Return the entries of ``module`` itself in a state dict. Names begin with ``prefix``."""
     saved: dict[str, Tensor] = {}
     module._save_to_state_dict(saved, prefix, keep_vars=False)
     return saved
 
 
 def autocast_source(tensor: Tensor) -> Tensor | None:
-    """Return the parameter of which ``tensor`` is a cast under autocast, or a view of a cast.
+    """Return the parameter that ``tensor``, or its base if it is a view, is an autocast copy of.
 
-    Of casts of parameters without gradients torch keeps no record.
+    torch does not record casts of parameters without gradients.
     """
     whole = tensor if tensor._base is None else tensor._base
     node = whole.grad_fn
@@ -283,7 +287,7 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 
 
 def seed_generators(device: torch.device, *numbers: int) -> None:
-    """Seed torch's generators of the CPU and of ``device`` from a few numbers."""
+    """Seed torch's generators of the CPU and of ``device`` from a hash of ``numbers``."""
     text = " ".join(map(str, numbers))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little", signed=True)
@@ -293,19 +297,19 @@ def seed_generators(device: torch.device, *numbers: int) -> None:
 
 
 def sequence_number(node: Any) -> int:
-    """Return the number of a node of autograd's graph: it grows with each node of a thread."""
+    """Return the sequence number of an autograd node, which grows within each thread."""
     return int(node._sequence_nr())
 
 
 def next_sequence_number() -> int:
-    """Return a number that this thread's nodes so far are below, and later ones are not."""
+    """Return a sequence number between this thread's existing and later autograd nodes."""
     with torch.enable_grad():
         node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
     return sequence_number(node)
 
 
 def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating tensors in nested ``inputs`` to ``dtype``, or none of them if it is None."""
+    """Cast floating-point tensors in nested ``inputs`` to ``dtype``. None casts nothing."""
     if dtype is None:
         return inputs
     return pytree.tree_map_only(

@@ -1,8 +1,8 @@
-"""Parts of the engine for adapters of other interfaces, beside its public verbs.
+"""Engine internals for adapters of other interfaces, in addition to the public API.
 
-`zero_engine` is built on it: DeepSpeed's names, Lightning's strategies, the plan's calibration. A
-facade of your own over `zero_core.build` finds here the ranks and their control group, deferred and
-sliced values of models that have no engine yet, the classes of parameters, and optimizers by name.
+`zero_engine` builds DeepSpeed's names, Lightning's strategies and the plan's calibration on this
+module. A facade over `zero_core.build` finds here ranks and their control group, deferred and
+sliced values of models without an engine, parameter classes, and optimizers by name.
 """
 
 from zero_core._libc import release_free_pages

@@ -27,13 +27,13 @@ from zero_core.tiled import check_names
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Description of a model for one world size."""
+    """Units, optimizer and layout of one model for one world size."""
 
     module: nn.Module
     found: Discovered
     layout: Layout
-    optimizer: torch.optim.Optimizer  # the one that was ``given``, or else the configuration's
-    group_of: dict[int, int]  # optimizer group of each trainable parameter, by its number
+    optimizer: torch.optim.Optimizer  # ``given``, or made from the configuration
+    group_of: dict[int, int]  # optimizer group of each trainable parameter, by parameter number
     given: torch.optim.Optimizer | None
 
     @classmethod
@@ -46,7 +46,7 @@ class Blueprint:
         *,
         is_training: bool = True,
     ) -> Blueprint:
-        """Describe ``model``, which is not changed. Unless ``is_training`` it is all frozen."""
+        """Describe ``model`` without changing it. Without ``is_training`` it is fully frozen."""
         leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         for param, names in zip(found.params, found.names, strict=True):
@@ -75,7 +75,7 @@ class Blueprint:
                 name=names[0],
                 shape=tuple(param.shape),
                 dtype=param.dtype if is_opaque else compute_dtype(param, config.compute_dtype),
-                # See `zero_core.runtime.device_states`. Integers cannot have a gradient.
+                # Membership in an optimizer group decides. Integer tensors cannot have a gradient.
                 is_trainable=number in group_of and param.is_floating_point(),
                 aliases=names[1:],
                 is_opaque=is_opaque,
@@ -89,7 +89,7 @@ class Blueprint:
             check_names(model, config.tiled_compute)
         in_chunks, has_tail = config.world_size_invariant, found.has_tail
         layout = Layout.build(specs, units, world_size, is_in_chunks=in_chunks, has_tail=has_tail)
-        # A tier, which sees its rank's parameters alone, cannot tell that a pattern has none.
+        # A tier sees its own rank's parameters only, so it cannot detect unmatched patterns.
         trained = [param.name for param in layout.params if param.is_trainable]
         patterns = config.zero_optimization.offload_optimizer.parameters if is_training else None
         for pattern in patterns or ():
@@ -104,13 +104,13 @@ class Blueprint:
     def check_ranks_agree(
         self, control: ControlGroup, config: Config, extensions: Sequence[str] = ()
     ) -> None:
-        """Refuse a model, a configuration or ``extensions`` that are not the same on every rank."""
+        """Check on all ranks that model, configuration and ``extensions`` are the same."""
         model = {f"parameter {p.name}": f"{p}" for p in self.layout.params}
         model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
         model["layout"] = _digest(repr(self.layout))
         if config.broadcast_buffers:
             model |= CommonBuffers(self.module).describe()
-        # Hosts may have their memory at different places.
+        # These paths may differ between hosts.
         paths = {"memory_checkpoint": {"path"}, "step_records": {"folder"}}
         settings = config.model_dump(mode="json", exclude=paths)
         for what, facts in (
@@ -132,7 +132,7 @@ class Blueprint:
 
     @property
     def sliced_params(self) -> frozenset[int]:
-        """Parameters whose groups alone are elementwise, of an optimizer of whole parameters."""
+        """Numbers of the parameters in optimizer groups whose update is elementwise."""
         groups = elementwise_groups(self.optimizer)
         return frozenset(number for number, group in self.group_of.items() if group in groups)
 
@@ -142,7 +142,8 @@ class Blueprint:
         groups = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
-        if isinstance(self.optimizer, torch.optim.Adagrad):  # it takes its constructor's
+        # Adagrad reads this setting from its defaults
+        if isinstance(self.optimizer, torch.optim.Adagrad):
             initial = "initial_accumulator_value"
             groups = [{**g, initial: self.optimizer.defaults[initial]} for g in groups]
         return groups
@@ -161,7 +162,7 @@ def _flat(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]
 
 
 def _check_max_norm(model: nn.Module, config: Config, world_size: int) -> None:
-    """Refuse embeddings whose forward changes weights in place, where that would be lost."""
+    """Refuse trainable embeddings with ``max_norm``, whose in-place change is lost when sharded."""
     zero = config.zero_optimization
     is_sharded = zero.stage >= 1 and (world_size > 1 or zero.offload_param.device != "none")
     for name, module in model.named_modules():
@@ -193,15 +194,16 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
 
 
 def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the optimizer group of each parameter that is in one, by the parameter's number."""
+    """Return the optimizer group of each parameter that is in a group, by parameter number."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if key != "params" and not is_finite_setting(key, value):  # torch takes some
+            # torch accepts some non-finite settings
+            if key != "params" and not is_finite_setting(key, value):
                 raise ConfigError(
                     f"param_groups[{number}]['{key}'] of {type(optimizer).__name__} is {value!r}: "
                     "give finite numbers"
                 )
-    # Adagrad has state from the start; its count of steps tells.
+    # Adagrad creates its state at construction, with a step count of 0.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has already stepped: build the engine first, or load its state from "
@@ -214,7 +216,7 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) in quantized:
-                continue  # frozen for good
+                continue  # a quantized parameter is never trained
             if id(param) not in number_of:
                 raise ConfigError(
                     f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} "

@@ -125,44 +125,45 @@ def build(
     extensions: Sequence[Extension] = (),
     is_training: bool = True,
 ) -> ShardedModel:
-    """Make a training engine out of a model and a DeepSpeed-style configuration.
+    """Build a training engine from a model and a DeepSpeed-style configuration.
 
-    The model is changed in place: its parameters move to the engine's device and memory, and at
-    stage 3 hold their values only while their unit is computed. Values and buffers are those of
-    rank 0, as in DDP. Every rank must call it, with the same model and configuration.
+    The model is changed in place. Its parameters move to the engine's device and memory. At stage 3
+    they hold their values only while their unit is computed. Values and buffers are those of rank
+    0, as in DDP. Every rank must call it, with the same model and configuration.
 
     A model made under `zero_core.deferred_init`, or of `zero_core.protocols.PartitionedParam`, gets
-    its values here, one parameter at a time: no rank ever holds more than its shards and one unit.
+    its values here, one parameter at a time. No rank ever holds more than its shards and one unit.
 
-    If it fails, model and optimizer are as before, and another call may follow: see [Note: a build
-    is a transaction] in `zero_core.init.values`.
+    If the call fails, model and optimizer are restored, and another call may follow: see [Note: a
+    build is a transaction] in `zero_core.init.values`.
 
     Args:
-        model: any module, as it is.
+        model: any module, without changes to its code.
         config: the configuration, or the path of its JSON file.
-        optimizer: a torch optimizer over parameters of ``model``, which ``engine.step()`` steps; it
-            wins over the configuration's. One that is not known to be elementwise updates whole
-            parameters (`zero_core.optim.whole_tier`).
-        lr_scheduler: a torch scheduler over ``optimizer``, or a function of it that makes one,
-            which ``engine.step()`` steps; wins likewise.
-        collectives: collectives, or a factory of them; wins over what the configuration names.
-        state_tier: a factory of the state tier; wins likewise.
-        param_tier: a factory of what holds parameter shards off the device at stage 3; likewise.
-        process_group: the data-parallel ranks; default: all, or one if there is no group.
-        mesh: the same as a device mesh: one dimension of ranks, or two, (nodes, ranks of a node);
-            how many ranks share a node is found from the launcher's environment otherwise.
-        pretrained: safetensors that give every value, read as by `zero_core.load_pretrained`; the
-            model may then be on the meta device, but for buffers that are not in its state dict.
-        attach: called with the engine before values move to its memory, for an adapter.
-        extensions: follow the training, besides the configuration's.
-        is_training: False for a `ShardedModel`, which evaluates alone.
+        optimizer: a torch optimizer over parameters of ``model``, which ``engine.step()`` steps.
+            Overrides the configuration's. Optimizers that are not known to be elementwise update
+            whole parameters (`zero_core.optim.whole_tier`).
+        lr_scheduler: a torch scheduler over ``optimizer``, or a function that makes one from
+            ``optimizer``. ``engine.step()`` steps it. Overrides the configuration's.
+        collectives: collectives, or a factory of collectives. Overrides the configuration's.
+        state_tier: a factory of the state tier. Overrides the configuration's.
+        param_tier: a factory of the tier that keeps parameter shards off the device at stage 3.
+            Overrides the configuration's.
+        process_group: the data-parallel ranks. Default: all ranks, or one rank without a group.
+        mesh: the data-parallel ranks as a device mesh, with dimensions (ranks,) or (nodes, ranks
+            per node). By default the launcher's environment has the number of ranks per node.
+        pretrained: safetensors with every value, read as by `zero_core.load_pretrained`. The model
+            may then be on the meta device, except for buffers that its state dict lacks.
+        attach: called with the engine before values move to the engine's memory. For adapters.
+        extensions: objects that follow the training, in addition to the configuration's.
+        is_training: False returns a `ShardedModel`, which can only evaluate.
 
     Raises:
-        ConfigError: the configuration is wrong or does not fit the model; the model has values that
-            are not known, or an engine that has not ended; or the optimizer needs a closure or
-            sparse gradients, or a setting is for elementwise ones alone.
+        ConfigError: the configuration is wrong or does not fit the model; a value of the model is
+            unknown; another engine still owns the model; the optimizer needs a closure or sparse
+            gradients; or a setting needs an elementwise optimizer.
         CheckpointError: ``pretrained`` does not fit the model.
-        MissingPartError: it asks for a package that is not installed.
+        MissingPartError: the configuration needs a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.
     """
     ranks = find_ranks(process_group, mesh)
@@ -200,7 +201,7 @@ def build(
             _begin(joined, held, engine, units, followers)
         for flat in held.state.params:
             former.give_up(flat)
-        release_free_pages()  # what the parameters' own storage left
+        release_free_pages()  # return memory of the parameters' former storage to the system
         return engine
     except BaseException as error:
         try:
@@ -211,7 +212,7 @@ def build(
 
 
 class _Joined(NamedTuple):
-    """Connections to the other ranks, which have the same model and configuration."""
+    """Connections of this rank to the other ranks."""
 
     config: Config
     ranks: Ranks
@@ -231,13 +232,13 @@ def _join(
     *,
     is_given: bool,
 ) -> _Joined:
-    """Connect to the other ranks, and refuse those that differ. Every rank must call it."""
+    """Connect to the other ranks and check that they agree. Every rank must call it."""
     check_devices(ranks)
     ranks = ranks.limited(config.collective_timeout_s)
     control = ranks.connect(config.name_waits_within_s)
     control.place.enter("build()")
     drawn.check_ranks_agree(control, config, [one.describe() for one in extensions])
-    with on_all_ranks(control, ConfigError):  # values that one of them does not know
+    with on_all_ranks(control, ConfigError):  # one rank may lack the value of a parameter
         initial.check(has_pretrained=is_given)
     per_node = count_per_node(control, ranks)
     arithmetic = arithmetic_of(config)
@@ -251,7 +252,7 @@ def _join(
 
 
 class _Held(NamedTuple):
-    """Memory of this rank, and what is laid out in it."""
+    """Memory of this rank, and the units and shards that use the memory."""
 
     communicator: Communicator
     memory: Memory
@@ -267,7 +268,7 @@ def _lay_out(
     state_tier: StateTierFactory | None,
     param_tier: ParamTierFactory | None,
 ) -> _Held:
-    """Allocate this rank's memory, and make the state tier and the units over it."""
+    """Allocate this rank's memory, and make the state tier and the units in that memory."""
     config, ranks, layout, optimizer = joined.config, joined.ranks, drawn.layout, drawn.optimizer
     transport, shared = joined.transport, joined.shared
     per_node = joined.meter.links.ranks_per_node
@@ -294,7 +295,7 @@ def _lay_out(
         params=tuple(sorted(flats, key=lambda flat: flat.segment.index)),
         tier=tier,
         control=joined.control,
-        # Each rank keeps its own where they are not broadcast.
+        # Without broadcast, each rank keeps its own buffers.
         common_buffers=CommonBuffers(drawn.module if config.broadcast_buffers else nn.Identity()),
         pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
         optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
@@ -309,11 +310,11 @@ def _lay_out(
 
 
 def _take_values(joined: _Joined, drawn: Blueprint, held: _Held, initial: InitialValues) -> None:
-    """Take hold of the initial values, and move the buffers."""
+    """Prepare the initial values of parameters, and move the buffers to the engine's device."""
     initial.take(drawn.found.params)
     dtype, buffers = joined.config.buffer_dtype, held.state.common_buffers
     adopt_buffers(drawn.module, dtype, joined.ranks.device, joined.control, initial)
-    buffers.describe()  # the ranks' were compared; these are moved and cast
+    buffers.describe()  # describe them again after the move and cast
     buffers.confirm()
     initial.give_attributes()
 
@@ -321,7 +322,7 @@ def _take_values(joined: _Joined, drawn: Blueprint, held: _Held, initial: Initia
 def _begin(
     joined: _Joined, held: _Held, engine: ShardedModel, units: UnitSet, followers: Extensions
 ) -> None:
-    """Allocate what backwards borrow, and publish the first values."""
+    """Allocate memory that backward needs, and publish the initial parameter values."""
     tier, memory = held.state.tier, held.memory
     if joined.ranks.device.type != "cpu":
         memory.pools.reserve()
@@ -332,7 +333,7 @@ def _begin(
         extension.reset()
     for follow in followers.begun:
         follow()
-    units.publish()  # what a tier has rounded otherwise
+    units.publish()  # replace values that the tier has rounded differently
     engine.publish()
     for flat in held.state.params:
         flat.shown.forget_marks()
@@ -348,7 +349,6 @@ def _make_engine(
     *,
     is_training: bool,
 ) -> tuple[ShardedModel, UnitSet, Extensions]:
-    """Make the passes, the step and the extensions, and hook the model."""
     config, ranks, layout, meter = joined.config, joined.ranks, drawn.layout, joined.meter
     communicator, memory, state = held.communicator, held.memory, held.state
     arithmetic = joined.arithmetic
@@ -367,7 +367,7 @@ def _make_engine(
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
     site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
-    if is_training:  # their hooks run behind those of the passes
+    if is_training:  # the hooks of extensions run inside those of the passes
         attach_extensions(given, state, held.ownership)
         followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))
@@ -386,8 +386,9 @@ def _make_engine(
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     if (dtype := config.autocast_dtype) is not None:
-        # At stage 3 torch's cache would keep all weights in 16 bits up to the end of the forward.
-        is_cached = None if config.zero_optimization.stage < 3 else False  # None: as set
+        # At stage 3 autocast's cache would keep all 16-bit weights until the end of the forward.
+        # None keeps torch's setting.
+        is_cached = None if config.zero_optimization.stage < 3 else False
         autocast = partial(torch.autocast, ranks.device.type, dtype, cache_enabled=is_cached)
     parts = EngineParts(
         config,

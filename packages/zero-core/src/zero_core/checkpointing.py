@@ -1,4 +1,4 @@
-"""Calls of an engine that keep its state: checkpoints, exports and patches of weights."""
+"""Engine methods that save and load state: checkpoints, exports and weight patches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zero_core.step.gradient import StepGradient
 
 
 class ModelCheckpoints(GatheredCalls):
-    """Calls that an engine for evaluation has, too."""
+    """Save and load methods of all engines, including those built for evaluation."""
 
     device: torch.device
     sharded_state: ShardedState
@@ -45,10 +45,10 @@ class ModelCheckpoints(GatheredCalls):
     def full_state_dict(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None
     ) -> dict[str, Tensor]:
-        """Return the whole model's state dict, on the CPU, on every rank or on ``rank`` alone.
+        """Return the whole model's state dict on the CPU, on every rank or on ``rank`` alone.
 
-        Values are those of the working shards. With a ``dtype`` other than a parameter's own they
-        are its master weights, cast to it. Tied names share a tensor. Every rank must call it.
+        Values are read from the working shards. A parameter whose dtype differs from ``dtype`` is
+        cast from its master weights. Tied names share a tensor. Every rank must call it.
         """
         self._device_states.check_states("full_state_dict()")
         with self.place.during("full_state_dict()"):
@@ -57,9 +57,9 @@ class ModelCheckpoints(GatheredCalls):
     def export_safetensors(
         self, directory: str | Path, *, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write ``model.safetensors`` (several and an index, if large) as Hugging Face reads it.
+        """Write ``model.safetensors`` for Hugging Face: several files and an index if large.
 
-        Every rank must call it; rank 0 writes. Returns the folder.
+        Every rank must call it. Rank 0 writes. Returns the folder.
         """
         self._device_states.check_states("export_safetensors()")
         with self.place.during("export_safetensors()"):
@@ -78,24 +78,26 @@ class ModelCheckpoints(GatheredCalls):
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> Location:
-        """Write the training's state, for any stage, world size, ratio and tier.
+        """Write the training state, to load at any stage, world size, ratio and tier.
 
-        Every rank must call it between two steps. The previous checkpoint stays whole until the
-        new one is. An engine that only evaluates writes its values and buffers: load them
+        Every rank must call it, between two steps. The previous checkpoint stays complete until the
+        new one is complete. An engine built for evaluation writes values and buffers: load them
         ``without=("optimizer", "lr_scheduler", "progress")``.
 
         Args:
-            directory: folder of all checkpoints: a path, or fsspec's URL such as ``s3://bucket/run``.
-            tag: name of this one; None is ``step-N``.
-            client_state: JSON and small tensors.
+            directory: folder of all checkpoints: a path, or an fsspec URL such as
+                ``s3://bucket/run``.
+            tag: name of this checkpoint. None is ``step-N``.
+            client_state: JSON values and small tensors that a load returns.
             has_frozen: whether the values of frozen parameters are written.
-            is_latest: whether a load without a tag takes this one.
-            drops_partial: allow the middle of a step, and leave out its gradients.
-            keep_last: remove all but the last so many checkpoints whose tags end with their step.
-            keep_every: beside these keep the ones of steps that are multiples of it.
+            is_latest: whether a load without a tag takes this checkpoint.
+            drops_partial: allow a save in the middle of a step, without that step's gradients.
+            keep_last: remove all but the last ``keep_last`` checkpoints whose tags end with their
+                step.
+            keep_every: keep checkpoints of steps that are multiples of it in addition to those.
 
         Raises:
-            CheckpointError: something cannot be stored, or a rank failed.
+            CheckpointError: a value cannot be stored, or a rank failed.
         """
         tag = f"step-{self._train.global_steps}" if tag is None else tag
         kept = has_frozen, is_latest, keep_last, keep_every
@@ -113,7 +115,7 @@ class ModelCheckpoints(GatheredCalls):
     def load_checkpoint(
         self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
     ) -> tuple[Location, dict[str, Any]]:
-        """Restore the values and buffers of a checkpoint, trained ones rounded.
+        """Restore a checkpoint's values and buffers. Trained parameters get rounded master weights.
 
         See `zero_core.Engine.load_checkpoint`.
         """
@@ -131,9 +133,9 @@ class ModelCheckpoints(GatheredCalls):
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Allow shards and states to be written in this context, on all ranks.
+        """Allow writes to shards and optimizer states in this context, on all ranks.
 
-        Gradients so far are dropped.
+        Gradients that a step has accumulated are dropped.
         """
         self._device_states.check_here("writing shards and states")
         self._device_states.before_write()
@@ -147,7 +149,7 @@ class ModelCheckpoints(GatheredCalls):
 
 
 class TrainingCheckpoints(ModelCheckpoints):
-    """Calls that only a training has."""
+    """Save and load methods of training engines."""
 
     _extensions: Extensions
     _gradient: StepGradient
@@ -167,29 +169,28 @@ class TrainingCheckpoints(ModelCheckpoints):
         on_pending: OnPending = "wait",
         max_copy_bytes: int | None = None,
     ) -> PendingSave:
-        """Write the training's state as `save_checkpoint` does, in a thread beside the training.
+        """Write the training state as `save_checkpoint` does, in a background thread.
 
-        The call returns before anything is written, and waits for updates under way alone. States
-        are copied only where a step changes them before they are written: at most one copy of this
-        rank's states, in host memory (`zero_core.plan` has it as ``async_save_bytes``). Optimizers
-        that update whole parameters have theirs copied by the call, and so have extensions. Values
-        that the program itself changes in place, past the engine, must wait for the result.
+        The call waits for pending updates and returns before anything is written. A state is copied
+        only if a step changes it before the thread has written it. The copies take at most the size
+        of this rank's states, in host memory (``async_save_bytes`` of `zero_core.plan`). The call
+        itself copies the states of extensions and of optimizers that update whole parameters. Until
+        the save has ended, the program must not change values in place without the engine.
 
-        Loads, `close`, the end of the interpreter, and whatever writes values outside of a step
-        wait for the save. If it fails, what it wrote is removed and the training is as before. The
-        error is logged, and raised on all ranks by ``result()`` of the future that is returned, or
-        else by the next save or by `close`. A process that is killed before has no checkpoint of
-        this tag.
+        Loads, `close`, the end of the interpreter, and any write of values outside of a step wait
+        for the save. If the save fails, its files are removed and the training goes on. The error
+        is logged, and raised on all ranks by ``result()`` of the returned future, or else by the
+        next save or by `close`. If the process is killed first, there is no checkpoint of this tag.
 
         Args:
-            directory: as those not listed here, an argument of `save_checkpoint`.
-            on_pending: where an earlier save is under way, "wait" for it or "refuse".
-            max_copy_bytes: limit for the copies of steps. One that needs more waits for the writer.
-                It is for states on NVMe, for which host memory has no room.
+            directory: as in `save_checkpoint`, like all arguments that are not listed here.
+            on_pending: if an earlier save is pending, "wait" for it or "refuse".
+            max_copy_bytes: limit for the copies. A step that needs more waits for the thread. Use
+                it if states are on NVMe and host memory has no room for their copies.
 
         Raises:
-            CheckpointError: something cannot be stored, an earlier save is under way and
-                ``on_pending`` is "refuse", or an earlier one failed.
+            CheckpointError: a value cannot be stored, an earlier save is pending and ``on_pending``
+                is "refuse", or an earlier save failed.
         """
         tag = f"step-{self._train.global_steps}" if tag is None else tag
         kept = has_frozen, is_latest, keep_last, keep_every
@@ -210,14 +211,14 @@ class TrainingCheckpoints(ModelCheckpoints):
     def load_checkpoint(
         self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
     ) -> tuple[Location, dict[str, Any]]:
-        """Restore what `save_checkpoint` wrote and return its folder and the client state.
+        """Restore what `save_checkpoint` wrote and return the checkpoint's folder and client state.
 
-        Every rank must call it. Without ``tag`` the newest complete one is taken. Parts named in
-        ``without`` stay as they are; see `zero_core.checkpoint.load.PARTS`.
+        Every rank must call it. Without ``tag`` the newest complete checkpoint is loaded. Parts
+        named in ``without`` stay as they are; see `zero_core.checkpoint.load.PARTS`.
 
         Raises:
-            CheckpointError: there is none, or it belongs to another model.
-            CheckpointCorruptError: its bytes are not what was written.
+            CheckpointError: there is no checkpoint, or it belongs to another model.
+            CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
         """
         if "optimizer" in without:
             self.place.check_finished(f"load_checkpoint(without={sorted(without)})")
@@ -230,16 +231,16 @@ class TrainingCheckpoints(ModelCheckpoints):
     def resume(
         self, directory: str | Location, *, last_step: int | None = None
     ) -> dict[str, Any] | None:
-        """Load the newest checkpoint in ``directory`` if there is one, else change nothing.
+        """Load the newest checkpoint in ``directory``, or change nothing if there is none.
 
-        For programs that are started again with the same command line, with any number of ranks.
-        Every rank must call it. With ``memory_checkpoint`` the copies in memory are taken where
-        they are as new as what the disk has, of which only the manifest is read then. No copy of a
-        step after ``last_step`` is taken; those of the last two are kept. Returns the client state
-        that was saved, or given to `step`. None for a fresh start.
+        For programs that restart with the same command line, with any number of ranks. Every rank
+        must call it. With ``memory_checkpoint``, copies in the ranks' memory are preferred if they
+        are as new as the newest checkpoint on disk, of which only the manifest is then read. Memory
+        has copies of the last two steps. ``last_step`` excludes copies of later steps. Returns the
+        client state that was saved, or given to `step`, and None for a fresh start.
 
         Raises:
-            CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
+            CheckpointError: as `load_checkpoint`; also if only some ranks find a checkpoint.
         """
         self._device_states.check_here("resume()", NO_PARTS)
         control, place = self.sharded_state.control, location_of(directory)
@@ -254,31 +255,31 @@ class TrainingCheckpoints(ModelCheckpoints):
 
     @property
     def patch_version(self) -> int:
-        """Version of the newest patch, 0 before the first: where values since then are logged."""
+        """Version of the newest weight patch. 0 before the first, or without ``weight_patches``."""
         return self._patches.version
 
     def weight_patch(
         self, since: int | None = None, *, path: str | Path | None = None
     ) -> WeightPatch:
-        """Write what changed in the compute weights since a version, for `zero_core.apply_patch`.
+        """Write the compute weights that changed since a version, for `zero_core.apply_patch`.
 
-        A version is the state of the weights when a patch was written; 0 is that of `build`. One
-        patch serves all receivers of version ``since`` or a newer one, those included that took
-        their values from an export in between. Positions of changes are logged with the key
-        ``weight_patches``; values are read when the patch is written. 16-bit weights are sent where
-        a bit of them changed. Whole are sent, if they were updated at all: fp32 weights, 16-bit
-        ones that are their own master weights or have ``state_dtype`` other than float32, and
-        shards in a file. Persistent buffers are rank 0's. A quantizer's bytes are left out: they
-        never change. Every rank must call it, between two steps.
+        A version is the state of the weights when a patch was written. Version 0 is the state after
+        `build`. One patch serves all receivers of version ``since`` or newer, including receivers
+        that read their values from an export in between. The key ``weight_patches`` logs the
+        positions of changes. Values are read when the patch is written. A 16-bit weight is sent if
+        any of its bits changed. Three kinds of tensors are sent whole if they were updated at all:
+        fp32 weights, 16-bit weights that are their own master weights or have a ``state_dtype``
+        other than float32, and shards in a file. Persistent buffers are those of rank 0. Quantized
+        bytes never change and are left out. Every rank must call it, between two steps.
 
         Args:
-            since: the receiver's version. None: all values, for any receiver.
-            path: the file to write, on rank 0. None: in memory. The file, or bytes, are rank 0's.
+            since: the receiver's version. None sends all values, for any receiver.
+            path: the file that rank 0 writes. None keeps the patch in rank 0's memory.
 
         Raises:
-            PatchGapError: ``since`` is older than what is logged. All ranks raise it.
-            RuntimeError: ``since`` without the key, within ``gathered``, or while states are
-                offloaded.
+            PatchGapError: ``since`` is older than the log of changes. All ranks raise it.
+            RuntimeError: ``since`` is given without the key, or the call is within ``gathered``, or
+                states are offloaded.
             ValueError: there is no such version.
             CheckpointFailedError: the file could not be written.
         """
@@ -294,24 +295,24 @@ def load_pretrained(
 ) -> Loaded:
     """Load the weights of safetensors files into the engine, and return the unmatched names.
 
-    Every rank must call it, and must see the files; each reads the ranges that it keeps. Master
-    weights take the file's precision, unless ``data_types.master_weights_from`` is "rounded";
-    parameters and buffers are cast to their dtype. A tied weight may be in the file by any of its
-    names. Names with and without Hugging Face's ``base_model_prefix`` are matched, and what the
-    model declares in ``_keys_to_ignore_on_load_missing`` and ``..._unexpected`` is ignored. All
+    Every rank must call it and must see the files. Each rank reads the ranges that it keeps. Master
+    weights keep the file's precision, unless ``data_types.master_weights_from`` is "rounded".
+    Parameters and buffers are cast to their dtype. The file may name a tied weight by any of its
+    names. Names match with and without Hugging Face's ``base_model_prefix``. Names in the model's
+    ``_keys_to_ignore_on_load_missing`` and ``_keys_to_ignore_on_load_unexpected`` are ignored. All
     names, shapes and files are checked before anything is changed. Gradients of a backward without
     a step are dropped.
 
     Args:
-        engine: fresh from `zero_core.build`: moments of other weights would be wrong for these.
+        engine: fresh from `zero_core.build`, because moments of other weights would be wrong.
         source: a safetensors file, several, or a folder with ``model.safetensors`` or
             ``model.safetensors.index.json``.
-        strict: whether every parameter and persistent buffer must be there, and nothing else.
+        strict: whether the files must have every parameter and persistent buffer, and nothing else.
 
     Raises:
-        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed; if
-            it failed to read after the checks, the values are undefined: build the engine anew.
-        CheckpointCorruptError: a file is not whole.
+        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed. If
+            a read failed after the checks, the values are undefined: build the engine again.
+        CheckpointCorruptError: a file is incomplete.
     """
     if num_steps := engine._train.accumulation.micro_steps:
         raise CheckpointError(

@@ -1,11 +1,11 @@
-"""The engine: a model, callable as before, and the verbs of a training step.
+"""The training engine: a callable model with the methods of a training step.
 
     loss = engine(**batch).loss
     engine.backward(loss)
     engine.step()
 
-``step`` acts at accumulation boundaries. What happens in between is in `zero_core.core.passes`
-(gather and reduce) and in the state tier (update).
+``step`` updates parameters at accumulation boundaries. `zero_core.core.passes` gathers parameters
+and reduces gradients in between. The state tier updates the parameters.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
     """A model under training. Made by `zero_core.build`.
 
     Attributes:
-        optimizer: real ``param_groups``; schedulers may be attached to it.
+        optimizer: has the real ``param_groups``. Schedulers may be attached to it.
         should_defer_sigint: whether SIGINT (Ctrl-C) waits until a `step` in the main thread has
-            ended; a second one passes at once. False suits handlers that raise nothing.
+            ended. A second SIGINT is handled at once. Set False if the handler raises nothing.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Engine(TrainingCheckpoints, ShardedModel):
         patches: PatchWriter,
         extensions: Extensions,
     ) -> None:
-        """Called by `zero_core.build`."""
         super().__init__(parts)
         self.optimizer = optimizer
         self.should_defer_sigint = True
@@ -67,7 +66,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
         subject = parts.config, parts.state, parts.train, parts.meter, parts.memory
         self._records = StepRecords(Subject(*subject, parts.communicator), extensions)
         self.remove_at_end([optimizer.guard])
-        if parts.config.zero_optimization.stage:  # at stage 0 the module's own drops it
+        # at stage 0 the module's own zero_grad drops the gradient
+        if parts.config.zero_optimization.stage:
             drop = partial(_drop_gradient, optimizer, self.module)
             self.remove_at_end([ObjectMethods("zero_grad", [(self.module, drop)])])
 
@@ -83,7 +83,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:
         """Return ``loss`` times the loss scale, divided by the micro-steps, for a plain backward.
 
-        ``over`` is the number of micro-steps in this step, by default the configuration's.
+        ``over`` is the number of micro-steps in this step. Default: the configuration's.
         """
         self._device_states.check("backward()", BACKWARD_PARTS)
         for follow in self._extensions.scaled:
@@ -93,11 +93,13 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def backward(self, loss: Tensor, *, over: int | None = None, **kwargs: Any) -> None:
         """Run backward of ``loss``, scaled and averaged over the micro-steps as by `scale`.
 
-        A plain ``loss.backward()`` works too, except with fp16; it doesn't divide by the
-        accumulation steps. Every rank must run it; ``kwargs`` go to `torch.Tensor.backward`.
+        A plain ``loss.backward()`` works too, except with fp16, but does not divide by the
+        accumulation steps. Every rank must run backward. ``kwargs`` are passed to
+        `torch.Tensor.backward`.
 
         Raises:
-            AccumulationScheduleError: with the vertical schedule: `train_batch` runs backward.
+            AccumulationScheduleError: the vertical schedule is on. `train_batch` then runs
+                backward.
         """
         self._micro_batches.check_apart("backward()")
         with self.place.during("backward"):
@@ -107,17 +109,18 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """End a micro-step. At an accumulation boundary, update the parameters.
 
         Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, a step whose
-        gradient is not finite on any rank is skipped on all ranks. ``client_state``: JSON and small
-        tensors that `resume` returns from the copy in memory (``memory_checkpoint``) after it.
+        gradient is not finite on any rank is skipped on all ranks. ``client_state`` has JSON values
+        and small tensors. `resume` returns it with the in-memory copy of this step
+        (``memory_checkpoint``).
 
         Raises:
             RuntimeError: within ``no_sync``, after a backward that did not end, while states are
-                offloaded, or with ``memory_checkpoint`` before `resume`; or an exception has left
-                an earlier call in the middle: load a checkpoint.
+                offloaded, with ``memory_checkpoint`` before `resume`, or after an exception in the
+                middle of an earlier call. In the last case, load a checkpoint.
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
-            AccumulationScheduleError: with the vertical schedule: `train_batch` steps.
+            AccumulationScheduleError: the vertical schedule is on. `train_batch` then steps.
         """
         self._micro_batches.check_apart("step()")
         self._end_micro_step(client_state)
@@ -125,7 +128,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def zero_grad(self) -> None:
         """Drop the step's gradient and start the step again from its first micro-step.
 
-        A loop needs it only after it was left between backward and `step`. Every rank must call it.
+        Needed only if a loop was left between backward and `step`. Every rank must call it.
 
         Raises:
             RuntimeError: units have been updated in backward.
@@ -154,15 +157,17 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 for begin in self._extensions.before_update:
                     begin(train.global_steps + 1)
                 backward.check_last()
-                place.unfinished = "step()"  # others update once they have this rank's statistics
+                # other ranks update once they have this rank's statistics
+                place.unfinished = "step()"
                 try:
                     backward.start_agreement()
-                    # `complete_gradient` agrees anew only where more had to be reduced.
-                    if self._extensions.agreed:  # they may raise, so no update is enqueued before
+                    # Checks may raise, so no update may be enqueued before them.
+                    # `complete_gradient` agrees again only if more gradients were reduced since.
+                    if self._extensions.agreed:
                         backward.complete_gradient()
                     for check in self._extensions.agreed:
                         check()
-                    # Hooks may change the groups when a step begins, and run only if it is taken.
+                    # Pre-hooks may change the groups, but run only if the step is taken.
                     if not has_step_pre_hooks(self.optimizer):
                         self._gradient.update_ahead()
                     backward.complete_gradient()
@@ -195,18 +200,19 @@ class Engine(TrainingCheckpoints, ShardedModel):
     ) -> Tensor:
         """Run one step: forward and backward of all its micro-batches, and the update.
 
-        As DeepSpeed's method of the name. The key ``accumulation_schedule`` sets the order of the
-        work, which changes no bit: see `zero_core.vertical.schedule`. Every rank must call it.
-        Torch's generators are seeded for each micro-batch, from torch's seed and the number of the
-        micro-step, and restored at the end. ``over`` as in `backward`, ``client_state`` in `step`.
+        Equals DeepSpeed's method of this name. The key ``accumulation_schedule`` sets the order of
+        the work, which changes no bit: see `zero_core.vertical.schedule`. Every rank must call it.
+        Torch's generators are seeded for each micro-batch from torch's seed and the number of the
+        micro-step, and restored at the end. ``over`` is as in `backward`, ``client_state`` as in
+        `step`.
 
         Args:
-            batches: ``gradient_accumulation_steps`` micro-batches are taken from it.
-            compute_loss: computes the loss of one, by one call of the engine. With the vertical
-                schedule it runs on another thread and enters contexts such as `torch.autocast`
-                itself. None: a micro-batch is the model's keyword arguments (a mapping) or its
-                positional ones (a tuple or list, or a tensor alone), and the loss is what the model
-                returns, or its entry "loss".
+            batches: yields at least ``gradient_accumulation_steps`` micro-batches.
+            compute_loss: computes the loss of one micro-batch by one call of the engine. With the
+                vertical schedule it runs on another thread and must enter contexts such as
+                `torch.autocast` itself. None: a micro-batch is the model's keyword arguments
+                (mapping) or positional ones (tuple, list or one tensor), and the loss is the
+                model's output or the output's entry "loss".
 
         Returns:
             The mean of the losses, 0-dim, fp32 or wider, without gradient.
@@ -214,7 +220,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         Raises:
             ValueError: there are fewer micro-batches than a step has.
             RuntimeError: as `step` and `backward`, in the middle of a step, or within ``no_sync``.
-                After any exception the next call begins a step anew.
+                After any exception the next call starts the step again.
             AccumulationScheduleError: the model cannot be computed with the vertical schedule.
         """
         self._device_states.check("train_batch()", NO_PARTS)
@@ -229,7 +235,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         if len(found) < steps:
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
         compute = compute_loss or partial(_loss_of, self)
-        seed = torch.initial_seed()  # before a micro-batch seeds the generators
+        seed = torch.initial_seed()  # read before micro-batches change the seed
         num_steps = self.global_steps
 
         def scaled(batch: Any) -> tuple[Tensor, Tensor]:
@@ -244,13 +250,13 @@ class Engine(TrainingCheckpoints, ShardedModel):
         except BaseException:
             if self.global_steps == num_steps:
                 accumulation.forget()
-                self._passes.backward.is_open = True  # the next forward drops the gradient
+                self._passes.backward.is_open = True  # makes the next forward drop the gradient
             raise
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
 
     def memory_report(self) -> dict[str, int]:
-        """Return bytes as `ShardedModel.memory_report`, and the undo log's, in host memory."""
+        """Return bytes as `ShardedModel.memory_report`, and those of the host's undo log."""
         undo = self._gradient.policy.undo_bytes
         return super().memory_report() | ({"undo log": undo} if undo else {})
 
@@ -259,14 +265,15 @@ class Engine(TrainingCheckpoints, ShardedModel):
     ) -> AbstractContextManager[object]:
         """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
 
-        The key ``step_records`` of the configuration does the same. Each rank that is to be in a
-        report calls it. `zero_core.records` has the fields. Returns a context, which need
-        not be entered: its end, the engine's or the program's, and its error, are recorded.
+        The configuration key ``step_records`` does the same. Each rank that a report should show
+        must call it. `zero_core.records` has the fields. Returns a context that need not be
+        entered. The end of that context, of the engine or of the program is recorded, with its
+        error.
 
         Args:
-            folder: readable by all ranks, made if it is missing. Earlier records stay in the file.
+            folder: readable by all ranks, created if missing. Earlier records stay in the file.
             max_bytes: bound on the file's size. Beyond it every other step is dropped.
-            detail_every: steps between two whose course is recorded span by span.
+            detail_every: steps from one record of a step's spans to the next.
 
         Raises:
             ConfigError: the folder cannot be written to, or is a URL.
@@ -277,25 +284,25 @@ class Engine(TrainingCheckpoints, ShardedModel):
         return recorder
 
     def report(self, path: str | Path) -> Path:
-        """Write an HTML page about the steps that all ranks have recorded so far. Returns it.
+        """Write an HTML page about the steps that all ranks have recorded. Returns its path.
 
-        One rank calls it, and waits for no other.
+        A single rank calls it, without waiting for other ranks.
 
         Raises:
-            ConfigError: nothing is recorded: `record` comes first.
-            MissingPartError: the package zero-engine, which draws it, is not installed.
+            ConfigError: nothing is recorded: call `record` first.
+            MissingPartError: the package zero-engine, which draws the page, is not installed.
         """
         return self._records.report(Path(path))
 
     def idle_backward(self, *, over: int | None = None) -> None:
         """Take part in one forward and backward of the other ranks, without data.
 
-        For a rank whose data has ended. It gathers and reduces what others do, in the order of
-        blocks of this rank's last forward (before the first: the module tree's), and adds zero to
-        each gradient. Averages still count all ranks, as `torch.distributed.algorithms.Join` does
-        by default: for a mean over the samples there are, scale the others' loss by world size /
-        ranks with data. Broadcast buffers are rank 0's. ``over`` as in `backward`. ``step``
-        follows: see `idle_step`.
+        For a rank whose data has ended. It gathers and reduces the other ranks' units in the order
+        of blocks of its last forward, or in the module tree's order before the first, and adds zero
+        to each gradient. Averages still count all ranks, as with
+        `torch.distributed.algorithms.Join` by default. For a mean over existing samples, scale the
+        loss of the other ranks by world size / ranks with data. Broadcast buffers are those of rank
+        0. ``over`` is as in `backward`. Call ``step`` afterwards, or use `idle_step`.
         """
         for follow in self._extensions.idled:
             follow()
@@ -306,34 +313,30 @@ class Engine(TrainingCheckpoints, ShardedModel):
         self._train.scale(nothing, over).backward()  # type: ignore[no-untyped-call]
 
     def idle_step(self, *, over: int | None = None) -> None:
-        """Take part in one micro-step of the other ranks, without data: `idle_backward` and `step`.
-
-        It updates this rank's part of the parameters.
-        """
+        """Take part in the other ranks' micro-step without data: `idle_backward` and `step`."""
         self._micro_batches.check_apart("idle_step()")
         self.idle_backward(over=over)
         self.step()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether this micro-step, and each from now on, is the last one of its step.
+        """Set whether this micro-step and each later one is the last of its step.
 
-        None restores the default: the count decides. Every rank must call it, before the backward
-        concerned.
+        None restores the default: the count decides. Every rank must call it, before the backward.
         """
         self._device_states.check("set_gradient_accumulation_boundary()", NO_PARTS)
         self._train.accumulation.override = is_boundary
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Call `set_gradient_accumulation_boundary`: FSDP2's name of it."""
+        """Call `set_gradient_accumulation_boundary`, under the name of FSDP2."""
         self.set_gradient_accumulation_boundary(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Set whether backwards from now on reduce gradients, or keep them as in `no_sync`.
+        """Set whether later backwards reduce gradients, or keep them local as in `no_sync`.
 
-        As FSDP2's method of the name. Every rank must call it.
+        Equals FSDP2's method of this name. Every rank must call it.
 
         Raises:
-            RuntimeError: ``world_size_invariant`` reduces every backward.
+            RuntimeError: with ``world_size_invariant`` every backward must reduce.
         """
         self._device_states.check("set_requires_gradient_sync()", NO_PARTS)
         if not requires_gradient_sync:
@@ -342,11 +345,12 @@ class Engine(TrainingCheckpoints, ShardedModel):
         self._passes.backward.set_should_sync(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Clip the gradient of the step by its p-norm and return the norm before, unscaled.
+        """Clip the gradient of the step by its p-norm and return the unscaled norm before clipping.
 
-        As `torch.nn.utils.clip_grad_norm_` over the whole model, between the last backward of a
-        step and ``step``, which applies the factor. ``gradient_clipping`` acts after it. Every rank
-        must call it. Torch's own works at stage 0, and clips nothing at others, with a warning.
+        Equals `torch.nn.utils.clip_grad_norm_` over the whole model. Call it between the last
+        backward of a step and ``step``, which applies the factor. ``gradient_clipping`` clips
+        afterwards. Every rank must call it. Torch's own function clips nothing at stages 1 to 3,
+        and warns.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``.
@@ -362,12 +366,12 @@ class Engine(TrainingCheckpoints, ShardedModel):
             return self._gradient.clip(max_norm, norm_type)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate locally: backward within keeps gradients on the rank, unreduced, as in DDP.
+        """Return a context whose backwards keep gradients on the rank, unreduced, as in DDP.
 
-        It saves a reduction per micro-step and takes the memory of the whole gradient.
+        This saves a reduction per micro-step and takes memory for the whole gradient.
 
         Raises:
-            RuntimeError: ``world_size_invariant`` reduces every backward.
+            RuntimeError: with ``world_size_invariant`` every backward must reduce.
         """
         self._device_states.check("no_sync()", NO_PARTS)
         for follow in self._extensions.before_local_sums:
@@ -375,10 +379,10 @@ class Engine(TrainingCheckpoints, ShardedModel):
         return self._passes.backward.no_sync()
 
     def close(self) -> None:
-        """End as `ShardedModel.close`, once the save under way has ended on this rank.
+        """End the engine as `ShardedModel.close` does, then wait for a pending save on this rank.
 
         Raises:
-            CheckpointError: it failed, and nobody has asked for its result.
+            CheckpointError: the save failed, and no call has returned its result.
         """
         super().close()
         self._saver.finish()
@@ -399,17 +403,16 @@ def _loss_of(engine: Engine, batch: Any) -> Tensor:
 
 
 def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: bool = True) -> None:
-    """Drop the engine's gradient too, as ``zero_grad`` of its ``module``."""
     optimizer.zero_grad()
     type(module).zero_grad(module, set_to_none)
 
 
 @contextmanager
 def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
-    """Have SIGINT (Ctrl-C) wait for the end of the context, and call its handler then.
+    """Defer SIGINT (Ctrl-C) until the end of the context, then call its handler.
 
-    A second SIGINT passes at once, with the first. Outside of the main thread, or where no Python
-    function handles SIGINT, nothing is deferred.
+    A second SIGINT calls the handler at once, for both signals. Outside of the main thread, or
+    where no Python function handles SIGINT, nothing is deferred.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -430,9 +433,10 @@ def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if num_waiting < 2:  # else the handler is there again
+        if num_waiting < 2:  # otherwise ``defer`` has restored the handler
             found = signal.signal(signal.SIGINT, handler)
-            if found != defer:  # code within the step has set another one
+            if found != defer:  # code in the step has set another handler
                 signal.signal(signal.SIGINT, found)
             if num_waiting:
-                handler(signal.SIGINT, sys._getframe(2))  # that of the step, behind contextlib's
+                # The handler gets the frame of the step, above contextlib's frames.
+                handler(signal.SIGINT, sys._getframe(2))

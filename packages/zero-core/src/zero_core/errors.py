@@ -1,10 +1,10 @@
-"""Errors. A message says what was asked, what was found, and what to do about it."""
+"""Exceptions. Each message says what was asked, what was found, and what to do."""
 
 from __future__ import annotations
 
 
 class ZeroError(Exception):
-    """Root of everything that this package raises on purpose."""
+    """Base class of all exceptions that this package defines."""
 
 
 class ConfigError(ZeroError, ValueError):
@@ -28,15 +28,15 @@ class CheckpointError(ZeroError, RuntimeError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is there, but its bytes are not what was written."""
+    """A checkpoint is damaged: its bytes differ from those written."""
 
 
 class CheckpointFailedError(CheckpointError):
-    """Writing or reading a checkpoint failed for a cause that may pass, such as a full disk."""
+    """Writing or reading a checkpoint failed for a reason that may pass, such as a full disk."""
 
 
 class PatchGapError(CheckpointError):
-    """A patch lacks changes since the receiver's version: ``weight_patch(since=None)`` has all."""
+    """A patch lacks changes since the receiver's version. Use ``weight_patch(since=None)``."""
 
 
 class AccumulationScheduleError(ZeroError, RuntimeError):
@@ -48,4 +48,4 @@ class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):
 
 
 class UnusedParameterError(ZeroError, AssertionError):
-    """A step lacks a gradient, ``ignore_unused_parameters`` being false. An AssertionError too."""
+    """A trainable parameter got no gradient while ``ignore_unused_parameters`` is false."""

@@ -1,12 +1,12 @@
 """Ownership of a model's parameters by an engine, from ``build`` until the engine ends.
 
-A rank that closes its engine may be one that failed, so it waits for no other and cannot gather
-their slices. Parameters of which others have a part hold no value after `Ownership.close`, as
-current values beside older ones would look like a model.
+A rank may close its engine because of a failure, so it waits for no other rank. Parameters that
+other ranks hold a part of have no value after `Ownership.close`: a mix of current and stale values
+would look like a valid model.
 
 [Note: copies of a model]
-The engine's hooks are in the modules' own dictionaries. With them a copy would gather on behalf of
-the engine, so they are taken off while `copy.deepcopy` runs.
+The engine's hooks are in the dictionaries of the model's modules. A copy with these hooks would
+gather parameters for the engine, so they are removed while `copy.deepcopy` runs.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ from zero_core.object_methods import ObjectMethods, SuspendableHooks
 from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
-_KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
+_KEY = "__deepcopy__"  # `copy.deepcopy` looks up this name on the object
 
 
 class LeftShard(NamedTuple):
     """This rank's elements of one parameter of an engine that has ended."""
 
     param: Tensor  # the parameter, or a component of a quantized one
-    spec: ParamSpec  # its form: ``spec.to_values`` makes the value of all elements
-    control: ControlGroup  # the ranks that share it
-    spans: list[tuple[int, int]]  # which of its elements each rank has; they do not overlap
-    values: Tensor  # this rank's, in the engine's memory: bytes if ``spec.is_opaque``
+    spec: ParamSpec  # ``spec.to_values`` restores the value from all elements
+    control: ControlGroup  # group of the ranks that share the parameter
+    spans: list[tuple[int, int]]  # elements of each rank, [start, stop), disjoint
+    values: Tensor  # this rank's elements, in the engine's memory: bytes if ``spec.is_opaque``
 
 
 class Removable(Protocol):
-    """The handle of a hook."""
+    """Handle of a hook."""
 
     def remove(self) -> None: ...
 
 
 class Ownership:
-    """The parameters of one model and the hooks on it, as long as an engine owns them."""
+    """Parameters of one model and the hooks on the model, while an engine owns them."""
 
     def __init__(self, state: ShardedState) -> None:
-        self.owner: weakref.ref[object] | None = None  # the engine, once it has begun
+        self.owner: weakref.ref[object] | None = None  # the engine, set by `begin`
         self._thread = threading.get_ident()
-        self._allows_empty = False  # entries of state dicts
-        self._advice = ""  # of `allow_empty_entries`
+        self._allows_empty = False  # whether `allow_empty_entries` was called
+        self._advice = ""  # argument of `allow_empty_entries`
         self.state = state
-        self.is_ended = False  # the model may have other values since
-        self.hooks: list[Removable] = []  # on the model, removed at the end, the last ones first
+        self.is_ended = False  # afterwards the model may have other values
+        self.hooks: list[Removable] = []  # removed at the end, in reverse order of registration
         _alive[:] = [ref for ref in _alive if ref() is not None]
         _alive.append(weakref.ref(self))
 
     def begin(self, owner: object) -> None:
-        """Own the parameters for ``owner``, held weakly."""
+        """Own the parameters for ``owner``. Keeps a weak reference."""
         self.owner = weakref.ref(owner)
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -82,15 +82,16 @@ class Ownership:
             self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
 
     def allow_empty_entries(self, advice: str) -> None:
-        """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
+        """Make ``state_dict`` return empty tensors: see `ShardedModel.allow_empty_entries`."""
         self._advice = advice
         if self._allows_empty:
             return
         modules = list(self.state.module.modules())
-        has_warned = self.state.control.rank != 0  # rank 0 writes files
+        has_warned = self.state.control.rank != 0  # only rank 0 warns, because it writes files
 
         def save(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            with access.opened(module._parameters.values()):  # what is not here is emptied below
+            # `empty` replaces entries whose value is not on this rank.
+            with access.opened(module._parameters.values()):
                 type(module)._save_to_state_dict(module, *args, **kwargs)
 
         def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
@@ -111,7 +112,7 @@ class Ownership:
         self._allows_empty = True
 
     def _absent(self, module: nn.Module) -> list[str]:
-        """Return the names of ``module``'s own parameters whose current value is not here."""
+        """Return names of ``module``'s own parameters whose current value is not on this rank."""
         return [
             name
             for name, param in module._parameters.items()
@@ -124,23 +125,23 @@ class Ownership:
         return None if self.is_ended else self.state.param_names.get(id(param))
 
     def undo(self) -> None:
-        """Remove all that was put on the model so far: of a failed build, or at the end."""
+        """Remove all hooks from the model, after a failed build or at the end."""
         self.is_ended = True
-        with ExitStack() as stack:  # one that raises keeps none of the others
+        with ExitStack() as stack:  # later callbacks run even if one raises
             while self.hooks:
                 stack.callback(self.hooks.pop(0).remove)
 
     def dropped(self) -> None:
-        """Close, as the owner was freed without an end."""
-        # Another thread, which may be one that a close waits for, leaves it to `check_is_free`.
+        """End after the owning engine was freed without `close`."""
+        # A close on another thread could deadlock. `check_is_free` closes the engine instead.
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             try:
                 self.close()
-            except Exception:  # nobody catches what is raised while an object is freed
+            except Exception:  # exceptions in a finalizer reach no caller
                 _log.warning("an engine was dropped whose step had failed", exc_info=True)
 
     def close(self) -> None:
-        """End, on this rank alone. Parameters hold no value then of which others have a part."""
+        """End on this rank alone. Parameters that other ranks hold a part of lose their value."""
         if self.is_ended:
             return
         self._end()
@@ -151,7 +152,7 @@ class Ownership:
                 for left in self._local_shards():
                     left.param.data = left.spec.to_values(left.values)
                 return
-            except Exception:  # such as a file that is gone
+            except Exception:  # for example if a file has been deleted
                 _log.warning("an engine ended, and its values cannot be read", exc_info=True)
         for values in self.state.params:
             values.abandon()
@@ -161,7 +162,7 @@ class Ownership:
 
     @torch.no_grad()
     def _local_shards(self) -> Iterator[LeftShard]:
-        """Yield this rank's part of each parameter, which may be given other values then."""
+        """Yield this rank's part of each parameter, whose data may then be replaced."""
         control, params = self.state.control, self.state.layout.params
         for flat in self.state.params:
             flat.source.wait_update()
@@ -176,13 +177,13 @@ class Ownership:
                 yield LeftShard(param, params[slot.param], control, spans, values)
 
     def leave_shards(self) -> Iterator[LeftShard]:
-        """End, on this rank alone. See `zero_core.Engine.leave_shards`."""
+        """End on this rank alone. See `zero_core.Engine.leave_shards`."""
         self._end()
         is_whole = not self._has_stale_values() and all(p.is_kept for p in self.state.params)
         return iter(()) if is_whole else self._local_shards()
 
     def _has_stale_values(self) -> bool:
-        """Whether values are missing here, or their exchange has failed."""
+        """Whether values are missing on this rank, or their exchange has failed."""
         try:
             self.state.refresh()
             return not all(values.is_current for values in self.state.params)
@@ -191,7 +192,7 @@ class Ownership:
             return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
-        """End with ``full`` values by the layout's names in parameters, buffers on the CPU."""
+        """End with parameters set to ``full``, by the layout's names, and buffers on the CPU."""
         self._end()
         names = self.state.param_names
         for flat in self.state.params:
@@ -206,15 +207,15 @@ class Ownership:
         state = self.state
         try:
             state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
-        finally:  # a tier whose step failed raises: the model is free for another engine
+        finally:  # even if the tier raises, the model is free for another engine
             self.undo()
 
 
-_alive: list[weakref.ref[Ownership]] = []  # the newest last
+_alive: list[weakref.ref[Ownership]] = []  # newest last
 
 
 def owner_of(param: nn.Parameter) -> object | None:
-    """Return the engine that owns ``param``, the newest if there are several, or None."""
+    """Return the engine that owns ``param``, the newest of several, or None."""
     for one in filter(None, (ref() for ref in reversed(_alive))):
         owner = None if one.owner is None or one.name_of(param) is None else one.owner()
         if owner is not None:
@@ -223,12 +224,12 @@ def owner_of(param: nn.Parameter) -> object | None:
 
 
 def check_is_free(model: nn.Module) -> None:
-    """Refuse a model with another engine's parameter. One that was freed is ended here."""
+    """Raise ConfigError if an engine owns ``model``. An engine that was freed is closed here."""
     for name, param in model.named_parameters():
         for one in filter(None, [ref() for ref in _alive]):
             is_freed = one.owner is not None and one.owner() is None
             if is_freed and one.name_of(param) is not None:
-                one.close()  # its hooks are on the model still
+                one.close()  # its hooks are still on the model
         if owner_of(param) is not None:
             raise ConfigError(
                 f"build(): {name} belongs to an engine already. Go on with that one, which "
@@ -247,10 +248,10 @@ def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 class EngineParameter(nn.Parameter):
-    """Base of the classes that parameters have while they belong to an engine."""
+    """Base class of parameters while an engine owns them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a parameter of torch's own class, which belongs to no engine."""
+        """Return a plain ``nn.Parameter`` that no engine owns."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         found: nn.Parameter = memo[id(self)]
@@ -258,12 +259,11 @@ class EngineParameter(nn.Parameter):
 
 
 class ModelCopies:
-    """Has `copy.deepcopy` of a module make a plain copy: see [Note: copies of a model]."""
+    """Makes `copy.deepcopy` of a module return a plain copy: see [Note: copies of a model]."""
 
-    engine: object = None  # lives as long as the model, and not as its copies
+    engine: object = None  # keeps the engine alive with the model; copies do not have it
 
     def __init__(self, state: ShardedState, *handles: Sequence[Any]) -> None:
-        """``handles``: lists of the engine's hooks and methods on the model."""
         self._state = state
         self._handles = handles
         self._modules = list(state.module.modules())
@@ -274,7 +274,8 @@ class ModelCopies:
             vars(module).pop(_KEY, None)
 
     def _attach(self) -> None:
-        for module in self._modules:  # not by setattr: compiled modules pass it on
+        # setattr on a compiled module would set the attribute on the original module
+        for module in self._modules:
             vars(module)[_KEY] = partial(self._copy, module)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -299,13 +300,13 @@ class ModelCopies:
             for table, items in before:
                 table.clear()
                 table.update(item for item in items if item[0] not in numbers)
-            for method in reversed(methods):  # the last that was replaced first
+            for method in reversed(methods):  # restore the latest replacement first
                 method.remove()
             return copy.deepcopy(module, memo)
         finally:
             for method in methods:
                 method.attach()
-            for table, items in before:  # in the order that they had
+            for table, items in before:  # restore the original order of hooks
                 table.clear()
                 table.update(items)
             self._attach()

@@ -1,4 +1,4 @@
-"""Methods and hooks that an engine puts on modules, and takes away for a while or for good."""
+"""Methods and hooks that an engine sets on modules and can remove, temporarily or for good."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ObjectMethods:
-    """A method that is replaced on some modules, as objects, until `remove`."""
+    """Replacement of one method on several module instances, until `remove`."""
 
     def __init__(self, name: str, replaced: Sequence[tuple[nn.Module, Any]]) -> None:
         self._name = name
-        self._replaced = list(replaced)  # each module, and its method meanwhile
+        self._replaced = list(replaced)  # each module with its replacement method
         self._before = [vars(module).get(name) for module, _ in replaced]
         self.attach()
 
@@ -23,7 +23,7 @@ class ObjectMethods:
             vars(module)[self._name] = method
 
     def remove(self) -> None:
-        """Give the modules their own methods again. What was replaced later is removed first."""
+        """Restore the modules' own methods. Later replacements must be removed before."""
         for (module, _), before in zip(self._replaced, self._before, strict=True):
             if before is None:
                 vars(module).pop(self._name, None)
@@ -32,14 +32,14 @@ class ObjectMethods:
 
 
 class SuspendableHooks:
-    """Forward pre-hooks, the first of their modules, that can be taken away for a while.
+    """Forward pre-hooks that run before all others and can be suspended.
 
-    A module without hooks is called in less time.
+    Calling a module without hooks takes less time.
     """
 
     def __init__(self) -> None:
         self._hooks: list[tuple[nn.Module, Any]] = []
-        self.handles: list[RemovableHandle] = []  # of the hooks that are there now
+        self.handles: list[RemovableHandle] = []  # of the registered hooks
 
     def add(self, module: nn.Module, hook: Any) -> None:
         self._hooks.append((module, hook))

@@ -1,4 +1,4 @@
-"""Parts of other packages, which announce themselves by entry points."""
+"""Optional parts in other packages, found by entry points."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_core.errors import MissingPartError
 
-# The index serves another project under that name.
+# On the package index this name belongs to another project.
 _NOT_ON_THE_INDEX = {"zero-engine": "./integration"}
 FOUND: dict[tuple[str, str], EntryPoint] = {}
 """What was found, by group and name. A search reads the metadata of all installed packages."""
@@ -21,7 +21,7 @@ def missing_part(asked_by: str, distribution: str) -> MissingPartError:
 
 
 def install_command(distribution: str, *flags: str) -> str:
-    """The command that installs a package of this repository."""
+    """Return the command that installs a package of this repository."""
     folder = _NOT_ON_THE_INDEX.get(distribution)
     command = " ".join(("pip install", *flags, folder or distribution))
     return command if folder is None else f"{command} in a checkout"
@@ -32,7 +32,7 @@ def has_part(group: str, name: str) -> bool:
 
 
 def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any:
-    """Load entry point ``name`` of ``group``, which ``distribution`` has and a key ``asked_by``."""
+    """Load entry point ``name`` of ``group``, which ``distribution`` provides for ``asked_by``."""
     if (group, name) not in FOUND:
         found = list(entry_points(group=group, name=name))
         if not found:

@@ -1,9 +1,7 @@
-"""Plug-ins: collectives, state tier and parameter tier, as the caller or the configuration chooses.
+"""Plug-ins: collectives, state tier and parameter tier, chosen by the caller or the configuration.
 
-`check_config` checks a configuration, and that what it asks for is there, before ranks start.
-
-What is given to ``build`` wins over an entry point that the configuration asks for, which wins over
-the engine's own. Only entry points that are asked for are loaded.
+An argument of ``build`` overrides an entry point that the configuration asks for, and the entry
+point overrides the engine's own implementation. Only requested entry points are loaded.
 """
 
 from __future__ import annotations
@@ -57,10 +55,10 @@ FOOTPRINTS = "zero_core.footprints"
 
 
 def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:
-    """Check a configuration as far as that is possible without a model and without ranks.
+    """Check a configuration without a model and without ranks.
 
-    Beyond `load_config`, it makes the optimizer and the schedule over two elements, and looks for
-    the packages and the folders on this machine that the configuration asks for.
+    In addition to `load_config`, it makes the optimizer and the schedule over two elements, and
+    checks that the requested packages and folders exist on this machine.
 
     Args:
         source: the configuration as a mapping, or the path of its JSON file.
@@ -72,7 +70,7 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
     """
     config = load_config(source, world_size=world_size)
     zero = config.zero_optimization
-    # Small ones, as Adagrad makes its state here. Muon makes a group of matrices and one of others.
+    # Adagrad allocates its state at once, so keep it small. Muon needs a matrix and a vector.
     tried = [nn.Parameter(torch.empty(1, 1)), nn.Parameter(torch.empty(1))]
     tag_matrices([("weight", tried[0]), ("bias", tried[1])])
     if config.optimizer is not None:
@@ -106,7 +104,7 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
 
 
 def call_factory(make: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a plug-in's factory makes."""
+    """Call a plug-in's factory and turn its ValueError into a ConfigError."""
     try:
         return make(*args, **kwargs)
     except ValueError as error:
@@ -120,7 +118,7 @@ def make_collectives(
     layout: Layout,
     per_node: int,
 ) -> Collectives:
-    """Return the collectives that are given, or that the configuration asks for."""
+    """Return the caller's collectives, or those that the configuration asks for."""
     if isinstance(given, Collectives):
         return given
     zero = config.zero_optimization
@@ -150,7 +148,7 @@ def make_state_tier(
     control: ControlGroup,
     meter: Meter,
 ) -> StateTier:
-    """Make the state tier that is given or that the configuration asks for, over ``memory``."""
+    """Make the state tier over ``memory``, by the caller's factory or as the configuration asks."""
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
     layout, is_sharded = drawn.layout, memory.has_sharded_state
     if not drawn.updates_slices:
@@ -212,7 +210,7 @@ def make_state_tier(
 
 
 def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) -> Any:
-    """Return the host kernel for the optimizer, or None if torch's own update does it."""
+    """Return the host kernel for the optimizer, or None if torch's own update should run."""
     if not has_kernel_rule(config, given):
         return None
     named = f"an object of {type(given).__name__}"
@@ -228,7 +226,7 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
 def make_param_tier(
     factory: ParamTierFactory | None, layout: Layout, config: Config, device: torch.device
 ) -> OffloadedSegments | None:
-    """Make what holds parameter shards off the device, if the configuration or the caller asks."""
+    """Make the tier for parameter shards off the device, or return None if none is requested."""
     zero, kind = config.zero_optimization, config.zero_optimization.offload_param.device
     if factory is None and kind == "none":
         return None

@@ -1,7 +1,7 @@
-"""Protocols of the parts that the engine is composed from.
+"""Protocols of the parts that an engine is composed of.
 
-Signatures use only builtins and torch types, so that a part satisfies a protocol by shape alone and
-never has to import this package. Parts announce themselves by entry points:
+Signatures use only builtins and torch types, so a class can satisfy a protocol without importing
+this package. Other packages declare their classes by entry points:
 
 =========================  =====================  =========================================
 entry-point group          object                 asked for by the config key
@@ -12,17 +12,17 @@ entry-point group          object                 asked for by the config key
 ``zero_core.param_tiers``  `ParamTierFactory`     ``zero_optimization.offload_param``
 ``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam, AdamW,
                                                   Adagrad, SGD or Lion
-``zero_core.footprints``   factories of           a plan, for what collectives and tiers send
-                           `plan.footprints`      and keep
+``zero_core.footprints``   footprint factories    a plan, for bytes that are sent and kept: see
+                                                  `zero_core.footprint.footprints`
 =========================  =====================  =========================================
 
 [Note: the local flat space]
-A rank's trainable elements form one flat index space ``[0, numel)``: for each unit in order, for
-each of its trainable segments (one per dtype), the slice that this rank's optimizer state covers,
-padding included. At stage 0 that is the whole segment, at stages 1 to 3 the rank's shard.
-A **piece** is the part of one parameter that lies in that space: ``(start, stop, group)``, where
-``group`` indexes the optimizer's ``param_groups``. Pieces are sorted, disjoint and never cover
-padding. All of ``start`` and ``stop`` below are element offsets into this space.
+A rank's trainable elements form one flat index space ``[0, numel)``. It concatenates, for each unit
+in order and each of the unit's trainable segments (one per dtype), the slice that this rank's
+optimizer state covers, padding included. That slice is the whole segment at stage 0, and the rank's
+shard at stages 1 to 3. A **piece** is one parameter's part of the space: ``(start, stop, group)``,
+where ``group`` indexes the optimizer's ``param_groups``. Pieces are sorted, disjoint and without
+padding. ``start`` and ``stop`` below are element offsets in this space.
 """
 
 from __future__ import annotations
@@ -39,26 +39,27 @@ EXACT_GRADIENTS, EXACT_PARAMETERS = -1, -2
 
 @runtime_checkable
 class Work(Protocol):
-    """A collective under way. `torch.distributed.Work` is one."""
+    """A pending collective. `torch.distributed.Work` satisfies this protocol."""
 
     def wait(self) -> object:
-        """Block until the result may be read by the caller (on CUDA: by its current stream)."""
+        """Block until the caller may read the result (on CUDA: the caller's current stream)."""
 
 
 @runtime_checkable
 class Reduction(Work, Protocol):
-    """A reduction that shows each rank's part: the engine names the rank that is not finite."""
+    """A reduction that exposes each rank's part, to find ranks with non-finite values."""
 
     @property
     def contributions(self) -> Sequence[Tensor]:
-        """Each rank's part, in rank order, readable after ``wait``. Empty if it is not known."""
+        """Each rank's part, in rank order, readable after ``wait``. Empty if unknown."""
 
 
 @runtime_checkable
 class StatisticsReduction(Work, Protocol):
-    """A reduction that computes the statistics of its sum on the way.
+    """A reduction that also computes statistics of its sum.
 
-    Both are on the sum's device, readable after ``wait``. The engine reads neither sum nor parts.
+    The statistics are on the sum's device, readable after ``wait``. The engine does
+    not compute them again.
     """
 
     @property
@@ -67,33 +68,34 @@ class StatisticsReduction(Work, Protocol):
 
     @property
     def nonfinite(self) -> Tensor:
-        """Whether a rank's part of this sum, or of one that this rank helped with, has NaN or Inf.
+        """Whether each rank's part has NaN or Inf: bool, [world_size].
 
-        bool, [world_size]. Each rank whose part is not finite is found on some rank.
+        Covers this sum and sums that this rank helped with. Some rank reports each non-finite part.
         """
 
 
 @runtime_checkable
 class InPlaceReduction(Reduction, Protocol):
-    """A reduction whose input other ranks read where it is, in shared memory."""
+    """A reduction whose input other ranks read directly, in shared memory."""
 
     def acknowledge(self) -> Work:
         """Report to the other ranks that this rank has read their parts.
 
         The engine calls it once, after ``wait`` and its last read of ``contributions``. Until the
-        result has been waited for, other ranks may be reading the reduction's input.
+        returned `Work` has been waited for, other ranks may still read this reduction's input.
         """
 
 
 @runtime_checkable
 class Collectives(Protocol):
-    """Gathers of shards into units, and reductions of unit gradients into shards.
+    """All-gathers of shards into units, and reduce-scatters of unit gradients into shards.
 
-    Every rank of the group calls the same methods in the same order. Buffers are 1-D, contiguous,
-    the caller's, and read or reused only after ``wait``. A ``shard`` is changed only after an
-    exchange that each rank entered after its ``wait``, so a rank may read another's in place.
-    ``unit`` is the index of a segment (a unit has one per dtype and trainability): a stable key for
-    private buffers. `StatefulCollectives` and `InPlaceCollectives` declare further abilities.
+    Every rank of the group calls the same methods in the same order. Buffers are 1-D, contiguous
+    and owned by the caller, who reads or reuses them only after ``wait``. A ``shard`` is changed
+    only after an exchange that each rank entered after its ``wait``, so a rank may read another
+    rank's shard in place. ``unit`` is the index of a segment (a unit has one per dtype and
+    trainability): a stable key for private buffers. `StatefulCollectives` and `InPlaceCollectives`
+    declare further abilities.
     """
 
     def all_gather(
@@ -103,35 +105,36 @@ class Collectives(Protocol):
 
         Args:
             out: ``world_size * shard.numel()`` elements, dtype of ``shard``.
-            shard: any dtype (bytes too), maybe a view of this rank's slice of ``out``; not changed.
-            version: grows whenever the values of ``shard`` may have changed. Negative: they must
-                arrive exact; `EXACT_GRADIENTS` (reduced ones, at stage 0) or `EXACT_PARAMETERS`
-                (to be read, not to be trained with).
+            shard: any dtype, bytes included. May be a view of this rank's slice of ``out``. Not
+                changed.
+            version: grows whenever the values of ``shard`` may have changed. A negative version
+                requires exact values: `EXACT_GRADIENTS` (reduced gradients, at stage 0) or
+                `EXACT_PARAMETERS` (parameters to read, not to train with).
             backward: whether the gather serves a backward pass.
         """
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
-        The sum is taken in fp32 (float64 for float64 input) in a fixed order: that of ranks, or
-        within each node first and then that of nodes. Gradients are already divided by the world
-        size. The result may be a `Reduction`, an `InPlaceReduction` or a `StatisticsReduction`.
+        The sum is taken in fp32 (float64 for float64 input) in a fixed order: over ranks, or within
+        each node first and then over nodes. Gradients are already divided by the world size. The
+        result may be a `Reduction`, an `InPlaceReduction` or a `StatisticsReduction`.
 
         Args:
-            out: floating point, of the dtype that gradients accumulate in; overwritten.
-            full: ``world_size * out.numel()`` elements, floating point; undefined afterwards.
+            out: floating point, of the dtype that gradients accumulate in. Overwritten.
+            full: ``world_size * out.numel()`` elements, floating point. Undefined afterwards.
         """
 
 
 @runtime_checkable
 class AddingCollectives(Collectives, Protocol):
-    """Collectives that add to a sum. The configuration key ``world_size_invariant`` needs them."""
+    """Collectives that add to a sum, for the configuration key ``world_size_invariant``."""
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order.
 
-        As `reduce_scatter`, whatever the nodes are: ``((out + slice 0) + slice 1) + ...``, each
-        term rounded to the dtype of ``out``, of which a `StatisticsReduction` has the statistics.
+        Arguments as in `reduce_scatter`. Computes ``((out + slice 0) + slice 1) + ...``, each term
+        rounded to the dtype of ``out``. A `StatisticsReduction` has the statistics of ``out``.
         """
 
 
@@ -144,46 +147,46 @@ class StatefulCollectives(Collectives, Protocol):
         """Bytes held on this rank, by kind, as `Engine.memory_report` shows them."""
 
     def forget_values(self) -> None:
-        """Drop all that is kept of weights and gradients: the next gathers start from exact values.
+        """Drop all stored weights and gradients, so that the next gathers start from exact values.
 
         All ranks call it when weights were replaced outside of a step (loaded, edited, states
-        written), and when a checkpoint is saved, so that a resumed run equals one that continued.
+        written), and when a checkpoint is saved, so that a resumed run equals a continued run.
         """
 
     def forget_errors(self) -> None:
-        """Drop what is kept of a skipped step's gradients. All ranks call it, after reductions."""
+        """Drop stored errors of a skipped step's gradients. All ranks call it, after reductions."""
 
 
 @runtime_checkable
 class InPlaceCollectives(Collectives, Protocol):
-    """Collectives that may read gradients in the other ranks' memory."""
+    """Collectives that may read gradients directly in other ranks' memory."""
 
     @property
     def reduces_in_place(self) -> bool:
-        """Whether ``reduce_scatter`` returns `InPlaceReduction` for shared memory.
+        """Whether ``reduce_scatter`` returns an `InPlaceReduction` for shared memory.
 
-        If so, the engine shares its gradient buffers with the ranks of the node.
+        If true, the engine shares its gradient buffers with the ranks of the node.
         """
 
 
 class SliceCodec(Protocol):
-    """Codes slices of gradients, 1-D, contiguous, of one device, so that every bit arrives."""
+    """Lossless codec of gradient slices, which are 1-D, contiguous and on one device."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
-        """Whether slices of ``numel`` elements are coded. All ranks answer alike."""
+        """Whether slices of ``numel`` elements are encoded. All ranks return the same."""
 
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
-        """Return the most bytes that a message of ``numel`` elements may have."""
+        """Return the largest size in bytes of a message with ``numel`` elements."""
 
     def pack(self, values: Tensor, message: Tensor) -> int:
-        """Write the message of ``values``, and return its bytes, a multiple of 16.
+        """Encode ``values`` into ``message``, and return the bytes written, a multiple of 16.
 
-        ``message`` is uint8, `max_nbytes` long, at a multiple of 16 bytes. On an accelerator the
-        host waits for the result.
+        ``message`` is uint8, has `max_nbytes` bytes and a 16-byte-aligned address. On an
+        accelerator the host waits for the result.
         """
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
-        """Fill ``values`` from a message, uint8, at a multiple of 16 bytes.
+        """Decode ``message`` (uint8, 16-byte-aligned address) into ``values``.
 
         Raises:
             RuntimeError: the message is damaged. The text names rank ``sender``.
@@ -193,13 +196,14 @@ class SliceCodec(Protocol):
 class TransportCollectives(InPlaceCollectives, Protocol):
     """The engine's own collectives, over which a plug-in sends its bytes.
 
-    A rank is numbered within the instance's group. Any thread may call methods, in the same order
-    on all ranks, each thread by itself. No two use the same method and ``unit`` of an instance.
+    Ranks are numbered within this instance's group. Any thread may call methods. The calls of each
+    thread must be in the same order on all ranks. No two threads may use the same method and
+    ``unit`` of an instance.
     """
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """Number of this rank in the group."""
 
     @property
     def world_size(self) -> int:
@@ -207,56 +211,56 @@ class TransportCollectives(InPlaceCollectives, Protocol):
 
     @property
     def exchange_nbytes(self) -> int:
-        """Bytes of buffers for what arrives in reductions, kept from one to the next."""
+        """Bytes of buffers that receive reductions, kept from one reduction to the next."""
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
 
-        Both have ``world_size`` equal slices and one dtype, any, and do not overlap. When ``wait``
-        returns, ``parts`` may be overwritten (a gather promises less: see `Collectives`).
+        Both tensors have ``world_size`` equal slices and one dtype, and do not overlap. When
+        ``wait`` returns, ``parts`` may be overwritten, unlike a gather's ``shard``.
 
         Raises:
-            ValueError: they differ, or do not divide by the number of ranks.
+            ValueError: the tensors differ, or cannot be divided by the number of ranks.
         """
 
     def coded(self, codec: SliceCodec) -> TransportCollectives:
-        """Return these collectives with reductions that send ``codec``'s messages to other nodes.
+        """Return these collectives with reductions that send messages of ``codec`` to other nodes.
 
-        Sums, order and statistics are as before. Every rank calls it with a codec of one kind.
+        Sums, order and statistics stay the same. Every rank calls it with the same kind of codec.
         """
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         """Return collectives among ``ranks`` of this group, renumbered in that order.
 
-        Every rank calls it equally often, in one order, each with the subgroup that it is in.
-        Subgroups do not disturb each other, and share `launch`.
+        Every rank calls it equally often and in the same order, each with its own subgroup.
+        Subgroups are independent, but share the queues of `launch`.
 
         Raises:
-            ValueError: this rank is not among ``ranks``, or one is given twice or does not exist.
+            ValueError: ``ranks`` lacks this rank, or has a duplicate or an unknown rank.
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate 1-D memory, held as long as the collectives: on hosts, shared within the node.
+        """Allocate 1-D zeros that live as long as the collectives.
 
-        Other ranks read what is gathered from it in place: see `Collectives`.
+        On hosts, ranks of a node share them and read gathered values in place: see `Collectives`.
         """
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        """Run ``job`` beside the caller, after the earlier jobs of the same queue.
+        """Run ``job`` concurrently with the caller, after the earlier jobs of the same queue.
 
-        There are two queues, for gathers and for reductions. A job waits for its works: a second
-        hop starts when the first has arrived, whatever the caller does meanwhile. On hosts a queue
-        is a thread, in which the caller's grad and inference modes hold. On an accelerator it is a
-        stream: the job runs at once, on the host, and what it enqueues is ordered after what the
-        caller's current stream holds. Memory that it allocates there is reused in the order of the
-        queue's stream: a reader on another stream keeps it. ``wait`` of the result returns (on an
-        accelerator: lets the current stream go on) when the job is done, and raises what it raised.
-        A job launched by a job of the same queue runs at once.
+        There are two queues, for gathers and for reductions. A job waits for its own works, so that
+        a second hop starts when the first has arrived, whatever the caller does. On hosts a queue
+        is a thread, which has the caller's grad and inference modes. On an accelerator a queue is a
+        stream: the job runs on the host at once, and its kernels are ordered after the caller's
+        current stream. Memory that the job allocates is reused in the order of the queue's stream,
+        so a reader on another stream must keep that memory alive. ``wait`` of the result returns
+        when the job is done (on an accelerator: orders the current stream after the job), and
+        raises the job's exception. A job launched by a job of the same queue runs at once.
         """
 
 
 class CollectivesFactory(Protocol):
-    """Entry point of ``zero_core.collectives``: decorates the engine's own collectives."""
+    """Entry point of ``zero_core.collectives``. Wraps the engine's own collectives."""
 
     def __call__(
         self,
@@ -268,107 +272,108 @@ class CollectivesFactory(Protocol):
         ranks_per_node: int,
         frozen: Collection[int],
     ) -> Collectives:
-        """Make collectives that carry their bytes, of any dtype, over ``native``.
+        """Make collectives that send their bytes, of any dtype, over ``native``.
 
         Args:
             config: the resolved ``zero_optimization`` block as plain builtins.
-            ranks_per_node: divides ``world_size``; ranks of a node are consecutive.
+            ranks_per_node: divides ``world_size``. Ranks of a node are consecutive.
             frozen: indices of the segments that are never trained.
 
         Raises:
-            ValueError: a setting that it refuses, by name.
+            ValueError: a setting is not supported. The message names the setting.
         """
 
 
 @runtime_checkable
 class StateTier(Protocol):
-    """Keeper and updater of master weights and optimizer state.
+    """Storage and update of master weights and optimizer state.
 
-    See [Note: the local flat space] for offsets. Nothing here is a collective, but for ``step`` of
+    See [Note: the local flat space] for offsets. No method is a collective, except for ``step`` of
     `zero_core.optim.whole_tier.WholeTier`.
     """
 
     @property
     def owns_grads(self) -> bool:
-        """Whether `offer_grad` copies the gradient into memory of the tier.
+        """Whether `offer_grad` copies the gradient into the tier's memory.
 
-        The engine then offers it in the communication dtype, and keeps none of its own.
+        If true, the engine offers gradients in the communication dtype and keeps no copy.
         """
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Take the final gradient of ``[start, start + grad.numel())`` for the next step.
+        """Accept the final gradient of ``[start, start + grad.numel())`` for the next step.
 
-        Called in backward as each segment is reduced. ``grad`` is the engine's: 1-D, contiguous,
-        floating point, on its device. It may be read from ``step`` on, which may overwrite it, and
-        stays until a ``step`` that uses it or ``discard_grads`` has returned. If the tier
-        ``owns_grads``, it may be read at once, and stays until what is returned has been called, or
-        not at all if that is None. A range may be offered again (by a second backward): the last
-        offer holds.
+        Called in backward after each segment is reduced. ``grad`` belongs to the engine: 1-D,
+        contiguous, floating point, on its device. Without ``owns_grads``, the tier may read
+        ``grad`` from ``step`` on, which may overwrite it. ``grad`` stays valid until a ``step``
+        that uses it or ``discard_grads`` has returned. With ``owns_grads``, the tier may read
+        ``grad`` at once, and ``grad`` stays valid until the returned function is called, or until a
+        return of None. If a second backward offers a range again, the last offer counts.
         """
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """A copy of what was offered for ``[start, stop)``: 1-D, on the CPU, in its dtype."""
+        """Return a CPU copy of the gradient offered for ``[start, stop)``: 1-D, in its dtype."""
 
     def discard_grads(self) -> None:
-        """Forget what was offered and no ``step`` has used."""
+        """Discard offered gradients that no ``step`` has used."""
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Update the pieces ``active``, sorted indices. Others keep values, states and step counts.
+        """Update the pieces ``active``, sorted indices.
 
-        ``groups`` are the optimizer's ``param_groups`` without ``params``. Gradients are multiplied
-        by ``grad_scale`` (unscale and clip in one factor). New values are written to the parameter
-        shards given at construction; the call may return before that is done. One step of the
-        training may call it several times, each for pieces that were offered and not updated yet,
-        while backward goes on; other offers stay. The engine ends a step with `discard_grads`.
+        Other pieces keep values, states and step counts. ``groups`` are the optimizer's
+        ``param_groups`` without ``params``. Gradients are multiplied by ``grad_scale`` (unscale and
+        clip). New values are written to the parameter shards given at construction, maybe after the
+        call returns. One training step may call it several times while backward goes on, each time
+        for pieces that were offered and not updated yet. The engine ends a step with
+        `discard_grads`.
         """
 
     def wait_params(self, start: int, stop: int) -> None:
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Whether `wait_params` returns at once, and makes no stream wait. False if it raises."""
+        """Whether `wait_params` returns at once, without a stream wait. False if it would raise."""
 
     def state_names(self) -> Sequence[str]:
-        """Names of the elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
+        """Return names of elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """A copy of ``[start, stop)`` of a state: 1-D, on the CPU, as stored, 0 without one."""
+        """Return a CPU copy of ``[start, stop)`` of a state: 1-D, as stored. 0 without a state."""
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``.
 
-        Writing ``master_weight`` publishes the rounded values to the parameter shards as well.
+        A write of ``master_weight`` also publishes the rounded values to the parameter shards.
 
         Raises:
-            KeyError: the optimizer cannot have it. Else a new name becomes known.
+            KeyError: the optimizer cannot have a state of this name.
         """
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Per-parameter scalars: ``num_steps`` (updates applied) and e.g. ``mu_product``."""
+        """Return per-parameter scalars: ``num_steps`` (updates applied) and e.g. ``mu_product``."""
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore what `read_scalars` gave. ``num_steps`` of 0 means that there is no state."""
+        """Restore a result of `read_scalars`. ``num_steps`` of 0 means that there is no state."""
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
+        """Raise what `write_state` or `write_scalars` would raise, and change nothing.
 
-        ``scalars`` are those of each piece.
+        ``scalars`` has one entry per piece.
 
         Raises:
             KeyError: the optimizer cannot have such a state.
-            ValueError: the scalars are another optimizer's.
+            ValueError: the scalars belong to another optimizer.
         """
 
 
 class ChangeWatcher(Protocol):
-    """Reads states before they change."""
+    """Observer that can read states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
         """Called before states of ``[start, stop)`` may change, by the thread that changes them.
 
-        It may wait, and may be called for what does not change, or has changed before.
+        May wait. May be called for states that do not change, or that have changed before.
         """
 
 
@@ -377,100 +382,101 @@ class SnapshotTier(StateTier, Protocol):
     """A state tier whose states of one moment can be read while training goes on."""
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` right before each part of updates and writes, in place of an earlier."""
+        """Call ``watcher`` before each part of an update or write. Replaces an earlier watcher."""
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Read a range that no thread changes, on any thread, without a wait: see `read_state`."""
+        """Read a range that no thread changes, on any thread, without waiting: see `read_state`."""
 
 
 @runtime_checkable
 class AccumulatingTier(StateTier, Protocol):
-    """A state tier that owns gradients, and adds up those of a step's micro-steps itself.
+    """A state tier that owns gradients and accumulates them over a step's micro-steps.
 
-    The sum is taken in fp32 (float64 for float64), in the order of the calls, wherever it is kept.
-    ``offer_grad`` replaces it, ``read_grad`` returns it, a ``step`` or ``discard_grads`` ends it.
+    The sum is taken in fp32 (float64 for float64), in the order of the calls. ``offer_grad``
+    replaces the sum, ``read_grad`` returns it, and a ``step`` or ``discard_grads`` ends it.
     """
 
     def expect_micro_steps(self, count: int) -> None:
-        """Prepare memory for about ``count`` > 1 calls of `add_grad` per range and step.
+        """Allocate memory for about ``count`` > 1 calls of `add_grad` per range and step.
 
-        Called once, before the first of them and before state is written.
+        Called once, before the first `add_grad` and before state is written.
         """
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
         """Add to the gradient of ``[start, start + grad.numel())`` for the next step.
 
-        Called in each micro-step's backward. ``grad`` and the result are as for ``offer_grad``; it
-        is added in its dtype. ``is_last``: the gradient is complete with it, unless another
-        backward of the last micro-step follows.
+        Called in each micro-step's backward. ``grad`` and the result are as for ``offer_grad``.
+        ``grad`` is added in its own dtype. ``is_last`` means that the gradient is now complete,
+        unless another backward of the last micro-step follows.
         """
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
-        """Start to compute the sum of the squares of the gradient of ``[start, stop)``.
+        """Start to compute the sum of squares of the gradient of ``[start, stop)``.
 
-        The call that is returned waits for it: 0-dim, float64, on the CPU or the device, summed in
-        double precision. It is not finite if an element is not.
+        The returned function waits for the sum: 0-dim, float64, on the CPU or the device, summed in
+        double precision. The sum is not finite if an element is not finite.
         """
 
 
 @runtime_checkable
 class TimedTier(StateTier, Protocol):
-    """A state tier that works beside the caller, and counts time and bytes.
+    """A state tier that works concurrently with the caller, and counts time and bytes.
 
-    Counts only grow, and are read between two steps, without a wait.
+    Counts only grow. They are read between two steps, without waiting.
     """
 
     @property
     def host_numel(self) -> int:
-        """Elements that the host updates."""
+        """Number of elements that the host updates."""
 
     def work_s(self) -> Mapping[str, float]:
-        """Seconds so far: "host" (updates by its thread), "file" (reads and writes under way) and
-        "file wait" (updates that waited for those).
+        """Return seconds so far: "host" (updates), "file" (reads and writes) and "file wait"
+        (updates that waited for a file).
         """
 
     def copied_bytes(self) -> tuple[int, int]:
-        """Bytes copied so far from the device to the host, and back."""
+        """Return bytes copied so far from the device to the host, and back."""
 
     def recent_updates(self) -> Sequence[tuple[float, float]]:
-        """Start and end of the host's last updates, of `time.perf_counter`, in order."""
+        """Return start and end of the host's last updates, of `time.perf_counter`, in order."""
 
     def time_copies(self, *, is_on: bool) -> None:
-        """Time later copies between the device and the host, or no longer. A CPU has none."""
+        """Start or stop timing copies between the device and the host. A CPU has none."""
 
     def take_copies(self) -> Sequence[tuple[str, torch.Event, torch.Event]]:
         """Return the copies timed since the last call.
 
-        Each is what it carries and the timed events around it, which may not have fired yet.
+        Each entry has the copy's content and the timed events around the copy, which may be
+        pending.
         """
 
     def host_memory_bytes(self) -> Mapping[str, int]:
-        """Bytes of host memory that it keeps now, by kind, as of a plan's ``memory.host``."""
+        """Return bytes of host memory held now, by kind, as in a plan's ``memory.host``."""
 
 
 @runtime_checkable
 class ReservingTier(StateTier, Protocol):
-    """A state tier that can allocate all of its memory before there are activations."""
+    """A state tier that can allocate all of its memory before activations exist."""
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
-        """Allocate what gradients are copied to, or widened in, and what copies pass through.
+        """Allocate buffers for gradients (copied or widened) and for transfers.
 
         Called once on an accelerator, before the first gradient. ``grads``: ``(start, stop,
-        dtype)`` of what is going to be offered or added.
+        dtype)`` of each gradient that will be offered or added.
         """
 
 
 @runtime_checkable
 class SpeculativeTier(StateTier, Protocol):
-    """A state tier that can begin a step before it is decided, and undo what it began.
+    """A state tier that can begin a step before the step is decided, and undo the update.
 
-    Speculation-then-validation of SuperOffload (arXiv 2509.21271), with nothing to be seen of it:
-    parameters, states and gradients read as if no update had begun.
+    Speculation-then-validation of SuperOffload (arXiv 2509.21271). Until ``step``, parameters,
+    states and gradients read as if no update had begun.
     """
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes of host memory of the undo log."""
+        """Bytes of the undo log in host memory."""
 
     def enable_undo(self) -> bool:
         """Prepare for `speculate`. Called once. Return whether the tier's updates can be undone."""
@@ -478,36 +484,36 @@ class SpeculativeTier(StateTier, Protocol):
     def speculate(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Begin to ``step`` over offered pieces, as far as memory allows. Arguments as there.
+        """Begin to update offered pieces, as far as memory allows. Arguments as in ``step``.
 
-        Each call before ``step`` is for other pieces. A ``step`` with the same settings and factor
-        over these and others goes on with it. Anything else done with them undoes it first: a step
-        with another factor, an offer, reads and writes of states, ``discard_grads``.
+        Each call before ``step`` is for other pieces. A ``step`` over them with the same settings
+        and factor completes the update. Any other use of the pieces undoes the update first: a step
+        with another factor, an offer, access to states, or ``discard_grads``.
         """
 
 
 @runtime_checkable
 class ParamStore(Protocol):
-    """Takes the new values of parameter shards that rest where the tier cannot write itself."""
+    """Destination of new parameter shards that the tier cannot write directly."""
 
     def write(self, start: int, values: Tensor) -> None:
         """Store ``[start, start + values.numel())`` of the local flat space.
 
         Any thread may call it, one at a time. ``values`` is 1-D, on any device, in the compute
-        dtype, within one shard, and the caller's again when the call returns.
+        dtype, within one shard. The caller may reuse ``values`` when the call returns.
         """
 
 
 @runtime_checkable
 class DeviceMemory(Protocol):
-    """A tier, or collectives, whose device memory `Engine.offload_states` may empty for a while."""
+    """A tier, or collectives, whose device memory `Engine.offload_states` can free temporarily."""
 
     def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """Return all long-lived tensors on the device, by the name of a `StatePart`.
 
-        Called between two steps, while no exchange or update is under way. The engine copies their
-        bytes to the host, except for "buffers" (scratch), and resizes the storages to zero and
-        later back: tensors stay the same objects, at new addresses. Until then it calls nothing.
+        Called between two steps, while no exchange or update is pending. The engine copies the
+        tensors' bytes to the host, except for "buffers" (scratch), and resizes the storages to
+        zero. A reload resizes them back: tensors stay the same objects, at new addresses.
         """
 
 
@@ -535,51 +541,52 @@ class StateTierFactory(Protocol):
         Args:
             numel: length of the local flat space, padding included.
             pieces: ``(start, stop, group)`` of each parameter's part.
-            params: ``(start, tensor)``: sorted 1-D parameter shards in the compute dtype, where new
-                values go: on ``device``; on the CPU, where they rest; or on the meta device, for
-                ``param_store``. The engine writes ``master_weight`` before the first step; what
-                shards hold until then does not count.
+            params: ``(start, tensor)``: sorted 1-D parameter shards in the compute dtype, which
+                receive new values. Each is on ``device``, on the CPU (if kept there), or on the
+                meta device (for ``param_store``). The engine writes ``master_weight`` before the
+                first step. Earlier contents of the shards are undefined.
             device: the compute device.
-            optimizer_class: the torch optimizer whose update is wanted.
-            groups: its ``param_groups`` without ``params`` (every default filled in).
+            optimizer_class: the torch optimizer class whose update is wanted.
+            groups: the optimizer's ``param_groups`` without ``params``, with every default filled
+                in.
             config: the resolved ``zero_optimization`` block as plain builtins.
-            adam_kernel: the host kernel, for Adam, AdamW, Adagrad, SGD, Lion and classes that say
-                they have one (`zero_core.optim.factory.has_kernel_rule`).
-            device_tier: makes a tier on the compute device out of torch's own optimizer.
-            names: of the parameters, one per piece; the engine always gives them.
-            param_store: takes the new values of shards on the meta device, if there are any.
-            upload_codec: of the differences that ``offload_optimizer.lossless_upload`` sends, where
-                the key is on.
+            adam_kernel: the host kernel, for Adam, AdamW, Adagrad, SGD, Lion and classes that
+                declare a kernel (`zero_core.optim.factory.has_kernel_rule`).
+            device_tier: makes a tier on the compute device from torch's own optimizer.
+            names: parameter names, one per piece. The engine always gives them.
+            param_store: receives the new values of shards on the meta device, if there are any.
+            upload_codec: encodes the differences that ``offload_optimizer.lossless_upload`` sends,
+                if the key is on.
 
         Raises:
-            ValueError: a setting or an optimizer that it cannot serve, by name.
+            ValueError: a setting or the optimizer is not supported. The message names it.
         """
 
 
 class UploadCodec(Protocol):
-    """Lossless differences of parameters on their way from host memory to a device.
+    """Lossless codec of parameter differences, for uploads from host memory to a device.
 
-    An entry point of ``zero_core.upload_codecs`` returns one. Tensors are 1-D and contiguous.
+    An entry point of ``zero_core.upload_codecs`` returns a codec. Tensors are 1-D and contiguous.
     """
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
-        """Return the most bytes of a difference, or 0 if such elements have none."""
+        """Return the largest size of a difference in bytes, or 0 if ``itemsize`` has no codec."""
 
     def checksum(self, values: Tensor) -> Tensor:
-        """Return an int64 checksum of the bytes, 0-dim, the same on any device, without a wait."""
+        """Return an int64 checksum of the bytes, 0-dim, equal on all devices, without waiting."""
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
-        """Write the difference from ``old`` to ``new``, in host memory, and return its bytes.
+        """Encode the difference from ``old`` to ``new``, in host memory, and return its bytes.
 
-        ``out`` is uint8, `max_nbytes` long, at an even address, and undefined past the result.
+        ``out`` is uint8, has `max_nbytes` bytes and an even address. Later bytes are undefined.
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Apply an `encode`d ``difference``, at an even address, to ``values``, on their stream."""
+        """Apply a ``difference`` of `encode`, at an even address, to ``values``, on its stream."""
 
 
 class DeviceTierFactory(Protocol):
-    """The engine's own tier: torch's optimizer on the compute device."""
+    """Factory of the engine's own tier: torch's optimizer on the compute device."""
 
     def __call__(
         self,
@@ -593,46 +600,46 @@ class DeviceTierFactory(Protocol):
         param_store: ParamStore | None = None,
         own_masters: Collection[torch.dtype] = ...,
     ) -> StateTier:
-        """Make a tier. ``pieces`` and ``params`` are in coordinates of ``[0, numel)``.
+        """Make a tier. ``pieces`` and ``params`` use offsets in ``[0, numel)``.
 
-        Shards of the dtypes ``own_masters`` (`zero_core.config.WIDE_DTYPES`) are their own masters.
+        Shards of the dtypes ``own_masters`` (`zero_core.config.WIDE_DTYPES`) are master weights.
         """
 
 
 @runtime_checkable
 class ParamTier(Protocol):
-    """Keeper of this rank's parameter shards while no unit needs them, in memory of its own.
+    """Storage of this rank's parameter shards while no unit needs them, off the device.
 
-    ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1. A shard is named by the index
-    of its segment. Nothing is a collective.
+    ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1. The index of a segment
+    identifies its shard. No method is a collective.
     """
 
     def expect(self, segments: Sequence[int]) -> None:
-        """These are fetched next, in this order, as far as known: a tier may read them ahead."""
+        """Announce the next segments to be fetched, in order, so that a tier can read ahead."""
 
     def fetch(self, segment: int, out: Tensor) -> Work:
         """Start to copy the current values of a shard to ``out``, on the device or on the CPU.
 
-        ``out`` is 1-D, contiguous, of the shard's length and dtype. On an accelerator the copy
-        follows what the caller's current stream holds, and ``wait`` of the result makes the stream
-        wait that is current then. On the CPU the values are there when ``wait`` returns.
+        ``out`` is 1-D, contiguous, of the shard's length and dtype. On an accelerator the copy is
+        ordered after the caller's current stream, and ``wait`` orders the stream that is current
+        then after the copy. On the CPU ``out`` is complete when ``wait`` returns.
         """
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Overwrite elements ``[start, start + values.numel())`` of a shard not being fetched.
+        """Overwrite elements ``[start, start + values.numel())`` of a shard that no fetch reads.
 
-        Any thread may call it, one at a time. ``values`` is 1-D, on any device, cast to the shard's
-        dtype, and the caller's again when the call returns.
+        Any thread may call it, one at a time. ``values`` is 1-D, on any device, and is cast to the
+        shard's dtype. The caller may reuse it when the call returns.
         """
 
     def home(self, segment: int) -> Tensor | None:
-        """Return the shard, 1-D, on the CPU, if it may be used in place, or None.
+        """Return the shard, 1-D, on the CPU, if it may be used in place, else None.
 
-        It is written only while no fetch of it is under way.
+        The shard is written only while no fetch of it is pending.
         """
 
     def report(self) -> Mapping[str, int]:
-        """Bytes that it holds outside of the device, by kind."""
+        """Return bytes held outside of the device, by kind."""
 
 
 class ParamTierFactory(Protocol):
@@ -645,29 +652,29 @@ class ParamTierFactory(Protocol):
         device: torch.device,
         config: Mapping[str, Any],
     ) -> ParamTier:
-        """Make a tier for ``shards``, ``(segment, numel, dtype)`` of each in the order of use.
+        """Make a tier for ``shards``: ``(segment, numel, dtype)`` of each, in the order of use.
 
         ``config`` is the resolved ``zero_optimization`` block as plain builtins.
 
         Raises:
-            ValueError: a setting that it cannot serve, by name.
+            ValueError: a setting is not supported. The message names the setting.
         """
 
 
 class MicroBatchLoss(Protocol):
-    """Computes the loss of one micro-batch, for `zero_core.Engine.train_batch`."""
+    """Function that computes the loss of one micro-batch, for `zero_core.Engine.train_batch`."""
 
     def __call__(self, batch: Any, /) -> Tensor:
         """Return the loss of ``batch``, 0-dim."""
 
 
 class AdamKernel(Protocol):
-    """One pass over flat host memory: gradient in, master and moments updated, copy out.
+    """Host kernel that updates master weights and moments in one pass over flat memory.
 
-    Entry point of ``zero_core.adam_kernels``: a module that has this function, and maybe
-    ``adagrad_step``, ``sgd_step``, ``lion_step``, and ``adam_step_8bit`` and ``adam_step_bf16`` for
-    ``offload_optimizer.state_dtype``. A tier that finds one missing updates by torch's own
-    optimizer, or refuses the ``state_dtype``.
+    Entry point of ``zero_core.adam_kernels``: a module with the function `adam_step`. The module
+    may also have ``adagrad_step``, ``sgd_step`` and ``lion_step``, and, for
+    ``offload_optimizer.state_dtype``, ``adam_step_8bit`` and ``adam_step_bf16``. Without the
+    function that it needs, a tier updates by torch's own optimizer, or refuses the ``state_dtype``.
     """
 
     def adam_step(
@@ -692,38 +699,38 @@ class AdamKernel(Protocol):
         """Apply one Adam update (Kingma and Ba 2015, AdamW: Loshchilov and Hutter 2019) in place.
 
         ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32, 1-D, contiguous, in host memory, and
-        are updated. Hyperparameters are torch.optim.AdamW's.
+        are updated. Hyperparameters are those of torch.optim.AdamW.
 
         Args:
-            grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first.
+            grad: fp32, bf16 or fp16, same length. Multiplied by ``grad_scale`` first.
             step: number of this update, from 1.
-            adamw_mode: decoupled weight decay instead of L2.
+            adamw_mode: decoupled weight decay instead of L2 regularization.
             bias_correction: divide the moments by ``1 - beta ** step``.
-            out: fp32, bf16 or fp16, same length: receives the rounded master.
-            num_threads: None for the default.
+            out: fp32, bf16 or fp16, same length. Receives the rounded master weights.
+            num_threads: None uses the default.
         """
 
 
 @runtime_checkable
 class PartitionedParam(Protocol):
-    """A parameter without memory of its own. ``build`` asks for one value at a time.
+    """A parameter without storage, whose value ``build`` requests.
 
-    It is an ``nn.Parameter`` of the value's shape and dtype whose class has these members, as
-    made by DeepSpeed's ``zero.Init``.
+    It is an ``nn.Parameter`` of the value's shape and dtype whose class has these members.
+    DeepSpeed's ``zero.Init`` makes such parameters.
     """
 
     @property
     def is_deferred(self) -> bool:
-        """Whether rank 0 alone computes the value."""
+        """Whether only rank 0 computes the value."""
 
     def full_value(self) -> Tensor:
-        """Return the whole value on the CPU. Unless `is_deferred`, every rank must call it."""
+        """Return the whole value on the CPU. Every rank must call it, unless `is_deferred`."""
 
     def free_value(self) -> None:
-        """Free the memory of the value, which is not `is_deferred`, until `set_value`."""
+        """Free the memory of a value that is not `is_deferred`, until `set_value`."""
 
     def set_value(self, value: Tensor) -> None:
-        """Keep the whole ``value`` again, in the parameter's dtype. Every rank must call it."""
+        """Store the whole ``value`` again, in the parameter's dtype. Every rank must call it."""
 
     def make_ordinary(self) -> None:
-        """Forget the value: become a plain ``nn.Parameter`` on the CPU without memory."""
+        """Drop the value and become a plain ``nn.Parameter`` on the CPU, without memory."""

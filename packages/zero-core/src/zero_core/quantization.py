@@ -1,9 +1,9 @@
-"""Construction of quantized models one block at a time, sharded at once.
+"""Construction of quantized models, one block at a time, into shards.
 
 [Note: values in slices]
-Before there is an engine, a tensor may be in *slices*: each rank has one slice of its bytes, and
-the tensor itself is a placeholder. `zero_core.build` gathers one value at a time, so that neither
-the whole model nor the whole quantized model is ever on a rank.
+Without an engine, a tensor may be in *slices*: each rank holds one slice of the tensor's bytes, and
+the tensor itself is a placeholder. `zero_core.build` gathers one value at a time, so no rank ever
+holds the whole model or the whole quantized model.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ def quantize_blocks(
     pretrained: str | Path | Sequence[str | Path] | None = None,
     process_group: dist.ProcessGroup | Ranks | None = None,
 ) -> None:
-    """Give each block its values, quantize it, and shard it, before the next one gets its values.
+    """Fill, quantize and shard each block before the next block gets its values.
 
     For a model made under `zero_core.deferred_init` or, with ``pretrained``, on the meta device. A
-    rank's memory holds its slices and one block. Adapters may be added afterwards, by code that
-    reads no values of the base. `zero_core.build` takes the slices over. Every rank must call it,
-    with the same arguments.
+    rank's memory holds its slices and one block. Code that reads no values of the base model may
+    add adapters afterwards. `zero_core.build` then uses the slices. Every rank must call it, with
+    the same arguments.
 
     Args:
         model: changed in place. Its blocks are those of `zero_core.build`.
         quantize: quantizes one block in place, as ``torchao.quantization.quantize_`` with a
             configuration, to the same bytes on every rank. Its result is ignored.
         pretrained: safetensors of the unquantized weights, as for `zero_core.load_pretrained`.
-            Without it, blocks get the values that were recorded, rank 0's.
+            Without it, blocks get the recorded values of rank 0.
         process_group: as for `zero_core.build`.
 
     Raises:
-        ConfigError: the model has no blocks, or values of one are not known.
-        CheckpointError: ``pretrained`` lacks a parameter, or has it in another shape.
+        ConfigError: the model has no blocks, or a value of a block is unknown.
+        CheckpointError: ``pretrained`` lacks a parameter, or has another shape for it.
     """
     control = find_ranks(process_group, None).connect()
     found = discover(model)
@@ -89,13 +89,14 @@ def quantize_blocks(
         kept = {id(param) for param in block.parameters()}
         for number in numbers:
             if id(found.params[number]) not in kept:
-                found.params[number].data = torch.empty(0)  # it was replaced
+                # ``quantize`` has replaced the parameter
+                found.params[number].data = torch.empty(0)
         for name, own_param in block.named_parameters():
-            if not own_param.is_meta:  # else it is shared with code outside of the block
+            if not own_param.is_meta:  # a meta parameter is shared with code outside of the block
                 own = components(f"{path}.{name}", own_param)
                 put_in_slices([component.tensor for component in own], control)
         release_free_pages()
-    if source is not None:  # outside of blocks each rank reads its slice alone
+    if source is not None:  # parameters outside of blocks: each rank reads its slice alone
         outside = {*found.units[0][2], *(found.units[-1][2] if found.has_tail else ())}
         for number in sorted(outside):
             outer = found.params[number]
@@ -114,7 +115,6 @@ def _of_rank_0(value: Tensor, control: ControlGroup) -> Tensor:
 def _find(
     source: Mapping[str, StoredTensor], prefix: str, names: Sequence[str], param: Tensor
 ) -> StoredTensor:
-    """Return the stored tensor of one of ``names``, with ``prefix`` and without."""
     for name in map(plain_name, names):
         for spelling in (name, prefix + name, name.removeprefix(prefix)):
             if (stored := source.get(spelling)) is not None:

@@ -1,8 +1,8 @@
-"""Lines that a recorded run leaves behind, and the file of one rank.
+"""Records of a run, one JSON line each, and the file that holds the records of one rank.
 
 A line is a JSON object with the kind of record, the version of this format and the fields of one of
-the classes here. Bytes, seconds and elements are plain numbers; a number that is not finite is a
-string ("nan", "inf"), which JSON has no number for. What a reader does not know it ignores.
+the classes below. Bytes, seconds and elements are plain numbers. Numbers that are not finite are
+strings ("nan", "inf"), because JSON has no such numbers. Readers ignore unknown fields and kinds.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-VERSION = 1  # of the format: a reader takes files of its own version and of those before
-FILE = "steps-rank{rank}.jsonl"  # a rank's file in the folder of a run
-MAX_BYTES = 2**30  # of a file that is read
+VERSION = 1  # format version. A reader accepts files of this and of earlier versions
+FILE = "steps-rank{rank}.jsonl"  # one rank's file in the folder of a run
+MAX_BYTES = 2**30  # largest file that is read
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Number = Annotated[int, Field(ge=1, lt=2**63)]
@@ -30,91 +30,93 @@ _Time = Annotated[float, Field(ge=0.0, lt=1e11)]  # seconds since the epoch
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One start of a program: its ranks, configuration and machine. Each start begins with one."""
+    """One start of a program, with its ranks, configuration and machine."""
 
     kind: ClassVar[str] = "run"
 
-    rank: _Count  # of the process group
+    rank: _Count  # rank in the process group
     world_size: _Number  # number of ranks
     ranks_per_node: _Number  # ranks that share a host
     started_at: _Time
-    first_step: _Count  # steps that were taken before
+    first_step: _Count  # steps taken before the start
     num_parameters: _Count  # elements of all parameters
-    num_trainable: _Count  # those that are trained
+    num_trainable: _Count  # elements that are trained
     units: Sequence[str]  # names of the units, in forward order
-    shares: Mapping[str, _Count]  # elements updated by "device" and "host", padding too
+    shares: Mapping[str, _Count]  # elements updated by "device" and "host", padding included
     config: Mapping[str, Any]  # the resolved configuration
     environment: Mapping[str, Any]  # versions, device, cores, threads and memory
-    model: Mapping[str, Any] = field(default_factory=dict)  # Hugging Face's, or empty
+    # facts of a Hugging Face model, or empty
+    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step on one rank, from the end of the step before it to its own end."""
+    """One optimizer step on one rank, from the end of the previous step to its own end."""
 
     kind: ClassVar[str] = "step"
 
-    step: _Count  # its number, from 1
+    step: _Count  # number of the step, from 1
     at: _Time  # when it ended, in seconds since the epoch
-    seconds: _Seconds  # its length
+    seconds: _Seconds  # duration of the step
     is_taken: bool  # whether parameters were updated
-    why_skipped: str  # parameters whose gradient is not finite, and the ranks whose batches did it
-    loss: float | None  # mean over the micro-steps, unscaled; None if the engine saw none
+    why_skipped: str  # parameters with a non-finite gradient, and the ranks that caused it
+    loss: float | None  # mean over micro-steps, unscaled. None if the engine saw no loss
     grad_norm: float | None  # 2-norm of the gradient over all ranks, unscaled, before clipping
-    loss_scale: float  # after the step
-    lr: Sequence[float]  # learning rate of each parameter group, as the step was taken with
-    micro_steps: _Count  # of this step
-    samples: _Count  # of this rank, by the configuration; none in an idle micro-step
-    input_shape: Sequence[_Count] = ()  # of the first tensor given to the engine
-    # seconds by place of the program, waits apart: "forward", "backward", "step", "outside", and
-    # others by their names. Empty where no times were taken
+    loss_scale: float  # loss scale after the step
+    lr: Sequence[float]  # learning rate of each parameter group in this step
+    micro_steps: _Count  # micro-steps of this step
+    samples: _Count  # samples of this rank, as configured. An idle micro-step has none
+    input_shape: Sequence[_Count] = ()  # shape of the first tensor in the engine's input
+    # seconds in each part of the program, without waits: "forward", "backward", "step", "outside"
+    # and others by name. Empty if no times were taken
     places: Mapping[str, _Seconds] = field(default_factory=dict)
-    # seconds in which it waited, by what for: "all_gather", "reduce_scatter", "ranks" (small
-    # exchanges), "update" (of parameters, by the host)
+    # seconds of waits by cause: "all_gather", "reduce_scatter", "ranks" (small exchanges), "update"
+    # (of parameters, by the host)
     waits: Mapping[str, _Seconds] = field(default_factory=dict)
-    # seconds in which something else was at work: "gather" and "reduce" (collectives under way),
-    # "host" (updates), "file" (reads and writes), "file wait" (updates that wait), "copies"
-    # (between an accelerator and its host, in steps whose course is recorded)
+    # seconds of concurrent work: "gather" and "reduce" (collectives), "host" (updates), "file"
+    # (reads and writes), "file wait" (updates that wait for a file), "copies" (between an
+    # accelerator and its host, only in steps with a `DetailRecord`)
     lanes: Mapping[str, _Seconds] = field(default_factory=dict)
     # rows of `zero_core.Engine.comm_report`: collective, content, calls, bytes within the node,
     # bytes between nodes
     sent: Sequence[tuple[str, str, _Count, _Count, _Count]] = ()
     copied: tuple[_Count, _Count] = (0, 0)  # bytes to the host and from the host
-    memory_bytes: _Count = 0  # that this rank holds after the step
-    peak_bytes: _Count = 0  # the most so far
+    memory_bytes: _Count = 0  # bytes that this rank holds after the step
+    peak_bytes: _Count = 0  # peak of ``memory_bytes`` so far
 
 
 @dataclass(frozen=True)
 class DetailRecord:
-    """The course of one step on one rank. Times are seconds since the step began."""
+    """Timeline of one step on one rank. Times are seconds since the step began."""
 
     kind: ClassVar[str] = "detail"
 
-    step: _Count  # its number
+    step: _Count  # number of the step
     started_at: _Time  # when it began, in seconds since the epoch
-    # lane, name, start, stop, and whether the rank waited
+    # spans: lane, name, start, stop, and whether the rank waited
     spans: Sequence[tuple[str, str, _Seconds, _Seconds, bool]]
-    # time, bytes and place at the step's begin, each change of the place, and its end
+    # memory: time, bytes and part of the program at each change and at the step's begin and end
     memory: Sequence[tuple[_Seconds, _Count, str]]
     kinds: Mapping[str, _Count] = field(default_factory=dict)  # long-lived bytes on the device
-    host_kinds: Mapping[str, _Count] = field(default_factory=dict)  # bytes of states in host memory
+    # bytes of states in host memory, by kind
+    host_kinds: Mapping[str, _Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Something that happened besides steps."""
+    """An event other than a step."""
 
     kind: ClassVar[str] = "event"
 
     at: _Time  # seconds since the epoch
-    step: _Count  # steps that were taken before
+    step: _Count  # steps taken before the event
     what: str  # "saved", "loaded", "ended", or "failed" for an end by an uncaught error
-    text: str = ""  # the call or the folder, or the error's first line
-    seconds: _Seconds = 0.0  # that the program waited for it
+    text: str = ""  # the call or the folder, or the first line of the error
+    seconds: _Seconds = 0.0  # time that the program waited for the event
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
-_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # that stay where a file is thinned
+_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # records per kind kept by `_thin`
 _FORMS: Mapping[str, TypeAdapter[Any]] = {
     cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }
@@ -128,12 +130,12 @@ def to_line(record: Record) -> str:
 def read_records(path: Path) -> list[Record]:
     """Return the records of a file, in order.
 
-    A line that was cut short, as by a killed process, and lines of unknown kinds are left out.
+    Lines of unknown kinds are left out, and lines that a killed process has cut short.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no regular file, has more than `MAX_BYTES`, was written by a later
-            version, or has a record with a wrong field.
+        ValueError: the path is no regular file, the file has more than `MAX_BYTES` or a later
+            version, or a field of a record is wrong.
     """
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file: records are lines of JSON in one")
@@ -180,12 +182,12 @@ def _plain(value: Any) -> Any:
 
 
 class RecordFile:
-    """Writer of one rank's records. Its size is bounded.
+    """Writer of one rank's records to a file of bounded size.
 
-    Where the file has more than ``max_bytes``, it is thinned: taken steps keep every 2nd, 4th, ...
-    and at most three eighths of the bytes, and from then on only such steps are written; so a long
-    run keeps records of all of its course, further apart. Of the others the newest stay, in three
-    eighths, and the last start in any case. A quarter is free then, so thinning is rare.
+    A file above ``max_bytes`` is thinned. Taken steps keep every 2nd, 4th, ... record, in at most
+    three eighths of ``max_bytes``, and later records follow the same stride. A long run thus keeps
+    records of its whole course. Of the other records the newest stay, in another three eighths, and
+    the last start always stays. The last quarter stays free, so thinning is rare.
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
@@ -193,13 +195,13 @@ class RecordFile:
         self.path = folder / FILE.format(rank=rank)
         self._max_bytes = self._limit = max_bytes
         self._stride = 1
-        self.last_step = 0  # number of the last step that was given to `write`
+        self.last_step = 0  # number of the last step passed to `write`
         self._file = self.path.open("a", encoding="utf-8")
         if self._file.tell():
-            self._file.write("\n")  # the line before may have been cut short
+            self._file.write("\n")  # the previous line may be cut short
 
     def write(self, record: Record) -> None:
-        """Write a record, and have it in the file when the call returns."""
+        """Write a record. The file has the record when the call returns."""
         if isinstance(record, StepRecord):
             self.last_step = record.step
         if isinstance(record, StepRecord) and record.is_taken and record.step % self._stride:
@@ -212,7 +214,7 @@ class RecordFile:
     def _thin(self) -> None:
         lines = [(record, to_line(record)) for record in read_records(self.path)]
         share = self._max_bytes * 3 // 8
-        # Of the records that are no taken steps the newest stay, and the last start in any case.
+        # Keep the newest records that are no taken steps, and the last start in any case.
         kept, taken = set[int](), []
         room, left, has_start = share, dict(_MOST), False
         for i, (record, line) in reversed(list(enumerate(lines))):
@@ -244,6 +246,6 @@ class RecordFile:
         self._limit = max(self._max_bytes, self._file.tell() + self._max_bytes // 4)
 
     def close(self) -> None:
-        """Close the file. A line that could not be written before is given up."""
+        """Close the file. A line that could not be written before is lost."""
         with suppress(OSError):
             self._file.close()

@@ -2,8 +2,8 @@
 
 [Note: the count]
 ``last_batch_iteration`` is the index of the last optimizer step that the schedule has counted: -1
-at construction, then 0, 1, ... with each call of ``step``, which follows the optimizer's. The first
-step of a training runs at the rates of -1, and the second at those of 0.
+at construction, then 0, 1, ... with each call of ``step``, which follows the optimizer's step. The
+first training step uses the rates of count -1, the second those of count 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rate = float | Tensor
 
 @runtime_checkable
 class Schedule(Protocol):
-    """Schedule as the engine uses it: of torch.optim.lr_scheduler or of this package."""
+    """Learning-rate schedule of torch.optim.lr_scheduler or of this package."""
 
     def step(self) -> None:
         """Set the rates of the next optimizer step. Called after each step that was taken."""
@@ -42,21 +42,21 @@ class Schedule(Protocol):
 
 
 class ScheduleFactory(Protocol):
-    """Function that makes a schedule of an optimizer."""
+    """Function that makes a schedule for an optimizer."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, /) -> Schedule:
         """Return a schedule that sets the rates of ``optimizer``."""
 
 
 class IterationSchedule(ABC):
-    """Base of DeepSpeed's schedules, whose rates depend on [Note: the count] alone.
+    """Base class of DeepSpeed's schedules, whose rates depend only on [Note: the count].
 
-    torch's LRScheduler counts otherwise, adds a key to the optimizer's groups, and warns of
+    torch's LRScheduler counts differently, adds a key to the optimizer's groups, and warns about
     ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.
 
     Args:
-        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
-        last_batch_iteration: the count to resume from; other than -1, `step` sets the first rate.
+        optimizer: a torch optimizer, or an object with a torch optimizer as ``optimizer``.
+        last_batch_iteration: the count to resume from. Unless -1, the first `step` sets the rates.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -86,12 +86,12 @@ class IterationSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the count, and take the last rates from the groups."""
+        """Restore the count, and read the last rates from the optimizer's groups."""
         self.last_batch_iteration = self.count_in(state_dict)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def count_in(self, saved: Mapping[str, Any]) -> int:
-        """Return the count of a saved state, which torch's ``last_epoch`` is one ahead of."""
+        """Return the count of a saved state. torch's ``last_epoch`` is the count + 1."""
         for key, ahead in (("last_batch_iteration", 0), ("last_epoch", 1)):
             if key in saved:
                 return int(saved[key]) - ahead
@@ -104,13 +104,13 @@ class IterationSchedule(ABC):
 class WarmupLR(IterationSchedule):
     """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr``, then constant.
 
-    With ``k`` the count and ``W`` the steps of the warm-up, the part of the way is ``k / W``, or
-    ``log(k + 1) / log(W)``.
+    With count ``k`` and ``W`` warm-up steps, the rate has risen by the fraction ``k / W``
+    ("linear") or ``log(k + 1) / log(W)`` ("log").
 
-    Args, besides those of `IterationSchedule`:
-        warmup_min_lr: rate of the first step; one for all groups or a list.
-        warmup_max_lr: rate after the warm-up; None: each group's own.
-        warmup_num_steps: steps of the warm-up; 0 and 1 count as 2.
+    Args, in addition to those of `IterationSchedule`:
+        warmup_min_lr: rate of the first step, one for all groups or a list.
+        warmup_max_lr: rate after the warm-up. None: each group's own rate.
+        warmup_num_steps: number of warm-up steps. 0 and 1 count as 2.
         warmup_type: "log" or "linear".
     """
 
@@ -128,11 +128,11 @@ class WarmupLR(IterationSchedule):
             text = "warmup_type = %r is neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
             _log.warning(text, warmup_type)
             warmup_type = "log"
-        # At least 2: the logarithm of 1 is 0.
+        # At least 2, because the rate is divided by the logarithm, and log(1) is 0.
         self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
         self.warmup_type = warmup_type
         self.min_lrs = per_group(self.optimizer, "warmup_min_lr", warmup_min_lr)
-        if warmup_max_lr is None:  # copies: a rate that is a tensor is set in place
+        if warmup_max_lr is None:  # clone tensor rates, which are set in place
             own = [group["lr"] for group in self.optimizer.param_groups]
             self.max_lrs = [rate.clone() if isinstance(rate, Tensor) else rate for rate in own]
         else:
@@ -148,7 +148,7 @@ class WarmupLR(IterationSchedule):
         return [low + (high - low) * part for low, high in bounds]
 
     def _part(self) -> float:
-        """Return the part of the way from the lowest to the highest rate, for a count >= 0."""
+        """Return the fraction between the lowest and the highest rate, for a count >= 0."""
         count, num_steps = self.last_batch_iteration, self.warmup_num_steps
         if count >= num_steps:
             return 1.0
@@ -190,10 +190,10 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(WarmupDecayLR):
     """Warm-up of each group's own rate, then decay along half a cosine.
 
-    Args, besides those of `WarmupLR`:
-        total_num_steps: end of the cosine, from which the factor is ``cos_min_ratio``.
-        warmup_min_ratio: the factor at iteration 0; the first step of all has factor 0.
-        cos_min_ratio: the factor at the end.
+    Args, in addition to those of `WarmupLR`:
+        total_num_steps: end of the cosine. Later factors are ``cos_min_ratio``.
+        warmup_min_ratio: factor at count 0. At count -1 the factor is 0.
+        cos_min_ratio: factor at the end.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ _NEEDS_OBJECTS = {
 def make_scheduler(
     optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
 ) -> Schedule:
-    """Make the schedule that the configuration names: DeepSpeed's, or torch's as spelled there."""
+    """Make the schedule with the configured name: DeepSpeed's, or a torch class name."""
     factory: Callable[..., Schedule]
     found = getattr(lr_scheduler, name, None)
     base = lr_scheduler.LRScheduler
@@ -276,7 +276,7 @@ def make_scheduler(
     try:
         return factory(optimizer, **params)
     except (TypeError, ValueError) as error:
-        # The project's own schedules begin with the name.
+        # Errors of the project's own schedules begin with the parameter's name.
         is_named = str(error).partition(" ")[0].rstrip(":") in known
         raise ConfigError(f"scheduler.params{'.' if is_named else ': '}{error}") from error
 
@@ -286,7 +286,7 @@ _PARTS = "_schedulers"
 
 
 def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
-    """Refuse a state that ``schedule`` cannot resume from, before anything is changed."""
+    """Raise ValueError if ``schedule`` cannot resume from ``saved``, before anything changes."""
     if isinstance(schedule, IterationSchedule):
         schedule.count_in(saved)
     else:
@@ -294,7 +294,7 @@ def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
 
 
 def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Compare states. Names with an underscore differ between releases of torch and are skipped."""
+    """Compare states. Names with an underscore differ between torch releases and are skipped."""
     needed = {k for k in own if not k.startswith("_") or k == _PARTS}
     missing = sorted(needed - saved.keys())
     if missing:
@@ -307,16 +307,16 @@ def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def resume_rates(schedule: Schedule) -> None:
-    """Set the rates of ``schedule``, which its state lacks, where that alone was loaded."""
+    """Set the rates of a ``schedule`` whose state was loaded without the optimizer's."""
     if isinstance(schedule, IterationSchedule):
-        if schedule.last_batch_iteration >= 0:  # a new engine has the rates of -1 already
+        if schedule.last_batch_iteration >= 0:  # a new engine already has the rates of count -1
             schedule.step(schedule.last_batch_iteration)
     elif isinstance(schedule, lr_scheduler.LRScheduler):
         set_rates(schedule.optimizer.param_groups, schedule.get_last_lr())
 
 
 def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Rate]) -> list[Rate]:
-    """Set each group's rate, in place where it is a tensor, and return what the groups hold."""
+    """Set each group's rate, in place if it is a tensor, and return the groups' rates."""
     for group, rate in zip(groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
@@ -326,7 +326,7 @@ def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Rate]) -> list[R
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return ``optimizer`` itself, or the torch optimizer that is its attribute ``optimizer``."""
+    """Return ``optimizer`` if it is a torch optimizer, else its attribute ``optimizer``."""
     # foreign: wrappers of Accelerate and of mixed-precision libraries have this attribute
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
@@ -338,7 +338,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[Any]:
-    """Return ``value`` for each group: the same for all, or the items of a list."""
+    """Return one value per group: ``value`` for each, or the items of a list."""
     num_groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, list | tuple) else [value] * num_groups
     check_finite(name, *values)
@@ -348,7 +348,7 @@ def per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[A
 
 
 def check_finite(name: str, *values: Any) -> None:
-    """Refuse values that are no finite numbers, by a ValueError."""
+    """Raise ValueError for values that are not finite numbers."""
     for value in values:
         is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
@@ -356,7 +356,7 @@ def check_finite(name: str, *values: Any) -> None:
 
 
 def whole(name: str, value: Any, *, least: int) -> int:
-    """Return ``value`` as a whole number, which JSON may write as 1e3."""
+    """Return ``value`` as an int. JSON may write 1000 as 1e3, a float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     is_whole = is_int or (isinstance(value, float) and value.is_integer())
     if not is_whole or value < least:

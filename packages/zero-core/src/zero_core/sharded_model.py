@@ -1,8 +1,8 @@
-"""A model whose parameters may be in shards: call it, read its values, export them.
+"""A model whose parameters may be sharded: call it, read its values, export them.
 
-``zero_core.build(..., is_training=False)`` makes one, without gradients, master weights and
-optimizer state. `zero_core.Engine` adds the verbs of a training. At stage 3 the model's values are
-in the engine's shards: `ShardedModel.unwrap` leaves them in the model, for another engine.
+``zero_core.build(..., is_training=False)`` makes a `ShardedModel`, which has no gradients, master
+weights or optimizer state. `zero_core.Engine` adds the methods of training. At stage 3 the engine's
+shards hold the model's values. `ShardedModel.unwrap` restores them in the model.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EngineParts:
 
 
 class _UnitCalls:
-    """Calls that set when units are gathered and released (stage 3)."""
+    """Methods that set when units are gathered and released (stage 3)."""
 
     config: Config
     module: nn.Module
@@ -84,13 +84,13 @@ class _UnitCalls:
     ) -> None:
         """Set whether a forward releases the parameters that it has gathered (stage 3).
 
-        False keeps them, with gradients until their backward, without until values change or
-        True, the default, is set: several forwards then gather once, for the memory of what is
-        kept. ``modules``: whose units are meant; None: all. As FSDP2's method of the name. Every
-        rank must call it, between two steps.
+        False keeps the parameters: with gradients until their backward, without gradients until
+        values change or True, the default, is set. Several forwards then gather once, and memory
+        holds the gathered parameters. ``modules`` selects units. None: all. Equals FSDP2's method
+        of this name. Every rank must call it, between two steps.
 
         Raises:
-            ValueError: one of ``modules`` is not this engine's.
+            ValueError: a module in ``modules`` does not belong to this engine.
         """
         self._device_states.check("set_reshard_after_forward()", NO_PARTS)
         meant = [self.module] if modules is None else modules
@@ -101,18 +101,18 @@ class _UnitCalls:
 
     @contextmanager
     def generating(self) -> Iterator[nn.Module]:
-        """Keep parameters gathered between forwards without gradients, within (stage 3).
+        """Keep parameters gathered between forwards without gradients, in this context (stage 3).
 
-        For text generation; the model's own ``generate`` enters it by itself. Units stay up to
-        ``stage3_max_live_parameters`` elements; where there are more, the others are gathered in
-        each forward, and all ranks must run equally many of them (``synced_gpus`` of transformers).
-        Every rank must enter it, between two steps.
+        For text generation. The model's own ``generate`` enters this context. Units stay gathered
+        up to ``stage3_max_live_parameters`` elements. Each forward gathers all further units, and
+        then all ranks must run equally many forwards (``synced_gpus`` of transformers). Every rank
+        must enter it, between two steps.
         """
         self._device_states.check("generating()", NO_PARTS)
         limit = self.config.zero_optimization.stage3_max_live_parameters
         units, memory = self._passes.units, self._parts.memory
         before, kept, numel = units.stay_gathered, set[int](), 0
-        # The root and the tail come first, which others may wait for, then blocks in their order.
+        # First the root and the tail, which other units may wait for, then the blocks in order.
         for unit in sorted(units.units, key=lambda unit: unit.is_block):
             numel += sum(flat.segment.padded_numel for flat in unit.params)
             if numel > limit:
@@ -129,22 +129,22 @@ class _UnitCalls:
     def set_modules_to_forward_prefetch(
         self, module: nn.Module, modules: Iterable[nn.Module]
     ) -> None:
-        """Gather the units of ``modules`` while that of ``module`` is computed in forward.
+        """Gather the units of ``modules`` while the unit of ``module`` is computed in forward.
 
-        They must be those that follow ``module`` in the order of all ranks. Without any it is one,
-        the default. As FSDP2's method of the name. Every rank must call it, between two steps.
+        ``modules`` must follow ``module`` in the order of all ranks. An empty list restores the
+        default, one unit. As in FSDP2. Every rank must call it, between two steps.
 
         Raises:
-            ValueError: ``modules`` are others, or not this engine's.
+            ValueError: ``modules`` do not follow ``module``, or do not belong to this engine.
         """
         self._set_prefetched(module, modules, "forward", 1)
 
     def set_modules_to_backward_prefetch(
         self, module: nn.Module, modules: Iterable[nn.Module]
     ) -> None:
-        """Gather the units of ``modules`` while that of ``module`` is computed in backward.
+        """Gather the units of ``modules`` while the unit of ``module`` is computed in backward.
 
-        As `set_modules_to_forward_prefetch`; backward's order is the reverse.
+        As `set_modules_to_forward_prefetch`, in the reverse order.
         """
         self._set_prefetched(module, modules, "backward", -1)
 
@@ -170,7 +170,7 @@ class _UnitCalls:
 
 
 class _Progress:
-    """Counts and settings of the training."""
+    """Counters and settings of the training."""
 
     config: Config
     _train: TrainState
@@ -182,7 +182,7 @@ class _Progress:
 
     @property
     def lr_scheduler(self) -> Schedule | None:
-        """Schedule that is stepped at each optimizer step that is taken. It may be set."""
+        """Schedule that is stepped after each optimizer step that was taken. May be set."""
         return self._train.lr_scheduler
 
     @lr_scheduler.setter
@@ -201,7 +201,7 @@ class _Progress:
 
     @property
     def micro_steps(self) -> int:
-        """Calls of ``step`` so far. After a load, as many as the steps so far would have."""
+        """Number of calls of ``step`` so far. A load computes it from the number of steps."""
         return self._train.accumulation.micro_steps
 
     @property
@@ -211,12 +211,12 @@ class _Progress:
 
     @property
     def loss_scaler(self) -> LossScaler:
-        """Loss scale and what changes it."""
+        """Loss scale and the rule that changes it."""
         return self._train.scaler
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per step. The number may be set between two steps, on every rank."""
+        """Micro-steps per step. May be set between two steps, on every rank."""
         return self._train.accumulation.steps
 
     @gradient_accumulation_steps.setter
@@ -228,34 +228,33 @@ class _Progress:
         return self._train.accumulation.is_boundary()
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm of the last step's gradient, unscaled, before clipping, or None before a step."""
+        """Return the unscaled 2-norm of the last step's gradient before clipping, or None."""
         return self._train.grad_norm
 
 
 class Attach(Protocol):
-    """Adapter's part of a build: see `zero_core.build`."""
+    """Callback of an adapter in `zero_core.build`."""
 
     def __call__(self, engine: ShardedModel, /) -> None:
-        """Add to ``engine`` and its model."""
+        """Add methods or hooks to ``engine`` and its model."""
 
 
 class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
-    """The reading half of an engine.
+    """An engine that computes, reads and exports a model, without training.
 
     Attributes:
         module: the model itself.
-        layout: the place of every element.
-        device: computes the model.
+        layout: the position of every element.
+        device: the device that computes the model.
         rank: this rank within the data-parallel group.
         world_size: number of data-parallel ranks.
         config: the resolved configuration.
-        sharded_state: the model, its layout, and the shards and states of this rank.
+        sharded_state: the model, its layout, and the shards and optimizer states of this rank.
         states: master weights, gradients and moments by name, to read and to set.
-        place: where this rank is, as other ranks see it.
+        place: the call that this rank is in, as other ranks see it.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Called by `zero_core.build`."""
         self._parts = parts
         state, passes, ownership = parts.state, parts.passes, parts.ownership
         self.config = parts.config
@@ -289,7 +288,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say how to make an engine that trains, where one is needed."""
+            """Raise EvaluationOnlyError for members that only a training engine has."""
             trained = ShardedModel.__subclasses__() if type(self) is ShardedModel else ()
             is_named = any(name == "optimizer" or name in dir(each) for each in trained)
             if is_named and not name.startswith("_"):
@@ -300,7 +299,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __del__(self) -> None:
-        """Take the hooks off the model, which nobody can end any more."""
+        """Remove the engine's hooks from the model."""
         if (parts := vars(self).get("_parts")) is not None:
             parts.ownership.dropped()
 
@@ -312,17 +311,17 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the context of `torch.autocast` that ``torch_autocast`` asks for.
+        """Return the `torch.autocast` context that the key ``torch_autocast`` asks for.
 
-        A call of the engine runs in it; a program that calls ``module`` may enter it.
+        Calls of the engine run in it. A program that calls ``module`` directly may enter it.
         """
         return self._parts.autocast()
 
     def idle_forward(self) -> None:
         """Take part in one forward without gradients of the other ranks, without data.
 
-        At stage 3 the others wait for this rank's shards. Nothing is computed. It follows the order
-        of blocks of this rank's last forward, or the module tree's before the first one.
+        At stage 3 the other ranks wait for this rank's shards. Nothing is computed. Blocks follow
+        the order of this rank's last forward, or of the module tree before the first forward.
         """
         with torch.no_grad():
             self._idle_forward()
@@ -343,33 +342,33 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         return self.train(False)
 
     def owns(self, param: nn.Parameter) -> str | None:
-        """Return the first name of ``param`` if it is one of this engine's, or None."""
+        """Return the first name of ``param`` if this engine owns it, else None."""
         return self._parts.ownership.name_of(param)
 
     def holds_value(self, param: nn.Parameter) -> bool:
-        """Whether ``param``, one of this engine's, holds its current value on this rank now."""
+        """Whether ``param``, owned by this engine, holds its current value on this rank now."""
         self._device_states.check("holds_value()", NO_PARTS)
         return self.sharded_state.holds_value(param)
 
     def own_part(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements of ``param``, 1-D, in its dtype: a view, not to be changed.
 
-        A slice at stage 0, too, maybe empty, in the order of the parameter's strides.
+        A slice, maybe empty, at stage 0 too. Elements are in the order of the parameter's strides.
         """
         self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)
 
     def allow_empty_entries(self, advice: str) -> None:
-        """Have ``module.state_dict()`` on this rank give empty tensors for values not held here.
+        """Make ``module.state_dict()`` return empty tensors for values that this rank lacks.
 
         By default it raises. For callers that need only the names, or discard the result. Rank 0
-        logs a warning, once, which ends with ``advice``: how a caller gets the values.
+        logs a warning once, which ends with ``advice``: how a caller gets the values.
         """
         self._device_states.check("allow_empty_entries()", NO_PARTS)
         self._parts.ownership.allow_empty_entries(advice)
 
     def name_cures(self, cures: access.Cures) -> None:
-        """Have errors about uses of sharded parameters name the calls of another interface."""
+        """Make errors about sharded parameters suggest the calls of another interface."""
         for flat in self.sharded_state.params:
             flat.shown.cures = cures
 
@@ -382,22 +381,22 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     ) -> None:
         """Copy states to host memory and free the device's, until `reload_states`.
 
-        Meanwhile what needs a part that is away raises RuntimeError: a forward needs "parameters"
-        and "buffers", a backward "gradients" too, all else every part. A forward whose backward is
-        to come must run after `reload_states`. Every rank must call it, between two steps or
-        micro-steps. Parts that are away already stay so. On a CPU, memory that ranks share is not
-        freed. The model's buffers stay.
+        Until then, calls that need an offloaded part raise RuntimeError. A forward needs
+        "parameters" and "buffers", a backward "gradients" too, and all other calls every part. A
+        forward whose backward follows must run after `reload_states`. Every rank must call it,
+        between two steps or micro-steps. Parts that are already offloaded stay offloaded. On a CPU,
+        memory that ranks share is not freed. The model's buffers stay on the device.
 
         Args:
-            parts: which of `zero_core.StatePart`; None: all. In fp32, "parameters" are the master
-                weights too.
-            pin_memory: copy to page-locked memory: faster.
-            non_blocking: return before the copies are done; memory is free in the order of the
-                current stream then, and stays reserved by torch's allocator.
+            parts: members of `zero_core.StatePart`. None: all. In fp32, "parameters" include the
+                master weights.
+            pin_memory: copy to page-locked memory, which is faster.
+            non_blocking: return before the copies are done. Memory is then freed in the order of
+                the current stream, and stays reserved by torch's allocator.
 
         Raises:
             ValueError: there is no such part.
-            RuntimeError: a forward, a backward or ``gathered`` is under way; or the host lacks the
+            RuntimeError: a forward, a backward or ``gathered`` is in progress; or the host lacks
                 memory, and nothing is offloaded.
         """
         self._device_states.check("offload_states()", NO_PARTS)
@@ -417,13 +416,13 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         )
 
     def reload_states(self, *, non_blocking: bool = False) -> None:
-        """Bring back to the device what `offload_states` has taken away, with the same bits.
+        """Copy the states that `offload_states` has moved back to the device, with the same bits.
 
         Every rank must call it. Addresses change: a captured CUDA graph must be captured again.
-        ``non_blocking``: the host does not wait for the copies, the current stream does.
+        With ``non_blocking``, the current stream waits for the copies instead of the host.
 
         Raises:
-            torch.OutOfMemoryError: the device lacks the memory. All parts stay offloaded: free some
+            torch.OutOfMemoryError: the device lacks memory. All parts stay offloaded: free memory
                 and call it again.
         """
         self._device_states.check("reload_states()", NO_PARTS)
@@ -431,14 +430,14 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
     @property
     def offloaded_states(self) -> frozenset[str]:
-        """Parts that `offload_states` has taken away."""
+        """Parts that `offload_states` has moved to host memory."""
         return self._device_states.offloaded
 
     def close(self) -> None:
-        """Remove the engine's hooks, on this rank alone: it waits for no other.
+        """Remove the engine's hooks, on this rank alone, without waiting for other ranks.
 
-        Parameters of whose current values other ranks have a part hold none then: at stage 3 and,
-        after a step, at 1 and 2. `unwrap` ends an engine with all of them whole.
+        Parameters then hold no value if other ranks hold a part of the current value: at stage 3
+        and, after a step, at stages 1 and 2. `unwrap` ends an engine with all values.
         """
         try:
             self._parts.ownership.close()
@@ -446,20 +445,20 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             self._end("close()")
 
     def unwrap(self, *, dtype: torch.dtype | None = None, drops_partial: bool = False) -> nn.Module:
-        """End the engine and return its model with every value whole, for another engine perhaps.
+        """End the engine and return its model with all values, for example for another engine.
 
-        Parameters stay the same objects; each rank then holds all of them, and the buffers, in its
-        CPU memory. An optimizer that was given to ``build`` may be stepped again, with the states
-        that it came with, or, where it updates whole parameters, those of this rank's. Every rank
-        must call it, between two steps.
+        Parameters stay the same objects. Each rank then holds all parameters and buffers in its CPU
+        memory. An optimizer that was given to ``build`` may be stepped again. It has the states
+        from before ``build``, or this rank's states if it updates whole parameters. Every rank must
+        call it, between two steps.
 
         Args:
-            dtype: of floating values, as in `full_state_dict`.
-            drops_partial: whether gradients that a step has accumulated so far are dropped.
+            dtype: dtype of floating-point values, as in `full_state_dict`.
+            drops_partial: whether gradients that a step has accumulated are dropped.
 
         Raises:
-            RuntimeError: within ``gathered``, or gradients wait for a step and are not to be
-                dropped; or the engine has ended before.
+            RuntimeError: within ``gathered``, with accumulated gradients that are not to be
+                dropped, or after the engine has ended.
         """
         self._device_states.check_states("unwrap()")
         if self.is_gathered:
@@ -478,8 +477,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def leave_shards(self) -> Iterator[LeftShard]:
         """End the engine and return this rank's part of each parameter that is not whole.
 
-        At stages 0 to 2 parameters keep their values where every rank has them all, as after
-        `publish`, and nothing is returned. As `close`, it waits for no other rank.
+        At stages 0 to 2, if every rank has all values, as after `publish`, parameters keep their
+        values and nothing is returned. Like `close`, it waits for no other rank.
         """
         ownership = self._parts.ownership
         if ownership.is_ended:
@@ -490,7 +489,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         return shards
 
     def _end(self, call: str) -> None:
-        """Note that ``call`` has ended the engine, and end its collectives, on this rank alone."""
+        """Record that ``call`` has ended the engine, and close this rank's collectives."""
         self._device_states.ended_by = self._device_states.ended_by or call
         try:
             self._communicator.close()
@@ -498,15 +497,14 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             self._parts.transport.close()
 
     def remove_at_end(self, hooks: Iterable[Removable]) -> None:
-        """Remove ``hooks`` that others put on the model when the engine ends."""
+        """Remove ``hooks``, which others have set on the model, when the engine ends."""
         self._parts.ownership.hooks += hooks
 
     def stay_with_model(self) -> None:
-        """Live as long as the model or until the end: sharded values go with a dropped engine."""
+        """Keep the engine alive as long as its model: sharded values are lost with the engine."""
         self._copies.engine = self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse `copy.deepcopy`, `copy.copy` and pickle."""
         raise TypeError(
             "an engine cannot be copied or pickled: its state is sharded over ranks. Copy the "
             "model by copy.deepcopy(engine.module) within engine.gathered(); keep a training by "
@@ -524,15 +522,15 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def comm_report(self) -> tuple[Traffic, ...]:
         """Return what this rank sent in the last step, by collective and link.
 
-        Rows, none before a step, are those of ``plan().traffic``, without the host link, and Muon's
-        gather, which a plan lacks. What is sent between two steps counts for the second. Only what
-        goes through the engine's own collectives is seen.
+        Rows equal those of ``plan().traffic``, without the host link, plus Muon's gather. There are
+        none before a step. Traffic between two steps counts for the second step. Only the engine's
+        own collectives are counted.
         """
         return self._parts.meter.report()
 
 
 def engine_of(param: nn.Parameter) -> ShardedModel | None:
-    """Return the engine that owns ``param``, the newest if there are several, or None."""
+    """Return the engine that owns ``param``, the newest of several, or None."""
     found = owner_of(param)
     assert found is None or isinstance(found, ShardedModel)
     return found
@@ -544,7 +542,7 @@ def for_evaluation(
     lr_scheduler: Schedule | ScheduleFactory | None,
     extensions: Sequence[Extension],
 ) -> Config:
-    """Return ``config`` without what only a training uses, and log which keys these are."""
+    """Return ``config`` without the keys that only training uses, and log these keys."""
     if optimizer is not None or lr_scheduler is not None or extensions:
         raise ConfigError(
             "build(is_training=False) uses no optimizer, no lr_scheduler and no extensions: leave "

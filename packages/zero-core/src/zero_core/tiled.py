@@ -1,23 +1,22 @@
-"""Modules and losses that are computed tile by tile, as ``tiled_compute`` asks.
+"""Modules and losses that are computed tile by tile, as the key ``tiled_compute`` asks.
 
 [Note: tiles]
-A module that acts on each token by itself (the MLP of a transformer's block) keeps activations of
-all tokens for backward, several times as wide as its input. Computed on tiles of ``tile_tokens``
-tokens, each of which keeps its input alone and is computed again in backward, it holds those of one
-tile. The sums over tokens in the gradients of its parameters are taken tile by tile, so that they
-round differently. Only a module's ``forward`` is wrapped, on the object: names, class and hooks
-stay.
+A module that acts on each token separately (the MLP of a transformer block) saves activations of
+all tokens for backward, several times as wide as its input. Here the module is computed on tiles of
+``tile_tokens`` tokens. Each tile saves only its input and is recomputed in backward, so the
+activations of one tile exist at a time. Parameter gradients are summed tile by tile, so their
+rounding differs. Only ``forward`` is replaced, on the module instance. Names, class and hooks stay.
 
 [Note: tiled logits]
-A language model's head turns ``[..., tokens, features]`` into ``[..., tokens, vocabulary]``, and
-the loss needs one tile of it at a time. `TiledLogits` stands for that output: it holds the head's
-input, and what was done to the output since, if that acts on each token by itself (views and slices
-of the leading dimensions, casts, scaling by numbers). ``torch.nn.functional.cross_entropy`` of it
-computes the head and the loss of one tile after the other and computes both again in backward, so
-that one tile of logits exists at a time. Any other function that reads them gets the whole logits,
-computed once, with their gradients. Before the backward of its forward that is as with a plain
-tensor. After it the head's weights may be elsewhere or changed, and on this rank alone they cannot
-be gathered: reading is an error then, and so is a change in place, which the tiles would not see.
+A language model's head maps ``[..., tokens, features]`` to ``[..., tokens, vocabulary]``, and the
+loss needs one tile of these logits at a time. `TiledLogits` represents the logits. It holds the
+head's input and the later operations that act on each token separately (views and slices of the
+leading dimensions, casts, scaling by numbers). ``torch.nn.functional.cross_entropy`` of a
+`TiledLogits` computes head and loss tile by tile, and again in backward, so that one tile of logits
+exists at a time. Any other function that reads the values gets the whole logits, computed once,
+with their gradients. That works until the backward of the head's forward. Afterwards the head's
+weights may be released or changed, and one rank alone cannot gather them: a read raises an error.
+So does a change in place, which the tiles would not see.
 
 Both methods are those of Arctic Long Sequence Training (arXiv 2506.13996).
 """
@@ -50,7 +49,7 @@ from zero_core.object_methods import ObjectMethods
 
 
 class TileForward(Protocol):
-    """Forward of one tile, [..., tokens, features], to a row for each token, or to their loss."""
+    """Forward of one tile, [..., tokens, features], to one row per token or to the tokens' loss."""
 
     def __call__(self, tile: Tensor, /) -> Tensor: ...
 
@@ -71,7 +70,7 @@ _POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous
 
 
 class TiledLogits(Tensor):
-    """Logits, [..., vocabulary], of which one tile exists at a time. See [Note: tiled logits]."""
+    """Logits [..., vocabulary], computed one tile at a time. See [Note: tiled logits]."""
 
     _hidden: Tensor
     _head: TileForward
@@ -84,7 +83,7 @@ class TiledLogits(Tensor):
         cls, hidden: Tensor, head: TileForward, tile_tokens: int, steps: Sequence[TileForward] = ()
     ) -> Self:
         """Return ``head``'s logits for ``hidden``, [..., features], with ``steps`` applied."""
-        like = _apply(head(hidden[..., :0, :]), steps)  # of no token: its shape and dtype
+        like = _apply(head(hidden[..., :0, :]), steps)  # zero tokens, for shape and dtype
         logits = Tensor._make_wrapper_subclass(
             cls,
             (*hidden.shape[:-1], like.shape[-1]),
@@ -97,7 +96,7 @@ class TiledLogits(Tensor):
         return logits
 
     def whole(self) -> Tensor:
-        """Return the logits as a plain tensor, computed once, with their gradients."""
+        """Return the logits as a plain tensor with gradients, computed once."""
         if self._whole is None:
             with torch.enable_grad():
                 self._whole = _apply(self._head(self._hidden), self._steps)
@@ -149,7 +148,7 @@ class TiledLogits(Tensor):
         )
 
     def _follow(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Self | None:
-        """Return the result of ``func`` without computing it, or None if it needs the values."""
+        """Return ``func``'s result as tiled logits, or None if ``func`` needs the values."""
         is_number = len(rest) == 1 and isinstance(rest[0], int | float)
         if func in _POINTWISE or (func in _SCALING and is_number and not kwargs):
             if any(isinstance(value, Tensor) for value in (*rest, *kwargs.values())):
@@ -159,14 +158,14 @@ class TiledLogits(Tensor):
                 return func(logits, *rest, **kwargs)
 
             return type(self)(self._hidden, self._head, self._tile_tokens, (*self._steps, step))
-        # Views that leave the last dimension alone are views of the head's input.
+        # Views of the leading dimensions are applied to the head's input instead.
         hidden: Tensor | None = None
         if func in (Tensor.view, Tensor.reshape) and not kwargs:
             sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
             are_plain = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
             if are_plain and sizes[-1] in (self.shape[-1], -1):
                 leading: Tensor | None = None
-                with suppress(RuntimeError):  # the leading dimensions have other sizes
+                with suppress(RuntimeError):  # the leading dimensions do not fit ``sizes``
                     empty = torch.empty(self._hidden.shape[:-1], device="meta")
                     leading = empty.reshape(sizes[:-1])
                 if leading is not None:
@@ -187,7 +186,7 @@ def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:
 
 
 def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
-    """Return ``index`` for all dimensions, if it takes whole rows in the last one, or None."""
+    """Return ``index`` for all dimensions if it keeps the last dimension whole, else None."""
     items = list(index) if isinstance(index, tuple) else [index]
     are_plain = all(type(item) in (int, slice) or item is Ellipsis for item in items)
     if not are_plain or items.count(Ellipsis) > 1:
@@ -209,17 +208,17 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return `functional.cross_entropy` of [tokens, vocabulary] by tiles, None if it needs all."""
+    """Compute `functional.cross_entropy` by tiles. None if the arguments need whole logits."""
     if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
         return None
     is_legacy = (size_average, reduce) != (None, None)
     is_fitting = input.dim() == 2 and target.shape[:1] == input.shape[:1]
     if is_legacy or not is_fitting or reduction not in ("mean", "sum", "none"):
-        return None  # also where torch has to say what is wrong
+        return None  # torch then reports wrong arguments itself
     is_summed = reduction != "none"
-    # A sum of thousands of losses may be more than fp16 holds.
+    # A sum of thousands of losses may overflow fp16.
     dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
-    own_dtype = input.dtype  # of a loss: wider than the logits under autocast
+    own_dtype = input.dtype  # dtype of a loss: wider than the logits under autocast
 
     def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
         nonlocal own_dtype
@@ -244,14 +243,14 @@ def _cross_entropy(
     if reduction == "mean":
         if target.is_floating_point():
             total = total / target.shape[0]
-        else:  # the rows, or the weights of those that count
+        else:  # divide by the number of counted rows, or by the sum of their weights
             counted = target != ignore_index
             total = total / (counted.sum() if weight is None else weight[target[counted]].sum())
     return total.to(own_dtype)
 
 
 def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
-    """Compute ``tile``. With gradients, keep it alone and compute it again in backward."""
+    """Compute ``tile``. With gradients, save only the tile's input and recompute in backward."""
     if not torch.is_grad_enabled():
         return forward(tile)
     result: Tensor = checkpoint(forward, tile, use_reentrant=False)
@@ -259,10 +258,10 @@ def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
 
 
 class TiledForwards(ObjectMethods):
-    """Wraps the forwards of the modules that the configuration names until `remove`."""
+    """Replaces the forwards of the modules that the configuration names, until `remove`."""
 
     def __init__(self, model: nn.Module, config: TiledComputeConfig, passes: Passes | None) -> None:
-        """Wrap the modules of ``model``: see `check_names`. None: they are in no engine."""
+        """Wrap the modules of ``model``. ``passes`` is None if no engine owns ``model``."""
         self._tile_tokens = config.tile_tokens
         self._passes = passes
         tiled = [(m, self._tiled(path, m)) for path, m in _selected(model, config.modules)]
@@ -291,8 +290,8 @@ class TiledForwards(ObjectMethods):
 
             def of_tile(tile: Tensor) -> Tensor:
                 if self._passes is not None and is_in_backward():
-                    _gather(self._passes, module)  # in forward the module's own hooks have done it
-                # A module may view what it is given, as the Conv1D of GPT-2 does.
+                    _gather(self._passes, module)  # in forward, the module's own hooks gather it
+                # Make tiles contiguous: a module may view its input, as the Conv1D of GPT-2 does.
                 its_args, its_kwargs = pytree.tree_unflatten(
                     [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
                 )
@@ -314,14 +313,14 @@ class TiledForwards(ObjectMethods):
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             inputs = [*args, *kwargs.values()]
-            # Without gradients logits may be read on one rank alone, when nothing is gathered.
+            # Without gradients, one rank may read the logits alone, and can then gather nothing.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             hidden: Tensor = inputs[0]
             tokens = hidden.numel() // max(1, hidden.shape[-1])
             if hidden.dim() < 2 or tokens <= self._tile_tokens:
                 return forward(hidden)
-            # The head's own forward, with the weights and the autocast that it has now.
+            # Tiles use the weights and the autocast state of this call.
             passes, device_type = self._passes, hidden.device.type
             version = 0 if passes is None else _version(passes, module)
             autocast: dict[str, Any] | None = None
@@ -355,7 +354,7 @@ class TiledForwards(ObjectMethods):
 
             return TiledLogits(hidden, head, self._tile_tokens)
 
-        return outside_graphs(wrapped)  # a graph would hold the whole logits
+        return outside_graphs(wrapped)  # in a compiled graph, logits would exist whole
 
 
 def _gather(passes: Passes, module: nn.Module) -> None:
@@ -370,7 +369,7 @@ def _version(passes: Passes, module: nn.Module) -> int:
 
 
 def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
-    """Check the names in the configuration before anything is changed."""
+    """Raise ConfigError if ``config`` names modules that ``model`` lacks."""
     for key, block in (("modules", config.modules), ("logits", config.logits)):
         missing = ModuleRule(**block.model_dump()).missing(model)
         if missing:
@@ -380,7 +379,7 @@ def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
 
 
 def _selected(model: nn.Module, config: ModulesConfig) -> list[tuple[str, nn.Module]]:
-    """Return the modules that ``config`` names, each once, but none within another one."""
+    """Return the modules that ``config`` selects, without modules inside a selected one."""
     rule = ModuleRule(**config.model_dump())
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():

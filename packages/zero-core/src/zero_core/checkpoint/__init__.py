@@ -1,7 +1,7 @@
 """Checkpoints and exports: their folders, manifests, files and values.
 
-Saving and loading are methods of the engine. These functions find and read checkpoints without one,
-and write one from values of another source.
+Saving and loading are methods of the engine. These functions find and read checkpoints without an
+engine, and write a checkpoint from values of another source.
 """
 
 from zero_core.checkpoint.files import (

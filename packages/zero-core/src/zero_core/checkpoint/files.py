@@ -1,4 +1,4 @@
-"""Checkpoints without an engine and without ranks: found, read, verified, exported, pruned."""
+"""Functions that find, read, verify, export and prune checkpoints without an engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from zero_core.sharded.sharded_state import MASTER
 
 _log = logging.getLogger(__name__)
 _MAX_LATEST_BYTES = 1024
-_BLOCK_BYTES = 1 << 20  # read at once: they stay in the processor's cache for their checksum
+_BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between read and checksum
 _ADVICE = "load an older checkpoint by its tag"
 
 
@@ -56,7 +56,7 @@ def check_tag(tag: str) -> None:
 
 
 def read_latest(directory: Location) -> str | None:
-    """Return the tag of the newest checkpoint in ``directory``, None if there is none."""
+    """Return the tag of the newest checkpoint in ``directory``, or None if there is none."""
     path = directory / LATEST
     try:
         with open_regular(path, follows_links=False) as file:
@@ -76,7 +76,7 @@ def read_latest(directory: Location) -> str | None:
 
 
 def find(directory: Location, tag: str | None) -> Location:
-    """Return the folder of checkpoint ``tag``, or of the newest one."""
+    """Return the folder of checkpoint ``tag``. None finds the newest checkpoint."""
     tag = read_latest(directory) if tag is None else tag
     if tag is None:
         raise CheckpointError(
@@ -84,7 +84,7 @@ def find(directory: Location, tag: str | None) -> Location:
             "resuming out to start from scratch"
         )
     check_tag(tag)
-    # A save that was killed between its two renames leaves the checkpoint under the old name.
+    # A save that was killed between its two renames has left the checkpoint under the old name.
     for place in (directory / tag, directory / f".{tag}.old"):
         if (place / MANIFEST).exists():
             return place
@@ -96,7 +96,7 @@ def holds_checkpoint(directory: Location) -> bool:
 
 
 def newest_step(directory: Location) -> int:
-    """Return the step of the newest checkpoint in ``directory``, -1 if none can be read."""
+    """Return the step of the newest checkpoint in ``directory``, or -1 if none can be read."""
     try:
         return read_manifest(find(directory, None)).progress_step()
     except CheckpointError:
@@ -110,7 +110,7 @@ def check_kept(keep_last: int | None, keep_every: int | None) -> None:
 
 
 def list_checkpoints(directory: Location) -> list[str]:
-    """Return the tags of complete checkpoints, oldest first, without a read of their manifests."""
+    """Return the tags of complete checkpoints, oldest first, without reading manifests."""
     found = []
     try:
         places = [p for p in directory.iterdir() if is_plain(p.name) and p.is_dir()]
@@ -125,7 +125,7 @@ def list_checkpoints(directory: Location) -> list[str]:
 
 
 def split_tag(tag: str) -> tuple[str, int | None]:
-    """Return ``tag`` without the digits at its end, and these digits, None if there are none."""
+    """Return ``tag`` without its final digits, and these digits as a number, or None."""
     prefix = tag.rstrip("0123456789")
     return prefix, None if prefix == tag else int(tag.removeprefix(prefix))
 
@@ -139,20 +139,20 @@ def prune(
     newest: str | None = None,
     is_trial: bool = False,
 ) -> list[str]:
-    """Do as `prune_checkpoints` does. ``newest`` is the tag that was just saved, if one was."""
+    """Implement `prune_checkpoints`. ``newest`` is the tag of a checkpoint that was just saved."""
     parts = [(tag, *split_tag(tag)) for tag in list_checkpoints(directory)]
     saved = [(tag, n) for tag, prefix, n in parts if n is not None and prefix in prefixes]
     latest = read_latest(directory)
     prefix, reached = split_tag(newest or latest or "")
     if reached is None or prefix not in prefixes:
         reached = max((step for _, step in saved), default=0)
-    # By step: a folder that was copied has new times. What is beyond the newest was given up.
+    # Sort by step, because copied folders have new times. Steps above the newest are obsolete.
     saved.sort(key=lambda one: (one[1] <= reached, one[1]))
     removed = []
     for tag, step in saved[: max(len(saved) - keep_last, 0)]:
         if tag in (newest, latest) or (keep_every and step % keep_every == 0):
             continue
-        with suppress(CheckpointError):  # what cannot be read stays
+        with suppress(CheckpointError):  # unreadable checkpoints stay
             if read_manifest(directory / tag).progress_step() == step:
                 removed.append(tag)
     for tag in () if is_trial else removed:
@@ -171,19 +171,19 @@ def prune_checkpoints(
     prefixes: Collection[str] = ("step-", "global_step"),
     is_trial: bool = False,
 ) -> list[str]:
-    """Remove checkpoints that are not to be kept, and return their tags.
+    """Remove old checkpoints and return their tags.
 
-    Only those whose tag is one of ``prefixes`` and their step (``step-300``) are removed. What has
-    a name of its own ("best", "best-300"), what cannot be read, the newest one and the one that
+    Only checkpoints whose tag is one of ``prefixes`` and their step (``step-300``) are removed.
+    Other names ("best", "best-300"), unreadable checkpoints, the newest one and the one that
     ``latest`` names always stay.
 
     Args:
         directory: the folder of all checkpoints.
-        keep_last: how many of those of the highest steps stay, up to the newest one's: what is
-            beyond it was saved before the training went back.
-        keep_every: those of steps that are multiples of it stay too.
-        prefixes: what the step follows in their tags: by default those that this project gives.
-        is_trial: return the tags only.
+        keep_last: number of checkpoints to keep, counting back from the newest. Higher steps are
+            from before the training went back.
+        keep_every: also keep checkpoints of steps that are multiples of it.
+        prefixes: prefixes of the tags to remove. The default has this project's prefixes.
+        is_trial: return the tags, and remove nothing.
 
     Raises:
         CheckpointError: a number is below 1, or there is no such folder.
@@ -193,7 +193,7 @@ def prune_checkpoints(
 
 
 def crc_of(file: IO[bytes], count: int, path: Location) -> int:
-    """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for messages."""
+    """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for error messages."""
     crc, left = 0, count
     while left:
         data = file.read(min(left, _BLOCK_BYTES))
@@ -206,19 +206,19 @@ def crc_of(file: IO[bytes], count: int, path: Location) -> int:
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameter of a checkpoint."""
+    """A parameter of a checkpoint."""
 
-    names: tuple[str, ...]  # its name and the names tied to it
-    value: Tensor  # the whole value on the CPU, unrounded if it is trained, else in its own dtype
+    names: tuple[str, ...]  # the parameter's name, and names tied to it
+    value: Tensor  # whole value on the CPU: fp32 master weights if trained, else in its own dtype
     dtype: torch.dtype  # compute dtype
-    is_trainable: bool  # whether it is trained
+    is_trainable: bool
 
 
 class Reader:
-    """Reader of ranges of parameters' states from the slices that the writing ranks stored.
+    """Reader of ranges of states, from the slices that the writing ranks stored.
 
-    Each chunk of a file is checked before its first use: a file that is missing, or is not what was
-    written, is a `CheckpointCorruptError`.
+    Each chunk of a file is checked before its first use. Missing or changed files raise
+    CheckpointCorruptError.
     """
 
     def __init__(self, place: Location, manifest: Manifest | None = None) -> None:
@@ -228,7 +228,7 @@ class Reader:
         if isinstance(self._files, Path) and manifest.subfolder and self._files.is_symlink():
             raise CheckpointCorruptError(f"{self._files} is a link: put a copy in its place")
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
-        self._checked: set[tuple[str, int]] = set()  # chunks
+        self._checked: set[tuple[str, int]] = set()  # checked chunks: file and index
         self._slots = {
             name: (index, start, stop, segment.shard_numel)
             for index, segment in enumerate(manifest.segments)
@@ -240,7 +240,7 @@ class Reader:
         return [(name, i) for name in sorted(files) for i in range(len(files[name].crc32))]
 
     def check(self, chunks: Iterable[tuple[str, int]]) -> None:
-        """Compare chunks with their checksums, those that have not been compared before."""
+        """Compare chunks with their checksums. Skips chunks that were compared before."""
         for name, of_file in groupby(sorted({*chunks} - self._checked), key=itemgetter(0)):
             path, facts = self._files / name, self.manifest.files[name]
             try:
@@ -273,11 +273,11 @@ class Reader:
         self.check((name, index) for index in range(low // chunk, -(-high // chunk)))
 
     def trust(self) -> None:
-        """Note that other ranks have checked all chunks of these very files."""
+        """Mark all chunks as checked, because other ranks have checked the same files."""
         self._checked.update(self.chunks())
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
-        """Return the tensors of file ``name``. Its header is checked."""
+        """Return the tensors of file ``name``, after a check of its header."""
         if name not in self._headers:
             if name not in self.manifest.files:
                 raise CheckpointCorruptError(
@@ -292,7 +292,7 @@ class Reader:
         return self._headers[name]
 
     def read_parts(self, parts: Sequence[StoredTensor]) -> Tensor:
-        """Return the elements of consecutive parts. They are checked first."""
+        """Check consecutive parts, and return their elements."""
         found = []
         for part in parts:
             size = part.numel * part.dtype.itemsize
@@ -308,7 +308,7 @@ class Reader:
         return self.read_parts([stored])
 
     def read_random_state(self, rank: int, kind: str = "torch") -> Tensor:
-        """Return the state of a rank's generator, "torch" on the CPU or "cuda"."""
+        """Return the state of a rank's random generator: "torch" (CPU) or "cuda"."""
         saved = self.read_tensor(file_name(RNG, rank), kind)
         try:
             torch.Generator("cpu" if kind == "torch" else kind).set_state(saved)
@@ -324,7 +324,7 @@ class Reader:
             raise CheckpointCorruptError(f"{self.folder}: progress or client state is no mapping")
         progress, client_state = found
         check_progress(progress)
-        return progress, dict(client_state)  # of a mapping of any class
+        return progress, dict(client_state)  # the stored mapping may be of another class
 
     def read_buffers(self) -> dict[str, Tensor]:
         return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
@@ -351,7 +351,7 @@ class Reader:
             )
 
     def parts(self, state: str, param: str, start: int, stop: int) -> list[StoredTensor]:
-        """Find elements ``[start, stop)`` of a parameter's ``state``, without reading them."""
+        """Return the stored parts with elements ``[start, stop)`` of a state, without a read."""
         segment, slot_start, slot_stop, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if not slot_start <= low <= high <= slot_stop:
@@ -359,8 +359,8 @@ class Reader:
         saved, found = self.manifest.by_name[param], []
         for rank in self.ranks_of(param, start, stop):
             name, own = file_name(state, rank), rank * numel
-            # ``stored`` has [first, last) of the segment: the rank's shard, or what the parameter
-            # has of it, in files of a state that not all parameters have.
+            # ``stored`` holds [first, last) of the segment: the rank's shard, or the parameter's
+            # part of the shard in files of a state that not all parameters have.
             stored, first, last = self.tensors(name).get(slice_key(param)), own, own + numel
             if stored is None:
                 stored = self.tensors(name).get(str(segment))
@@ -387,7 +387,7 @@ class Reader:
         _, slot_start, _, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if low >= high:
-            return range(1)  # an empty parameter has the dtype of the file
+            return range(1)  # an empty parameter needs one file for its dtype
         return range(low // numel, (high - 1) // numel + 1)
 
     def slot_numel(self, param: str) -> int:
@@ -395,7 +395,7 @@ class Reader:
         return stop - start
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the numbers in a parameter's optimizer state. A frozen one was never updated."""
+        """Return the numbers in a parameter's optimizer state. Frozen ones have taken 0 steps."""
         if not self.manifest.by_name[param].is_trainable:
             return {"num_steps": 0}
         if param not in self.manifest.scalars:
@@ -405,24 +405,24 @@ class Reader:
         return self.manifest.scalars[param]
 
     def is_quantized(self, param: Param) -> bool:
-        """Whether a frozen parameter was stored as bytes: a quantizer's, or integers."""
+        """Whether a frozen parameter was stored as bytes: a quantized one, or integers."""
         num_bytes = param.numel * param.torch_dtype.itemsize
         return not param.is_trainable and self.slot_numel(param.name) == num_bytes > 0
 
     def has_order_of(self, spec: ParamSpec) -> bool:
-        """Whether the saved slot of a parameter has the elements in the order of ``spec``'s."""
+        """Whether the saved slot of a parameter has the element order of ``spec``."""
         saved = self.manifest.by_name[spec.name]
         return spec.is_opaque or (saved.memory_order or ()) == spec.order
 
 
 def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weight]:
-    """Yield every parameter of checkpoint ``tag``, or of the newest, on one process.
+    """Yield every parameter of checkpoint ``tag``, or of the newest, in one process.
 
-    Values of frozen parameters are left out where the checkpoint was saved without them.
+    Frozen parameters are missing if the checkpoint was saved without them.
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: it is not what was written.
+        CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
     """
     yield from Reader(find(location_of(directory), tag)).weights()
 
@@ -433,7 +433,7 @@ def read_buffers(directory: Path | str, tag: str | None = None) -> dict[str, Ten
 
 
 class Progress(Protocol):
-    """Callback of a call that takes long, which has ``done`` a part of ``total``."""
+    """Callback that reports progress: ``done`` of ``total``."""
 
     def __call__(self, done: int, total: int, /) -> None: ...
 
@@ -443,13 +443,13 @@ def verify_checkpoint(
 ) -> int:
     """Check every byte of checkpoint ``tag``, or of the newest, and that nothing is missing.
 
-    Whatever a load checks that needs no engine: weights, optimizer states and their numbers, states
-    of random generators, counters and hyperparameters. ``progress`` is called with the bytes
-    checked so far, and with the bytes in all. Returns the latter.
+    Makes all checks of a load that need no engine: of weights, optimizer states and scalars, random
+    generators, counters and hyperparameters. Calls ``progress`` with the bytes checked so far and
+    the total. Returns the total.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was removed or replaced meanwhile.
-        CheckpointCorruptError: it is not what was written.
+        CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
     """
     reader = Reader(find(location_of(directory), tag))
     manifest = reader.manifest
@@ -487,7 +487,7 @@ def verify_checkpoint(
 
 @contextmanager
 def _staying(reader: Reader) -> Iterator[None]:
-    """Say of an error in this context that the checkpoint was removed, if it was."""
+    """Replace an error in this context if the checkpoint was removed meanwhile."""
     try:
         yield
     except CheckpointError as error:
@@ -503,11 +503,11 @@ def _staying(reader: Reader) -> Iterator[None]:
 
 
 def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[str, Any]:
-    """Describe checkpoint ``tag``, or the newest, from its manifest, as JSON. Reads no tensor.
+    """Describe checkpoint ``tag``, or the newest, as JSON, from its manifest alone.
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: its manifest is not what was written.
+        CheckpointCorruptError: its manifest has changed since it was written.
     """
     folder = location_of(directory)
     latest = read_latest(folder)
@@ -544,19 +544,19 @@ def export_checkpoint(
 ) -> list[str]:
     """Write the model of a checkpoint as ``model.safetensors``, in Hugging Face's layout.
 
-    Parameters are written one at a time. Tied weights are stored once. Nothing stands under the
-    final names before the end. Returns the names of the parameters that were written.
+    Parameters are written one at a time. Tied weights are stored once. Files get their final names
+    at the end. Returns the names of the parameters that were written.
 
     Args:
         directory: the folder of all checkpoints.
-        output: a folder; it is made.
-        tag: of the checkpoint; None is the newest.
-        dtype: of floating values; None is each parameter's own.
-        progress: called with the parameters written so far, and with the parameters in all.
+        output: a folder, which is created.
+        tag: tag of the checkpoint. None is the newest.
+        dtype: dtype of floating-point values. None keeps each parameter's own.
+        progress: called with the number of parameters written so far, and the total.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it lacks frozen values, or there is no room.
-        CheckpointCorruptError: it is not what was written.
+        CheckpointError: there is no such checkpoint, it lacks frozen values, or the disk is full.
+        CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
     """
     reader = Reader(find(location_of(directory), tag))
     manifest = reader.manifest

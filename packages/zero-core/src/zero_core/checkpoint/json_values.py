@@ -1,11 +1,11 @@
-"""JSON forms of what is no slice of a parameter, restored exactly. Nothing is pickled.
+"""JSON forms of everything that is not a slice of a parameter, restored exactly. Nothing is
+pickled.
 
-- Client and scheduler states (`encode`): numbers, strings, lists, mappings, and now and then a
-  small tensor (a best score).
-- Whole optimizer states (`flatten`): whatever an optimizer keeps for a parameter. The manifest has
-  their structure, a file their tensors. A tensor subclass (torchao's quantized states, say) is
-  stored as the tensors that it wraps, by ``__tensor_flatten__``; it is restored only if its class
-  is one that torch.load would accept (`torch.serialization.add_safe_globals`).
+- Client and scheduler states (`encode`): numbers, strings, lists, mappings and small tensors.
+- Whole optimizer states (`flatten`): any values that an optimizer keeps for a parameter. The
+  manifest has their structure, a file their tensors. A tensor subclass (for example torchao's
+  quantized states) is stored as its inner tensors, by ``__tensor_flatten__``. It is restored only
+  if torch.load would accept its class (`torch.serialization.add_safe_globals`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.serialization import get_safe_globals
 from zero_core._torch import inner_tensors
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
-MAX_NUMEL = 65536  # of the largest tensor of `encode`
+MAX_NUMEL = 65536  # elements of the largest tensor that `encode` accepts
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
-    """Return ``value`` as JSON. `decode` restores it, mappings as dicts, tensors on the CPU."""
+    """Return ``value`` as JSON. `decode` restores mappings as dicts and tensors on the CPU."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -49,7 +49,7 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
         items = [
             [encode(k, where, advice), encode(v, f"{where}.{k}", advice)] for k, v in value.items()
         ]
-        if isinstance(value, Counter):  # MultiStepLR keeps its milestones in one
+        if isinstance(value, Counter):  # MultiStepLR keeps its milestones in a Counter
             return {"__counter__": items}
         if all(isinstance(k, str) and not k.startswith("__") for k in value):
             return dict(items)
@@ -61,7 +61,7 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Restore the argument of `encode`."""
+    """Restore a value from the result of `encode`."""
     try:
         return _decode(value)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
@@ -90,7 +90,7 @@ def _decode(value: Any) -> Any:
 
 
 def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """Return ``value`` as JSON, and add its tensors, copied to the CPU, to ``tensors``."""
+    """Return ``value`` as JSON, and add its tensors, copied to the CPU, to ``tensors`` by name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype):
@@ -126,7 +126,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether ``value`` restores to a key of a dict."""
+    """Whether ``value`` restores to a hashable value, for a key of a dict."""
     if isinstance(value, dict):
         rows = value.get(_TUPLE)
         return len(value) == 1 and isinstance(rows, list) and all(map(_is_key, rows))
@@ -134,10 +134,10 @@ def _is_key(value: Any) -> bool:
 
 
 def restore(value: Any, read: Callable[[str], object], classes: set[str] | None = None) -> Any:
-    """Restore the argument of `flatten`, and refuse what that does not return.
+    """Restore a value from the result of `flatten`. Reject anything that `flatten` cannot return.
 
-    ``read`` returns a tensor by its name. If ``classes`` is given, no tensor of a subclass is made:
-    it gets the paths of their classes.
+    ``read`` returns a tensor by its name. If ``classes`` is given, no tensor of a subclass is made.
+    The paths of their classes are added to ``classes`` instead.
     """
     match value:
         case list():
@@ -172,7 +172,7 @@ def restore(value: Any, read: Callable[[str], object], classes: set[str] | None 
 
 
 def find_classes(value: Any, tensors: Mapping[str, object]) -> set[str]:
-    """Check a state whose tensors these are as `restore` does. Return its tensor subclasses."""
+    """Check a state as `restore` does, and return the class paths of its tensor subclasses."""
     found = set[str]()
     restore(value, tensors.__getitem__, found)
     return found

@@ -1,4 +1,4 @@
-"""Loading of the checkpoints of `zero_core.checkpoint.save` at any stage and world size."""
+"""Loading of checkpoints of `zero_core.checkpoint.save` at any stage and world size."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def load_checkpoint(
     *,
     without: Collection[str] = (),
 ) -> tuple[Location, dict[str, Any]]:
-    """Restore a checkpoint, and return its folder and the client state. See `Engine`'s.
+    """Restore a checkpoint, and return its folder and client state: see `Engine.load_checkpoint`.
 
-    All checks, of all bytes and on all ranks, precede the first write: a checkpoint that is
-    refused has changed nothing. Every rank must call it.
+    All bytes are checked on all ranks before the first write, so a failed check changes nothing.
+    Every rank must call it.
     """
     control = state.control
 
@@ -58,7 +58,7 @@ def load_checkpoint(
         return reader
 
     reader = control.together("checkpoint: find", look)
-    # Equal on two ranks only if they see one file.
+    # Equal on two ranks only if both see the same file.
     own: list[Any] = [str(reader.folder), reader.manifest.sha256]
     if isinstance(reader.folder, Path):
         found = (reader.folder / MANIFEST).stat()
@@ -71,7 +71,7 @@ def load_checkpoint(
             f"rank 0 and others on ranks {[r for r, d in enumerate(digests) if d != digests[0]]}: "
             "give every rank the same files"
         )
-    # Ranks that see the same files share their check. Others have a copy on another disk.
+    # Ranks that see the same files share the check. Other ranks have copies on other disks.
     peers = [rank for rank, row in enumerate(rows) if row == own]
     share = reader.chunks()[peers.index(control.rank) :: len(peers)]
     control.together("checkpoint: verify", lambda: reader.check(share))
@@ -81,7 +81,7 @@ def load_checkpoint(
 def check_fits(
     state: ShardedState, reader: Reader, progress: TrainState, without: Collection[str] = ()
 ) -> None:
-    """Refuse a checkpoint whose manifest says that it cannot be restored here."""
+    """Raise CheckpointError if the manifest shows that the checkpoint cannot be restored here."""
     manifest, place = reader.manifest, reader.folder
     saved, own = manifest.by_name, {spec.name: spec for spec in state.layout.params}
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
@@ -135,9 +135,9 @@ def restore_from(
 ) -> dict[str, Any]:
     """Restore the checkpoint of ``reader``, whose files were checked. Returns the client state.
 
-    Parameters that are trained here and were frozen get the saved values, in the compute dtype, as
-    master weights, and the states of before a first step. Those that are frozen here and were
-    trained get their master weights, rounded. Every rank must call it.
+    A parameter that is trained now but was frozen gets its saved value, in the compute dtype, as
+    master weight, and initial optimizer states. A parameter that is frozen now but was trained gets
+    its rounded master weights. Every rank must call it.
     """
     write = state.control.together("checkpoint: check", partial(_find_all, state, reader, without))
     state.quiesce()
@@ -158,21 +158,21 @@ def restore_from(
 
 
 def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str, Any]:
-    """Return the client state of checkpoint ``tag``, or of the newest, on one process.
+    """Return the client state of checkpoint ``tag``, or of the newest, in one process.
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: it is not what was written.
+        CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
     """
     return Reader(find(location_of(directory), tag)).read_progress()[1]
 
 
 def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> Callable[[], None]:
-    """Find all that is going to be read on this rank, and return what reads and writes it.
+    """Check all data that this rank will read, and return a function that restores it.
 
     Changes nothing, and allocates nothing large.
     """
-    reader.trust()  # every chunk was compared, by one of the ranks
+    reader.trust()  # every chunk was checked by one of the ranks
     manifest, tier = reader.manifest, state.tier
     sources = {p.name: MASTER if p.is_trainable else VALUE for p in manifest.params}
     parts = [
@@ -181,13 +181,13 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
         if sources[spec.name] == MASTER or "frozen" not in without
     ]
     extension_parts: list[tuple[Callable[[Tensor], None], _Read]] = []
-    in_slices = set()  # names of the tier's states that are read
+    in_slices = set()  # names of the tier's states to restore
     names = set() if "optimizer" in without else {*manifest.states} - {MASTER, *without}
     for name in sorted(names):
         is_extensions = name.startswith(PREFIX)
         for piece in state.pieces:
             spec = state.layout.params[piece.param]
-            if is_extensions:  # of one that was frozen it stays as `Extension.reset` sets it
+            if is_extensions:  # a parameter that was frozen keeps the state of `Extension.reset`
                 is_read = sources[spec.name] == MASTER
             else:  # a parameter that was never updated has no such states
                 is_sliced = _is_sliced(tier, piece.param)
@@ -199,12 +199,12 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
                 (extension_parts if is_extensions else parts).append((write, read))
                 if not is_extensions:
                     in_slices.add(name)
-    numbers: list[Mapping[str, float]] = []  # of each piece
+    numbers: list[Mapping[str, float]] = []  # scalars of each piece
     if "optimizer" not in without:
         numbers = [reader.scalars(state.layout.params[piece.param].name) for piece in state.pieces]
         _check_optimizer(state, reader, in_slices, numbers)
     _check_buffers(state, reader)
-    generators: dict[str, Tensor] = {}  # torch's states that are restored here
+    generators: dict[str, Tensor] = {}  # states of torch's generators to restore
     rank = state.control.rank
     if "progress" not in without and manifest.world_size == state.control.world_size:
         has_cuda = "cuda" in reader.tensors(file_name(RNG, rank)) and torch.cuda.is_available()
@@ -214,7 +214,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
     def write_all() -> None:
         for store, read in parts:
             store(read())
-        for extension in state.extensions:  # once the weights are there
+        for extension in state.extensions:  # extensions may read the restored weights
             extension.reset()
         for store, read in extension_parts:
             store(read())
@@ -224,7 +224,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
             for param in tier.updated_params():
                 name = state.layout.params[param].name
                 if sources[name] == MASTER:
-                    saved = manifest.whole_states.get(name)  # None: never updated
+                    saved = manifest.whole_states.get(name)  # None if never updated
                     whole = {}
                     if saved is not None:
                         whole = restore(saved.state, partial(reader.read_tensor, saved.file))
@@ -244,10 +244,10 @@ def _is_sliced(tier: StateTier, param: int) -> bool:
 
 
 def _find(reader: Reader, state: str, spec: ParamSpec, low: int, high: int) -> _Read:
-    """Find ``[low, high)`` of a parameter's slot, of its ``state``. Returns their reader."""
+    """Return a function that reads elements ``[low, high)`` of a parameter's ``state``."""
     if reader.has_order_of(spec):
         return partial(reader.read_parts, reader.parts(state, spec.name, low, high))
-    # In another order: all elements are read, and put into that of the shape.
+    # The saved order differs, so all elements are read and rearranged.
     whole = reader.parts(state, spec.name, 0, spec.numel)
     order = reader.manifest.by_name[spec.name].memory_order or ()
 
@@ -264,7 +264,6 @@ def _check_optimizer(
     in_slices: Collection[str],
     numbers: Sequence[Mapping[str, float]],
 ) -> None:
-    """Refuse whole states, numbers or states ``in_slices`` that the tier cannot load."""
     tier = state.tier
     needed = {piece.param for piece in state.pieces if _is_sliced(tier, piece.param)}
     if isinstance(tier, WholeTier):
@@ -289,7 +288,6 @@ def _check_optimizer(
 
 
 def _check_buffers(state: ShardedState, reader: Reader) -> None:
-    """Refuse buffers that one of model and checkpoint lacks, or has in another shape."""
     place = reader.folder
     saved = {name: stored.shape for name, stored in reader.tensors(BUFFERS).items()}
     own = {name: tuple(buffer.shape) for name, buffer in named_buffers(state.module).items()}

@@ -1,11 +1,11 @@
-"""Manifest of a checkpoint: its form on the disk, its types, and what must hold within it.
+"""Manifest of a checkpoint: its form on the disk, its types, and its consistency rules.
 
 [Note: format version 2]
 ``manifest.json`` is one JSON object. Its last member ``sha256`` is the digest of all bytes before
-it, so that the file vouches for itself and stays readable as JSON. Of each file the manifest has
-the size and the CRC-32 of every chunk of ``chunk_bytes``: a reader of a range checks no more than
-the chunks that it reads, and several ranks can share the check of a large file. A CRC-32 finds
-every change of up to 32 bits in a row.
+that member, so the file verifies itself and stays readable as JSON. The manifest has the size of
+each file and the CRC-32 of every chunk of ``chunk_bytes``. A reader of a range checks only the
+chunks that it reads, and several ranks can share the check of a large file. A CRC-32 detects every
+change of up to 32 consecutive bits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BUFFERS = "buffers.safetensors"
 VALUE = "value"  # files of frozen parameters' values, which have no master weight
 WHOLE = "whole"  # files of whole optimizer states
 RNG = "rng"  # files of random generators' states
-CHUNK_BYTES = 16 << 20  # under one CRC-32, in new checkpoints
-_MAX_BYTES = 128 << 20  # of a manifest: a model of some 300,000 parameters
+CHUNK_BYTES = 16 << 20  # bytes under one CRC-32, in new checkpoints
+_MAX_BYTES = 128 << 20  # limit of a manifest's size: a model of about 300,000 parameters
 _MAX_RANKS = 1 << 20
 _MAX_NUMEL = 1 << 60
 _TAIL = re.compile(rb', "sha256": "([0-9a-f]{64})"}\Z')
@@ -55,7 +55,7 @@ def file_name(state: str, rank: int) -> str:
 
 
 def slice_key(param: str) -> str:
-    """Return the key of a parameter's slice in the file of a state that not all parameters have."""
+    """Return the key of a parameter's slice, in files of a state that not all parameters have."""
     return f"/{param}"
 
 
@@ -64,15 +64,15 @@ class _Strict(BaseModel):
 
 
 class Param(_Strict):
-    """A parameter, or a component of a quantized one."""
+    """A parameter, or a component of a quantized parameter."""
 
     name: str
-    aliases: tuple[str, ...]  # the names tied to it
-    shape: Annotated[tuple[_Numel, ...], Field(max_length=64)]  # of the whole
+    aliases: tuple[str, ...]  # other names of a tied parameter
+    shape: Annotated[tuple[_Numel, ...], Field(max_length=64)]  # shape of the whole parameter
     dtype: str  # compute dtype, as in ``torch.float32``
-    is_trainable: bool  # whether it is trained
-    # its dimensions from the slowest one in its slot, if that is not the order of the shape, and of
-    # a component, whose slot has bytes
+    is_trainable: bool
+    # dimensions, slowest first, if the slot does not have the order of the shape. Also set for a
+    # component, whose slot has bytes
     memory_order: tuple[int, ...] | None = None
 
     @property
@@ -87,7 +87,7 @@ class Param(_Strict):
 
 
 class SavedSegment(_Strict):
-    """A segment: elements per rank, and ``(name, start, stop)`` of its parameters."""
+    """A segment: elements per rank, and ``(name, start, stop)`` of each parameter."""
 
     is_trainable: bool
     shard_numel: _Numel
@@ -102,31 +102,31 @@ class FileFacts(_Strict):
 
 
 class WholeState(_Strict):
-    """A whole parameter's optimizer state: see `zero_core.checkpoint.json_values`."""
+    """Optimizer state of a whole parameter: see `zero_core.checkpoint.json_values`."""
 
     file: str
     state: Any
 
 
 class Manifest(_Strict):
-    """A manifest. An object of this class has passed all checks that need no other file."""
+    """Content of a manifest. Construction makes all checks that need no other file."""
 
     format: Literal["zero-checkpoint"]
     version: Literal[2]
-    world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]  # ranks that wrote it
+    world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]  # number of ranks that wrote it
     optimizer: str  # kind and number of groups, in words
-    states: tuple[str, ...]  # names of the states of which each rank wrote a file
-    params: tuple[Param, ...]  # the model's parameters
-    segments: tuple[SavedSegment, ...]  # where their elements are
-    scalars: dict[str, dict[str, _Number]]  # the numbers in the optimizer's state, by parameter
+    states: tuple[str, ...]  # names of states with one file per rank
+    params: tuple[Param, ...]
+    segments: tuple[SavedSegment, ...]  # positions of the parameters' elements
+    scalars: dict[str, dict[str, _Number]]  # numbers in the optimizer's state, by parameter
     whole_states: dict[str, WholeState] = {}  # states of whole parameters, by parameter
     python_rng: tuple[tuple[int, tuple[int, ...], float | None], ...]
     files: dict[str, FileFacts]  # size and checksums of each file
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)]  # bytes under one checksum
     progress: dict[str, Any]  # `zero_core.optim.train_state.TrainState.state_dict`, encoded
-    client_state: dict[str, Any]  # the user's own, encoded
+    client_state: dict[str, Any]  # the user's values, encoded
     has_frozen: bool = True  # whether values of frozen parameters were written
-    subfolder: str | None = None  # folder of the files. None: they are beside the manifest
+    subfolder: str | None = None  # folder of the files. None: the manifest's folder
     sha256: str = ""
 
     @model_validator(mode="after")
@@ -156,7 +156,7 @@ class Manifest(_Strict):
         return {param.name: param for param in self.params}
 
     def progress_step(self) -> int:
-        """Return the number of optimizer steps at which it was saved, -1 if it has none."""
+        """Return the number of optimizer steps at the save, or -1 if the manifest has none."""
         step = self.progress.get("global_steps")
         return step if isinstance(step, int) else -1
 
@@ -184,7 +184,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_layout(manifest: Manifest) -> None:
-    """Require one slot of the right length per parameter, within its segment, beside others."""
+    """Require one slot of the right length per parameter, within its segment, without overlap."""
     by_name, seen = manifest.by_name, set()
     for segment in manifest.segments:
         end = segment.shard_numel * manifest.world_size
@@ -197,7 +197,7 @@ def _check_layout(manifest: Manifest) -> None:
             if param.is_trainable != segment.is_trainable:
                 raise ValueError(f"{name} and its segment differ in is_trainable")
             lengths = [param.numel]
-            if not param.is_trainable:  # a component's slot has bytes
+            if not param.is_trainable:  # a component's slot is counted in bytes
                 lengths.append(param.numel * param.torch_dtype.itemsize)
             if not start <= stop <= end or stop - start not in lengths:
                 raise ValueError(f"{name}, {param.shape}, has the slot {start} to {stop} of {end}")
@@ -213,7 +213,7 @@ def _check_layout(manifest: Manifest) -> None:
 
 
 def _check_files(manifest: Manifest) -> None:
-    if len(manifest.python_rng) != manifest.world_size:  # before anything is made for each rank
+    if len(manifest.python_rng) != manifest.world_size:  # checked before per-rank allocations
         raise ValueError(f"python_rng has {len(manifest.python_rng)} ranks")
     for version, numbers, gauss in manifest.python_rng:
         try:
@@ -237,7 +237,7 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``name`` can only be a file or folder of its folder, and is not hidden."""
+    """Whether ``name`` is a visible file name without separators."""
     return (
         0 < len(name.encode("utf-8", "surrogatepass")) <= 200
         and not name.startswith(".")
@@ -247,13 +247,13 @@ def is_plain(name: str) -> bool:
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a manifest: ``content`` as JSON, with the digest as the last member."""
+    """Return ``content`` as JSON bytes, with the digest as the last member."""
     body = json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()[:-1]
     return body + b', "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
 def is_sealed(data: bytes) -> bool | None:
-    """Whether ``data`` ends with its own digest, as `seal` has it. None if it ends with none."""
+    """Whether ``data`` ends with its own digest, as written by `seal`. None without a digest."""
     found = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0))
     if found is None:
         return None
@@ -261,7 +261,7 @@ def is_sealed(data: bytes) -> bool | None:
 
 
 class _Kind(BaseModel):
-    """Members of every version of the format."""
+    """Members that all versions of the format share."""
 
     model_config = ConfigDict(strict=True)
 
@@ -270,7 +270,7 @@ class _Kind(BaseModel):
 
 
 def parse(data: bytes, where: object) -> Manifest:
-    """Return the checked manifest of its bytes. ``where`` is for messages."""
+    """Parse and check the bytes of a manifest. ``where`` is for error messages."""
     _check_size(len(data), where)
     has_its_digest = is_sealed(data)
     if has_its_digest is False:
@@ -294,11 +294,10 @@ def parse(data: bytes, where: object) -> Manifest:
 
 
 def read_manifest(place: Location) -> Manifest:
-    """Return the manifest of the checkpoint in folder ``place``."""
     path = place / MANIFEST
     with open_regular(path, follows_links=False) as file:
         size = size_of(file)
-        _check_size(size, path)  # before there is memory for it
+        _check_size(size, path)  # checked before memory for the content is allocated
         return parse(file.read(size), path)
 
 
@@ -310,7 +309,7 @@ def _check_size(size: int, where: object) -> None:
 
 
 def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return `frame_of` with the names of all states, and with each rank's row."""
+    """Return the content of a manifest: ``frame`` with state names and each rank's row."""
     files, scalars, rng, wholes = zip(*rows, strict=True)
     return {
         **frame,
@@ -323,7 +322,7 @@ def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) ->
 
 
 def frame_of(state: ShardedState) -> dict[str, Any]:
-    """Return the part of a manifest that follows from the layout."""
+    """Return the part of a manifest that the layout determines."""
     layout = state.layout
     return {
         "format": FORMAT,
@@ -354,9 +353,9 @@ def frame_of(state: ShardedState) -> dict[str, Any]:
 
 
 def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:
-    """Check a manifest, and give it to the checkpoint under way."""
+    """Check a manifest and add it to the pending checkpoint."""
     if staging.subfolder is not None:
         content = {**content, "subfolder": staging.subfolder}
     data = seal(content)
-    parse(data, MANIFEST)  # nothing is saved that could not be loaded
+    parse(data, MANIFEST)  # never write a manifest that could not be loaded
     staging.describe(data)

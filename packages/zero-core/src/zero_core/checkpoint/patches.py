@@ -2,17 +2,17 @@
 
 [Note: the file]
 A patch is a safetensors file. Its metadata has two strings: ``zero_patch``, a `Document` as JSON,
-and ``crc32``, that of the former. A parameter, or a buffer, that changed is a `PatchedTensor`. Its
-pieces are ranges of its flattened elements: those that one rank held. A piece has two tensors,
-named by its number: ``NUMBER.positions``, uint8, which positions in the piece have changed; and
-``NUMBER.values``, their new values in the order of the positions, or the lowest bits of these: see
-`zero_core.sharded.changes`. Its crc32 is that of both as they were written, and of the
-new values: so a receiver whose values are others than those of its version is found out.
+and ``crc32``, the checksum of that JSON. Each changed parameter or buffer is a `PatchedTensor`. Its
+pieces are ranges of its flattened elements, each held by one rank. Piece ``NUMBER`` has two
+tensors. ``NUMBER.positions``, uint8, encodes which positions of the piece have changed.
+``NUMBER.values`` has the new values in the order of the positions, or their lowest bits: see
+`zero_core.sharded.changes`. A piece also has the crc32 of these tensors as written and of the new
+values. The latter detects a receiver whose values differ from those of its version.
 
 [Note: a patched folder]
-A file with changes is written anew. Where a folder has one file, the new one takes its name. Where
-it has several and an index, new files have new names, and the new index replaces the old one: that
-is the moment of the change. Old files go afterwards.
+A file with changes is written again in full. If a folder has one file, the new file replaces it by
+a rename. If a folder has several files and an index, new files get new names, the new index
+replaces the old one in a single rename, and the old files are then removed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from zero_core.sharded.sharded_state import ShardedState
 _METADATA_KEY = "zero_patch"
 _CHECKSUM_KEY = "crc32"
 _VERSION = "_zero_patch_version"  # attribute of a patched model
-_VERSION_KEY = "zero_patch_version"  # in the metadata of a patched folder
+_VERSION_KEY = "zero_patch_version"  # metadata key of a patched folder
 _VERSION_SUFFIX = re.compile(r"-patch(\d+)$")
 _ADVICE = "copy it again, or take all by engine.weight_patch(since=None)"
 _NONE = torch.empty(0, dtype=torch.uint8)
@@ -94,37 +94,37 @@ class _Part(BaseModel):
 class Piece(NamedTuple):
     """Changes in a range of a tensor's flattened elements."""
 
-    number: _Count  # of the piece
+    number: _Count  # number of the piece in the file
     start: _Count  # first element of the range
     numel: _Count  # elements of the range
     kind: Kind  # encoding of the positions
-    form: Form  # what there is of the values
-    data_crc: int  # crc32 of the tensor of values, after that of positions
+    form: Form  # whether values or their lowest bits are sent
+    data_crc: int  # crc32 of the tensors of positions and values
     result_crc: int  # crc32 of the new values
 
 
 class PatchedTensor(_Part):
-    """A parameter or buffer with changes."""
+    """A parameter or buffer that has changed."""
 
-    names: Annotated[tuple[str, ...], Field(min_length=1)]  # several, if it is tied
-    shape: tuple[_Count, ...]  # of the whole
+    names: Annotated[tuple[str, ...], Field(min_length=1)]  # several if the parameter is tied
+    shape: tuple[_Count, ...]  # shape of the whole tensor
     dtype: str  # as in safetensors
     pieces: tuple[Piece, ...]  # in the order of their starts
-    order: tuple[_Count, ...] = ()  # of dimensions, the slowest first; () for the shape's
+    order: tuple[_Count, ...] = ()  # dimensions, slowest first; () is the order of ``shape``
 
 
 class Document(_Part):
     """Description of a patch."""
 
-    format: Literal[1] = 1  # of the file
-    engine: str  # the engine that wrote it: versions of two engines have nothing in common
-    since: _Count | None  # the oldest version that it applies to. None: any values
-    version: _Count  # of a receiver afterwards
-    tensors: tuple[PatchedTensor, ...]  # the changed ones
+    format: Literal[1] = 1  # version of the file format
+    engine: str  # identity of the writing engine, because engines count versions independently
+    since: _Count | None  # oldest version that the patch applies to. None: any values
+    version: _Count  # the receiver's version afterwards
+    tensors: tuple[PatchedTensor, ...]
 
 
 class Version(_Part):
-    """Version ``version`` of the engine ``engine``, as a receiver keeps it."""
+    """Version number of an engine's weights, as a receiver stores it."""
 
     engine: str
     version: int
@@ -135,8 +135,8 @@ class WeightPatch:
     """A patch of the weights.
 
     Attributes:
-        since: the oldest version that it applies to. None: to any values, as it has all.
-        version: of a receiver afterwards: ``since`` of its next patch.
+        since: oldest version that the patch applies to. None: any values, because it has all.
+        version: the receiver's version afterwards, and ``since`` of its next patch.
         nbytes: bytes of the file. 0 on ranks other than 0.
         source: the file, or its bytes. None on ranks other than 0.
     """
@@ -148,10 +148,9 @@ class WeightPatch:
 
 
 def _crc_of(*tensors: Tensor) -> int:
-    """Return the crc32 of the bytes of tensors, one after another."""
     crc = 0
     for tensor in tensors:
-        data = tensor.cpu().contiguous()  # alive while its bytes are read
+        data = tensor.cpu().contiguous()  # keeps the memory alive while its bytes are read
         crc = zlib.crc32(bytes_of(data), crc)
     return crc
 
@@ -159,17 +158,18 @@ def _crc_of(*tensors: Tensor) -> int:
 class PatchWriter(Extension):
     """Writer of an engine's patches.
 
-    Rank 0 writes. It holds the changes of one segment at a time, as other ranks send theirs.
+    Rank 0 writes the file, and receives the changes of one segment at a time.
     """
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
-        self._engine = ""  # its name in patches, which the ranks share from the first one on
-        self._buffers: dict[str, tuple[int, int]] = {}  # crc32, and the version that it came with
+        self._engine = ""  # identity in patches, shared by all ranks from the first patch on
+        # by buffer name: crc32, and the first version with that crc32
+        self._buffers: dict[str, tuple[int, int]] = {}
 
     @property
     def version(self) -> int:
-        """The newest version: that of the last patch, or 0."""
+        """The version of the last patch, or 0."""
         return 0 if self._state.changes is None else self._state.changes.version
 
     def begun(self) -> None:
@@ -178,7 +178,7 @@ class PatchWriter(Extension):
             self._buffers.update(self._changed_buffers(self.version))
 
     def write(self, since: int | None, path: Path | None) -> WeightPatch:
-        """Write what changed since a version to ``path``. See `zero_core.Engine.weight_patch`."""
+        """Write the changes since ``since`` to ``path``. See `zero_core.Engine.weight_patch`."""
         control, changes = self._state.control, self._state.changes
         for flat in self._state.params:
             flat.source.wait_update()
@@ -216,14 +216,14 @@ class PatchWriter(Extension):
         try:
             patch = self._write(since, self.version + (changes is not None and is_new), path)
         except BaseException:
-            self._buffers = known  # the next patch has them
+            self._buffers = known  # the next patch then includes them
             raise
         if changes is not None and is_new:
             changes.close()
         return patch
 
     def _changed_buffers(self, version: int) -> dict[str, tuple[int, int]]:
-        """Return the buffers of rank 0 that have other values as of ``version``."""
+        """Return the buffers of rank 0 whose values have changed, as of ``version``."""
         if self._state.control.rank != 0:
             return {}
         found = {name: (_crc_of(value), version) for name, value in self._state.buffers().items()}
@@ -269,7 +269,7 @@ class PatchWriter(Extension):
             control.together("weight_patch: open", open_raw)
             try:
                 for tensor, piece, positions, values in self._changes(since):
-                    if failure is not None:  # a collective: to the end, after an error too
+                    if failure is not None:  # go on: all ranks must iterate over `_changes`
                         continue
                     tensors.setdefault(tensor, []).append(piece)
                     try:
@@ -278,7 +278,7 @@ class PatchWriter(Extension):
                             buffer.add(f"{piece.number}.values", values)
                     except CheckpointFailedError as error:
                         failure = error
-            except CheckpointError as error:  # of rank 0, past the last exchange: all must hear
+            except CheckpointError as error:  # rank 0 failed: report to all ranks in `together`
                 failure = error
             source = control.together("weight_patch: write", finish)
         finally:
@@ -290,10 +290,10 @@ class PatchWriter(Extension):
         return WeightPatch(since, version, size, source)
 
     def _changes(self, since: int | None) -> Iterator[tuple[PatchedTensor, Piece, Tensor, Tensor]]:
-        """Yield the pieces of all ranks on rank 0, nothing on others. Every rank must iterate."""
+        """Yield all ranks' pieces on rank 0, and nothing on others. Every rank must iterate."""
         control, layout, numbers = self._state.control, self._state.layout, count()
         for segment in layout.segments:
-            if segment.is_opaque:  # a quantizer's bytes, which are never trained
+            if segment.is_opaque:  # bytes of a quantized parameter, which never change
                 continue
             own, parts = self._own_pieces(segment, since)
             facts = json.dumps([own, [part.numel() for part in parts]]).encode()
@@ -334,13 +334,13 @@ class PatchWriter(Extension):
     def _own_pieces(
         self, segment: Segment, since: int | None
     ) -> tuple[list[tuple[int | str, ...]], list[Tensor]]:
-        """Return the changed parts of this rank's shard, and their bytes.
+        """Return the changed pieces of this rank's shard, and their bytes.
 
-        Of each part its slot, and the fields of its `Piece` after the number.
+        Each piece has its slot, and the fields of its `Piece` after the number.
         """
         flat = self._state.params[segment.index]
         low, high = segment.shard_range(flat.rank)
-        masks: list[tuple[Form, Tensor | None]] = [(Form.VALUES, None)]  # None: all
+        masks: list[tuple[Form, Tensor | None]] = [(Form.VALUES, None)]  # None: all elements
         if since is not None:
             assert self._state.changes is not None
             changed = self._state.changes.changed(segment.index, since, segment.shard_numel)
@@ -363,7 +363,7 @@ class PatchWriter(Extension):
                     continue
                 values, kind, positions = shard[own], Kind.ALL, _NONE
                 if part is not None:
-                    # Unchanged ones do no harm, but low bits are wrong for what moved far.
+                    # Low bits are wrong for elements that moved far, so these must stay out.
                     kind, positions = encode(part, values.itemsize if form is Form.VALUES else None)
                     if kind is not Kind.ALL:
                         values = values[part.to(values.device)]
@@ -383,29 +383,27 @@ def apply_patch(
     *,
     version: int | None = None,
 ) -> int:
-    """Apply a patch of the weights: what `zero_core.Engine.weight_patch` wrote.
+    """Apply a patch that `zero_core.Engine.weight_patch` wrote.
 
-    The target is a model in memory, on any devices, or a folder of safetensors files as
-    transformers writes it. Its values are those of the engine afterwards, bit by bit, in tensors
-    that the patch describes. Everything is checked before the first value changes. The files of a
-    folder are replaced, not changed: a reader finds the old model or the new one. Which version a
-    target has is kept with it: in an attribute of the model, in the metadata of the folder.
+    The target is a model in memory, on any devices, or a folder of safetensors files as written by
+    transformers. Afterwards the tensors that the patch describes equal the engine's bit by bit.
+    Everything is checked before the first value changes. A reader of a folder finds the old model
+    or the new one. A model attribute or the folder's metadata records the version.
 
     Args:
-        target: not an engine's module.
+        target: a model that no engine owns, or a folder.
         patch: the object, its bytes, or its file.
-        version: of the target's values, if it took them elsewhere than from a patch: 0 for a copy
-            of the model that ``build`` got, `zero_core.Engine.patch_version` at an export. None:
-            what is kept with it.
+        version: version of the target's values, if no patch has set them: 0 for a copy of the model
+            that ``build`` got, `zero_core.Engine.patch_version` for an export. None: as recorded.
 
     Returns:
         The target's version afterwards.
 
     Raises:
-        PatchGapError: the target is older than what the patch starts from: take one since its
-            version, or all.
+        PatchGapError: the target is older than ``since`` of the patch. Write a patch since the
+            target's version, or of all values.
         CheckpointError: the patch is another engine's or older than the target, the target's
-            version is not known, or a name, shape or dtype differs.
+            version is unknown, or a name, shape or dtype differs.
         CheckpointCorruptError: the patch or a file of the folder is damaged.
         CheckpointFailedError: a file could not be written.
     """
@@ -423,10 +421,10 @@ def apply_patch(
 
 
 class _ReceivedPatch:
-    """An open patch. A receiver has ``version`` afterwards."""
+    """An open patch, checked. ``version`` is the receiver's version afterwards."""
 
     def __init__(self, file: IO[bytes], name: str) -> None:
-        self._name = name  # for messages
+        self._name = name  # for error messages
         self._file = file
         self._stored, metadata = read_open(file, Path(name))
         text = metadata.get(_METADATA_KEY)
@@ -449,7 +447,7 @@ class _ReceivedPatch:
                 self._content(tensor, piece)
 
     def apply(self, tensor: PatchedTensor, values: Tensor, *, is_trial: bool = False) -> None:
-        """Write the changes of ``tensor`` to ``values``, flattened, or check it if ``is_trial``."""
+        """Write the changes of ``tensor`` to flat ``values``. ``is_trial`` only checks them."""
         for piece in tensor.pieces:
             index, new = self._content(tensor, piece)
             part = values[piece.start : piece.start + piece.numel]
@@ -466,7 +464,7 @@ class _ReceivedPatch:
                 part[place] = new.to(values.device)
 
     def check_version(self, known: Version | None, given: int | None, what: str) -> None:
-        """Refuse a receiver ``what`` of a wrong version: ``known`` from it, or ``given``."""
+        """Raise if a receiver's version does not fit. ``given`` overrides ``known``."""
         document = self._document
         if document.since is None:
             return
@@ -498,7 +496,7 @@ class _ReceivedPatch:
     def match(
         self, there: Sequence[tuple[str, _Value]], required: Mapping[str, _Value], what: str
     ) -> list[tuple[str, PatchedTensor, _Value]]:
-        """Return what the tensors are written to. A patch of all must have those ``required``."""
+        """Match patched tensors with those of the receiver. A full patch must have ``required``."""
         by_name = {name: tensor for tensor in self._document.tensors for name in tensor.names}
         found = [(name, by_name[name], value) for name, value in there if name in by_name]
         known = {tensor.names for _, tensor, _ in found}
@@ -528,7 +526,7 @@ class _ReceivedPatch:
         return found
 
     def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
-        """Return the positions in a piece, and what was sent of their values. Both are checked."""
+        """Return the positions in a piece and the sent values or bits, both checked."""
         try:
             found = [self._stored[f"{piece.number}.{part}"] for part in ("positions", "values")]
             positions, sent = (one.read_from(self._file) for one in found)
@@ -564,19 +562,19 @@ def _patch_model(model: nn.Module, patch: _ReceivedPatch, version: int | None) -
         )
     there: dict[str, Tensor] = {**params, **buffers}
     found = patch.match(list(there.items()), {n: there[n] for n in params}, "the model")
-    targets = {id(value): (tensor, value) for _, tensor, value in found}  # tied ones once
+    targets = {id(value): (tensor, value) for _, tensor, value in found}  # deduplicate tied names
     with torch.no_grad():
         for is_trial in (True, False):
             for tensor, target in targets.values():
                 flat = flatten(target, tensor.order)
                 patch.apply(tensor, flat, is_trial=is_trial)
-                if not is_trial and flat.data_ptr() != target.data_ptr():  # a copy
+                if not is_trial and flat.data_ptr() != target.data_ptr():  # ``flat`` is a copy
                     target.copy_(unflatten(flat, tensor.shape, tensor.order))
     setattr(model, _VERSION, patch.version)
 
 
 def _patch_folder(folder: Path, patch: _ReceivedPatch, version: int | None) -> None:
-    """Replace the files of a folder that have changes. See [Note: a patched folder]."""
+    """Rewrite the files of a folder that have changes. See [Note: a patched folder]."""
     if not folder.is_dir():
         raise CheckpointError(
             f"apply_patch() takes a model or a folder of safetensors files, found {folder}: pass "
@@ -588,7 +586,7 @@ def _patch_folder(folder: Path, patch: _ReceivedPatch, version: int | None) -> N
     for path in files:
         with open_regular(path) as file:
             stored[path.name], metadata[path.name] = read_open(file, path)
-    index: dict[str, Any] | None = None  # None: there is one file
+    index: dict[str, Any] | None = None  # None if there is a single file
     if files == [folder / "model.safetensors"]:
         facts = metadata[files[0].name]
     else:
@@ -618,7 +616,7 @@ def _patch_folder(folder: Path, patch: _ReceivedPatch, version: int | None) -> N
             return
         new_names: dict[str, str] = {}
         for file_name, tensors in changed.items():
-            # A new name each time: versions of two engines may have one number.
+            # Always use a new name, because versions of two engines may be equal.
             old = Path(file_name)
             found = _VERSION_SUFFIX.search(old.stem)
             number = 1 if found is None else int(found[1]) + 1
@@ -643,9 +641,9 @@ def _rewrite(
     changed: Mapping[str, PatchedTensor],
     patch: _ReceivedPatch,
 ) -> None:
-    """Write a file's tensors to ``new``, one after another, with their changes."""
+    """Write the tensors of a file to ``new``, with their changes, one at a time."""
     ordered = sorted(stored.items(), key=lambda item: item[1].start)
-    new.unlink(missing_ok=True)  # an earlier attempt's
+    new.unlink(missing_ok=True)  # left over from a failed attempt
     with writing(new) as file:
         write_all(file, make_header(((n, t.dtype, t.shape) for n, t in ordered), metadata))
         for name, tensor in ordered:

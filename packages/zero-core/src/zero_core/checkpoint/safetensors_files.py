@@ -1,8 +1,8 @@
 """safetensors files: index of their tensors, reads of ranges, and writers.
 
-Ranges are read, not mapped: pages of a mapping stay with the process, and a rank's memory would
-hold its part twice. The safetensors library reads paths, which may be pipes: here a header is read
-from an open file, and checked against its size before anything is allocated.
+Ranges are read instead of mapped, because mapped pages stay resident and a rank's memory would hold
+its part twice. The safetensors library opens paths, which may be pipes. This module reads a header
+from an open file, and checks it against the file's size before allocating memory.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_FILE_BYTES = 5 * 1000**3  # of a model's file that is written
-_COPIED_BYTES = 16 * 1024**2  # at a time
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_FILE_BYTES = 5 * 1000**3  # largest file that `ModelFiles` writes
+_COPIED_BYTES = 16 * 1024**2  # bytes copied at a time
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _MAX_INDEX_BYTES = 100_000_000
-_MAX_DIMS = 64  # of a tensor of torch
+_MAX_DIMS = 64  # torch's limit of dimensions
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -77,7 +77,7 @@ class _Header(BaseModel):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a file, contiguous from byte ``start``."""
+    """A contiguous tensor in a file, from byte ``start`` on."""
 
     path: Location
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def part(self, first: int, last: int) -> StoredTensor:
-        """Return elements ``[first, last)`` of the flattened tensor, 1-D."""
+        """Return elements ``[first, last)`` of the flattened tensor as a 1-D stored tensor."""
         start = self.start + first * self.dtype.itemsize
         return replace(self, shape=(last - first,), start=start)
 
@@ -97,12 +97,11 @@ class StoredTensor:
         return self.part(first, last).value()
 
     def value(self) -> Tensor:
-        """Return the values as stored, on the CPU."""
+        """Return the tensor as stored, on the CPU."""
         with open_regular(self.path) as file:
             return self.read_from(file)
 
     def read_from(self, file: IO[bytes]) -> Tensor:
-        """Return what `value` does, of the open ``file``."""
         data = bytearray(self.numel * self.dtype.itemsize)
         if not data:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -117,7 +116,7 @@ class StoredTensor:
 
 
 def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredTensor]:
-    """Return the tensors by name of a file, several files, or a Hugging Face folder."""
+    """Return the tensors, by name, of a file, several files, or a Hugging Face folder."""
     found: dict[str, StoredTensor] = {}
     for path in model_files(source):
         for name, tensor in read_header(path).items():
@@ -130,12 +129,12 @@ def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredT
 
 
 def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return the files of a model: of a file, several files, or a Hugging Face folder."""
+    """Return the paths of a model's files: a file, several files, or a Hugging Face folder."""
     if not isinstance(source, str | Path):
         return [Path(path) for path in source]
     path = Path(source)
     if path.is_dir():
-        if (path / _SINGLE).is_file():  # the one that other readers prefer
+        if (path / _SINGLE).is_file():  # other readers prefer this file, too
             return [path / _SINGLE]
         if not (path / INDEX).is_file():
             there = sorted(p.name for p in path.iterdir() if "model" in p.name)[:5]
@@ -163,14 +162,14 @@ def read_header(path: Location) -> dict[str, StoredTensor]:
 
 
 def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of an open file, and the strings of its writer. ``path``: for messages."""
+    """Return the tensors of an open file, and its metadata. ``path`` is for error messages."""
     found, size = {}, size_of(file)
     try:
         stop = length = 8 + int.from_bytes(file.read(8), "little")
         if length > min(size, _MAX_HEADER_BYTES):
             raise ValueError(f"it has {size} bytes, and a header of {length}")
         header = _Header.model_validate_json(file.read(length - 8))
-        # The tensors follow one another up to the file's end.
+        # Tensors must be adjacent, up to the file's end.
         entries = header.__pydantic_extra__.items()
         for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
             if entry.dtype not in DTYPES:
@@ -196,7 +195,7 @@ def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor],
 
 
 def first_error(error: ValidationError) -> str:
-    """Return place and reason of the first of a ValidationError's errors."""
+    """Return location and reason of the first error in a ValidationError."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))[:200]
     return f"{place}: {first['msg']}" if place else first["msg"]
@@ -209,7 +208,7 @@ def dtype_name(dtype: torch.dtype, name: str) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, which must outlive the result."""
+    """Return the bytes of a contiguous CPU tensor. The tensor must outlive the result."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
@@ -218,7 +217,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def make_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]
 ) -> bytes:
-    """Return the header of a file with these tensors in order, padded to whole elements."""
+    """Return the header of a file with these tensors in order, padded to 8 bytes."""
     facts: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     stop = 0
     for name, dtype, shape in tensors:
@@ -236,7 +235,7 @@ def make_header(
 def arrange(
     tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
 ) -> tuple[bytes, int, Iterator[Tensor]]:
-    """Return header, further bytes, and tensors in order. A sequence is written as one, 1-D."""
+    """Return header, data size, and tensors in order. A sequence becomes one 1-D tensor."""
     found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
     for key, values in tensors.items():
         if isinstance(values, StateBlocks):
@@ -245,7 +244,7 @@ def arrange(
             found.append((key, values.dtype, values.shape, [values]))
         else:
             found.append((key, values[0].dtype, [sum(t.numel() for t in values)], values))
-    # The order of the safetensors library: every tensor is aligned to its elements.
+    # As in the safetensors library: larger dtypes first, so every tensor is aligned.
     found.sort(key=lambda one: (-one[1].itemsize, one[0]))
     header = make_header((one[:3] for one in found), {})
     size = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape, _ in found)
@@ -253,27 +252,27 @@ def arrange(
 
 
 class TensorBuffer:
-    """Tensors of a file to be, whose bytes wait in an open file without a header.
+    """Tensors of a future safetensors file, collected in a temporary file.
 
-    A header stands before its tensors, and is known after the last one. Memory holds one of them.
+    The header precedes the tensors, but is known only after the last tensor. Memory holds one
+    tensor at a time.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
-        self.raw = raw  # the open file
-        self.nbytes = 0  # bytes so far
+        self.raw = raw  # temporary file without a header
+        self.nbytes = 0  # bytes written so far
         self._written: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
 
     def add(self, name: str, value: Tensor) -> None:
-        """Append ``value``, of any device and strides."""
-        data = value.cpu().contiguous()  # alive while its bytes are written
+        data = value.cpu().contiguous()  # keeps the memory alive while its bytes are written
         write_all(self.raw, bytes_of(data))
         shape = tuple(value.shape)
         self._written.append((name, value.dtype, shape, self.nbytes, value.nbytes))
         self.nbytes += value.nbytes
 
     def write_to(self, file: IO[bytes], metadata: dict[str, str]) -> dict[str, int]:
-        """Write a safetensors file to ``file``. Return the bytes of each tensor by name."""
-        # The library's order, as in `arrange`.
+        """Write the safetensors file to ``file``. Return the bytes of each tensor by name."""
+        # Same order as in `arrange`.
         ordered = sorted(self._written, key=lambda written: (-written[1].itemsize, written[0]))
         file.write(make_header((written[:3] for written in ordered), metadata))
         for name, _, _, start, left in ordered:
@@ -290,34 +289,34 @@ class TensorBuffer:
 class ModelFiles:
     """Writer of ``model.safetensors``, or of several files of `MAX_FILE_BYTES` and an index.
 
-    Call `add` for each tensor and then `finish`; `discard` after an error. Nothing stands under the
-    final names until `finish`: files are ``part-NUMBER.tmp`` as long as their number is not known.
+    Call `add` for each tensor and then `finish`, or `discard` after an error. Until `finish`, files
+    are called ``part-NUMBER.tmp``, because the total number of files is not known.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._pending: TensorBuffer | None = None  # of the next file
-        self._parts: list[dict[str, int]] = []  # bytes by tensor name
+        self._pending: TensorBuffer | None = None  # tensors of the next file
+        self._parts: list[dict[str, int]] = []  # for each closed file, bytes by tensor name
 
     def add(self, name: str, value: Tensor) -> None:
-        """Append ``value``, of any device and strides."""
+        """Append ``value``, on any device, with any strides."""
         if inner_tensors(value) is not None:
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "
                 "cannot hold: keep a training by save_checkpoint(), take the state dict from "
                 "full_state_dict(), or merge adapters and export the dequantized weights"
             )
-        dtype_name(value.dtype, name)  # refuses what the format lacks
+        dtype_name(value.dtype, name)  # raises if the format lacks the dtype
         if self._pending is not None and self._pending.nbytes + value.nbytes > MAX_FILE_BYTES:
             self._close_part()
         with storing(self._part(len(self._parts))):
             self._open_part().add(name, value)
 
     def finish(self) -> None:
-        """Write what is left, give the files their names, and write the index."""
+        """Close the last file, rename all files, and write the index."""
         if self._pending is not None or not self._parts:
             self._close_part()
-        # An earlier export of another size must not stand beside this one: readers take the first.
+        # Remove an earlier export, because readers might prefer its files.
         for old in (*self._directory.glob("model*.safetensors"), self._directory / INDEX):
             old.unlink(missing_ok=True)
         count = len(self._parts)
@@ -349,7 +348,6 @@ class ModelFiles:
         return self._pending
 
     def _close_part(self) -> None:
-        """Write the header of the current file and copy its tensors behind it."""
         path = self._part(len(self._parts))
         with storing(path):
             pending = self._open_part()

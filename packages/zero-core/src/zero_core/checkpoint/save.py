@@ -1,22 +1,22 @@
-"""Saving of checkpoints, at once or beside training: safetensors and one JSON manifest.
+"""Saving of checkpoints, synchronously or in a thread: safetensors and one JSON manifest.
 
 A checkpoint is a folder. Each rank writes, per state (``master_weight``, ``exp_avg``, ...), one
 safetensors file with its slice of every segment. ``manifest.json`` holds the position of every
-parameter and everything that is not a tensor. A reader takes the ranges it needs by parameter name,
-so that stage, world size, Twin-Flow's ratio and tier may all differ from the writer's. States of
-whole parameters are in their owner's file ``whole``. Nothing is pickled.
+parameter and everything that is not a tensor. A reader finds ranges by parameter name, so stage,
+world size, Twin-Flow ratio and tier may differ from the writer's. States of whole parameters are in
+the file ``whole`` of the rank that owns the parameter. Nothing is pickled.
 
-A file that would be written again is linked to that of the last save: states where no step was
-taken since, frozen values and buffers whose checksums are the same. Ranks may have folders of their
-own, disks of their machines. Every folder then holds the files of its ranks and the manifest of
-all; their union is the checkpoint.
+A file that equals one of the last save is a hard link to it: states without a step since then, and
+frozen values and buffers with equal checksums. Ranks may have separate folders on disks of their
+machines. Each folder then holds the files of its ranks and the manifest of all ranks. The
+checkpoint is the union of these folders.
 
 [Note: a save beside training]
-The call takes what is small, and a snapshot of the states, which copies nothing
-(`zero_core.sharded.snapshot`). A thread writes the files. The threads of the ranks agree through
-the store (`zero_core.comm.groups.StoreExchange`), never by the collectives of the training. Frozen
-values and parameters in host memory are read in place: `ShardedState.quiesce` waits for the thread
-before anything but a step writes to them.
+The call copies small tensors and makes a snapshot of the states, which copies nothing
+(`zero_core.sharded.snapshot`). A thread writes the files. The threads of the ranks communicate by
+the store (`zero_core.comm.groups.StoreExchange`), never by the training's collectives. The thread
+reads frozen values and parameters in host memory in place: `ShardedState.quiesce` waits for the
+thread before anything but a step writes to them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import Snapshot, StateBlocks, StateWatch, stream_after
 
 _log = logging.getLogger(__name__)
-_BLOCK_BYTES = 1 << 20  # written at once: they stay in the processor's cache for their checksum
+_BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between write and checksum
 _Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 _Files = dict[str, dict[str, Tensor]]
 """Tensors of a rank's files, by name."""
@@ -84,7 +84,7 @@ OnPending = Literal["wait", "refuse"]
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Arguments of `zero_core.Engine.save_checkpoint`, of the same names."""
+    """Arguments of `zero_core.Engine.save_checkpoint` with the same names."""
 
     directory: Location
     tag: str
@@ -100,11 +100,11 @@ class SaveRequest:
 
 
 class PendingSave(Future[Location]):
-    """A save beside training: a future of the checkpoint's folder.
+    """A future of the folder of a checkpoint that a thread writes.
 
-    ``result()`` waits for it and raises its error: `CheckpointError` on all ranks, or
-    `CollectiveError` where a rank is dead. An error that all ranks have asked for here is not
-    raised again by the engine.
+    ``result()`` waits for the save and raises its error: `CheckpointError` on all ranks, or
+    `CollectiveError` if a rank is dead. The engine does not raise an error again that all ranks
+    have retrieved here.
     """
 
     def __init__(self, tag: str, snapshot: Snapshot) -> None:
@@ -115,7 +115,7 @@ class PendingSave(Future[Location]):
 
     @property
     def peak_bytes(self) -> int:
-        """Most host memory that copies of states have taken so far."""
+        """Peak host memory of the copies of states so far."""
         return self._snapshot.peak_bytes
 
     def result(self, timeout: float | None = None) -> Location:
@@ -129,40 +129,40 @@ class PendingSave(Future[Location]):
 
 
 class _KnownFile(NamedTuple):
-    """A file of an engine's last save. If it would be written again, it is linked."""
+    """A file of an engine's last save, to which an equal file is linked."""
 
     path: str
-    inode: tuple[int, ...]  # of what was written there: see `inode_of`
+    inode: tuple[int, ...]  # result of `inode_of` after the write
     facts: dict[str, Any]  # size and checksums
-    version: int | None  # of the states in it
+    version: int | None  # version of the states in the file
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """The part of a checkpoint that its call takes, on this rank."""
+    """Data of this rank that the call collects before files are written."""
 
     request: SaveRequest
     state_names: list[str]
     words: dict[str, Any]  # members of the manifest
-    row: list[Any]  # this rank's scalars, state of Python's generator, and whole states
-    # What reads each file, in the manifest's order, and the version of the states in it.
+    row: list[Any]  # this rank's scalars, Python generator state and whole states
+    # For each file, in the manifest's order: its reader, and the version of its states.
     reads: dict[str, tuple[Callable[[], _Tensors], int | None]]
 
 
 class Saver:
-    """Saves one engine's checkpoints. See [Note: a save beside training]."""
+    """Writer of one engine's checkpoints. See [Note: a save beside training]."""
 
     def __init__(self, state: ShardedState, progress: TrainState, exchange: Exchange) -> None:
-        """Prepare, in one order on all ranks, whose threads alone agree over ``exchange``."""
+        """Must be called in the same order on all ranks. Only save threads use ``exchange``."""
         self._state = state
         self._progress = progress
         self._exchange = exchange
         self._watch: StateWatch | None = None
         self._pending: PendingSave | None = None
-        self._known: Mapping[str, _KnownFile] = {}  # this rank's files of the last save
+        self._known: Mapping[str, _KnownFile] = {}  # this rank's files of the last save, by name
 
     def save(self, request: SaveRequest) -> Location:
-        """Write a checkpoint at once. Every rank must call it."""
+        """Write a checkpoint before returning. Every rank must call it."""
         self._settle("wait")
         taken = self._take(request, Snapshot(self._state, None), is_beside=False)
         self._write(taken, self._state.control)
@@ -171,13 +171,13 @@ class Saver:
     def start(
         self, request: SaveRequest, *, on_pending: OnPending, max_bytes: int | None
     ) -> PendingSave:
-        """Start to write a checkpoint beside training, on all ranks: see `Engine.async_save`."""
+        """Start to write a checkpoint in a thread, on all ranks: see `Engine.async_save`."""
         self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watch, max_bytes)
         try:
             taken = self._take(request, snapshot, is_beside=True)
             if self._watch is None:
-                snapshot.keep(0, self._state.local_numel)  # its tier announces no changes
+                snapshot.keep(0, self._state.local_numel)  # the tier announces no state changes
         except BaseException:
             snapshot.end()
             raise
@@ -194,7 +194,7 @@ class Saver:
                 failure, rank = error, self._exchange.rank
                 _log.error("rank %d: the save of %s failed: %s", rank, request.tag, error)
             snapshot.end()
-            self._exchange.leave()  # the next save uses it once there is a result
+            self._exchange.leave()  # the next save may use the exchange once a result is set
             if failure is None:
                 pending.set_result(request.place)
             else:
@@ -204,7 +204,7 @@ class Saver:
         return pending
 
     def _settle(self, on_pending: OnPending) -> None:
-        """Have no save under way. Raise its error on all ranks, unless all have asked for it."""
+        """End the pending save. Raise its error on all ranks, unless all have retrieved it."""
 
         def settle() -> None:
             pending = self._pending
@@ -215,7 +215,7 @@ class Saver:
                 )
             try:
                 self.finish()
-            except CollectiveError as error:  # of the store, perhaps on this rank alone
+            except CollectiveError as error:  # error of the store, possibly on this rank alone
                 raise CheckpointFailedError(str(error)) from error
 
         self._state.control.together("checkpoint: prepare", settle)
@@ -223,24 +223,24 @@ class Saver:
             self._watch = StateWatch(self._state.tier)
 
     def finish(self) -> None:
-        """Wait for the save under way. Raises its error, unless somebody has asked for it."""
+        """Wait for the pending save, and raise its error unless the error was retrieved."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_asked:
             pending.result()
 
     def remove(self) -> None:
-        """Wait for the save under way, whose error was logged: the engine ends."""
+        """Wait for the pending save without raising its error, which was logged."""
         if self._pending is not None:
             wait([self._pending])
 
     def _take(self, request: SaveRequest, snapshot: Snapshot, *, is_beside: bool) -> _Taken:
-        """Take what is small, and with ``is_beside`` what steps may change meanwhile.
+        """Collect small data, and with ``is_beside`` also tensors that a step may change meanwhile.
 
         ``snapshot`` has the states of the trainable segments. Every rank must call it.
         """
         state, tier, rank = self._state, self._state.tier, self._state.control.rank
         version = None if self._watch is None else self._watch.num_changes
-        # The states of any rank's tier: one without updates may have fewer.
+        # Union over ranks, because the tier of a rank without updates may have fewer states.
         own = json.dumps(list(tier.state_names())).encode()
         rows = [json.loads(row) for row in state.control.gather_bytes(own)]
         names = list(dict.fromkeys(chain(*rows)))
@@ -271,14 +271,14 @@ class Saver:
         for name in state.extension_states():
             reads[file_name(name, rank)] = partial(own_slices, state, name), None
             names.append(name)
-        if is_beside:  # a step may change what the snapshot does not have: it is read now
+        if is_beside:  # read tensors that are not in the snapshot now, before a step changes them
             for file in [file for file in reads if file not in in_snapshot]:
                 read, version = reads[file]
                 reads[file] = partial(dict, read()), version
         return _Taken(request, names, words, row, reads)
 
     def _write(self, taken: _Taken, exchange: Exchange) -> None:
-        """Write what was taken. Every rank must call it, and ``exchange`` is theirs."""
+        """Write the files of ``taken`` and commit them. Every rank must call it."""
         request, directory, tag = taken.request, taken.request.directory, taken.request.tag
         token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
         if isinstance(directory, Path):
@@ -301,7 +301,7 @@ class Saver:
                 return
             try:
                 prune(directory, request.keep_last, request.keep_every, (prefix,), newest=tag)
-            except (OSError, CheckpointError) as error:  # this one is committed
+            except (OSError, CheckpointError) as error:  # the new checkpoint is already committed
                 _log.warning("checkpoints beside %s stay: %s", request.place, error)
 
         try:
@@ -318,12 +318,12 @@ class Saver:
         self._known = written
 
     def _write_files(self, taken: _Taken, folder: Location) -> dict[str, _KnownFile]:
-        """Write this rank's files, or link them to those of the last save."""
+        """Write this rank's files, or link them to equal files of the last save."""
         written: dict[str, _KnownFile] = {}
         summed = (BUFFERS, file_name(VALUE, self._state.control.rank))
         for file in list(taken.reads):
             read, version = taken.reads.pop(file)
-            tensors = read()  # the copies of one file at a time
+            tensors = read()  # memory holds the copies of one file at a time
             known, path = self._known.get(file), folder / file
             facts = None
             if known is not None and isinstance(path, Path):
@@ -339,10 +339,10 @@ class Saver:
 
 
 def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
-    """Whether no lower rank has the same ``directory``. Every rank must call it.
+    """Whether this is the lowest rank that sees ``directory``. Every rank must call it.
 
-    Machines have folders of the same path, so each rank leaves a mark in its own and searches for
-    the others'. Their names are new, by ``token``: no network's file system has cached them.
+    Machines may have different folders of the same path, so each rank writes a mark and searches
+    for lower ranks' marks. ``token`` makes names that no network file system has cached.
     """
     marks = [directory / f".{token}-{rank}" for rank in range(exchange.rank + 1)]
     try:
@@ -361,7 +361,7 @@ def own_slices(state: ShardedState, name: str) -> dict[str, Tensor]:
 
 
 def small_files(state: ShardedState) -> _Files:
-    """Return copies of the random generators' states and, on rank 0, of the buffers."""
+    """Return copies of the random generators' states and, on rank 0, of the buffers, by file."""
     random_states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_states["cuda"] = torch.cuda.get_rng_state()
@@ -371,9 +371,9 @@ def small_files(state: ShardedState) -> _Files:
 
 
 def _blocks_of(state: ShardedState, segment: int, name: str) -> StateBlocks:
-    """Return this rank's slice of a state of its tier."""
+    """Return this rank's slice of a state, read from the tier block by block."""
     read, (start, stop) = state.tier.read_state, state.own_span(segment)
-    # On a CPU few elements, which stay in its cache until they are written.
+    # On a CPU, small blocks stay in the cache until they are written.
     numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
     blocks = (read(name, low, min(low + numel, stop)) for low in range(start, stop, numel))
     return StateBlocks(read(name, start, min(start + 1, stop)).dtype, (stop - start,), blocks)
@@ -382,10 +382,10 @@ def _blocks_of(state: ShardedState, segment: int, name: str) -> StateBlocks:
 def tier_slices(
     state: ShardedState, name: str, snapshot: Snapshot | None
 ) -> Mapping[str, Tensor | StateBlocks]:
-    """Return this rank's slices of a state, as ``snapshot`` or else the tier has them.
+    """Return this rank's slices of a state by segment, from ``snapshot`` or from the tier.
 
-    They are those of segments. States of a `WholeTier` are those of parameters without an owner,
-    read from the tier now: no snapshot has them.
+    For a `WholeTier`, states other than master weights are slices by parameter, of parameters
+    without an owner. They are read from the tier now, because no snapshot has them.
     """
     tier = state.tier
     found: dict[str, Tensor] = {}
@@ -404,7 +404,7 @@ def tier_slices(
 
 
 def whole_states(state: ShardedState) -> tuple[dict[str, Any], _Files]:
-    """Return file and structure of this rank's whole states, by parameter, and that file."""
+    """Return file and structure of this rank's whole states, by parameter, and the tensors."""
     tier, rank = state.tier, state.control.rank
     if not isinstance(tier, WholeTier):
         return {}, {}
@@ -418,7 +418,7 @@ def whole_states(state: ShardedState) -> tuple[dict[str, Any], _Files]:
 
 
 def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
-    """Return the scalars of the parameters whose first element this rank has, by name."""
+    """Return the scalars of parameters whose first element is on this rank, by name."""
     return {
         state.layout.params[piece.param].name: dict(state.tier.read_scalars(index))
         for index, piece in enumerate(state.pieces)
@@ -427,14 +427,14 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
 
 
 def write_file(folder: Location, name: str, tensors: _Tensors) -> dict[str, dict[str, Any]]:
-    """Write a safetensors file through to the disk. Return size and checksums. See `arrange`."""
+    """Write a safetensors file through to the disk. Return its size and checksums by name."""
     path = folder / name
     with storing(path, ADVICE), writing(path) as file:
         return {name: _write_summed(tensors, file)}
 
 
 def _write_summed(tensors: _Tensors, file: IO[bytes] | None = None) -> dict[str, Any]:
-    """Return size and checksums of a safetensors file, and append each block to ``file``."""
+    """Return size and checksums of a safetensors file. Write its blocks to ``file`` if given."""
     size, crcs = 0, [0]
     header, _, values = arrange(tensors)
     for value in chain([torch.frombuffer(bytearray(header), dtype=torch.uint8)], values):

@@ -1,18 +1,18 @@
-"""Storage of checkpoints: folders of this machine, and any file system that fsspec serves.
+"""Storage of checkpoints: local folders, and any file system that fsspec supports.
 
-A checkpoint is committed by one write: the rename of its folder (`Aside`), or of the object
-`MANIFEST` where there are no renames (`Upload`). Nothing that was written before counts.
+One write commits a checkpoint: the rename of its folder (`Aside`), or the object `MANIFEST` where
+the file system has no renames (`Upload`). Readers ignore all earlier writes.
 
-Hidden names in a folder of checkpoints: ``.TAG.saving`` is one under way, ``.TAG.old`` one that is
-being replaced, ``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks
-find out which of them share a folder.
+Hidden names in a folder of checkpoints: ``.TAG.saving`` is a pending checkpoint, ``.TAG.old`` a
+checkpoint that is being replaced, and ``.latest.*.saving`` the pending file ``latest``. Ranks write
+marks, ``.TOKEN-RANK``, to detect which of them share a folder.
 
 [Note: a commit without renames]
-Object stores have neither renames nor links nor locks, but replace one object as a whole. So the
-files of a save are in a folder of their own, ``TAG/data-TOKEN/``, which the manifest names. Writing
-``TAG/manifest.json`` commits them. A checkpoint of the same tag that was there before is whole
-until then, and removed afterwards. ``latest`` is one object, too. What a killed save left is never
-read. The next save of its tag removes it after a day, and a removal of its tag at once.
+Object stores have no renames, links or locks, but replace one object atomically. The files of a
+save are therefore in a separate folder, ``TAG/data-TOKEN/``, which the manifest names. Writing
+``TAG/manifest.json`` commits them. An earlier checkpoint of the same tag stays complete until then,
+and is removed afterwards. ``latest`` is one object, too. Files of a killed save are never read. The
+next save of the tag removes such files after a day, and a removal of the tag at once.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from typing import IO, Any
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 
 _log = logging.getLogger(__name__)
-MANIFEST = "manifest.json"  # describes a checkpoint, and vouches for its other files
-LATEST = "latest"  # names the newest checkpoint of a folder
-SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")  # of a checkpoint's files, where there are no renames
+MANIFEST = "manifest.json"  # describes a checkpoint, with checksums of its other files
+LATEST = "latest"  # file with the tag of the newest checkpoint of a folder
+SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")  # folder of a checkpoint's files: see `Upload`
 ADVICE = "save to another place; checkpoints that were there before are whole"
-_NO_SAVE_S = 24 * 3600  # after it nothing belongs to a save under way, where no lock says so
+_NO_SAVE_S = 24 * 3600  # without locks, older files count as left over from a killed save
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
 _MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
 _TRIES = 200
@@ -52,12 +52,12 @@ _IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs",
 
 @dataclass(frozen=True, repr=False)
 class RemotePath:
-    """A path of fsspec's, with methods of `pathlib.Path`. Its library's errors are OSErrors."""
+    """A path of fsspec with methods of `pathlib.Path`. Errors of its library become OSErrors."""
 
     _files: Any = field(compare=False)  # an AbstractFileSystem
-    _path: str = field(compare=False)  # within it
+    _path: str = field(compare=False)  # path within ``_files``
     _url: str
-    _chain: str = ""  # the rest of a chained URL, behind this part of it
+    _chain: str = ""  # the part of a chained URL after this path
 
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(self._files, f"{self._path}/{name}", f"{self._url}/{name}", self._chain)
@@ -101,7 +101,7 @@ class RemotePath:
     @contextmanager
     def _store(self) -> Iterator[Any]:
         try:
-            self._files.invalidate_cache()  # or an earlier listing would answer
+            self._files.invalidate_cache()  # otherwise an earlier listing could be returned
             yield self._files
         except (OSError, CheckpointError):
             raise
@@ -141,14 +141,14 @@ class RemotePath:
         return int(aware.timestamp() * 1e9)
 
     def is_past(self) -> bool:
-        """Whether this folder has files, all of them too old to belong to a save under way."""
+        """Whether this folder has files, all of them too old for a pending save."""
         with self._store() as files:
             found = [RemotePath(files, path, path) for path in files.find(self._path)]
         newest = max((path.modified_ns() for path in found), default=time.time_ns())
         return time.time() - newest / 1e9 > _NO_SAVE_S
 
     def remove_tree(self) -> None:
-        """Remove a folder that no checkpoint needs, if there is one and it can be removed."""
+        """Remove this folder if it exists. Log a warning if it cannot be removed."""
         try:
             with self._store() as files:
                 files.rm(self._path, recursive=True)
@@ -159,17 +159,17 @@ class RemotePath:
 
 
 class Aside:
-    """A checkpoint under way, as `Upload` is one: its folder is locked to `commit` or `remove`."""
+    """A pending checkpoint in a local folder, which is locked until `commit` or `remove`."""
 
-    subfolder: str | None = None  # the files are in the folder itself
+    subfolder: str | None = None  # None: the files are in the folder itself
 
     def __init__(self, directory: Path, tag: str) -> None:
-        self.folder = directory / f".{tag}.saving"  # for its files
+        self.folder = directory / f".{tag}.saving"  # folder of the files until `commit`
         self._place = directory / tag
         self._descriptor: int | None = None
 
     def make(self) -> None:
-        """Remove what killed saves left beside it, make and lock the folder. One rank calls it."""
+        """Remove files of killed saves, then make and lock the folder. Only one rank calls it."""
         remove_stale(self.folder.parent)
         for attempt in range(_TRIES):
             try:
@@ -184,7 +184,7 @@ class Aside:
                     break
             except FileNotFoundError:
                 pass
-            # Another program took it for one that a killed save left, and is removing it.
+            # Another program took the folder for one of a killed save, and is removing it.
             time.sleep(_PAUSE_S)
         raise CheckpointError(
             f"{self.folder} is there: another program saves this checkpoint. Wait for it, or "
@@ -192,13 +192,13 @@ class Aside:
         )
 
     def describe(self, manifest: bytes) -> None:
-        """Write the manifest and the names in the folder through to the disk."""
+        """Write the manifest, and flush the folder to the disk."""
         with storing(self.folder / MANIFEST, ADVICE):
             write_synced(self.folder / MANIFEST, manifest)
             sync_folder(self.folder)
 
     def commit(self, *, is_latest: bool) -> None:
-        """Rename the folder to the checkpoint's, whose old content stays readable until then."""
+        """Rename the folder to its tag. An earlier checkpoint of the tag is readable until then."""
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
         mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
@@ -220,7 +220,7 @@ class Aside:
                 mark.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder if this object made it and it was not renamed."""
+        """Remove the folder if this object made it and did not commit it."""
         if self._descriptor is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
@@ -232,7 +232,7 @@ class Aside:
 
 
 class Upload:
-    """A checkpoint under way, as `Aside` is one. See [Note: a commit without renames]."""
+    """A pending checkpoint on a remote file system. See [Note: a commit without renames]."""
 
     def __init__(self, directory: RemotePath, tag: str, token: str) -> None:
         self.subfolder: str | None = f"data-{token}"
@@ -249,7 +249,7 @@ class Upload:
         self._manifest = manifest
 
     def commit(self, *, is_latest: bool) -> None:
-        replaced = None  # the folder of the checkpoint of this tag that is there
+        replaced = None  # folder of the checkpoint that this one replaces
         with storing(self._place, ADVICE):
             manifest = self._place / MANIFEST
             with suppress(CheckpointError), open_regular(manifest) as file:
@@ -258,7 +258,7 @@ class Upload:
             self._is_own = False
             if is_latest:
                 (self._place.parent / LATEST).write_bytes(self._place.name.encode())
-        try:  # it is committed: nothing of this may fail the save
+        try:  # already committed: an error here must not fail the save
             for old in [p for p in self._place.iterdir() if SUBFOLDER.fullmatch(p.name)]:
                 is_replaced = replaced is not None and old.name == replaced[1].decode()
                 if old.name != self.folder.name and (is_replaced or old.is_past()):
@@ -278,7 +278,7 @@ Staging = Aside | Upload
 
 
 def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
-    """Return the location that a user has given: a path, or a URL such as ``s3://bucket/run``."""
+    """Return the location for a path, or for a URL such as ``s3://bucket/run``."""
     if isinstance(place, RemotePath):
         return place
     url = os.fspath(place)
@@ -299,7 +299,7 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
             "(s3, gs, abfs, ...) or a folder that is mounted here"
         )
     try:
-        from fsspec.core import url_to_fs  # torch brings it, and needs it for as little
+        from fsspec.core import url_to_fs  # torch depends on fsspec
     except ImportError:
         raise CheckpointError(
             f"{url}: checkpoints at URLs need fsspec: pip install 'zero-core[fsspec]'"
@@ -308,18 +308,19 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
         files, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{url} cannot be opened: {error}") from None
-    except Exception as error:  # whatever the library of the protocol raises
+    except Exception as error:  # any exception of the protocol's library
         raise CheckpointFailedError(
             f"{url} cannot be opened: {type(error).__name__}: {error}"
         ) from error
     first, mark, others = url.partition("::")
-    # A path follows the first protocol of dir://run::file:///store, the last of simplecache::s3://x
+    # The path follows the first protocol of dir://run::file:///store, the last of
+    # simplecache::s3://x
     chain = mark + others if "://" in first else ""
     return RemotePath(files, path.rstrip("/"), url.removesuffix(chain).rstrip("/"), chain)
 
 
 def local_path(place: str | os.PathLike[str] | RemotePath, what: str) -> Path:
-    """Return the path of this machine that a user has given for ``what``."""
+    """Return the local path ``place``, or raise CheckpointError. ``what`` is for the message."""
     found = location_of(place)
     if not isinstance(found, Path):
         raise CheckpointError(f"{place} is a URL, and {what} needs a folder of this machine")
@@ -327,7 +328,7 @@ def local_path(place: str | os.PathLike[str] | RemotePath, what: str) -> Path:
 
 
 def open_regular(place: Location, *, follows_links: bool = True) -> IO[bytes]:
-    """Open a regular file for reading. A pipe or a device neither blocks nor never ends."""
+    """Open a regular file for reading. Pipes and devices raise instead of blocking."""
     if isinstance(place, RemotePath):
         try:
             return place.open()
@@ -342,7 +343,7 @@ def open_regular(place: Location, *, follows_links: bool = True) -> IO[bytes]:
         file = os.fdopen(os.open(place, flags), "rb", buffering=0)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no file {place}") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: the name has a NUL
         raise CheckpointCorruptError(f"{place} cannot be read: {error}") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -359,31 +360,31 @@ def size_of(file: IO[bytes]) -> int:
 
 @contextmanager
 def writing(place: Location) -> Iterator[IO[bytes]]:
-    """Create a file, which lasts from the end of the context on."""
+    """Create a file, and flush it to the disk at the end of the context."""
     if isinstance(place, RemotePath):
         with place.writing() as file:
             yield file
         return
-    with place.open("xb", buffering=0) as file:  # what is there is not opened, nor is a link
+    with place.open("xb", buffering=0) as file:  # "x" fails on an existing file or link
         yield file
         os.fsync(file.fileno())
 
 
 def discard(place: Location) -> None:
-    """Remove a checkpoint's folder. What is left of it is no checkpoint."""
+    """Remove a checkpoint's folder. A partial removal leaves no valid checkpoint."""
     if isinstance(place, RemotePath):
         (place / MANIFEST).unlink(missing_ok=True)
         place.remove_tree()
         return
     hidden = place.with_name(f".{place.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
-    place.rename(hidden)  # if it is not removed, the next save does that
+    place.rename(hidden)  # if the removal fails, the next save removes the folder
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _open_locked(folder: Path) -> tuple[int, bool | None]:
-    """Open a folder, lock it until its descriptor is closed, and return whether it is locked.
+    """Open and lock a folder until its descriptor is closed. Return whether it is locked.
 
-    False: another program has the lock, or the name is another folder's by now. None: the file
+    False: another program has the lock, or the name now belongs to another folder. None: the file
     system has no locks.
     """
     is_locked: bool | None = True
@@ -403,10 +404,10 @@ def _open_locked(folder: Path) -> tuple[int, bool | None]:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove what killed saves left in ``directory``, and undo a replacement that was cut short.
+    """Remove files of killed saves in ``directory``, and undo an interrupted replacement.
 
-    A save under way of a live program is left alone. Where the file system has no locks, so is all
-    that is younger than a day, and so are marks in any case.
+    The pending save of a live program is kept. Without locks, files younger than a day are kept,
+    too. Marks are always kept for a day.
     """
     for path in sorted(directory.iterdir(), key=lambda path: (path.suffix != ".saving", path.name)):
         match = _HIDDEN.fullmatch(path.name)
@@ -417,14 +418,14 @@ def remove_stale(directory: Path) -> None:
             if match["tag"].startswith(LATEST) and match["kind"] == "saving":
                 path.unlink(missing_ok=True)
         elif match["kind"] == "saving":
-            with suppress(FileNotFoundError):  # another program was first
+            with suppress(FileNotFoundError):  # another program did it first
                 descriptor, is_dead = _open_locked(path)
                 if is_dead or (is_dead is None and _is_past(path)):
                     shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
-        elif not (directory / f".{match['tag']}.saving").exists():  # else it is being replaced
+        elif not (directory / f".{match['tag']}.saving").exists():  # interrupted replacement
             place = directory / match["tag"]
-            with suppress(OSError):  # another program was first
+            with suppress(OSError):  # another program did it first
                 if (place / MANIFEST).is_file():
                     discard(path)
                 elif (path / MANIFEST).is_file() and not place.exists():
@@ -432,21 +433,21 @@ def remove_stale(directory: Path) -> None:
 
 
 def _is_past(path: Path) -> bool:
-    """Whether ``path`` is too old to belong to a save under way."""
+    """Whether ``path`` is too old for a pending save."""
     with suppress(FileNotFoundError):
         return time.time() - path.lstat().st_mtime > _NO_SAVE_S
     return False
 
 
 def inode_of(path: Path) -> tuple[int, ...]:
-    """Return the identity of a file, which a rewrite changes."""
+    """Return a file's identity, which changes when the file is rewritten."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
-    """Link ``path`` to ``known`` if that still has ``inode``. Return whether it is linked."""
-    with suppress(OSError):  # removed since, in another file system, or in one without links
+    """Link ``path`` to ``known`` if that file still has ``inode``. Return whether it succeeded."""
+    with suppress(OSError):  # ``known`` was removed, or cannot be linked
         os.link(known, path, follow_symlinks=False)
         if inode_of(path) == inode:
             return True
@@ -455,7 +456,7 @@ def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
 
 
 def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
-    """Write all of ``data``, whatever an unbuffered write takes at once."""
+    """Write all of ``data``, even if an unbuffered write accepts only a part."""
     left = memoryview(data)
     while left.nbytes:
         left = left[file.write(left) :]
@@ -467,7 +468,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Write a folder's names through to the disk."""
+    """Flush a folder's names to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -477,7 +478,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def storing(path: object, advice: str = "give another folder") -> Iterator[None]:
-    """Raise an OSError of this context, which writes to ``path``, as `CheckpointFailedError`."""
+    """Convert an OSError in this context, which writes ``path``, to `CheckpointFailedError`."""
     try:
         yield
     except OSError as error:

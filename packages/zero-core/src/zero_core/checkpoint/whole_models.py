@@ -23,7 +23,7 @@ _CHUNK_NUMEL = 1 << 22
 
 @dataclass(frozen=True)
 class Loaded:
-    """Names of the model that the files lack, and of the files that the model lacks."""
+    """Names of the model that the files lack, and names of the files that the model lacks."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -32,7 +32,7 @@ class Loaded:
 def match_files(
     state: ShardedState, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], Loaded]:
-    """Return the stored tensors of parameters, by their first name, and of buffers."""
+    """Return the stored tensors of parameters (by first name) and buffers, and unmatched names."""
     specs, kept = {spec.name: spec for spec in state.layout.params}, set(state.names())
     for name, buffer in named_buffers(state.module).items():
         if name in kept:
@@ -60,7 +60,8 @@ def match_files(
                 f"{name} has shape {tensor.shape} in {tensor.path} and {spec.shape} in the model"
             )
         is_float = tensor.dtype.is_floating_point
-        is_exact = spec.is_opaque or (is_float and tensor.dtype.itemsize == 1)  # fp8 has scales
+        # fp8 weights have separate scales, so their dtype must match exactly.
+        is_exact = spec.is_opaque or (is_float and tensor.dtype.itemsize == 1)
         is_other = is_exact and tensor.dtype != spec.dtype
         if is_other or is_float != spec.dtype.is_floating_point:
             raise CheckpointError(
@@ -79,11 +80,11 @@ def match_files(
 
 
 def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) -> StoredTensor:
-    """Return the values of a tied weight, after a check that all its copies in the files agree."""
+    """Return the stored tensor of a tied weight, after checking that all copies agree."""
     name = first if first in found else next(iter(found))
     tensor = found[name]
     rank, size = state.control.rank, state.control.world_size
-    # Each rank compares a part.
+    # Each rank compares a different range.
     low, high = tensor.numel * rank // size, tensor.numel * (rank + 1) // size
     for other, copy in found.items():
         for start in range(low, high, _CHUNK_NUMEL) if copy is not tensor else ():
@@ -103,9 +104,10 @@ def restore_files(
         if spec.name not in matched:
             continue
         tensor = matched[spec.name]
-        if spec.order and spec.order != tuple(range(len(spec.shape))):  # the file's is of indices
+        # the file has row-major order
+        if spec.order and spec.order != tuple(range(len(spec.shape))):
             values = spec.to_elements(tensor.value())[low:high]
-        elif spec.is_opaque:  # a component, whose slot has bytes
+        elif spec.is_opaque:  # a component's slot has bytes
             size = spec.dtype.itemsize
             values = tensor.read(low // size, high // size).view(torch.uint8)
         else:
@@ -122,13 +124,13 @@ def full_state_dict(
     if rank is not None and not 0 <= rank < state.control.world_size:
         raise ValueError(f"rank = {rank}: expected a rank below {state.control.world_size}")
     by_name: dict[str, Tensor] = {}
-    # a collective: every rank goes on to the end
+    # a collective: every rank must iterate to the end
     for keys, value in _entries(state, state.full_params(rank, dtype=dtype), dtype):
         by_name |= dict.fromkeys(keys, value)
     if rank not in (None, state.control.rank):
         return {}
     by_name |= state.buffers()
-    # In torch's order: a module's names, and behind them what it saves besides.
+    # Order as in torch: a module's own entries, then extra entries that it saves.
     by_module: dict[str, list[str]] = {}
     known = state.names()
     for name in known:
@@ -143,20 +145,20 @@ def full_state_dict(
 
 
 def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return all values by the layout's names, which has components of quantized parameters."""
+    """Return all values by the layout's names, which include components of quantized parameters."""
     return {spec.name: _cast(t, spec, dtype) for spec, t in state.full_params(dtype=dtype)}
 
 
 def _entries(
     state: ShardedState, params: Iterable[tuple[ParamSpec, Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield the state dict's parameters, each with its names.
+    """Yield entries of the state dict: their names and value.
 
-    A module that holds quantized parameters saves these itself, as soon as all of their components
-    are there: in a model of blocks, those of one block at a time.
+    A module with quantized parameters makes its own entries once all their components have been
+    gathered. In a model of blocks, memory then holds the components of one block at a time.
     """
     whole = {id(q.param): q for q in state.quantized if not q.is_plain}
-    # Each module with quantized parameters by path, these, and their components' names.
+    # By module path: the module, its quantized parameters, and the names of their components.
     holders: dict[str, tuple[nn.Module, tuple[Quantized, ...], frozenset[str]]] = {}
     for path, module in state.module.named_modules(remove_duplicate=False):
         quantized = tuple(whole[id(p)] for p in module._parameters.values() if id(p) in whole)
@@ -186,7 +188,7 @@ def _saved_by(
     state: ShardedState,
     values: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return what a module itself saves of ``quantized`` parameters, from ``values`` by name."""
+    """Return the entries that ``module`` itself makes of ``quantized`` parameters."""
     prefix = f"{path}." if path else ""
     components = {id(c): c for q in quantized for c in q.components}
     with access.opened(module._parameters.values()):
@@ -221,7 +223,7 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
     if state.control.rank == 0:
         files = ModelFiles(directory)
         try:
-            # Tied weights are stored once: the readers tie them again.
+            # Tied weights are stored once, because readers tie them again.
             for names, value in _entries(state, params, dtype):
                 files.add(names[0], value)
             for name, buffer in state.buffers().items():
@@ -229,10 +231,10 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
             files.finish()
         except Exception as error:
             files.discard()
-            if not has_gathered:  # the other ranks are within a collective, or failed as well
+            if not has_gathered:  # the other ranks are in a collective, or have failed as well
                 raise
             failure = error
-    for _ in params:  # a collective: every rank goes on to the end, after an error of a file too
+    for _ in params:  # a collective: every rank must iterate to the end, even after a file error
         pass
 
     def report() -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration, typed. Reading one needs no torch."""
+"""DeepSpeed's JSON configuration, typed. Loading a configuration needs no torch."""
 
 from typing import TYPE_CHECKING, Any
 

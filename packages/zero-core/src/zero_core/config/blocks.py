@@ -1,9 +1,9 @@
-"""Blocks of the configuration: every key with its type, its range and its default.
+"""Blocks of the configuration: every key with its type, range and default.
 
 Names and defaults are DeepSpeed's, except for keys marked as not in DeepSpeed's configuration.
-`zero_core.config.schema` reads a configuration; `zero_core.config.rules` checks its keys against
-each other. A key that this engine does not need has its default and the reason in `unneeded`.
-Types and ranges of ``optimizer.params`` and ``scheduler.params`` are in two tables, by name.
+`zero_core.config.schema` reads a configuration. `zero_core.config.rules` checks keys against each
+other. A key without effect has its default and the reason in a call of `unneeded`. Two tables have
+the types and ranges of the keys in ``optimizer.params`` and ``scheduler.params``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LARGEST = 2**63
 
 
 def as_whole(value: Any) -> Any:
-    """Return ``value``, converted to int if it is a whole float: JSON's 5e8 is one in Python."""
+    """Return ``value``, as an int if it is a whole float: JSON's 5e8 is a float in Python."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def as_kind(value: Any, *kinds: Any) -> Any:
-    """Return ``value`` as the first of ``kinds`` that it stands for in DeepSpeed, or as it is."""
+    """Return ``value`` converted to the first of ``kinds`` that accepts it, or unchanged."""
     if not isinstance(value, str | int | float) or type(value) in kinds:
         return value
     for kind in kinds:
@@ -52,22 +52,22 @@ _Pair = (
 )
 _Betas = Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], *_Pair]
 _TwoNumbers = Annotated[list[_NonNegative], *_Pair]
-# One for all parameter groups, or a list of one for each.
+# One value for all parameter groups, or a list with one value per group.
 _OneOrMore = BeforeValidator(lambda v: list(v) if isinstance(v, list | tuple) else [v])
 _Rates = Annotated[list[_NonNegative], _OneOrMore]
 _Momenta = Annotated[list[_Fraction], _OneOrMore]
-_Epsilons = Annotated[list[_NonNegative | None], _OneOrMore]  # Adafactor has two
+_Epsilons = Annotated[list[_NonNegative | None], _OneOrMore]  # Adafactor has a pair of epsilons
 
 
 def _params(kinds: Mapping[Any, str]) -> type[BaseModel]:
-    """Return the block whose keys, all of them optional, are of the ``kinds``."""
+    """Return a block with optional keys. ``kinds`` has the key names of each type."""
     fields: dict[str, Any] = {k: (kind, None) for kind, keys in kinds.items() for k in keys.split()}
     config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
     return pydantic.create_model("params", __config__=config, **fields)
 
 
 def params_of(kind: type[BaseModel]) -> pydantic.AfterValidator:
-    """Return the check of ``params`` as of ``kind``, except for "auto", yet to be filled in."""
+    """Return a validator of ``params`` by block ``kind``. Values "auto" are not checked."""
 
     def check(params: dict[str, Any]) -> dict[str, Any]:
         given = {k: v for k, v in params.items() if not isinstance(v, str) or v != "auto"}
@@ -78,7 +78,7 @@ def params_of(kind: type[BaseModel]) -> pydantic.AfterValidator:
 
 
 def strings(what: str) -> BeforeValidator:
-    """Return the conversion of a list of strings to a tuple. An error calls it ``what``."""
+    """Return a validator that converts a list of strings to a tuple. ``what`` is for messages."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
@@ -94,7 +94,7 @@ WeightFormat = Literal["int8", "int4", "e4m3", "e5m2", "int4_difference"]
 
 
 def unneeded(default: Any, why: str) -> Any:
-    """Return the field of a key that is accepted without effect."""
+    """Return the field of a key that is accepted without effect, for the reason ``why``."""
     return Field(default, json_schema_extra={"no effect": why})
 
 
@@ -155,7 +155,7 @@ class OffloadOptimizerConfig(_Block):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _say_it_once(cls, block: Any) -> Any:
-        """Drop the default ``ratio`` where ``parameters`` or ``device_budget`` replaces it."""
+        """Drop the default ``ratio`` if ``parameters`` or ``device_budget`` replaces it."""
         keys = ("parameters", "device_budget")
         if isinstance(block, Mapping) and any(block.get(key) is not None for key in keys):
             return {"ratio": None, **block}
@@ -224,15 +224,15 @@ class ModulesConfig(_Block):
 
 
 class LeafModuleConfig(ModulesConfig):
-    """``zero_optimization.leaf_module``: modules that are one unit each, with everything in them.
+    """``zero_optimization.leaf_module``: modules that are one unit each, with all submodules.
 
-    A module with ``_is_zero_leaf = True`` is one, too. DeepSpeed's default classes (the experts of
-    some models) are within units in any case.
+    A module with ``_is_zero_leaf = True`` is a leaf, too. DeepSpeed's default classes (the experts
+    of some models) are within units in any case.
     """
 
 
 class ZeroConfig(_Block):
-    """``zero_optimization``."""
+    """``zero_optimization``: ZeRO stage, offload and communication."""
 
     stage: Annotated[int, Field(ge=0, le=3), _Whole] = 0
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
@@ -323,14 +323,14 @@ class ZeroConfig(_Block):
 
     @property
     def rounding_key(self) -> str | None:
-        """Path of the first key that asks for messages in fewer bits, which round."""
+        """Path of the first key that quantizes messages, which rounds values."""
         kinds = ("weights", "nontrainable_weights", "gradients")
         keys = [f"zero_quantized_{kind}" for kind in kinds]
         return next((f"zero_optimization.{key}" for key in keys if getattr(self, key)), None)
 
     @property
     def quantized_key(self) -> str | None:
-        """Path of the first key that asks for shorter messages or secondary shards."""
+        """Path of the first key that compresses messages or keeps secondary shards."""
         exact = {
             "zero_lossless_weights": self.zero_lossless_weights,
             "zero_lossless_gradients": self.zero_lossless_gradients,
@@ -346,7 +346,7 @@ class Fp16Config(_Block):
     enabled: bool = False
     loss_scale: _NonNegative = 0.0
     """Static loss scale. 0 selects a dynamic one."""
-    initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16  # fp32 ends there
+    initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16  # 2**127 is fp32's limit
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
@@ -357,7 +357,7 @@ class Fp16Config(_Block):
 
 
 class Bf16Config(_Block):
-    """``bf16``: bfloat16 compute over fp32 master weights, unless bf16 ones are asked for."""
+    """``bf16``: bfloat16 compute over master weights in fp32, or optionally in bf16."""
 
     enabled: bool = False
     immediate_grad_update: bool = unneeded(False, "a gradient is handed on as soon as it is there")
@@ -371,9 +371,10 @@ class Bf16Config(_Block):
 class TorchAutocastConfig(_Block):
     """``torch_autocast``: `torch.autocast` around each forward, over weights in fp32.
 
-    With ``bf16`` or ``fp16`` as well, which must name the same dtype, weights are in that dtype.
-    Float16 comes with a dynamic loss scale, as of `torch.amp.GradScaler`; the block ``fp16`` sets
-    it if it is enabled. At stage 3 a weight is cast for each use, and once more in backward.
+    If ``bf16`` or ``fp16`` is also enabled, it must name the same dtype, and weights have that
+    dtype. Float16 uses a dynamic loss scale with the defaults of `torch.amp.GradScaler`, or with
+    the settings of ``fp16`` if enabled. At stage 3 a weight is cast for each use, and again in
+    backward.
     """
 
     enabled: bool = False
@@ -385,7 +386,7 @@ class TorchAutocastConfig(_Block):
     @pydantic.field_validator("dtype", mode="before")
     @classmethod
     def _name_dtype(cls, value: Any) -> Any:
-        """Take torch's names of the two, too."""
+        """Accept torch's names of the dtypes, too."""
         long = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
         name = str(value).removeprefix("torch.")
         return long.get(name, name)
@@ -420,7 +421,7 @@ class ActivationCheckpointingConfig(_Block):
 class TiledComputeConfig(_Block):
     """``tiled_compute``: modules that are computed a few tokens at a time, for long sequences.
 
-    Each tile is computed again in backward (ALST, arXiv 2506.13996).
+    Backward recomputes each tile (ALST, arXiv 2506.13996).
     """
 
     tile_tokens: PositiveInt = 2048
@@ -431,8 +432,8 @@ class TiledComputeConfig(_Block):
     """Heads, such as ``{"names": ["lm_head"]}``: the cross entropy of their output is tiled."""
 
 
-# Which ``params`` an optimizer or a schedule takes is known where it is made. A name means the
-# same for all of them. A value of any other name must be finite, as all values.
+# An optimizer's or schedule's own keys are checked when it is made. Here, a name has the same type
+# and range for all of them. Values of other names must only be finite.
 OPTIMIZER_PARAMS = _params(
     {
         _NonNegative: "lr muon_lr adam_lr weight_decay momentum alpha lr_decay t0 momentum_decay "
@@ -517,7 +518,7 @@ class StepRecordsConfig(_Block):
 
 
 class WeightPatchesConfig(_Block):
-    """``weight_patches``: what `zero_core.Engine.weight_patch` knows of earlier versions.
+    """``weight_patches``: log of changes for `zero_core.Engine.weight_patch`.
 
     Not in DeepSpeed's configuration.
     """
@@ -530,7 +531,7 @@ class WeightPatchesConfig(_Block):
 
 
 class Config(_Block):
-    """Resolved configuration."""
+    """Resolved configuration, with all defaults filled in."""
 
     train_batch_size: PositiveInt
     train_micro_batch_size_per_gpu: PositiveInt
@@ -593,24 +594,24 @@ class Config(_Block):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Dtype that floating parameters are cast to, or None to keep each one's own."""
+        """Dtype that floating-point parameters are cast to. None keeps each parameter's dtype."""
         from zero_core.config.dtypes import DTYPES
 
         return None if self.half_precision is None else DTYPES[self.half_precision]
 
     @property
     def half_precision(self) -> Literal["bf16", "fp16"] | None:
-        """Name of `compute_dtype`."""
+        """Name of `compute_dtype`, or None."""
         if self.bf16.enabled:
             return "bf16"
         return "fp16" if self.fp16.enabled else None
 
     @property
     def is_vertical(self) -> bool:
-        """Whether a step's micro-batches go through each unit in turn.
+        """Whether each unit processes all micro-batches of a step before the next unit starts.
 
-        With "auto": where a unit is gathered for each use (stage 3, with other ranks or offloaded
-        parameters) and recomputed, so that no more than the inputs of blocks are kept.
+        "auto" selects this if units are gathered for each use (stage 3, with other ranks or
+        offloaded parameters) and recomputed, so that only the inputs of blocks are kept.
         """
         steps, zero = self.gradient_accumulation_steps, self.zero_optimization
         if steps == 1 or self.accumulation_schedule != "auto":
@@ -621,13 +622,13 @@ class Config(_Block):
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether every block is computed again in backward."""
+        """Whether every block is recomputed in backward."""
         block = self.activation_checkpointing
         return block is not None and block.enabled
 
     @property
     def extension_keys(self) -> tuple[str, ...]:
-        """Keys that ask for an extension of `zero_core.extensions`, in the order of attachment."""
+        """Keys that request an extension of `zero_core.extensions`, in the order of attachment."""
         zero = self.zero_optimization
         asked = {
             "check_replicas_every": self.check_replicas_every,
@@ -642,55 +643,56 @@ class Config(_Block):
 
     @property
     def has_inputs_on_host(self) -> bool:
-        """Whether blocks' inputs wait for recomputation in host memory. No effect on a CPU.
+        """Whether blocks' inputs are kept in host memory until recomputation. No effect on a CPU.
 
-        With the vertical schedule gradients of tied weights wait there, too.
+        With the vertical schedule, gradients of tied weights are kept there, too.
         """
         block = self.activation_checkpointing
         return block is not None and block.enabled and block.cpu_checkpointing
 
     @property
     def own_masters(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of parameters that are their own master weights, with states of their dtype."""
+        """Dtypes of parameters that are their own master weights, with states of the same dtype."""
         from zero_core.config.dtypes import DTYPES, WIDE_DTYPES
 
         return (*WIDE_DTYPES, DTYPES["bf16"]) if self.has_bf16_masters else WIDE_DTYPES
 
     @property
     def has_bf16_masters(self) -> bool:
-        """Whether parameters in bf16 are their own master weights. A host keeps fp32 ones."""
+        """Whether bf16 parameters are their own master weights (never with offload)."""
         is_here = self.zero_optimization.offload_optimizer.device == "none"
         return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads and is_here
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the master weights of parameters of a compute ``dtype``."""
+        """Return the dtype of the master weights of parameters with compute dtype ``dtype``."""
         from zero_core.config.dtypes import master_dtype
 
         return master_dtype(dtype, self.own_masters)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """Dtype of `torch.autocast` around each forward, or None."""
+        """Dtype of `torch.autocast` around each forward, or None if autocast is off."""
         from zero_core.config.dtypes import DTYPES
 
         return DTYPES[self.torch_autocast.dtype] if self.torch_autocast.enabled else None
 
     @property
     def loss_scaling(self) -> Fp16Config:
-        """Settings of the loss scale, which is used if they are ``enabled``."""
+        """Settings of the loss scale, used if ``enabled``."""
         autocast = self.torch_autocast
         if self.fp16.enabled or not (autocast.enabled and autocast.dtype == "fp16"):
             return self.fp16
-        return Fp16Config(enabled=True, loss_scale_window=2000, hysteresis=1)  # torch's GradScaler
+        # Defaults of torch.amp.GradScaler.
+        return Fp16Config(enabled=True, loss_scale_window=2000, hysteresis=1)
 
     @property
     def can_cancel_steps(self) -> bool:
-        """Whether a step may be clipped or skipped for what a gradient of it brings."""
+        """Whether a step may be clipped or skipped because of a gradient."""
         return bool(self.gradient_clipping or self.loss_scaling.enabled or self.check_grad_overflow)
 
     @property
     def buffer_dtype(self) -> torch.dtype | None:
-        """Dtype that floating buffers are cast to, or None to keep each one's own."""
+        """Dtype that floating-point buffers are cast to. None keeps each buffer's dtype."""
         name = self.data_types.buffer_dtype
         if name == "as_made":
             return None
@@ -699,7 +701,7 @@ class Config(_Block):
         return self.compute_dtype if name is None else DTYPES[name]
 
     def on_nodes(self, ranks_per_node: int, world_size: int) -> Config:
-        """Return it with ``zero_hpz_partition_size`` "node" filled in: 1 where one node is all."""
+        """Return a copy with ``zero_hpz_partition_size`` "node" resolved: 1 for a single node."""
         zero = self.zero_optimization
         if zero.zero_hpz_partition_size != "node":
             return self

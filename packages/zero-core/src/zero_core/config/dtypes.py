@@ -1,4 +1,4 @@
-"""Torch's dtypes by the configuration's names. The rest of `zero_core.config` needs no torch."""
+"""Torch's dtypes by the configuration's names. The package's only module that needs torch."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 def master_dtype(dtype: torch.dtype, own: Collection[torch.dtype]) -> torch.dtype:
-    """Return the dtype of the master weights of a ``dtype``: itself if it is ``own``, or fp32."""
+    """Return the dtype of master weights for a parameter dtype: itself if in ``own``, else fp32."""
     return dtype if dtype in own else torch.float32

@@ -1,9 +1,9 @@
 """JSON Schema of the configuration, for editors and other programs.
 
-The file `SCHEMA_FILE` is made from the typed blocks by ``python -m zero_core.config.json_schema``.
-It accepts every configuration that `load_config` accepts, but for numbers and booleans in another
-form ("2", "true", 1), and "auto" in the ``params`` of an optimizer or a schedule, where the train
-program and Trainers fill it in. Rules between keys are checked by `load_config` alone.
+``python -m zero_core.config.json_schema`` writes `SCHEMA_FILE` from the typed blocks. The schema
+accepts the configurations of `load_config`, except for numbers and booleans of another JSON type
+("2", "true", 1). It also accepts "auto" in the ``params`` of an optimizer or a schedule, where the
+train program and Trainers replace it. Only `load_config` checks rules between keys.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ _Schema = dict[str, Any]
 
 
 def make_schema() -> _Schema:
-    """Return the JSON Schema (draft 2020-12) of the configuration."""
     schema = Config.model_json_schema()
     kinds = schema["$defs"]
-    # Validators and `load_config` convert more to these types.
+    # Validators and `load_config` also convert strings to these types.
     for name in ("ModulesConfig", "LeafModuleConfig"):
         for value in kinds[name]["properties"].values():
             value["type"] = ["array", "string"]
-    # the two dtypes are given by torch's names, too
+    # torch's names of the two dtypes are valid, too
     kinds["TorchAutocastConfig"]["properties"]["dtype"] = {"type": "string", "default": "bf16"}
     kinds["Bf16Config"]["properties"]["check_grad_overflow"] = {"type": "boolean"}
     for name in ("Optimizer", "Scheduler"):
@@ -53,7 +52,7 @@ def make_schema() -> _Schema:
 
 
 def schema_text() -> str:
-    """Return the text of `SCHEMA_FILE`: a line per key."""
+    """Return the text of `SCHEMA_FILE`, with one line per key."""
     return _as_text(make_schema()) + "\n"
 
 
@@ -67,7 +66,7 @@ def _as_text(value: Any, name: str = "", indent: str = "") -> str:
 
 
 def _taken(value: _Schema) -> _Schema:
-    """Return the schema of a key: ``value``, or null, which stands for the default."""
+    """Return the schema of a key: ``value``, or null for the default."""
     kind = {k: v for k, v in value.items() if k not in ("title", "description", "no effect")}
     if "no effect" in value:
         kind["description"] = f"Without effect: {value['no effect']}."
@@ -76,10 +75,10 @@ def _taken(value: _Schema) -> _Schema:
     if "anyOf" in kind or "$ref" in kind:
         choices = kind.pop("anyOf", None) or [{"$ref": kind.pop("$ref")}]
         if isinstance(kind.get("default"), dict):
-            del kind["default"]  # it repeats the defaults of the block's keys
+            del kind["default"]  # repeats the defaults of the block's keys
         null = {"type": "null"}
         return {"anyOf": [*(c for c in choices if c != null), null], **kind}
-    if "le" in kind:  # pydantic's name, where one bound is put on another
+    if "le" in kind:  # pydantic writes "le" if a bound is set twice
         kind["maximum"] = kind.pop("le")
     if "enum" in kind:
         kind["enum"] = [*kind["enum"], None]
@@ -89,7 +88,7 @@ def _taken(value: _Schema) -> _Schema:
 
 
 def _of_params(model: type[BaseModel]) -> _Schema:
-    """Return the schema of ``params``: "auto" at every key, one value for a list of any length."""
+    """Return the schema of ``params``. "auto" is valid at every key, and a scalar for a list."""
     params = model.model_json_schema()
     for key, value in params["properties"].items():
         choices = [{k: v for k, v in value.items() if k not in ("default", "title")}]

@@ -1,7 +1,7 @@
 """Rules between the keys of a configuration, and the keys that have no effect.
 
-A key is honoured, or accepted because this engine does not need it (`UNNEEDED` gives the reason),
-or refused with a `ConfigError`. None is accepted and ignored in silence.
+Each key is used, or accepted because this engine does not need it (`UNNEEDED` has the reason), or
+refused with a `ConfigError`. No key is silently ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FURTHER_KEYS: Mapping[str, Any] = {
 
 
 def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop DeepSpeed's further keys at the values that describe this engine, and ``$schema``."""
+    """Drop ``$schema`` and those of DeepSpeed's further keys whose values match this engine."""
     for key, same in FURTHER_KEYS.items():
         value = as_kind(raw.get(key, same), type(same))
         is_off = isinstance(value, Mapping) and as_kind(value.get("enabled"), bool) is False
@@ -33,13 +33,13 @@ def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key} = {value!r} is not served; leave the key out (same as {same!r})"
             )
     dropped = {*FURTHER_KEYS}
-    if isinstance(raw.get("$schema"), str):  # where an editor finds the JSON Schema
+    if isinstance(raw.get("$schema"), str):  # editors find the JSON Schema by this key
         dropped.add("$schema")
     return {k: v for k, v in raw.items() if k not in dropped}
 
 
 def check_rules(config: Config, world_size: int) -> None:
-    """Refuse combinations that are wrong, and features that are not served."""
+    """Raise ConfigError for contradictory keys and for unsupported features."""
     zero, bf16, again = config.zero_optimization, config.bf16, config.activation_checkpointing
     offload, is_here = zero.offload_optimizer, zero.offload_optimizer.device == "none"
     half = config.half_precision
@@ -122,7 +122,7 @@ def check_rules(config: Config, world_size: int) -> None:
             f"{zero.stage}: at lower stages every rank holds all parameters; leave the key out or "
             "set stage to 3"
         )
-    # one rank gathers nothing
+    # a single rank gathers nothing
     if world_size > 1 and partition != "node" and world_size % partition > 0:
         raise ConfigError(
             f"zero_optimization.zero_hpz_partition_size = {partition} must divide the number of "
@@ -209,7 +209,7 @@ def check_rules(config: Config, world_size: int) -> None:
 
 
 def find_unneeded(raw: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, str]]:
-    """Yield path, value and reason of the keys of ``raw`` that have no effect in ``config``."""
+    """Yield path, value and reason of each key of ``raw`` that has no effect in ``config``."""
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
     has_weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
     has_gradients = zero.zero_quantized_gradients

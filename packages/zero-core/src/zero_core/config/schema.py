@@ -1,9 +1,9 @@
-"""Reading of the configuration: DeepSpeed's JSON, typed, with every default spelled out.
+"""Loading of the configuration: DeepSpeed's JSON, typed, with every default filled in.
 
-In a `Config` the batch triple multiplies out, and no key was ignored in silence:
+In a `Config` the batch sizes are consistent, and no key was silently ignored.
 `zero_core.config.blocks` has the keys, `zero_core.config.rules` the rules between them. Names and
 defaults follow DeepSpeed's documentation of its JSON configuration, except that
-``gradient_clipping`` is off unless the key is there.
+``gradient_clipping`` is off by default.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
 
     Args:
         source: the configuration as a mapping, or the path of its JSON file.
-        world_size: number of data-parallel ranks; the batch triple is resolved with it.
+        world_size: number of data-parallel ranks, which also resolves the batch sizes.
 
     Raises:
         ConfigError: with the path of the key, what was found, and what to do.
@@ -56,7 +56,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
         source = parse_json(read_config_text(Path(source)), str(source))
     check_plain(source)
     given = raw = as_typed(_without_nulls(source), Config)
-    # bf16.check_grad_overflow is DeepSpeed's place for it; here it holds at every precision.
+    # DeepSpeed has check_grad_overflow in the block bf16. Here it applies at every precision.
     bf16, zero = raw.get("bf16"), raw.get("zero_optimization")
     if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
         raw = {**raw, "bf16": {k: v for k, v in bf16.items() if k != "check_grad_overflow"}}
@@ -85,10 +85,10 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
 
 
 def load_effective(written: Mapping[str, Any]) -> Config:
-    """Read the configuration in effect again, from what ``Config.model_dump(mode="json")`` wrote.
+    """Load a resolved configuration from the result of ``Config.model_dump(mode="json")``.
 
-    It has all keys, with their defaults. `load_config` refuses some of those defaults where they
-    are given, such as a ratio without offload.
+    Such a configuration has all keys with their defaults. `load_config` would refuse some of the
+    defaults as explicit values, such as a ratio without offload.
 
     Raises:
         ConfigError: a key or a type that the configuration does not have.
@@ -100,13 +100,13 @@ def load_effective(written: Mapping[str, Any]) -> Config:
 
 
 def read_config_text(path: Path, name: str = "the configuration") -> str:
-    """Return the UTF-8 text of a regular file of at most 4 MiB. Messages call it ``name``."""
+    """Return the UTF-8 text of a regular file of at most 4 MiB. ``name`` is for messages."""
     place = str(path)
-    if len(place) > _MAX_SHOWN:  # its end has the file's name
+    if len(place) > _MAX_SHOWN:  # keep the end of the path, which has the file's name
         place = f"...{place[-_MAX_SHOWN:]}"
     problem = f"cannot read {name} {place!r}"
     try:
-        # Before it is opened: opening a pipe without a writer would never end.
+        # Checked before opening, because opening a pipe without a writer would block forever.
         is_regular, content = stat.S_ISREG(path.stat().st_mode), b""
         if is_regular:
             with path.open("rb") as file:
@@ -114,7 +114,7 @@ def read_config_text(path: Path, name: str = "the configuration") -> str:
         text = content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{problem}: {error.strerror}") from None
-    except ValueError as error:  # not UTF-8, or a zero character in the path
+    except ValueError as error:  # not UTF-8, or a NUL character in the path
         raise ConfigError(f"{problem}: {error}") from None
     if not is_regular:
         raise ConfigError(f"{problem}: not a regular file")
@@ -124,7 +124,7 @@ def read_config_text(path: Path, name: str = "the configuration") -> str:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Parse a JSON object without duplicate keys. Messages call it ``name``."""
+    """Parse a JSON object without duplicate keys. ``name`` is for messages."""
     doubled: list[tuple[dict[str, Any], str]] = []
 
     def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -139,19 +139,19 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=as_dict)
     except RecursionError:
         raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep") from None
-    except ValueError as error:  # no JSON, or a number of thousands of digits
+    except ValueError as error:  # invalid JSON, or a number with thousands of digits
         raise ConfigError(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object, found {type(value).__name__}")
     if doubled:
-        block, key = doubled[0]  # in no path if it was itself given twice
+        block, key = doubled[0]  # `_walk` misses a block that a duplicate key has replaced
         where = next((_name_path((*p, key)) for p, inner in _walk(value) if inner is block), key)
         raise ConfigError(f"{name}: {where}: duplicate key {shown(key)}: keep one of them")
     return value
 
 
 def check_plain(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration that cannot be one, whatever its keys mean."""
+    """Raise ConfigError for non-string keys, non-finite numbers and numbers above 64 bits."""
     for path, value in _walk(config):
         name = _name_path(path)
         if isinstance(value, Mapping):
@@ -169,7 +169,6 @@ _Path = tuple[Any, ...]
 
 
 def _walk(config: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
-    """Yield the path and the value of every block, list and value."""
     left: list[tuple[_Path, Any]] = [((), config)]
     while left:
         path, value = left.pop()
@@ -185,22 +184,21 @@ def _walk(config: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
 
 
 def _name_path(path: Sequence[Any]) -> str:
-    """Return the name of a key in messages: one line, whatever the keys are."""
     names = (str(key) for key in path)
     return ".".join(n if n.isprintable() and len(n) <= _MAX_SHOWN else shown(n) for n in names)
 
 
 def shown(value: Any) -> str:
-    """Quote ``value`` in a message: one line, shortened."""
+    """Return a short, one-line quotation of ``value`` for messages."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # an integer with thousands of digits
         return f"a number of {value.bit_length()} bits"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop keys that are null: in DeepSpeed's JSON that means the default."""
+    """Drop keys with the value null, which means the default in DeepSpeed's JSON."""
     return {
         k: _without_nulls(v) if isinstance(v, Mapping) else v
         for k, v in block.items()
@@ -209,10 +207,10 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_typed(block: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
-    """Return ``block``, a ``kind``, with numbers and booleans in the place of their texts.
+    """Return ``block``, of type ``kind``, with strings converted to numbers and booleans.
 
-    As in DeepSpeed, "2" is a number where one is meant, and "true", 1 and 0 are booleans: templates
-    and command lines write them. What is neither stays as it is, and is refused by its type.
+    As in DeepSpeed, "2" is a valid number, and "true", 1 and 0 are valid booleans: templates and
+    command lines write them. Other values stay unchanged, and the type check refuses them.
     """
     typed: dict[str, Any] = {}
     for key, value in block.items():
@@ -227,7 +225,7 @@ def as_typed(block: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types of values, none of lists, that a field of type ``annotation`` takes."""
+    """Yield the scalar types in ``annotation``, the type of a field."""
     if get_origin(annotation) in (Annotated, Union, UnionType):
         for inner in get_args(annotation):
             yield from _kinds(inner)
@@ -236,7 +234,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
-    """Resolve the batch size = micro-batch size * accumulation steps * ranks from two of them."""
+    """Compute the missing values of batch size = micro-batch size * accumulation steps * ranks."""
     given: dict[str, int] = {}
     for key in (key for key in _BATCH if key in raw):
         value = as_whole(raw[key])
@@ -274,7 +272,7 @@ def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
 def explain(
     error: pydantic.ValidationError, kind: type[BaseModel], raw: Any, place: str = ""
 ) -> str:
-    """Return one line for each key that is wrong in ``raw``, a ``kind`` at ``place``."""
+    """Return one line per wrong key of ``raw``, a block of type ``kind`` at path ``place``."""
     causes: dict[str, list[str]] = {}
     for found in error.errors(include_url=False, include_context=False):
         path, block = _key_of(found["loc"], kind, raw)
@@ -291,7 +289,7 @@ def explain(
 
 
 def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[BaseModel] | None]:
-    """Return the path in ``raw`` of an error's ``loc``, which unions lengthen, and its block."""
+    """Return the path in ``raw`` of an error's ``loc``, without union members, and its block."""
     block: type[BaseModel] | None = None
     inner: type[BaseModel] | None = kind
     for depth, key in enumerate(loc):

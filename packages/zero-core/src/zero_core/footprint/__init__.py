@@ -1,7 +1,7 @@
-"""Memory and traffic of a run before it: what `zero_core.plan` returns, and how it is found.
+"""Memory and traffic of a run before it starts: `zero_core.plan` and its computations.
 
-`plan` is the entry. The rest serves who predicts times on top of it, as `zero_engine.planning`
-does: operators of a step, a tier's bytes, calls of each exchange, and how a gradient accumulates.
+`plan` is the entry point. The other names serve time predictions, as in `zero_engine.planning`:
+operators of a step, a tier's bytes, calls of each exchange, and accumulation of gradients.
 """
 
 from zero_core.comm.meter import Links, Traffic

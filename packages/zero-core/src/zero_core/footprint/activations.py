@@ -1,10 +1,10 @@
-"""A micro-batch on the meta device: bytes that autograd saves, operators that run.
+"""A micro-batch on the meta device: bytes that autograd saves, and operators that run.
 
 [Note: amounts]
 operations  of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts
-            them; where one curve stands for all products, their bytes count as well
-bytes       of all other operators: of the tensors that they read and write. Rows that an embedding
-            looks up count, its table does not. Views have none
+            them. `Operator.nbytes` has the bytes of products, too
+bytes       of all other operators: of the tensors that they read and write. An embedding counts
+            the rows that it reads, not its table. Views have none
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
 class Operator:
     """One call of an operator."""
 
-    kind: str  # its name without overload; that of attention is `ATTENTION` for all kernels
-    dtype: str  # name of the dtype that it computes in
+    kind: str  # name without overload; `ATTENTION` for all attention kernels
+    dtype: str  # name of the dtype of the computation
     amount: int  # see [Note: amounts]
-    is_product: bool  # whether the amount are operations
+    is_product: bool  # whether the amount is a number of operations
     nbytes: int = 0  # bytes that a product reads and writes
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
         """Describe a call of ``func`` that returned ``out``."""
-        # Imported late: with torch 2.15 it imports Triton.
+        # Imported late, because it imports Triton with torch 2.15.
         flops: Any = importlib.import_module("torch.utils.flop_counter")
         packet = func.overloadpacket
         kind = packet.__name__
@@ -64,7 +64,7 @@ class Operator:
         if kind.startswith(_ATTENTION):
             is_backward = "backward" in kind
             query, key, value = (t.shape for t in read[is_backward : 3 + is_backward])
-            # Of grouped heads as of so many heads each: torch 2.10 counts no groups.
+            # Expand grouped heads, because the flop counter of torch 2.10 does not support groups.
             key, value = (query[:-2] + shape[-2:] for shape in (key, value))
             if is_backward:
                 operations = flops.sdpa_backward_flop_count(read[0].shape, query, key, value)
@@ -88,40 +88,40 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of ``tensors``, those of expanded ones once."""
+    """Return the bytes of ``tensors``, without the copies of expanded tensors."""
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch on the meta device: what it saves and what it computes."""
+    """Saved bytes and operators of one micro-batch on the meta device."""
 
-    saved_bytes: int  # bytes that autograd saves for backward, parameters and buffers not counted
-    # those with activation checkpointing: a block saves its inputs alone, and one block at a time
-    # what it saves else
+    saved_bytes: int  # bytes that autograd saves for backward, without parameters and buffers
+    # the same with activation checkpointing: the inputs of all blocks, and all saved bytes of one
+    # block
     recomputed_bytes: int
-    # calls of each operator in forward, by unit. What is computed between units counts to the root
-    # before the first block, and to the last unit after it
+    # calls of each operator in forward, by unit. Code between units counts for the root before the
+    # first block, and for the last unit after it
     forward: Mapping[int, Counter[Operator]]
-    backward: Counter[Operator] | None  # without recomputation; None: not traced
-    kept_bytes: int  # inputs of blocks, and what is saved in front of them
+    backward: Counter[Operator] | None  # operators of backward alone. None if not traced
+    kept_bytes: int  # inputs of blocks, and bytes saved before the first block
     border_bytes: int  # the largest input of a block
-    epilogue_bytes: int  # of what is saved, that behind the blocks
-    # bytes of each of a block's inputs that may wait in host memory, by unit
+    epilogue_bytes: int  # bytes saved after the last block
+    # bytes of each input of a block that may be moved to host memory, by unit
     moved: Mapping[int, Sequence[int]]
-    freed_bytes: int  # bytes that leave the device when inputs wait in host memory
+    freed_bytes: int  # device bytes freed by moving inputs to host memory
 
     def memory(self, config: Config, *, is_accelerated: bool) -> MemoryUse:
-        """Return the bytes that a configuration saves, and of kernels that it makes on a CPU.
+        """Return the bytes of activations for a configuration, and of kernels compiled on a CPU.
 
-        ``is_accelerated``: the compute device is another one than the host.
+        ``is_accelerated``: the compute device is not the host.
         """
         is_again, steps = config.is_recomputed, config.gradient_accumulation_steps
         whole = self.recomputed_bytes if is_again else self.saved_bytes
         each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
         host: dict[str, int] = {}
         if config.has_inputs_on_host and is_accelerated:
-            # The inputs of two successive calls are fetched at a time.
+            # The inputs of two consecutive calls are on the device at the same time.
             sizes = [sum(of_unit) for of_unit in self.moved.values()]
             same = [2 * nbytes for nbytes in sizes] if config.is_vertical else []
             fetched = max([*(a + b for a, b in pairwise([0, *sizes])), *same], default=0)
@@ -132,13 +132,13 @@ class Trace:
                 locked = (page_locked_bytes(n, m * times) for n, m in waiting.items())
                 host["activations"] = sum(locked)
         if config.is_vertical:
-            # All micro-batches, and a gradient of each between two blocks. The code behind the
-            # blocks, and recomputed blocks, run for one at a time.
+            # All micro-batches, and a gradient of each between two blocks. The code after the
+            # blocks, and recomputed blocks, run for one micro-batch at a time.
             whole += steps * (each + self.border_bytes) - each
         device = {"activations": whole}
         calls = set[Operator]().union(*self.forward.values(), self.backward or ())
         products = sum(c.is_product and c.dtype == "bfloat16" for c in calls)
-        if products and not is_accelerated:  # oneDNN compiles a kernel per shape in bf16
+        if products and not is_accelerated:  # oneDNN compiles a kernel per bf16 shape
             device["kernels"] = _CODE_BYTES * products
         return MemoryUse(device, host)
 
@@ -149,11 +149,11 @@ def trace_step(
     inputs: Mapping[str, Any] | Sequence[Any],
     units: Sequence[nn.Module],
 ) -> Trace:
-    """Run one forward, and a backward if it returns a loss, on the meta device.
+    """Run one forward on the meta device, and a backward if the forward returns a loss.
 
     They run in the compute dtype and in the model's current mode (train or eval). The model is not
-    changed. ``inputs`` are keyword or positional arguments of one micro-batch, ``units`` modules,
-    the root first. With ``torch_autocast`` activations count in fp32.
+    changed. ``inputs`` are keyword or positional arguments of one micro-batch. ``units`` are
+    modules, the root first. With ``torch_autocast`` activations count in fp32.
     """
 
     def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:
@@ -196,14 +196,14 @@ def trace_step(
     loss = next((t for t in _tensors(output) if t.requires_grad and t.ndim == 0), None)
     backward: Counter[Operator] | None = None
     if loss is not None:
-        # An operator without shapes raises. NotImplementedError is a RuntimeError.
+        # An operator without meta kernel raises. NotImplementedError is a RuntimeError.
         with suppress(RuntimeError, TypeError, ValueError):
             with tracer:
                 torch.autograd.grad(loss, weights, allow_unused=True)
             backward = sum(tracer.calls.values(), Counter())
-    # A weight's cast under autocast stays to backward if autograd saves the weight. At stage 3 the
+    # Autocast keeps a weight's cast until backward if autograd saves the weight. At stage 3 the
     # engine saves a trained weight's cast as the weight: [Note: saved tensors] in
-    # `zero_core.core.saved`. Vectors stay in fp32.
+    # `zero_core.core.saved`. 1-D weights stay in fp32.
     cast, is_sharded = config.autocast_dtype, config.zero_optimization.stage == 3
     casts = sum(
         param.numel() * cast.itemsize
@@ -218,26 +218,25 @@ def trace_step(
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run within, and what autograd saves, by unit of the forward."""
+    """Counts the operators that run in its context, and tensors that autograd saves, by unit."""
 
     def __init__(self, modules: Sequence[nn.Module], known: set[int]) -> None:
-        """``modules`` of the units, the root first. ``known``: storages of their values."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[int, Counter[Operator]] = {}
-        self.weights: set[int] = set()  # storages of parameters and buffers that are saved
-        self._unit = 0  # index of the one that the forward is in
+        self.weights: set[int] = set()  # storages of parameters and buffers that autograd saves
+        self._unit = 0  # index of the unit that forward is in
         self._known = known
-        self._index_of = {m: i for i, m in enumerate(modules) if m is not modules[0]}  # blocks
+        self._index_of = {m: i for i, m in enumerate(modules) if m is not modules[0]}
         self._last = len(modules) - 1
-        self._is_inside = False  # a block
-        self._is_behind = False  # all blocks
-        # Storages are kept alive, so that no address is used again.
-        self._inputs: dict[int, torch.UntypedStorage] = {}  # of blocks
-        # what is saved, with the unit and whether that is behind the blocks
+        self._is_inside = False  # whether forward is in a block
+        self._is_behind = False  # whether forward is after the last block
+        # Storages are kept alive, so that no address is reused.
+        self._inputs: dict[int, torch.UntypedStorage] = {}  # storages of blocks' inputs
+        # saved storages, each with the unit and whether the unit is after the blocks
         self._saved: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}
         self._sizes: dict[int, list[int]] = {}  # bytes of blocks' positional inputs
-        self._moved: set[int] = set()  # storages of blocks' inputs that may wait on the host
-        self._stay: set[int] = set()  # storages that something else keeps on the device
+        self._moved: set[int] = set()  # storages of blocks' inputs that may be moved to the host
+        self._stay: set[int] = set()  # storages that another reference keeps on the device
 
     def __torch_dispatch__(
         self,
@@ -252,7 +251,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that is saved: the hook of autograd."""
+        """Record a tensor that autograd saves. Serves as autograd's pack hook."""
         number = storage_of(tensor)
         if number in self._known:
             self.weights.add(number)
@@ -270,7 +269,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         backward: Counter[Operator] | None,
     ) -> Trace:
         inputs = [storage.nbytes() for storage in self._inputs.values()]
-        by_unit: Counter[int] = Counter()  # besides inputs
+        by_unit: Counter[int] = Counter()  # saved bytes besides blocks' inputs
         for number, (storage, unit, _) in self._saved.items():
             if number not in self._inputs:
                 by_unit[unit] += storage.nbytes()
@@ -289,7 +288,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def follow(self, stack: ExitStack) -> None:
-        """Follow the forward through the blocks by hooks, until ``stack`` is closed."""
+        """Track the current unit by forward hooks on the blocks, until ``stack`` is closed."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             for tensor in _tensors((args, kwargs)):
@@ -314,17 +313,17 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _WithoutData(TorchFunctionMode):
-    """Mode in which a forward on the meta device saves what it saves on a real one.
+    """Mode in which a forward on the meta device saves the same tensors as on a real device.
 
-    Attention saves what its fused kernels on accelerators and CPUs save: query, key, value, output
-    and a number per row. On the meta device torch decomposes it and saves its matrix. Reductions of
-    masks and positions have a truth value: ``mask.all()`` is true and ``mask.any()`` false, because
-    inputs without padding take the most memory. So ``mask.sum()`` is the number of its elements.
+    Attention saves the tensors of its fused kernels: query, key, value, output and a number per
+    row. Without this mode, torch on the meta device decomposes attention and saves its matrix.
+    Reductions of boolean masks get values: ``mask.all()`` is true, ``mask.any()`` is false, and
+    ``mask.sum()`` is the number of elements. Inputs without padding take the most memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # A truth value or a number of elements. Tensors stay alive, so that no id is reused.
+        # By id: a truth value or element count. Tensors are kept alive, so no id is reused.
         self._values: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_function__(
@@ -363,7 +362,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute the shapes of a fused `torch.nn.functional.scaled_dot_product_attention`."""
+    """Return meta tensors with the shapes of a fused ``scaled_dot_product_attention``."""
     is_mask_trained = attn_mask is not None and attn_mask.requires_grad
     if query.dim() != 4 or query.shape[-1] != value.shape[-1] or is_mask_trained:
         return functional.scaled_dot_product_attention(

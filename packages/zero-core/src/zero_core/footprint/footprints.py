@@ -1,6 +1,6 @@
-"""Closed forms of other packages' memory and traffic, as a plan asks for them.
+"""Memory and traffic of other packages' parts, as closed-form functions for a plan.
 
-A package that serves a part of the configuration announces its closed forms under the entry point
+A package that implements a part of the configuration declares these functions in the entry-point
 group ``zero_core.footprints``. Names, arguments and results are builtins and torch types.
 """
 
@@ -20,7 +20,7 @@ from zero_core.plugins import FOOTPRINTS, call_factory
 
 
 class ReduceFootprint(Protocol):
-    """Bytes of one message of a reduction in two hops: within a node, then between nodes."""
+    """Bytes of one message in each hop of a reduction: within a node, then between nodes."""
 
     @property
     def within_nbytes(self) -> int: ...
@@ -29,9 +29,9 @@ class ReduceFootprint(Protocol):
 
 
 class GatherFootprint(ReduceFootprint, Protocol):
-    """Bytes that a rank hands into a gather's phases: across groups of ranks, then within a group.
+    """Bytes per rank in a gather's phases: across groups of ranks, then within a group.
 
-    If the result of the first phase ``is_kept``, it runs once per version of the weights.
+    If ``is_kept``, the first phase runs once per version of the weights.
     """
 
     @property
@@ -39,7 +39,7 @@ class GatherFootprint(ReduceFootprint, Protocol):
 
 
 class CollectivesFootprint(Protocol):
-    """Bytes that the collectives of a configuration send and keep on each rank."""
+    """Bytes that the configured collectives send and keep on each rank."""
 
     group_size: int
     """Consecutive ranks that form a group of the second phase."""
@@ -49,15 +49,15 @@ class CollectivesFootprint(Protocol):
     def gather(
         self, numel: int, dtype: torch.dtype, *, is_trainable: bool
     ) -> GatherFootprint | None:
-        """Return the bytes of a shard's gather, or None if the engine's collective does it."""
+        """Return the bytes of a shard's gather, or None if the engine's collectives do it."""
 
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
-        """Return the bytes of a shard's reduction, or None if the engine's collective does it."""
+        """Return the bytes of a shard's reduction, or None if the engine's collectives do it."""
 
     def coded_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Return the expected and the most bytes of a coded slice that is sent to another node.
+        """Return the expected and the largest bytes of an encoded slice sent to another node.
 
-        None if slices are sent as they are.
+        None if slices are not encoded.
         """
 
     def memory(
@@ -67,16 +67,16 @@ class CollectivesFootprint(Protocol):
     ) -> dict[str, int]:
         """Return the bytes held between exchanges, by kind.
 
-        ``shards`` has the elements, dtype and trainability of each segment's shard of weights,
-        ``reduced`` the elements, communicated dtype and summed dtype of its gradients.
+        ``shards`` has elements, dtype and trainability of each segment's shard of weights.
+        ``reduced`` has elements, communicated dtype and summed dtype of each gradient shard.
         """
 
 
 class CollectivesFootprintFactory(Protocol):
-    """The entry point ``collectives``, for a resolved ``zero_optimization`` block.
+    """Entry point ``collectives`` of the group ``zero_core.footprints``.
 
     Raises:
-        ValueError: a setting that makes no sense, by key.
+        ValueError: a setting is invalid. The message names the key.
     """
 
     def __call__(
@@ -87,47 +87,47 @@ class CollectivesFootprintFactory(Protocol):
         ranks_per_node: int,
         learning_rate: float | None = None,
     ) -> CollectivesFootprint:
-        """Return the closed forms, of the most bytes without a ``learning_rate``."""
+        """Return the footprint. Without ``learning_rate``, sizes are upper bounds."""
 
 
 class TierFootprint(Protocol):
     """Bytes that one rank's state tier keeps and moves, for any ratio of elements on the host.
 
-    What has a body holds for a tier that is on the host as a whole, and in no file.
+    The default methods describe a tier that is entirely on the host, without files.
     """
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
-        """Return the configured share on the host of ``(name, numel)`` of all trainable params."""
+        """Return the configured host share, given ``(name, numel)`` of all trainable parameters."""
         return 1.0
 
     def device_span(self, ratio: float) -> tuple[int, int]:
-        """Return start and stop of the elements that the device keeps."""
+        """Return the range of elements that the device keeps."""
         return 0, 0
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
-        """Return the bytes on the device by kind, without those of the engine's own tier."""
+        """Return the bytes on the device by kind, except those of the engine's own tier."""
 
     def undo_share(self, ratio: float) -> float:
-        """Return the share of the host's elements for which the undo log has room."""
+        """Return the share of the host's elements that the undo log can hold."""
         return 0.0
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
-        """Return the bytes per step from the device to the host and back."""
+        """Return the bytes per step from the device to the host, and back."""
 
     def uploaded_numel(self, ratio: float) -> Mapping[torch.dtype, int]:
-        """Return the parameters whose difference may go to the device in a step, by dtype."""
+        """Return the elements of parameters uploaded as differences in a step, by dtype."""
         return {}
 
     def file_bytes(self, ratio: float) -> int:
-        """Return the bytes of master weights and states in files, each read and written a step."""
+        """Return the bytes of master weights and states in files, read and written each step."""
         return 0
 
 
 class TierFootprintFactory(Protocol):
-    """The entry point ``state_tier``."""
+    """Entry point ``state_tier`` of the group ``zero_core.footprints``."""
 
     def __call__(
         self,
@@ -147,31 +147,31 @@ class TierFootprintFactory(Protocol):
     ) -> TierFootprint:
         """Return the footprint of the tier that a `zero_core.protocols.StateTierFactory` makes.
 
-        Args, besides those of that factory:
+        Args, in addition to those of that factory:
             params: ``(start, tensor)``: 1-D parameter shards, all on the meta device.
             grad_dtypes: dtype of the gradients offered for each of ``params``.
-            num_added: gradients of each element that the tier adds up in a step, 1 for none.
-            resting: indices of ``params`` that rest off the device.
-            is_accelerated: whether the compute device is another one than the host.
+            num_added: gradients per element that the tier accumulates in a step, 1 for none.
+            resting: indices of ``params`` that are kept off the device.
+            is_accelerated: whether the compute device is not the host.
             has_kernel: whether a host kernel computes the update.
             is_speculative: whether steps begin before their decision, with an undo log.
 
         Raises:
-            ValueError: a setting or an optimizer that it cannot serve, by name.
+            ValueError: a setting or the optimizer is not supported. The message names it.
         """
 
 
 class ParamFootprintFactory(Protocol):
-    """The entry point ``param_tier``."""
+    """Entry point ``param_tier`` of the group ``zero_core.footprints``."""
 
     def __call__(
         self, *, shards: Sequence[tuple[int, int, torch.dtype]], config: Mapping[str, Any]
     ) -> dict[str, int]:
-        """Return the host bytes by kind of ``shards``, arguments of `ParamTierFactory`."""
+        """Return the host bytes of ``shards`` by kind. Arguments as in `ParamTierFactory`."""
 
 
 class UploadFootprint(Protocol):
-    """The entry point ``uploads``."""
+    """Entry point ``uploads`` of the group ``zero_core.footprints``."""
 
     def __call__(
         self, *, numel: int, dtype: torch.dtype, learning_rate: float | None = None
@@ -180,15 +180,15 @@ class UploadFootprint(Protocol):
 
 
 class Footprints:
-    """Loads the closed forms of installed packages and notes which packages are missing."""
+    """Loader of the footprints of installed packages, which records missing packages."""
 
     def __init__(self) -> None:
-        self.missing: dict[str, str] = {}  # what is not counted and why, by distribution
+        self.missing: dict[str, str] = {}  # explanation by distribution
 
     def collectives(
         self, config: Config, links: Links, *, is_worst_case: bool = False
     ) -> CollectivesFootprint | None:
-        """Return the footprint of the collectives that are asked for, if zero-comm is there."""
+        """Return the footprint of the configured collectives, or None without zero-comm."""
         zero, asked = config.zero_optimization, config.zero_optimization.quantized_key
         make = None if asked is None else self.load("collectives", asked, "zero-comm")
         if make is None:
@@ -203,7 +203,7 @@ class Footprints:
         return made
 
     def load(self, name: str, asked_by: str, distribution: str) -> Any:
-        """Return the entry point, or None without the ``distribution``, which is noted."""
+        """Return the entry point ``name``, or None and a record of the missing ``distribution``."""
         try:
             return load_part(FOOTPRINTS, name, asked_by=asked_by, distribution=distribution)
         except MissingPartError as error:
@@ -212,7 +212,7 @@ class Footprints:
 
 
 def learning_rate(config: Config) -> float | None:
-    """Return the configured optimizer's learning rate, on which differences depend."""
+    """Return the configured optimizer's learning rate, which determines the size of differences."""
     optimizer = config.optimizer
     found: float | None = None if optimizer is None else optimizer.params.get("lr")
     return found

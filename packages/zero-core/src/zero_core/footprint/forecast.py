@@ -1,22 +1,21 @@
-"""Memory and traffic of a configuration, worked out on the meta device.
+"""Memory and traffic of a configuration, computed on the meta device.
 
 [Note: where the numbers come from]
 Parameters, gradients and pools: `zero_core.sharded.memory` itself, run on the meta device. Master
 weights and states on the device: the rules of `zero_core.optim.device_tier` over the same layout,
-with the states that the optimizer makes in a step on two elements; what whole parameters take in a
-step: `zero_core.optim.whole_tier`. Offloaded state, offloaded parameters and quantized collectives:
-the closed forms of the packages that serve them; see `zero_core.footprint.footprints`. Activations:
+with the states that the optimizer makes in a step on two elements. Whole parameters in a step:
+`zero_core.optim.whole_tier`. Offloaded state, offloaded parameters and quantized collectives: the
+closed-form functions of other packages (`zero_core.footprint.footprints`). Activations:
 `zero_core.footprint.activations`.
 
-All byte counts are per rank. The rank planned for is rank 0; all ranks are alike but for padding.
+All byte counts are per rank, for rank 0. Other ranks differ only by padding.
 
 [Note: transfers]
-Counted are the calls that `zero_core.core.passes` makes when every unit is used once per
+The calls of `zero_core.core.passes` are counted for a step in which every unit is used once per
 micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
-1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward,
-those of the last block, of the root and of the tail once in all; gradients are reduced once per
-micro-step. A quantized gather or reduction counts as a call per phase or hop; see
-`zero_core.footprint.footprints`.
+1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward.
+Those of the last block, the root and the tail are gathered once in total. Gradients are reduced
+once per micro-step. A quantized gather or reduction counts as one call per phase or hop.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _WHOLES = "whole parameters in a step"
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of one rank by kind, on the compute device, and of host memory besides."""
+    """Bytes of one rank by kind, on the compute device and in host memory."""
 
     device: Mapping[str, int]
     host: Mapping[str, int] = field(default_factory=dict)
@@ -77,8 +76,6 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class _WholeFootprint(TierFootprint):
-    """Bytes of `zero_core.optim.whole_tier` on the host."""
-
     on_host: dict[str, int]
     on_device: dict[str, int]
     moved: tuple[int, int]
@@ -94,7 +91,7 @@ class _WholeFootprint(TierFootprint):
 
 
 class Forecast:
-    """One configuration's bytes per rank, for any ratio of its optimizer state on the host."""
+    """Bytes per rank of one configuration, for any ratio of its optimizer state on the host."""
 
     def __init__(
         self,
@@ -104,12 +101,11 @@ class Forecast:
         links: Links,
         buffer_bytes: int,
     ) -> None:
-        """Compute every size. ``buffer_bytes`` are those of the model's own buffers."""
         self._layout = layout = drawn.layout
         self._config = config
         self._links = links
         self._footprints = footprints
-        is_accelerated = links.is_ring  # then the compute device is another one than the host
+        is_accelerated = links.is_ring  # accelerators use a ring; on a CPU the device is the host
         zero = config.zero_optimization
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
@@ -126,12 +122,12 @@ class Forecast:
         )
         owns_grads = is_offloaded and drawn.updates_slices
         buffers = memory.allocate_gradients(owns_grads=owns_grads, adds_grads=owns_grads)
-        # how the gradient of each trainable segment is held, by its index
+        # plan of each trainable segment's gradient, by segment index
         self.gradients = {index: held.plan for index, held in buffers.items()}
         self._numel = layout.local_numel(is_sharded=memory.has_sharded_state)
-        # ``(start, stop, segment)`` of each segment in what this rank updates
+        # ``(start, stop, segment)`` of each segment's part of this rank's local flat space
         self.spans = [(*span, layout.segments[index]) for index, span in memory.spans.items()]
-        self._whole_bytes: tuple[int, int] | None = None  # of a step, where it is; its messages
+        self._whole_bytes: tuple[int, int] | None = None  # a step's whole parameters and messages
         if not drawn.updates_slices:
             self._whole_bytes = step_bytes(
                 layout,
@@ -144,21 +140,21 @@ class Forecast:
                 },
             )
         make = optimizer_maker(type(drawn.optimizer), drawn.groups)
-        shape = (2,) if drawn.updates_slices else (2, 2)  # a matrix has factored states
+        shape = (2,) if drawn.updates_slices else (2, 2)  # factored states need a matrix
         updated = config.master_dtype(torch.bfloat16)
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, links)
-        # gradients of each element that the tier adds up in a step
+        # gradients per element that the tier accumulates in a step
         is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
         self.num_added = config.gradient_accumulation_steps if is_each else 1
         self.tier = self._tier_footprint(drawn, memory) if is_offloaded else None
-        # the most host memory of `Engine.async_save`: this rank's states once
+        # largest host memory of `Engine.async_save`: one copy of this rank's states
         self.async_save_bytes = sum(
             s.shard_numel * (config.master_dtype(s.dtype).itemsize + self._state_bytes)
             for *_, s in self.spans
         )
-        # whether every package that the configuration asks for is installed
+        # whether every package that the configuration needs is installed
         self.is_complete = self.collectives is not None or zero.quantized_key is None
         self.is_complete &= self.tier is not None or not is_offloaded
         resting: dict[str, int] = {}
@@ -171,8 +167,8 @@ class Forecast:
                 shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
                 resting = find(shards=shards, config=zero.model_dump(mode="json"))
         root = {slot.param for s in layout.units[0].segments for slot in s.slots}
-        # bytes of a micro-batch's gradient of each weight of the root that is tied, whose last part
-        # ends a vertical backward. Empty for other schedules
+        # bytes of a micro-batch's gradient of each tied weight of the root, which is complete only
+        # at the end of a vertical backward. Empty for other schedules
         self.tied = [
             p.numel * p.dtype.itemsize
             for n, p in enumerate(layout.params)
@@ -181,12 +177,12 @@ class Forecast:
         steps = config.gradient_accumulation_steps
         are_tied_moved = config.has_inputs_on_host and is_accelerated
         copies = patches = 0
-        if config.memory_checkpoint is not None:  # two slots, of this rank and of another one
+        if config.memory_checkpoint is not None:  # two slots, of this rank and a neighbour
             frozen = (s for s in layout.segments if not s.is_trainable)
             kept = self.async_save_bytes + sum(s.shard_numel * s.dtype.itemsize for s in frozen)
             has_nodes = links.num_nodes > 1
             copies = 2 * kept * (1 + config.memory_checkpoint.copies * has_nodes)
-        if (wanted := config.weight_patches) is not None:  # at most: positions of changed values
+        if (wanted := config.weight_patches) is not None:  # upper bound: changed positions
             numel = sum(s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2)
             being_made, most = numel // 4, wanted.versions * numel * 5 // 32
             patches = being_made + min(most, most if wanted.max_bytes is None else wanted.max_bytes)
@@ -199,7 +195,7 @@ class Forecast:
                 for nbytes, number in Counter(self.tied if are_tied_moved else []).items()
             ),
         }
-        # A unit's shards of a micro-step, before they are added to earlier ones.
+        # A unit's gradient shards of one micro-step, before they are added to earlier ones.
         further: Counter[int] = Counter()
         for s in layout.segments if layout.world_size > 1 and steps > 1 else ():
             plan = self.gradients.get(s.index)
@@ -209,12 +205,12 @@ class Forecast:
             **memory.report(is_expected=True),
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": max(further.values(), default=0),
-            # Autograd's, before it joins its unit's.
+            # Made by autograd, before it is copied to the unit's gradient buffer.
             "parameter gradient": max(
                 (p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable), default=0
             ),
             "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
-            # Buffers grow to the longest message there has been.
+            # Buffers grow to the largest message, so the worst case counts.
             **collectives_memory(
                 footprints.collectives(config, links, is_worst_case=True), layout, config
             ),
@@ -222,7 +218,6 @@ class Forecast:
         }
 
     def _tier_footprint(self, drawn: Blueprint, memory: Memory) -> TierFootprint | None:
-        """Return the footprint of the tier on the host, None without its package."""
         if self._whole_bytes is not None:
             kept = self._own_tier_bytes(0, self._numel)
             down = up = 0
@@ -264,9 +259,9 @@ class Forecast:
         return made
 
     def memory(self, ratio: float) -> MemoryUse:
-        """Return the bytes with the first ``ratio`` of states on the host: see `is_complete`."""
+        """Return the bytes with share ``ratio`` of the states on the host: see `is_complete`."""
         host: dict[str, int] = {}
-        kept = {"master weights": 0, "optimizer states": 0}  # in this order
+        kept = {"master weights": 0, "optimizer states": 0}  # fixes the order of kinds
         if self.tier is not None:
             if self._links.is_ring and self._whole_bytes is None:
                 kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
@@ -278,10 +273,9 @@ class Forecast:
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
-        """Return the bytes of the engine's own tier over ``[start, stop)``."""
         masters = 0
-        sizes: dict[torch.dtype, list[int]] = {}  # elements of the parts, by their masters' dtype
-        has_narrow: set[torch.dtype] = set()  # dtypes to which gradients are widened
+        sizes: dict[torch.dtype, list[int]] = {}  # elements of each part, by master dtype
+        has_narrow: set[torch.dtype] = set()  # master dtypes of gradients that are widened
         for low, high, segment in self.spans:
             numel = min(high, stop) - max(low, start)
             if numel <= 0:
@@ -290,7 +284,7 @@ class Forecast:
             if segment.dtype != master or segment in self.resting:
                 masters += numel * master.itemsize
             sizes.setdefault(master, []).append(numel)
-            plan = self.gradients[segment.index]  # a sum of micro-steps is in the master's dtype
+            plan = self.gradients[segment.index]  # sums over micro-steps have the master dtype
             if plan.offered != master and not plan.is_passed_on_each:
                 has_narrow.add(master)
         states = (stop - start) * self._state_bytes
@@ -301,10 +295,10 @@ class Forecast:
         return {**kept, "widened gradients": sum(widened)}
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
-        """Return the bytes per step from the device to the host and back.
+        """Return the bytes per step from the device to the host, and back.
 
-        To the host: gradients, and new values of parameters that rest there. Back: new values, and
-        resting shards as often as they are gathered.
+        Gradients, and new values of offloaded parameters, go to the host. New values, and offloaded
+        shards for each gather, go back.
         """
         config, updated = self._config, (span for span in self.spans if span[2] in self.resting)
         up = sum(
@@ -326,8 +320,8 @@ class Forecast:
     def _exchange_bytes(self) -> int:
         """Return the bytes of the buffers that reductions receive into.
 
-        On accelerators reductions run one by one and share one buffer. On hosts a unit's run at
-        once, and buffers are kept by size. Messages of coded gradients are sent one unit at a time.
+        On accelerators reductions run one by one and share a buffer. On hosts a unit's reductions
+        run at once, and buffers are kept by size. Encoded gradients are sent unit by unit.
         """
         links, footprint = self._links, self.collectives
         has_shared_memory = links.num_nodes == 1 and not self._links.is_ring
@@ -337,7 +331,7 @@ class Forecast:
         if links.sums_in_two_levels:
             num_messages = links.num_nodes - 1
         slices: Counter[tuple[int, torch.dtype]] = Counter()
-        messages: Counter[int] = Counter()  # of coded gradients, each way
+        messages: Counter[int] = Counter()  # bytes of encoded gradients, in each direction
         for unit in self._layout.units:
             of_unit: Counter[tuple[int, torch.dtype]] = Counter()
             coded: Counter[int] = Counter()
@@ -364,9 +358,9 @@ class Forecast:
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
     """Return how often the segment's parameters are gathered in one optimizer step."""
     stage = config.zero_optimization.stage
-    if stage < 3:  # after an update of other ranks' slices
+    if stage < 3:  # only slices that other ranks update are gathered
         return int(stage > 0 and segment.is_trainable)
-    # The root and the tail stay, and backward begins with the last block.
+    # The root and the tail stay gathered, and backward begins with the last block.
     is_once = segment.unit == 0 or segment.unit >= layout.last_block
     passes = 1 if config.is_vertical else config.gradient_accumulation_steps
     return passes * (1 if is_once else 2)
@@ -375,7 +369,7 @@ def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
 def collectives_memory(
     footprint: CollectivesFootprint | None, layout: Layout, config: Config
 ) -> dict[str, int]:
-    """Return the bytes that quantized collectives keep by kind, none without ``footprint``."""
+    """Return the bytes that quantized collectives keep, by kind. Empty without ``footprint``."""
     if footprint is None:
         return {}
     segments = layout.segments
@@ -396,16 +390,16 @@ def step_traffic(
     footprint: CollectivesFootprint | None,
     host_link: tuple[int, int] = (0, 0),
 ) -> tuple[Traffic, ...]:
-    """Return every transfer of one optimizer step, quantized ones with a ``footprint`` alone.
+    """Return all transfers of one optimizer step. Quantized ones need a ``footprint``.
 
-    ``host_link`` are bytes to the host and back, with offload.
+    ``host_link`` has the bytes to the host and back, with offload.
     """
     sent: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     zero, steps = config.zero_optimization, config.gradient_accumulation_steps
     is_known = footprint is not None or zero.quantized_key is None
     for segment in layout.segments if layout.world_size > 1 and is_known else ():
         anew, each = gather_calls(segment, links, footprint)
-        # With a secondary shard a step's new version is gathered once, frozen weights never.
+        # With a secondary shard, each step gathers a new version once. Frozen weights have none.
         sent["all_gather", PARAMETERS] += anew * int(segment.is_trainable)
         sent["all_gather", PARAMETERS] += each * num_gathers(segment, layout, config)
         if segment.is_trainable:
@@ -438,14 +432,14 @@ def gather_calls(
         return [], [links.gather(numel * dtype.itemsize)]
 
     def mean(groups: Iterable[range], nbytes: int) -> tuple[int, int]:
-        """Return what a rank sends when each group, all equally large, gathers ``nbytes`` each."""
-        counts = Counter(map(links.among, groups))  # groups with the same links count together
+        """Return the mean bytes that a rank sends when equal groups gather ``nbytes`` per rank."""
+        counts = Counter(map(links.among, groups))  # count groups with equal links together
         sent = [(number, *of_group.gather(nbytes)) for of_group, number in counts.items()]
         near = sum(number * near for number, near, _ in sent)
         far = sum(number * far for number, _, far in sent)
         return near // counts.total(), far // counts.total()
 
-    # Ranks of equal place in their group exchange in phase 1, the ranks of a group in phase 2.
+    # Phase 1 is among ranks of equal index in their groups, phase 2 within each group.
     size, num_ranks = footprint.group_size, links.world_size
     across = (range(place, num_ranks, size) for place in range(size))
     within = (range(start, start + size) for start in range(0, num_ranks, size))
@@ -457,7 +451,7 @@ def gather_calls(
 def reduction_calls(
     segment: Segment, config: Config, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], bool]:
-    """Return the calls of one reduction of a segment, as `gather_calls`, and if it is quantized."""
+    """Return the calls of a segment's reduction, as `gather_calls`, and whether it is quantized."""
     numel, dtype = segment.shard_numel, communicated_dtype(segment, config)
     hops = None if footprint is None else footprint.reduction(numel, dtype)
     if hops is not None:
@@ -480,26 +474,26 @@ def reduction_calls(
 
 @dataclass(frozen=True)
 class TrafficChoice:
-    """One configuration of the traffic, per rank and optimizer step."""
+    """Traffic of one configuration, per rank and optimizer step."""
 
-    name: str  # "as configured", "plain", or what is turned on
-    settings: Mapping[str, Any]  # keys of ``zero_optimization`` that make it
-    traffic: tuple[Traffic, ...]  # expected, without copies between a device and its host
+    name: str  # "as configured", "plain", or the enabled feature
+    settings: Mapping[str, Any]  # changed keys of ``zero_optimization``
+    traffic: tuple[Traffic, ...]  # expected, without transfers between device and host
     within_node_bytes: int  # bytes that a rank sends within its node
     between_nodes_bytes: int  # bytes that a rank sends to other nodes
-    most_between_nodes_bytes: int  # the most that it may send to them
+    most_between_nodes_bytes: int  # upper bound of ``between_nodes_bytes``
     kept_bytes: int  # extra memory: secondary shards, messages and errors
 
 
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
-    """Return the configuration as it is, and with each key that would change its traffic.
+    """Return the traffic as configured, and with each key that would change it.
 
-    Choices that need a package which is not installed are left out; all are if the configuration
-    does.
+    Choices that need a missing package are left out. If the configuration itself needs one, the
+    result is empty.
     """
     if links.world_size == 1:
         return ()
-    footprints = Footprints()  # what a choice alone would need is not missing
+    footprints = Footprints()  # separate, so that packages of a choice do not count as missing
     found: list[TrafficChoice] = []
     for name, settings in _choices(config.zero_optimization, links):
         zero = config.zero_optimization.model_copy(update=settings)
@@ -546,7 +540,7 @@ _FOUR_BIT = {
 
 
 def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each flag turned on, or off where it is on, and all of them."""
+    """Yield name and keys of each choice: single keys toggled, and combinations."""
     yield "as configured", {}
     yield "plain", _PLAIN
     has_nodes = links.num_nodes > 1
@@ -555,7 +549,7 @@ def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, An
         every = {"zero_quantized_weights": True, **every}
     if zero.stage == 3 and has_nodes and links.ranks_per_node > 1:
         every = {"zero_hpz_partition_size": links.ranks_per_node, **every}
-    # Quantized weights or gradients round what the other key sends exactly.
+    # Quantization rounds what the lossless key sends exactly, so it excludes that key.
     rounded: dict[str, Any] = {"zero_lossless_weights": False}
     not_coded: dict[str, Any] = {"zero_lossless_gradients": False}
     further = {"zero_quantized_weights": rounded, "zero_quantized_gradients": not_coded}

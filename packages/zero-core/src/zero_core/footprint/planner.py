@@ -6,14 +6,13 @@
 [Note: choices]
 A choice is a stage, a ratio and a variant. The **ratio** is the share of the optimizer state that
 the host holds and updates (`zero_optimization.offload_optimizer.ratio`; 0 is no offload). A
-**variant** has another micro-batch with as many samples in a step, recomputes activations, or has
-another placement (`zero_core.footprint.result`). Moments of fewer bits change numbers: such choices
-may be the best one only if rounding is allowed.
+**variant** has another micro-batch with the same samples per step, recomputes activations, or has
+another placement (`zero_core.footprint.result`). Moments of fewer bits change numbers, so they can
+be the best choice only if rounding is allowed.
 
-The best choice is the smallest change that fits: raising the stage comes before moving optimizer
-state to the host, and of two stages the one that needs less of it there; a stage is never lowered.
-If no stage fits, activations are recomputed, then the micro-batch is halved; if nothing fits so
-either, parameters go to the host, then states to NVMe.
+The best choice is the smallest change that fits. A higher stage is preferred to offload, and the
+stage with the smaller ratio to others. A stage is never lowered. If no stage fits, the planner
+tries recomputation, then smaller micro-batches, then parameters on the host, then states on NVMe.
 """
 
 from __future__ import annotations
@@ -74,28 +73,27 @@ def plan(
 ) -> Plan:
     """Compute the memory and traffic of `build` and a training step. Nothing is allocated.
 
-    Bytes of long-lived memory are exact: they come from the code that allocates it. Not counted are
-    temporaries within an operation or an optimizer's step, and what torch, the
-    communication library and the allocator keep for themselves. Of Muon's step neither the memory
-    nor the traffic of its gather of momenta is counted. What a package that is not installed would
-    keep and send is not counted either: ``missing`` of the result names it.
+    Bytes of long-lived memory are exact, because the allocating code computes them. Not counted are
+    temporaries of an operation or an optimizer step, and memory of torch, the communication library
+    and the allocator. Memory and traffic of Muon's gather of momenta are not counted. Bytes of
+    packages that are not installed are not counted either: ``missing`` of the result names them.
 
     Args:
-        model: a module on any device, best on the meta device; or a Hugging Face configuration
-            (an object, or what its ``config.json`` holds), of which the model is made there.
+        model: a module on any device, best on the meta device; or a Hugging Face configuration (an
+            object, or the content of ``config.json``), whose model is then made on the meta device.
         config: the engine's configuration, or the path of its JSON file.
         world_size: number of data-parallel ranks.
-        device_memory: bytes of one rank's device; None does not limit it.
-        host_memory: bytes of one node's memory, shared by its ranks; None does not limit it.
-        ranks_per_node: ranks of one node; 8 unless given, or all if they are fewer.
-        example_inputs: arguments of one micro-batch's forward, on any device; with them, the
-            activations that autograd saves are counted, and other micro-batches are tried: tensors
-            whose first dimension is the micro-batch are made so much longer or shorter.
-        device_type: "accelerator", or "cpu" where parameters are in host memory too: the sum
-            of both is then held against ``host_memory``.
-        allow_rounding: choose configurations as well whose numbers differ: quantized communication,
-            and Adam's moments of 16 or 8 bits on the host.
-        nvme_path: folder on an NVMe disk that may hold optimizer states. Its room is not checked.
+        device_memory: bytes of one rank's device. None sets no limit.
+        host_memory: bytes of one node's memory, shared by its ranks. None sets no limit.
+        ranks_per_node: ranks of one node. Default: 8, or all if there are fewer.
+        example_inputs: arguments of one micro-batch's forward, on any device. With them, saved
+            activations are counted and other micro-batches are tried: tensors whose first dimension
+            is the micro-batch are resized.
+        device_type: "accelerator", or "cpu" if parameters are in host memory, too. With "cpu",
+            ``host_memory`` limits the sum of device and host bytes.
+        allow_rounding: also choose configurations that change numbers: quantized communication, and
+            Adam's moments of 16 or 8 bits on the host.
+        nvme_path: folder on an NVMe disk for optimizer states. Its free space is not checked.
 
     Raises:
         ConfigError: an argument or the configuration is wrong, or does not fit the model.
@@ -108,7 +106,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine that the run must fit."""
+    """Size of the machine that the run must fit."""
 
     world_size: int
     ranks_per_node: int
@@ -140,7 +138,7 @@ class Machine:
 
     @property
     def limits(self) -> str:
-        """The given memory in words, empty if there is none."""
+        """Description of the given memory, empty without limits."""
         found = []
         if self.device_memory is not None:
             found.append(f"{format_bytes(self.device_memory)} of device memory")
@@ -152,15 +150,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings that differ between choices besides stage and ratio. See [Note: choices]."""
+    """Settings of a choice in addition to stage and ratio. See [Note: choices]."""
 
-    micro_batch: int  # samples of a rank and micro-step
+    micro_batch: int  # samples per rank and micro-step
     is_recomputed: bool  # whether activations are recomputed
     placement: Placement = AS_CONFIGURED  # other keys of ``zero_optimization``
 
 
 class Planner:
-    """Forecasts of all choices, and the smallest that fits. See [Note: choices]."""
+    """Forecasts of all choices, and the smallest change that fits. See [Note: choices]."""
 
     def __init__(
         self,
@@ -169,14 +167,13 @@ class Planner:
         machine: Machine,
         inputs: Mapping[str, Any] | Sequence[Any] | None,
     ) -> None:
-        """Draw the configured run. Arguments and errors are those of `plan`."""
         world_size, per_node = machine.world_size, machine.ranks_per_node
         resolved = load_config(config, world_size=world_size).on_nodes(per_node, world_size)
         module = model if isinstance(model, nn.Module) else _model_of(model)
         self.config = resolved
         self.machine = machine
         self._drawn = Blueprint.draw(module, resolved, world_size)
-        self.layout = self._drawn.layout  # of the parameters
+        self.layout = self._drawn.layout
         buffers = (b for inner in module.modules() for b in inner.buffers(recurse=False))
         self._buffer_bytes = sum(
             b.numel() * compute_dtype(b, resolved.buffer_dtype).itemsize for b in buffers
@@ -193,7 +190,7 @@ class Planner:
         self._traces: dict[int, Trace] = {}
         self.given = Variant(resolved.train_micro_batch_size_per_gpu, resolved.is_recomputed)
         offloaded = self._changed(self.given, self._stage, self._offloaded)
-        # the share of the optimizer state that the configuration gives to the host
+        # share of the optimizer state on the host, as configured
         self._ratio = 0.0
         if self._device != "none":
             self._ratio = offload.ratio if isinstance(offload.ratio, float) else 1.0
@@ -203,11 +200,10 @@ class Planner:
         self.configured = self.choice(self.given, self._stage, self._ratio)
         # whether an installed package can hold the optimizer's state on the host
         self._can_offload = False
-        with suppress(ConfigError):  # raised for the configuration itself before
+        with suppress(ConfigError):  # errors of the given configuration were raised above
             self._can_offload = self._forecast(offloaded, AS_CONFIGURED).tier is not None
 
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
-        """Return the configuration of a choice, without keys that its stage does not serve."""
         config, zero = self.config, self.config.zero_optimization
         keys: dict[str, Any] = {
             "stage": stage,
@@ -234,7 +230,7 @@ class Planner:
         return self._forecast(self.config_of(choice), choice.placement)
 
     def _forecast(self, config: Config, placement: Placement) -> Forecast:
-        """Return the forecast of a configuration, the same one whether blocks are recomputed."""
+        """Return the forecast of a configuration, which recomputation does not change."""
         zero, steps = config.zero_optimization, config.gradient_accumulation_steps
         order = (steps, config.is_vertical, config.has_inputs_on_host)
         key = (zero.stage, zero.offload_optimizer.device, *order, placement)
@@ -244,7 +240,7 @@ class Planner:
         return self._forecasts[key]
 
     def trace(self, micro_batch: int) -> Trace | None:
-        """Return the trace of a micro-batch of this size, None without inputs."""
+        """Return the trace of a micro-batch of this size, or None without inputs."""
         if self._inputs is None:
             return None
         if micro_batch not in self._traces:
@@ -261,14 +257,14 @@ class Planner:
         return self._traces[micro_batch]
 
     def _has_rows(self, value: Any) -> bool:
-        """Whether ``value`` is a tensor with a row for each sample of the given micro-batch."""
+        """Whether the first dimension of ``value`` is the given micro-batch."""
         size = self.given.micro_batch
         return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size
 
     def variants(self, *, are_larger: bool = False) -> list[Variant]:
-        """Return the configuration's variant and those with smaller micro-batches, or larger ones.
+        """Return variants with the configured and smaller micro-batches, or with larger ones.
 
-        Each has activations kept and recomputed. The smaller change is before the larger.
+        Each micro-batch has activations kept and recomputed. Smaller changes precede larger ones.
         """
         given = self.given
         sizes = [] if are_larger else [given.micro_batch]
@@ -283,7 +279,6 @@ class Planner:
         return [Variant(size, is_again) for size in sizes for is_again in again]
 
     def plan(self, *, allow_rounding: bool) -> Plan:
-        """Return the plan. ``allow_rounding``: see `zero_core.plan`."""
         choices = [self.configured, *self.choices(self.given)]
         variants = self.variants()
         rounded = list(self.rounded_choices())
@@ -323,7 +318,7 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield each stage with the least offload that fits, none, all, and further ``ratios``."""
+        """Yield each stage with the least offload that fits, none, full offload, and ``ratios``."""
         is_divisible = self._can_offload and self._drawn.updates_slices
         needs_offload = variant.placement.changes("offload_optimizer")
         tried = [] if needs_offload else [0.0]
@@ -349,7 +344,7 @@ class Planner:
                     yield choice
 
     def placed(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return the variants with each other placement, the smaller change before the larger."""
+        """Return ``variants`` with every other placement. Smaller changes precede larger ones."""
         zero, path = self.config.zero_optimization, self.machine.nvme_path
         params, states = [AS_CONFIGURED], [AS_CONFIGURED]
         block = "offload_param"
@@ -409,7 +404,7 @@ class Planner:
         config = self._changed(variant, stage, device)
         forecast, machine = self._forecast(config, variant.placement), self.machine
         use = self._memory(forecast, config, ratio)
-        # The node's other ranks take as much.
+        # All ranks of the node take the same memory.
         on_host = use.host_bytes + (0 if machine.is_accelerated else use.device_bytes)
         of_node = on_host * machine.ranks_per_node
         has_room = machine.device_memory is None or use.device_bytes <= machine.device_memory
@@ -430,7 +425,7 @@ class Planner:
         )
 
     def advice(self, best: Choice | None, choices: Sequence[Choice]) -> str:
-        """Return in one sentence whether the configuration fits, and what does otherwise."""
+        """Return one sentence on whether the configuration fits, or else which choice fits."""
         limits, configured = self.machine.limits, self.configured
         if not limits:
             return f"{configured} takes {configured.needs}; no memory was given to fit it into"
@@ -461,12 +456,11 @@ def variant_of(choice: Choice) -> Variant:
 
 
 def ranks_of_node(world_size: int, ranks_per_node: int | None) -> int:
-    """Return the ranks of one node, `GPUS_PER_NODE` or all if they are fewer unless given."""
+    """Return ``ranks_per_node``, by default the smaller of `GPUS_PER_NODE` and ``world_size``."""
     return min(world_size, GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
 
 
 def _model_of(config: Any) -> nn.Module:
-    """Return a Hugging Face configuration's model, with a language model's head if it has one."""
     # foreign: a configuration of transformers
     if not (isinstance(config, Mapping) or hasattr(config, "model_type")):
         raise ConfigError(
@@ -494,13 +488,13 @@ def _model_of(config: Any) -> nn.Module:
             kind = transformers.AutoModelForSeq2SeqLM
         elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             kind = transformers.AutoModelForCausalLM
-        # An encoder-decoder shifts its labels and fills up with pad_token_id. Others would look for
-        # padding in inputs that have no values on the meta device.
+        # Encoder-decoders need pad_token_id to shift labels. Other models would search their inputs
+        # for padding, which the meta device cannot do.
         if not is_seq2seq:
             config.pad_token_id = None
         with torch.device("meta"):
             module: nn.Module = kind.from_config(config)
-    except Exception as error:  # whatever a model's code makes of values that it does not expect
+    except Exception as error:  # any error of the model's code for unexpected values
         cause = " ".join(str(error).split())
         raise ConfigError(f"model: transformers cannot make it: {cause}") from error
     return module.train()

@@ -1,9 +1,9 @@
-"""Result of `zero_core.plan`: plain frozen data, as JSON or as tables of text.
+"""Result of `zero_core.plan`: frozen data, available as JSON or as tables of text.
 
 [Note: placements]
-parameters  in host memory (`offload_param`), at stage 3 on an accelerator
-states      on NVMe in place of host memory, where a folder on such a disk is known
-bits        Adam's moments in 16 or 8 bits on the host, which alone changes numbers
+parameters  in host memory (`offload_param`), at stage 3 on an accelerator states      on NVMe
+instead of host memory, if a folder on such a disk is given bits        Adam's moments in 16 or 8
+bits on the host. Only this placement changes numbers
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MOST_VARIED = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """Keys of ``zero_optimization`` that differ from the configuration. See [Note: placements]."""
+    """Changed keys of ``zero_optimization``. See [Note: placements]."""
 
-    words: str = ""  # the difference in words; empty for the configuration itself
-    settings: tuple[tuple[str, str, Any], ...] = ()  # ``(block or , key, value)``
-    is_rounding: bool = False  # whether the numbers of a run change
+    words: str = ""  # description; empty for the configuration itself
+    settings: tuple[tuple[str, str, Any], ...] = ()  # ``(block or "", key, value)``
+    is_rounding: bool = False  # whether the run's numbers change
 
     def changes(self, block: str) -> bool:
         return any(name == block for name, _, _ in self.settings)
@@ -45,7 +45,7 @@ class Placement:
         return Placement(words, self.settings + other.settings, is_rounding)
 
     def of(self, zero: ZeroConfig) -> ZeroConfig:
-        """Return a resolved block changed to this."""
+        """Return ``zero``, a resolved block, with this placement."""
         for name, key, value in self.settings:
             if name:
                 key, value = name, getattr(zero, name).model_copy(update={key: value})
@@ -53,7 +53,7 @@ class Placement:
         return zero
 
     def apply(self, zero: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a block, as it was given, with the keys changed."""
+        """Return ``zero``, a block before resolution, with this placement."""
         found = {**zero}
         for name, key, value in self.settings:
             if name:
@@ -67,18 +67,18 @@ AS_CONFIGURED = Placement()
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration of the same run, and the bytes it takes per rank."""
+    """One configuration of the run, and the bytes per rank that the configuration takes."""
 
     stage: int  # ZeRO stage
     ratio: float  # share of the optimizer state on the host; 0 is no offload
     device_bytes: int  # bytes on the compute device
-    host_bytes: int  # bytes of host memory besides
-    is_fitting: bool  # whether both are within the memory that was given
-    device: str = "none"  # where the optimizer state of ``ratio`` is: "none", "cpu" or "nvme"
-    micro_batch: int = 1  # samples of a rank and micro-step
-    micro_steps: int = 1  # micro-steps of an optimizer step
+    host_bytes: int  # bytes of host memory
+    is_fitting: bool  # whether device and host memory suffice
+    device: str = "none"  # location of the offloaded state: "none", "cpu" or "nvme"
+    micro_batch: int = 1  # samples per rank and micro-step
+    micro_steps: int = 1  # micro-steps per optimizer step
     is_recomputed: bool = False  # whether activations are recomputed
-    is_varied: bool = False  # from the configuration, in the last three or the placement
+    is_varied: bool = False  # whether micro-batch, recomputation or placement differ
     placement: Placement = AS_CONFIGURED  # keys that differ from the configuration
     file_bytes: int = 0  # bytes of states on NVMe
 
@@ -90,20 +90,20 @@ class Choice:
 
     @property
     def variant(self) -> str:
-        """Micro-batch, recomputation and placement in words."""
+        """Description of micro-batch, recomputation and placement."""
         found = f"micro-batch {self.micro_batch}"
         found += ", activations recomputed" if self.is_recomputed else ""
         return found + (f", {self.placement.words}" if self.placement.words else "")
 
     @property
     def key(self) -> tuple[float | str, ...]:
-        """Sort key of a choice in a table, different for different choices."""
+        """Unique key of a choice, for sorting."""
         variant = (self.placement.words, self.is_varied, self.micro_batch, self.is_recomputed)
         return (*variant, self.stage, self.ratio)
 
     @property
     def needs(self) -> str:
-        """The bytes in words."""
+        """Description of the bytes that the choice takes."""
         found = f"{format_bytes(self.device_bytes)} on the device"
         if self.host_bytes:
             found += f" and {format_bytes(self.host_bytes)} on the host per rank"
@@ -112,7 +112,7 @@ class Choice:
         return found
 
     def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a configuration, as it was given, with the keys changed that make this choice."""
+        """Return ``config``, a configuration before resolution, changed to this choice."""
         zero = {**config.get("zero_optimization", {}), "stage": self.stage}
         offload = {**zero.get("offload_optimizer", {}), "device": self.device}
         if self.device != "none":
@@ -149,35 +149,35 @@ class Table:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes that a run takes per rank."""
+    """Bytes per rank of a run, and alternatives."""
 
     world_size: int  # number of ranks
-    ranks_per_node: int  # how many of them share a node and its host memory
-    num_parameters: int  # elements of all parameters, tied ones once, padding not counted
-    num_trainable: int  # those that an optimizer updates
+    ranks_per_node: int  # ranks that share a node and its host memory
+    num_parameters: int  # elements of all parameters, tied ones once, without padding
+    num_trainable: int  # elements of trainable parameters
     configured: Choice  # the configuration as it was given
-    memory: MemoryUse  # its bytes by kind
-    traffic: tuple[Traffic, ...]  # its transfers in one optimizer step
-    # what it would send with other keys; empty for one rank
+    memory: MemoryUse  # bytes by kind, as configured
+    traffic: tuple[Traffic, ...]  # transfers of one optimizer step, as configured
+    # traffic with other keys; empty for one rank
     traffic_choices: tuple[TrafficChoice, ...]
-    # every stage without offload, with all of it, and with the least that fits; and those of other
-    # micro-batches and with recomputation that were looked at
+    # every stage without offload, with full offload, and with the least offload that fits; then
+    # choices with other micro-batches and with recomputation
     choices: tuple[Choice, ...]
-    best: Choice | None  # smallest change that fits, ``configured`` if it does; None if none does
-    advice: str  # the same in one sentence
+    best: Choice | None  # smallest change that fits, or None
+    advice: str  # ``best`` in one sentence
     device_memory: int | None  # bytes of one device, or None if not given
     host_memory: int | None  # bytes of one node's memory, or None if not given
-    async_save_bytes: int = 0  # the most host memory that `Engine.async_save` takes meanwhile
-    # for each package that is needed and not installed, a sentence that names the key and the
-    # package. Its bytes are not counted, and choices that need it are left out
+    async_save_bytes: int = 0  # largest host memory of `Engine.async_save`
+    # for each missing package, a sentence with the key that needs the package. Bytes of the package
+    # are not counted, and choices that need it are left out
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return everything as a JSON object."""
+        """Return the plan as JSON text."""
         return json.dumps(asdict(self), indent=2)
 
     def tables(self) -> tuple[Table, ...]:
-        """Return memory by kind, traffic by collective, its choices, and choices."""
+        """Return tables of memory, traffic, traffic choices and choices."""
         device, host = self.memory.device, self.memory.host
         rows: list[tuple[str | int, ...]]
         rows = [(k, device.get(k, 0), host.get(k, 0)) for k in dict.fromkeys((*device, *host))]
@@ -195,7 +195,7 @@ class Plan:
             for each in self.traffic_choices:
                 near, far = each.within_node_bytes, each.between_nodes_bytes
                 share = near / max(now.within_node_bytes, 1)
-                if now.between_nodes_bytes:  # the slower link
+                if now.between_nodes_bytes:  # compare on the slower link
                     share = far / now.between_nodes_bytes
                 most = (each.most_between_nodes_bytes, each.kept_bytes)
                 rows.append((each.name, near, far, f"{share:.1%}", *most))
@@ -212,7 +212,7 @@ class Plan:
         return (*found, _table("Choices", heads, rows))
 
     def shown_choices(self) -> list[Choice]:
-        """Return the choices of a table: all without variants, the first, each placement's."""
+        """Return a table's choices: all without variants, the first variants, one per placement."""
         plain = [c for c in self.choices if not c.is_varied]
         varied = [c for c in self.choices if c.is_varied]
         fitting = [c for c in varied if c.is_fitting]
@@ -223,13 +223,13 @@ class Plan:
 
 
 def _table(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str | int, ...]]) -> Table:
-    """Return a table of ``rows``, in which numbers are bytes."""
+    """Return a table of ``rows`` with numbers formatted as bytes."""
     cells = ([c if isinstance(c, str) else format_bytes(c) for c in row] for row in rows)
     return Table(title, headings, tuple(tuple(row) for row in cells))
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format bytes in decimal units with three digits ("24 GB"), and none as "-"."""
+    """Format bytes in decimal units with three digits ("24 GB"). 0 is "-"."""
     if nbytes == 0:
         return "-"
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB", "EB"]

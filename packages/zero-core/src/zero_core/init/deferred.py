@@ -1,20 +1,20 @@
 """Construction without memory: a model's ``__init__`` is recorded and replayed later.
 
 [Note: recording]
-deferred    a tensor on the meta device that stands for one on the CPU
-storage     the storage of deferred tensors, by number. Views share one
-alias       another meta tensor over a deferred one's storage. Views need no recording
-tape        the operations that wrote storages, in order, random ones with the generator's state
-overwrite   a write after which nothing earlier in the storage matters (``normal_``, ``zero_``)
+deferred    a tensor on the meta device that represents a CPU tensor storage     the storage of
+deferred tensors, by number. Views share one alias       another meta tensor over a deferred
+tensor's storage. Views need no recording tape        the operations that wrote storages, in order,
+random ones with the generator's state overwrite   a write that makes the storage's earlier content
+irrelevant (``normal_``, ``zero_``)
 
-Any tensor can be computed alone and in any order, bit for bit: `Recording.value` replays the
-operations that it depends on, back to the last overwrite, each random one from the state of its
-generator. Replay per tensor is the idea of torchdistx's deferred_init.
+Each tensor can be computed alone and in any order, bit for bit. `Recording.value` replays the
+operations that the tensor depends on, back to the last overwrite. Each random operation starts from
+its recorded generator state. Replay per tensor is the idea of torchdistx's deferred_init.
 
-Each random operation is run once while it is recorded, on memory that is freed at once, so that the
-generator advances as in an ordinary construction, and the state before each operation is known.
-Values that Python reads during construction (a number, a shape that depends on values) are computed
-at once. Deferred tensors are on the meta device. During construction they claim to be on the CPU,
+Recording runs each random operation once, on memory that is freed at once. The generator thus
+advances as in an ordinary construction, and the state before each operation is known. Values that
+Python reads during construction (a number, a shape that depends on values) are computed at once.
+Deferred tensors are on the meta device. During construction they report the CPU as their device,
 because ``torch.nn.init`` skips meta tensors.
 """
 
@@ -42,14 +42,14 @@ from zero_core._torch import (
 )
 
 _MAPPED_BYTES = 1 << 15
-# Private: the system merges neighbours, of which it has a limited number otherwise.
+# The system merges adjacent private mappings, which matters because their number is limited.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
 _META = torch.device("meta")
 _OVERWRITES = {
     *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),
     *("normal_", "random_", "uniform_", "zero_"),
 }
-# What deferred tensors say of themselves while they are under construction.
+# Attributes that deferred tensors report during construction.
 _PRETENDED = {
     Tensor.device.__get__: torch.device("cpu"),
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
@@ -60,12 +60,12 @@ _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 
 
 class Entry(NamedTuple):
-    """Operation of the tape, with aliases in place of deferred tensors."""
+    """Operation of the tape, with aliases instead of deferred tensors."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: list[Tensor | None]  # of its results, those in new storages
+    made: list[Tensor | None]  # results in new storages, None for others
     reads: set[int]
     overwrites: set[int]
     generator: torch.Generator
@@ -83,10 +83,10 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def zeroed(nbytes: int) -> torch.UntypedStorage:
-    """Return zeroed memory that is returned to the system when it is freed.
+    """Return zeroed memory that is returned to the system when freed.
 
-    On the heap, small allocations between two large tensors would fragment the hole of the first,
-    and the process would grow to the size of the model.
+    On the heap, small allocations between two large tensors would fragment freed memory, and the
+    process would grow to the size of the model.
     """
     if nbytes < _MAPPED_BYTES:
         return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
@@ -95,31 +95,28 @@ def zeroed(nbytes: int) -> torch.UntypedStorage:
 
 
 class Recording(TorchDispatchMode):
-    """Mode that makes tensors on the meta device, and tape of one `deferred_init` block."""
+    """Mode that makes tensors on the meta device, and the tape of one `deferred_init` block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape: list[Entry] = []
-        self._writers: dict[int, list[int]] = {}  # numbers of entries, by storage
-        # By number, which is that storage's as long as it is kept.
+        self._writers: dict[int, list[int]] = {}  # indices of entries, by storage
+        # By number. Keeping a storage prevents reuse of its number.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._versions: dict[int, int] = {}
 
     def knows(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` was made within the block."""
         return tensor.is_meta and storage_of(tensor) in self._storages
 
     def is_changed(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` was written after the block, where nothing was recorded."""
+        """Return whether ``tensor`` was written after the block, when nothing was recorded."""
         return tensor._version != self._versions.get(storage_of(tensor), tensor._version)
 
     def note_versions(self, module: nn.Module) -> None:
-        """Note the versions of a module's tensors, so that later writes are detected."""
+        """Record the versions of a module's tensors, to detect later writes."""
         for tensor in (*module.parameters(), *module.buffers()):
             if self.knows(tensor):
                 self._versions[storage_of(tensor)] = tensor._version
-
-    # ----------------------------------------------------------------- replay
 
     @torch.no_grad()
     def value(self, tensor: Tensor) -> Tensor:
@@ -150,7 +147,6 @@ class Recording(TorchDispatchMode):
             return view(target)
 
     def _view(self, storages: dict[int, torch.UntypedStorage], alias: Tensor) -> Tensor:
-        """Return ``alias`` in ``storages``, which are zeroed when first used."""
         number = storage_of(alias)
         if number not in storages:
             storages[number] = zeroed(alias.untyped_storage().nbytes())
@@ -158,7 +154,7 @@ class Recording(TorchDispatchMode):
         return view.set_(storages[number], alias.storage_offset(), alias.shape, alias.stride())
 
     def _needed(self, storage: int) -> set[int]:
-        """Return the operations that the contents of ``storage`` depend on."""
+        """Return the operations that the content of ``storage`` depends on."""
         needed: set[int] = set()
         wanted = [(storage, len(self._tape))]
         while wanted:
@@ -174,12 +170,10 @@ class Recording(TorchDispatchMode):
                     break
         return needed
 
-    # -------------------------------------------------------------- recording
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with DisableTorchFunction():  # here, what is on the meta device says so
+        with DisableTorchFunction():  # meta tensors report the meta device here
             return self._dispatch(func, args, dict(kwargs or {}))
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,7 +202,7 @@ class Recording(TorchDispatchMode):
         sizes = [t.untyped_storage().nbytes() for t in written]
         try:
             out = func(*meta_args, **meta_kwargs)
-        except NotImplementedError:  # its shape depends on values
+        except NotImplementedError:  # the result's shape depends on values
             return self._run(func, args, kwargs, written)
         if sizes != [t.untyped_storage().nbytes() for t in written]:
             raise RuntimeError(
@@ -231,7 +225,7 @@ class Recording(TorchDispatchMode):
             state = None
             if torch.Tag.nondeterministic_seeded in func.tags:
                 state = generator.get_state()
-                # On memory of its own: only the generator moves on.
+                # Run on temporary memory, only to advance the generator.
                 func(*self._real(args, overwritten), **self._real(kwargs, overwritten))
             stored_args, stored_kwargs = pytree.tree_map_only(
                 Tensor, lambda t: _alias(t) if t.is_meta else t.detach().clone(), (args, kwargs)
@@ -279,18 +273,18 @@ recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Construct modules without memory in the context. `zero_core.build` computes their values.
+    """Construct modules without memory in this context. `zero_core.build` computes their values.
 
-    Parameters and buffers are on the meta device. Their values will be those of an ordinary
-    construction on the CPU from the same seed, bit for bit. The default generator ends in the state
-    of such a construction. It takes the time of the construction and the memory of one tensor.
-    Values from elsewhere (NumPy, files) are kept as long as the model. Changes of values (``init``,
-    ``to(dtype)``, adapters) belong in the context. Ranks need neither enter it together nor agree:
-    `build` takes rank 0's values.
+    Parameters and buffers are on the meta device. Their values will equal those of an ordinary
+    construction on the CPU from the same seed, bit for bit. The default generator ends in the same
+    state, too. This takes the time of the construction and the memory of one tensor. Values from
+    elsewhere (NumPy, files) are kept as long as the model. Changes of values (``init``,
+    ``to(dtype)``, adapters) must be made in the context. Ranks may enter it independently and with
+    different values: `build` uses those of rank 0.
 
     Raises:
         RuntimeError: a tensor was requested on another device than the CPU, or an operation on a
-            deferred tensor cannot be recorded; it is named.
+            deferred tensor cannot be recorded. The message names the operation.
     """
     with recorded() as (recording, modules):
         yield
@@ -301,7 +295,7 @@ def deferred_init() -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
-    """Record constructions in the context, and yield the recording and the modules in order."""
+    """Record constructions in this context. Yield the recording and the modules in order."""
     recording = Recording()
     seen: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 
@@ -325,13 +319,13 @@ def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
 
 
 def is_recorded_innermost() -> bool:
-    """Return whether `recorded` is the innermost of torch's modes, and so can be left now."""
+    """Return whether `recorded` is torch's innermost mode, so that it can be exited now."""
     is_last = isinstance(current_dispatch_mode(), Recording)
     return is_last and isinstance(_get_current_function_mode(), _OnCpu)  # type: ignore[no-untyped-call]
 
 
 class _OnCpu(TorchFunctionMode):
-    """Mode in which deferred tensors claim to be on the CPU and Python reads their values."""
+    """Mode in which deferred tensors report the CPU, and Python can read their values."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -350,10 +344,10 @@ class _OnCpu(TorchFunctionMode):
             if func in _READS:
                 found = func(self._recording.value(args[0]), *args[1:], **(kwargs or {}))
                 if func is not Tensor.tolist:
-                    found.flags.writeable = False  # what NumPy writes is not recorded
+                    found.flags.writeable = False  # writes by NumPy would not be recorded
                 return found
         elif kwargs:
-            _check_device(func, kwargs.get("device"))  # before torch looks for the device
+            _check_device(func, kwargs.get("device"))  # checked before torch initializes the device
         return func(*args, **(kwargs or {}))
 
 

@@ -1,18 +1,18 @@
-"""Initial values on their way from the model to the engine's memory, and back if the build fails.
+"""Initial values: moved from the model to the engine's memory, and back if the build fails.
 
-They are the model's own, recorded ones, those of partitioned parameters, or in slices: see
-[Note: values in slices] in `zero_core.quantization`.
+A value is the model's own, recorded, in a partitioned parameter, or in slices: see [Note: values in
+slices] in `zero_core.quantization`.
 
 [Note: a build is a transaction]
-All that may fail through a user's fault precedes the first value that moves: configuration,
-optimizer, schedule, tiers, the engine and its hooks, and what an adapter attaches. Up to there
-references alone are kept, and the model gets its own memory back. Values that move to memory which
-each rank has whole are kept until the build has ended. Those that move to shards are given up unit
-by unit, as a rank may have no room for them beside the engine. Where a later failure meets all
-ranks alike they are gathered again: trained ones from the master weights, frozen ones as the
-compute dtype has them; with ``pretrained`` they are the files', and the error says so. Else (a lost
-peer, Ctrl-C with several ranks) the error says that they are gone, and their parameters refuse to
-be read.
+Everything that a user error can make fail precedes the first move of a value: configuration,
+optimizer, schedule, tiers, the engine and its hooks, and an adapter's code. Until then only
+references are kept, and a failure restores the model's own memory. Values that move to memory which
+each rank has whole are kept until the build has ended. Values that move to shards are freed unit by
+unit, because a rank may lack memory for both. If a later failure occurs on all ranks alike, these
+values are gathered again: trained ones from the master weights, frozen ones in the compute dtype.
+With ``pretrained`` they are the files' values, and the error says so. After other failures (a lost
+peer, Ctrl-C with several ranks) the error says that the values are lost, and their parameters
+refuse to be read.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Slice(NamedTuple):
-    """This rank's elements of a tensor, as bytes: equally many on all ranks, padded at the end."""
+    """This rank's elements of a tensor, as bytes. Equal size on all ranks, by padding."""
 
     control: ControlGroup
     own: Tensor
 
     def keep(self, tensor: Tensor, values: Tensor) -> None:
-        """Keep ``values``, this rank's `slice_range` of ``tensor``, in memory of their own."""
+        """Copy ``values``, this rank's `slice_range` of ``tensor``, to new memory."""
         numel = -(-tensor.numel() // self.control.world_size)
         self.own.set_(zeroed(numel * tensor.dtype.itemsize))
         self.own[: values.nbytes].copy_(values.view(torch.uint8))
@@ -59,9 +59,9 @@ slices: MutableMapping[Tensor, Slice] = WeakIdKeyDictionary()
 
 
 def put_in_slices(tensors: Sequence[Tensor], control: ControlGroup) -> None:
-    """Keep this rank's slices of ``tensors``, the same on every rank, and give their memory up.
+    """Keep this rank's slices of ``tensors`` (equal on all ranks) and free their memory.
 
-    Tensors over one memory stay so. One that is not contiguous stays whole.
+    Tensors that share memory still share it. A tensor that is not contiguous stays whole.
     """
     whole = [tensor.detach() for tensor in tensors]
     for place, tensor in enumerate(tensors):
@@ -77,19 +77,19 @@ def put_in_slices(tensors: Sequence[Tensor], control: ControlGroup) -> None:
 
 
 def slice_range(tensor: Tensor, control: ControlGroup) -> tuple[int, int]:
-    """Return which elements of ``tensor`` are this rank's slice: ``[first, last)``."""
+    """Return this rank's range ``[first, last)`` of the elements of ``tensor``."""
     numel = -(-tensor.numel() // control.world_size)
     first = min(control.rank * numel, tensor.numel())
     return first, min(first + numel, tensor.numel())
 
 
 def keep_slice(tensor: Tensor, values: Tensor, control: ControlGroup) -> None:
-    """Have ``tensor`` in slices. ``values``: this rank's `slice_range` of it."""
+    """Convert ``tensor`` to slices. ``values``: this rank's `slice_range` of it."""
     found = Slice(control, torch.empty(0, dtype=torch.uint8))
     found.keep(tensor, values)
     hole = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-        hole.fill_(float("nan"))  # by which a read is noticed
+        hole.fill_(float("nan"))  # makes accidental reads visible
     tensor.data = hole.expand(tensor.shape)
     slices[tensor] = found
 
@@ -105,14 +105,14 @@ def whole_value(tensor: Tensor) -> Tensor:
 def gathered_slices(
     tensors: Sequence[Tensor], *, modifier_rank: int | None = None
 ) -> Iterator[None]:
-    """Give those of ``tensors`` that are in slices their values in this context.
+    """Give ``tensors`` that are in slices their values in this context.
 
-    At the end they are in slices again, with rank ``modifier_rank``'s values. By default, and when
-    the body raises, changes are lost. One that the body gives other memory keeps that. Every rank
-    must enter it with the same tensors.
+    At the end they are in slices again, with the values of rank ``modifier_rank``. By default, and
+    after an exception, changes are lost. A tensor that gets other memory in the body keeps that
+    memory. Every rank must enter it with the same tensors.
     """
     found = [(tensor, slices[tensor], tensor.data) for tensor in tensors if tensor in slices]
-    shared = {id(own): (own, tensor) for tensor, own, _ in found}  # several may share one
+    shared = {id(own): (own, tensor) for tensor, own, _ in found}  # tensors may share a slice
     values = {key: whole_value(t).to(t.device, copy=True) for key, (_, t) in shared.items()}
     for tensor, own, _ in found:
         tensor.data = values[id(own)]
@@ -146,16 +146,16 @@ class InitialValues:
         """What parameters were that `take` has made ordinary, by ``id``."""
 
     def take(self, params: Iterable[Tensor]) -> None:
-        """Make ``params`` ordinary tensors, which can be hooked. Their values can still be had."""
+        """Make ``params`` ordinary tensors, which accept hooks. `of` still returns their values."""
         for param in params:
             if is_partitioned(param) or param.is_meta:
                 make_ordinary(param, self.former)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the value of ``tensor``: itself, or the recorded value, computed on the CPU.
+        """Return the value of ``tensor``: itself, or its recorded value, computed on the CPU.
 
-        Zeros for one on the meta device that nothing is known of. Every rank must ask for one
-        that is in parts: see `source_of`.
+        Zeros for an unknown tensor on the meta device. Every rank must call it for a tensor whose
+        `source_of` is "parts".
         """
         tensor = self.former.get(id(tensor), tensor)
         if is_partitioned(tensor):
@@ -170,7 +170,7 @@ class InitialValues:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def source_of(self, tensor: Tensor) -> Literal["own", "recorded", "parts"]:
-        """Return whether the value is here, has yet to be computed, or is in parts on the ranks."""
+        """Return whether the value is in memory, yet to be computed, or in parts on the ranks."""
         tensor = self.former.get(id(tensor), tensor)
         if is_partitioned(tensor):
             return "recorded" if tensor.is_deferred else "parts"
@@ -179,7 +179,7 @@ class InitialValues:
         return "recorded" if tensor.is_meta else "own"
 
     def check(self, *, has_pretrained: bool) -> None:
-        """Refuse unknown values, but for those that a file gives if it ``has_pretrained``."""
+        """Raise ConfigError for unknown values, unless a file has them (``has_pretrained``)."""
         for path, module in self._model.named_modules():
             kept = set(module._buffers) - module._non_persistent_buffers_set
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -230,10 +230,10 @@ class InitialValues:
 
 
 def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> None:
-    """Make ``param``, the same object, an ordinary CPU tensor of its shape without memory.
+    """Convert ``param`` in place to an ordinary CPU tensor of its shape without memory.
 
-    Nothing to do where it has memory of its own. ``former`` gets, by ``id``, a tensor that is what
-    ``param`` was.
+    Does nothing if ``param`` has its own memory. ``former`` gets, by ``id``, a tensor with the
+    former content of ``param``.
     """
     slices.pop(param, None)
     if is_partitioned(param):
@@ -254,13 +254,13 @@ def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> Non
 
 
 class _FormerParam:
-    """A parameter or component as it was."""
+    """Former state of a parameter or component, to be restored."""
 
     def __init__(self, param: Tensor, initial: InitialValues, *, is_taken: bool) -> None:
-        """Remember ``param``, and its memory if the engine replaces that (``is_taken``)."""
+        """Store the state of ``param``, and its memory if the engine replaces it (``is_taken``)."""
         self.param = param
         self._initial = initial
-        self.is_lost = False  # whether the engine alone has the values
+        self.is_lost = False  # whether only the engine has the values
         self._class = type(param)
         self._attributes = dict(vars(param))
         self._requires_grad = param.requires_grad
@@ -275,7 +275,7 @@ class _FormerParam:
 
     @property
     def _stand_in(self) -> Tensor | None:
-        """Holds the value now, if `InitialValues.take` has made the parameter ordinary."""
+        """Tensor with the value, if `InitialValues.take` has made the parameter ordinary."""
         return self._initial.former.get(id(self.param))
 
     def give_up(self) -> None:
@@ -285,7 +285,7 @@ class _FormerParam:
         if self.is_lost:
             return
         if former is None and self._slice is not None:
-            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # in place: it may be shared
+            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # in place: tensors share it
         elif former is None:
             self._device = self._data.device
             self._data = torch.empty_like(self._data, device="meta")
@@ -296,7 +296,7 @@ class _FormerParam:
         self.is_lost = True
 
     def take(self, value: Tensor) -> None:
-        """Have memory of the former kind again, with ``value``."""
+        """Allocate memory of the former kind again, with ``value``."""
         assert self._data is not None, "the engine takes it"
         former = self._stand_in
         self.is_lost = False
@@ -310,7 +310,7 @@ class _FormerParam:
             former.set_value(value)
 
     def restore(self) -> None:
-        """Make the parameter what it was. One whose value is lost stays refused."""
+        """Restore the parameter. If its value is lost, the parameter still refuses reads."""
         param, former = self.param, self._stand_in
         if not self.is_lost:
             access.set_class(param, self._class)
@@ -338,10 +338,10 @@ class _FormerParam:
 
 
 class FormerModel:
-    """A model and its optimizer before a build: see [Note: a build is a transaction]."""
+    """Model and optimizer before a build: see [Note: a build is a transaction]."""
 
-    ownership: Ownership | None = None  # of the engine's hooks and shards, once there are any
-    has_pretrained = False  # whether the engine's values are those of files
+    ownership: Ownership | None = None  # None until the engine has hooks and shards
+    has_pretrained = False  # whether the engine's values were read from files
 
     def __init__(
         self,
@@ -350,7 +350,7 @@ class FormerModel:
         optimizer: torch.optim.Optimizer,
         initial: InitialValues,
     ) -> None:
-        """Remember ``model``, of which the engine takes ``params``, and ``optimizer``."""
+        """Store the state of ``model`` and ``optimizer``. The engine will own ``params``."""
         owners: list[object] = [*model.modules(), optimizer]
         tables = [vars(owner) for owner in owners]
         tables += [table for own in tables for table in own.values() if isinstance(table, dict)]
@@ -372,7 +372,7 @@ class FormerModel:
 
     @torch.no_grad()
     def restore_after(self, error: BaseException) -> None:
-        """Make everything what it was, after ``error``."""
+        """Restore model and optimizer after ``error``."""
         lost = {key for key, param in self._params.items() if param.is_lost}
         try:
             if self.ownership is not None:
@@ -388,11 +388,10 @@ class FormerModel:
                 _put_back(table, items)
 
     def _take_back(self, lost: set[int], state: ShardedState, error: BaseException) -> None:
-        """Gather the values of ``lost`` parameters, if all ranks do."""
         key_of = {state.param_names[key]: key for key in lost}
         is_alike = isinstance(error, Exception) and not isinstance(error, CollectiveError)
         if is_alike or state.control.world_size == 1:
-            for spec, value in state.full_params(dtype=torch.float64):  # of the master weights
+            for spec, value in state.full_params(dtype=torch.float64):  # from master weights
                 if spec.name in key_of:
                     self._params[key_of[spec.name]].take(value)
             if self.has_pretrained:
@@ -410,7 +409,6 @@ class FormerModel:
 
 
 def _put_back(table: dict[Any, Any], items: dict[Any, Any]) -> None:
-    """Make ``table``, the same object, what it was."""
     table.clear()
     table.update(items)
 
@@ -424,13 +422,13 @@ def fill(
     *,
     rounds_masters: bool,
 ) -> None:
-    """Write rank 0's values to the engine's memory, unrounded ones to the master weights.
+    """Write rank 0's values to the engine's memory, unrounded to the master weights.
 
-    With ``rounds_masters`` these are rounded to the compute dtype, too. ``former`` gives up what is
-    in shards. What fails on one rank alone fails on all of them.
+    With ``rounds_masters``, master weights are rounded to the compute dtype, too. ``former`` frees
+    values that are now in shards. A failure on one rank raises on all ranks.
     """
     layout, all_params, control = state.layout, state.params, state.control
-    # In these dtypes a segment's original values lose nothing.
+    # Dtypes that represent a segment's original values exactly.
     dtypes = [
         s.dtype
         if s.is_opaque
@@ -438,7 +436,7 @@ def fill(
         for s in layout.segments
     ]
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
-    # One buffer for all: the heap stays whole.
+    # One buffer for all segments avoids heap fragmentation.
     pool = BufferPool(allocator(all_params[0].device), max(sizes))
     sources = [initial.source_of(param) for param in found.params]
     counts = torch.tensor([sources.count("recorded"), sources.count("parts")])
@@ -448,7 +446,7 @@ def fill(
             f"ranks have {rows[:, 1].tolist()} parameters that were sharded before build(): make "
             "and load the model in the same way on every rank"
         )
-    # Where a value has to be computed first on some rank, rank 0 alone does so.
+    # If any rank has a recorded value, only rank 0 computes values.
     is_deferred = bool((rows[:, 0] > 0).any())
     num_differing = torch.zeros(
         len(layout.segments), dtype=torch.int64, device=all_params[0].device
@@ -465,7 +463,7 @@ def fill(
                     if is_shared or control.rank == 0 or not is_deferred:
                         spec = layout.params[slot.param]
                         flat[slot.start : slot.stop].copy_(spec.to_elements(initial.of(param)))
-            finally:  # the other ranks wait
+            finally:  # the other ranks wait in this collective
                 if not all(in_parts):
                     (control.broadcast if is_deferred else control.equalize)(flat)
             of_segment.write(0, flat)
@@ -482,14 +480,14 @@ def fill(
                     num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
         adopt(of_segment, former)
         pool.release(flat)
-    # A tier may round its own part otherwise, as ties of a master weight that is kept split.
+    # A tier may round its own part differently, for example ties of a split master weight.
     for of_segment, number in zip(all_params, control.sum(num_differing).tolist(), strict=True):
         if number:
-            of_segment.invalidate()  # the other ranks gather it
+            of_segment.invalidate()  # makes other ranks gather it
 
 
 def adopt(flat: FlatParams, former: FormerModel) -> None:
-    """Give a segment's parameters the engine's memory. ``former`` drops what is in shards."""
+    """Move a segment's parameters to the engine's memory. ``former`` frees values now in shards."""
     flat.adopt()
     if not flat.is_kept:
         former.give_up(flat)
@@ -504,8 +502,8 @@ def adopt_buffers(
     control: ControlGroup,
     initial: InitialValues,
 ) -> None:
-    """Move buffers to ``device`` and rank 0's values to them. Cast floating ones to ``dtype``."""
-    adopted: dict[int, Tensor] = {}  # modules may share one
+    """Move buffers to ``device``, with rank 0's values. Cast floating-point ones to ``dtype``."""
+    adopted: dict[int, Tensor] = {}  # modules may share a buffer
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -520,12 +518,12 @@ def adopt_buffers(
 
 @contextmanager
 def on_all_ranks(control: ControlGroup, kind: type[Exception]) -> Iterator[None]:
-    """Have an error of one rank in this context raise a ``kind`` on the others, at its end."""
+    """Make an error of one rank in this context raise a ``kind`` on all other ranks at its end."""
     failure: Exception | None = None
     try:
         yield
     except CollectiveError:
-        raise  # the others get one of their own
+        raise  # the other ranks get a CollectiveError, too
     except Exception as error:
         failure = error
     said = "" if failure is None else str(failure) or type(failure).__name__

@@ -1,8 +1,8 @@
 """Layout of every element in flat buffers: pure arithmetic, without torch.distributed or storage.
 
 [Note: layout terms]
-parameter   one tensor of the model, counted once however many names (aliases) it has
-unit        a block of the module tree that is gathered, computed and reduced together. Unit 0 is
+parameter   one tensor of the model, counted once even if it has several names (aliases) unit
+a block of the module tree that is gathered, computed and reduced together. Unit 0 is
             the root: parameters that belong to no block or to several. The last unit may be the
             tail: parameters that are used after the blocks (`zero_core.layout.discovery`)
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
@@ -10,15 +10,14 @@ segment     the parameters of one unit that share dtype and trainability, consec
 component   a plain tensor of a quantized parameter, which counts as a parameter here:
             [Note: quantized parameters] in `zero_core.layout.discovery`. A unit's components are
             one segment of bytes, whatever their dtypes
-slot        one parameter's ``[start, stop)`` within its segment
-shard       the r-th of ``world_size`` equal slices of a segment, owned by rank r
-local flat  the trainable slices that a rank's optimizer state covers, concatenated
-space       (see zero_core.protocols)
-piece       one parameter's part of the local flat space
+slot        one parameter's ``[start, stop)`` within its segment shard       the r-th of
+``world_size`` equal slices of a segment, owned by rank r local flat  the trainable slices that a
+rank's optimizer state covers, concatenated space       (see zero_core.protocols) piece       one
+parameter's part of the local flat space
 
-Every other offset (gather, reduce, optimizer slices, Twin-Flow's split, checkpoint chunks,
-resharding) is an intersection of these intervals. Partitioning: ZeRO (Rajbhandari et
-al., arXiv 1910.02054), section 5; flat units: FSDP (Zhao et al., arXiv 2304.11277), section 3.2.
+All other offsets (gather, reduce, optimizer slices, Twin-Flow's split, checkpoint chunks,
+resharding) are intersections of these intervals. Partitioning: ZeRO (Rajbhandari et al., arXiv
+1910.02054), section 5; flat units: FSDP (Zhao et al., arXiv 2304.11277), section 3.2.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ class ParamSpec:
     is_trainable: bool  # whether an optimizer may update it; see zero_core.runtime.device_states
     aliases: tuple[str, ...] = ()  # further names (tied weights)
     is_opaque: bool = False  # whether it is a component, whose segment holds bytes
-    # its dimensions as they lie in memory, the slowest first, as of channels-last convolutions; ()
-    # for the order of the shape. Its slot has the elements in this order
+    # dimensions in memory order, slowest first, as for channels-last convolutions. () is the order
+    # of the shape. The slot has the elements in this order
     order: tuple[int, ...] = ()
-    twin: int | None = None  # component over the same memory by another object
+    twin: int | None = None  # index of an earlier component with the same memory
 
     @property
     def numel(self) -> int:
@@ -73,7 +72,7 @@ class ParamSpec:
         return self.numel * self.dtype.itemsize if self.is_opaque else self.numel
 
     def to_elements(self, values: Tensor) -> Tensor:
-        """Return the whole ``values`` as the segment has them, 1-D. A view where it can be."""
+        """Return the whole ``values`` in the segment's form, 1-D, as a view if possible."""
         if self.is_opaque:
             return flatten(values.detach(), self.order).view(torch.uint8)
         return flatten(values, self.order)
@@ -86,7 +85,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Parameter number ``param`` takes ``[start, stop)`` of its segment."""
+    """Range ``[start, stop)`` of parameter number ``param`` in its segment."""
 
     param: int
     start: int
@@ -100,13 +99,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parameters of one unit with one dtype and trainability, or its components, flat."""
+    """Flat parameters of one unit with one dtype and trainability, or the unit's components."""
 
-    index: int  # over the whole layout
-    unit: int  # index of its unit
+    index: int  # index in the whole layout
+    unit: int  # index of the segment's unit
     dtype: torch.dtype
     is_trainable: bool
-    slots: tuple[Slot, ...]  # of its parameters, in order; twins share theirs
+    slots: tuple[Slot, ...]  # slots of its parameters, in order; twins share a slot
     shard_numel: int  # elements per rank, padding included
     world_size: int
     is_opaque: bool = False  # whether elements are bytes (uint8)
@@ -139,7 +138,7 @@ class UnitLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """``[start, stop)`` of the local flat space holds ``param`` from ``offset`` on."""
+    """Range ``[start, stop)`` of the local flat space, with ``param`` from ``offset`` on."""
 
     start: int
     stop: int
@@ -149,20 +148,20 @@ class Piece:
 
 
 def dim_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions from the slowest to the fastest one in memory.
+    """Return the dimensions from the slowest to the fastest in memory.
 
-    In their own order where there are no elements, or they overlap or leave gaps.
+    For tensors that are empty or not dense, the order of the shape.
     """
     dims, strides = tuple(range(tensor.ndim)), tensor.stride()
-    # Of equal strides all but one are of single elements, and that one comes first: so `unflatten`
-    # gives these the strides that they have in channels-last formats.
+    # Dimensions of equal stride have size 1, except for one. Sorting that one first makes
+    # `unflatten` restore the strides of channels-last formats.
     order = tuple(sorted(dims, key=lambda d: (-strides[d], -tensor.shape[d], d)))
-    with DisableTorchFunction():  # it is no read
+    with DisableTorchFunction():  # permute() is not a read of values
         return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
 
 
 def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the elements, 1-D, in ``order``, () for the shape's: a view if it is dense so."""
+    """Return the elements, 1-D, in ``order`` (() for the shape's), as a view if possible."""
     return (tensor.permute(order) if order else tensor).reshape(-1)
 
 
@@ -179,7 +178,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The whole model's arithmetic for one world size."""
+    """Layout of the whole model for one world size."""
 
     world_size: int  # number of ranks that share each segment
     params: tuple[ParamSpec, ...]  # every parameter, once
@@ -199,8 +198,8 @@ class Layout:
     ) -> Layout:
         """Compute the layout of ``units``, each a name and the numbers of its parameters.
 
-        ``has_tail``: the last of them is the tail. ``is_in_chunks``: trainable shards are whole
-        chunks of `CHUNK_NUMEL` elements, so that no chunk is on two ranks, however many there are.
+        ``has_tail``: the last unit is the tail. ``is_in_chunks``: trainable shards are whole chunks
+        of `CHUNK_NUMEL` elements, so that at any world size no chunk is on two ranks.
 
         Raises:
             ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
@@ -225,7 +224,7 @@ class Layout:
                 aligned = round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
                 slots: dict[int, Slot] = {}
                 end = 0
-                for p in same:  # one after another; twins share a slot
+                for p in same:  # slots are consecutive; twins share a slot
                     start = round_up(end, aligned)
                     twin = params[p].twin
                     if twin is None:
@@ -242,12 +241,12 @@ class Layout:
 
     @property
     def tail(self) -> int | None:
-        """Index of the tail, None if there is none."""
+        """Index of the tail, or None without a tail."""
         return len(self.units) - 1 if self.has_tail else None
 
     @property
     def last_block(self) -> int:
-        """Index of the last block, 0 if there is none."""
+        """Index of the last block, or 0 without blocks."""
         return len(self.units) - 1 - self.has_tail
 
     @cached_property
@@ -256,7 +255,7 @@ class Layout:
         return tuple(s for unit in self.units for s in unit.segments)
 
     def describe_segments(self) -> dict[int, str]:
-        """Say for each segment of which unit it is: "unit 3 (blocks.2)"."""
+        """Return the description of each segment's unit, for example "unit 3 (blocks.2)"."""
         named = {unit.index: f"unit {unit.index} ({unit.name or 'root'})" for unit in self.units}
         return {segment.index: named[segment.unit] for segment in self.segments}
 

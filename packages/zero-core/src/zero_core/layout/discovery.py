@@ -1,38 +1,37 @@
 """Discovery of a model's units: which modules are blocks, and which parameters belong to them.
 
-A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and a forward
-of its own. Blocks are not searched for further blocks. A parameter that only one block uses
-belongs to that block. Everything else belongs to the root unit, which stays gathered from the start
-of forward to the end of backward, or to the tail. A list of experts that is in no block makes the
-module that holds it a block. It is a ``ModuleList`` or ``ModuleDict`` with "experts" in its name:
-nothing else in a module tree says that not all children of a list are called. `note_reader` records
-that a module reads a parameter of another one.
+A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and its own
+forward. Blocks are not searched for further blocks. A parameter that only one block uses belongs to
+that block. All other parameters belong to the tail or to the root unit, which stays gathered from
+the start of forward to the end of backward. A list of experts outside of a block makes the module
+that holds the list a block. Such a list is a ``ModuleList`` or ``ModuleDict`` with "experts" in its
+name, because the module tree does not show that only some children are called. `note_reader`
+records that a module reads a parameter of another module.
 
-The *tail* is one more unit after the blocks: the parameters of modules that the module tree holds
-behind the last block (a final norm, a head), under all of their names, unless they are quantized.
-Its values are waited for when forward leaves the last block, and its gradients come before those of
-the blocks. That the tree's order is the order of use is a guess, which only time depends on: [Note:
-the tail] in `zero_core.core.units`. Tied weights (an embedding that is the head, too) and
-parameters of the modules that contain blocks stay in the root.
+The *tail* is one more unit after the blocks. It has the parameters of modules after the last block
+in the module tree (a final norm, a head), under all of their names, unless they are quantized.
+Forward waits for the tail's values when it leaves the last block, and the tail's gradients precede
+those of the blocks. The order of use may differ from the tree's order, which affects time only:
+[Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is also the head) and
+parameters of modules that contain blocks stay in the root.
 
-A *leaf* is a module that is one unit with everything in it, at any depth of the module tree. It
-has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. One without a forward,
-such as a list of experts, is gathered when a module in it is called that holds parameters.
+A *leaf* is a module that is one unit with all its submodules, at any depth of the module tree. It
+has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. A leaf without a
+forward, such as a list of experts, is gathered when a submodule with parameters is called.
 
 [Note: quantized parameters]
 A quantized parameter is bytes and metadata. Its *components* are the plain tensors that hold the
 bytes:
 - of a tensor subclass that wraps others (torchao): the tensors that ``__tensor_flatten__`` names,
-  and theirs if these wrap others in turn;
+  recursively;
 - of a parameter of another class than ``nn.Parameter`` (bitsandbytes): its own memory and the
-  tensors in its attributes, as in ``quant_state.absmax``;
+  tensors in its attributes, such as ``quant_state.absmax``;
 - of an ``nn.Parameter`` of integers or of 8-bit floats: itself.
-A component keeps its object, its shape, its strides and its bits: the engine only replaces its
-memory. So whatever holds it (the wrapper, a ``QuantState``, a node of autograd) sees the same
-values. Nothing is ever cast. The components of a unit lie in one segment of bytes.
-All other metadata (block sizes, dtypes) stays where it is, whole on every rank. A module may repack
-its weight for a forward (bitsandbytes does so on CPUs, in evaluation): after that forward memory
-and metadata are put back.
+A component keeps its object, shape, strides and bits: the engine only replaces its memory. Every
+holder (the wrapper, a ``QuantState``, a node of autograd) therefore sees the same values.
+Components are never cast. A unit has one segment of bytes for all of its components. Other metadata
+(block sizes, dtypes) stays whole on every rank. A module may repack its weight for a forward
+(bitsandbytes does so on CPUs, in evaluation). Memory and metadata are restored after that forward.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ MIN_TAIL_NUMEL = 2**16
 """Elements from which on a tail is a unit of its own. The exchange of a smaller one (128 KiB in 16
 bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
 TAIL_NAME = "tail"
-_MAX_DEPTH = 4  # of attributes: Params4bit.quant_state.state2.absmax has 3
+_MAX_DEPTH = 4  # levels of attributes: Params4bit.quant_state.state2.absmax has 3
 _NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)
 _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
 
@@ -80,7 +79,7 @@ class Quantized:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its own memory is all that it has."""
+        """Whether its own memory is the only component."""
         return len(self.components) == 1 and self.components[0] is self.param
 
 
@@ -88,19 +87,19 @@ class Quantized:
 class Discovered:
     """Parameters and units of a model.
 
-    Of a quantized parameter its components are among ``params`` in its stead, named as its
-    attributes are.
+    ``params`` has the components of a quantized parameter instead of the parameter, named after its
+    attributes.
     """
 
-    params: tuple[Tensor, ...]  # each once, in the order of the module tree
-    names: tuple[tuple[str, ...], ...]  # all names of each: see `plain_name`
-    # Name, module and parameters' numbers of each unit. The root is the first one, and with
-    # ``has_tail`` the tail is the last one. The module of both is the model.
+    params: tuple[Tensor, ...]  # each parameter once, in the order of the module tree
+    names: tuple[tuple[str, ...], ...]  # all names of each parameter: see `plain_name`
+    # Name, module and parameter numbers of each unit. The root is first. With ``has_tail`` the tail
+    # is last. The module of root and tail is the model.
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
     has_tail: bool
     quantized: tuple[Quantized, ...]
     opaque: frozenset[int]  # numbers of all components
-    twins: Mapping[int, int]  # of components over the memory of an earlier one: the earlier one
+    twins: Mapping[int, int]  # component's number to that of an earlier one with the same memory
 
 
 def plain_name(name: str) -> str:
@@ -109,7 +108,7 @@ def plain_name(name: str) -> str:
 
 
 def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = True) -> bool:
-    """Record ``module`` as a reader of another's ``param``. Return whether it was one before."""
+    """Record ``module`` as a reader of another's ``param``. Return whether it already was one."""
     noted = _read.setdefault(module, {})
     found = noted.pop(id(param), None)
     if is_reader:
@@ -119,7 +118,7 @@ def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = Tru
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Selection of modules by class, with or without the Python module, or by name."""
+    """Selection of modules by name or class, with or without the Python module's name."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -130,7 +129,7 @@ class ModuleRule:
         return is_named or not _names_of(type(module)).isdisjoint(self.classes)
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
-        # foreign: DeepSpeed's models carry this attribute
+        # foreign: DeepSpeed's models have this attribute
         return self.selects(path, module) or bool(getattr(module, "_is_zero_leaf", False))
 
     def missing(self, model: nn.Module) -> list[str]:
@@ -162,14 +161,14 @@ def _blocks(prefix: str, module: nn.Module, rule: ModuleRule) -> Iterator[tuple[
             _is_expert_list(key, inner) and not rule.is_leaf(f"{path}.{key}", inner)
             for key, inner in child.named_children()
         )
-        # Without a forward of its own hooks would never fire. A module that torch.compile wrapped
-        # has its forward on the object.
+        # A module without its own forward is never called. torch.compile sets forward on the
+        # object.
         has_forward = type(child).forward is not nn.Module.forward or "forward" in vars(child)
         can_be_called = has_forward and not isinstance(child, nn.ModuleList | nn.ModuleDict)
         if rule.is_leaf(path, child) or (is_block and can_be_called):
             yield path, child
         elif _is_expert_list(name, child):
-            # Not each of them is called, and no block calls them.
+            # Only some experts are called, and no block calls them.
             _log.info("%s belongs to the root, which is gathered from forward to backward", path)
         else:
             yield from _blocks(path + ".", child, rule)
@@ -185,7 +184,7 @@ def _owner(name: str, paths: dict[str, str]) -> str:
 def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
-    ``rule`` selects leaves besides those marked as such.
+    ``rule`` selects leaves in addition to modules marked as leaves.
     """
     rule = rule or ModuleRule()
     if missing := rule.missing(model):
@@ -198,11 +197,11 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
     if not rule.is_leaf("", model):
         for path, module in _blocks("", model, rule):
             blocks.setdefault(id(module), (path, module))  # the same block twice: one unit
-    # Every path to a block, for a block or a part of it may stand in several places.
+    # All paths to blocks, because a block or a part of it may occur several times in the tree.
     tree = list(model.named_modules(remove_duplicate=False))
     paths = {path: blocks[id(module)][0] for path, module in tree if id(module) in blocks}
     owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
-    read: set[str] = set()  # names of parameters that modules read which do not hold them
+    read: set[str] = set()  # names of parameters that other modules read
     for path, module in tree:
         for key in _read.get(module, ()):
             for number in numbers_of.get(key, [numbers[key]] if key in numbers else []):
@@ -220,7 +219,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
         for name in module._parameters
     } - read
     opaque = frozenset(itertools.chain.from_iterable(numbers_of.values()))
-    # Only a parameter's own class can show a read that comes early.
+    # A quantized parameter is never in the tail, because its class cannot detect an early read.
     tail = [n for n in members[""] if behind.issuperset(names[n]) and n not in opaque]
     modules = {"": model, **dict(blocks.values())}
     units = [
@@ -234,7 +233,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
         units[0] = ("", model, tuple(n for n in members[""] if n not in tail))
         units.append((TAIL_NAME, model, tuple(tail)))
     plain = tuple(tuple(plain_name(name) for name in found) for found in names)
-    twins: dict[int, int] = {}  # components over the memory of an earlier one of their parameter
+    twins: dict[int, int] = {}  # components that share an earlier one's memory
     for own in numbers_of.values():
         for earlier, number in itertools.combinations(own, 2):
             is_first = earlier not in twins and number not in twins
@@ -244,7 +243,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
 
 
 def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[Quantized]]:
-    """Return the parameters, components in the stead of quantized ones, their names, and these."""
+    """Return parameters (components instead of quantized ones), their names, and quantized ones."""
     params: list[Tensor] = []
     names: list[list[str]] = []
     numbers: dict[int, int] = {}
@@ -255,7 +254,7 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
         is_new = id(param) not in found
         if is_new:
             own = components(plain_name(name), param)
-            # What a quantizer registers as a buffer, too, is left to the buffers.
+            # A tensor that a quantizer also registers as a buffer counts as a buffer.
             found[id(param)] = tuple(
                 c for c in own if c.tensor is param or id(c.tensor) not in buffers
             )
@@ -274,9 +273,9 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
 
 
 def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Iterator[Quantized]:
-    """Yield the frozen parameters beside a plain matrix of packed values: its scales."""
+    """Yield frozen parameters in a module with a packed matrix: the scales of its values."""
     known = {id(q.param) for q in quantized}
-    # A vector of integers or a matrix of 64-bit ones (a counter, positions) has no scales.
+    # Vectors of integers and 64-bit matrices (counters, positions) have no scales.
     stored = {
         id(q.param)
         for q in quantized
@@ -297,7 +296,7 @@ def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Itera
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
-    """Return the compute dtype of ``param`` where floating parameters go to ``low_precision``."""
+    """Return the compute dtype of ``param``. ``low_precision`` is that of floating-point ones."""
     if low_precision is None or param.dtype.is_complex or is_storage_dtype(param.dtype):
         return param.dtype
     return low_precision
@@ -306,24 +305,24 @@ def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> tor
 class Component(NamedTuple):
     """A plain tensor of a parameter."""
 
-    path: str  # its attribute as seen from the parameter, "" for the parameter's own memory
+    path: str  # attribute path from the parameter, "" for its own memory
     tensor: Tensor  # the object that the parameter holds
 
 
 def is_storage_dtype(dtype: torch.dtype) -> bool:
-    """Whether values of ``dtype`` mean nothing without a scale: integers and 8-bit floats."""
+    """Whether values of ``dtype`` need a scale: integers and 8-bit floats."""
     return not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1
 
 
 def is_partitioned(tensor: object) -> TypeIs[PartitionedParam]:
-    """Whether ``tensor`` has its value elsewhere."""
-    # Plain classes first: Python looks for each member of a protocol, for microseconds.
+    """Whether ``tensor`` is a `PartitionedParam`, whose value is stored elsewhere."""
+    # Test plain classes first, because a protocol check takes microseconds.
     is_plain = type(tensor) in (nn.Parameter, Tensor)
     return not is_plain and isinstance(tensor, PartitionedParam)
 
 
 def components(name: str, param: Tensor) -> tuple[Component, ...]:
-    """Return the tensors that hold the bytes of ``param``, itself if it is not quantized."""
+    """Return the tensors that hold the bytes of ``param``: itself if it is not quantized."""
     if is_partitioned(param):
         return (Component("", param),)
     if inner_tensors(param) is not None:
@@ -353,7 +352,7 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
 
 
 def stored_tensors(param: Tensor) -> list[Component]:
-    """Return the components of ``param``, which may be of a class that cannot be sharded."""
+    """Return the components of ``param``, without a check that its class can be sharded."""
     if inner_tensors(param) is not None:
         return list(inner_components("", param))
     found = [Component("", param)]
@@ -363,7 +362,7 @@ def stored_tensors(param: Tensor) -> list[Component]:
 
 
 def inner_components(path: str, tensor: Tensor) -> Iterator[Component]:
-    """Yield the plain tensors that the ``tensor`` at ``path`` consists of: itself, or several."""
+    """Yield the plain tensors that the ``tensor`` at ``path`` consists of."""
     parts = inner_tensors(tensor)
     if parts is None:
         yield Component(path, tensor)
@@ -373,7 +372,7 @@ def inner_components(path: str, tensor: Tensor) -> Iterator[Component]:
 
 
 def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[Component]:
-    """Yield the tensors in the attributes of ``value`` and of the plain objects in them."""
+    """Yield the tensors in the attributes of ``value``, and of plain objects in them."""
     # foreign: objects of a quantizer
     for attribute, found in getattr(value, "__dict__", {}).items():
         if id(found) in seen or isinstance(found, _NO_METADATA):
@@ -391,7 +390,7 @@ class Metadata:
     """Snapshot of the attributes of a parameter with attached components."""
 
     def __init__(self, param: Tensor) -> None:
-        self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # by id: now, and before
+        self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id: (table, old copy)
         values: list[object] = [param]
         for _ in range(_MAX_DEPTH):
             # foreign: objects of a quantizer
@@ -412,7 +411,7 @@ class Metadata:
 
 
 def is_same_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are one view of one memory."""
+    """Whether two tensors are the same view of the same memory."""
     if first is second:
         return True
     views = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (first, second)]

@@ -1,22 +1,22 @@
-"""Memory of gradients: which buffers hold them from backward to the state tier, and in what dtype.
+"""Memory of gradients: which buffers hold them from backward to the state tier, and their dtypes.
 
 See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' names.
 
 [Note: one sum for every stage and ratio]
-The sum that a tier takes is in fp32 (float64). Where the user asked for a narrower dtype, the
-engine adds up. At stage 0 with several ranks each rank's tier needs the whole sum: gathering it
-once per micro-step would cost more than it saves, so the engine adds up there, and rounds each
-term as it would for the tier. Norms of such sums are taken in double precision: then it does
-not matter which memory they are in.
+A tier accumulates micro-steps in fp32 (float64 for float64). For a narrower dtype of the user's
+choice the engine accumulates. It also does at stage 0 with several ranks. There, each rank's tier
+needs the whole sum, and a gather per micro-step would cost more than the accumulation saves. The
+engine then rounds each term as it would for the tier. Norms of such sums are computed in double
+precision, so they do not depend on which memory holds the sum.
 
 [Note: the same bits at any world size]
-Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard has
-every rank's part and adds them to the sum of the micro-steps before, one after another: that is
-the order of micro-batches for every W. Each is divided by the number of micro-batches before
-backward, and rounded to the dtype that is sent. A missing one is -0, which changes no bit of a
-sum. `zero_core.extensions.invariance` has that sum and its norms.
-A tier would add the ranks' sum of a micro-step as one term: it adds nothing, and the sum
-is in ``grad_shard``, also where a step has one micro-step, as fewer ranks have several.
+Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard gets
+every rank's part and adds the parts, one after another, to the sum of earlier micro-steps. For
+every W that is the order of micro-batches. Each part is divided by the number of micro-batches
+before backward, and rounded to the communicated dtype. A missing part is -0, which changes no bit
+of a sum. `zero_core.extensions.invariance` has that sum and its norms. A tier would add the ranks'
+sum of a micro-step as one term, so tiers do not accumulate here. The sum is in ``grad_shard``, even
+if a step has one micro-step, because with fewer ranks it has several.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class GradientPlan:
     """Memory of one segment's gradient."""
 
     case: GradientCase
-    is_full_kept: bool  # whether ``full_grad`` is in the arena for good, not borrowed per backward
-    is_sum_in_full: bool  # whether ``grad_sum`` takes the memory of ``full_grad``
-    predivide: float  # factor on each rank's gradient before it is reduced
-    communicated: torch.dtype  # in which gradients are reduced
-    communicated_sums: torch.dtype  # in which sums over several backwards (``no_sync``) are reduced
-    accumulated: torch.dtype  # in which reduced gradients add up
-    rounded: torch.dtype  # to which each micro-step's reduced gradient is rounded before that
-    offered: torch.dtype  # in which the state tier gets them, each or their sum
-    normed: torch.dtype | None  # in which squares of the sum are added up; None for the usual one
-    # whether every rank's gradient is a term by itself: [Note: the same bits at any world size]
+    is_full_kept: bool  # whether ``full_grad`` is in the arena, not borrowed per backward
+    is_sum_in_full: bool  # whether ``grad_sum`` uses the memory of ``full_grad``
+    predivide: float  # factor on each rank's gradient before the reduction
+    communicated: torch.dtype  # dtype of reductions
+    communicated_sums: torch.dtype  # dtype of reduced sums of several backwards
+    accumulated: torch.dtype  # dtype in which reduced gradients accumulate
+    rounded: torch.dtype  # dtype to which each micro-step's reduced gradient is rounded first
+    offered: torch.dtype  # dtype of the gradients (or sums) offered to the state tier
+    normed: torch.dtype | None  # dtype for sums of squares; None for the default
+    # whether every rank's gradient is a separate term: [Note: the same bits at any world size]
     is_sequential: bool
 
     @property
@@ -73,17 +73,16 @@ class GradientPlan:
 
     @property
     def is_shard_kept(self) -> bool:
-        """Whether ``grad_shard`` is in the arena."""
         return self.case not in (GradientCase.PASS_ON, GradientCase.PASS_ON_EACH)
 
 
 def plan_gradient(
     segment: Segment, config: Config, *, stage: int, owns_grads: bool, adds_grads: bool
 ) -> GradientPlan:
-    """Plan the memory of a segment's gradient at ``stage``, 0 where there is nothing to shard.
+    """Plan the memory of a segment's gradient at ``stage`` (0 if there is nothing to shard).
 
-    ``owns_grads``: the state tier copies what it is offered. ``adds_grads``: it can add up the
-    gradients of micro-steps, too.
+    ``owns_grads``: the state tier copies offered gradients. ``adds_grads``: the tier can also
+    accumulate the gradients of micro-steps.
     """
     communicated = communicated_dtype(segment, config)
     accumulated = accumulated_dtype(segment, config)
@@ -102,7 +101,7 @@ def plan_gradient(
         case = GradientCase.WHOLE_SUM
     else:
         case = GradientCase.FULL_THEN_SHARD if stage == 1 else GradientCase.SHARD
-    # Unless the user chose what they add up in, the tier's terms are what is communicated.
+    # By default the tier's terms have the communicated dtype.
     is_rounded = is_tiers and config.data_types.grad_accum_dtype is None
     rounded = communicated if is_rounded else accumulated
     if is_tiers:
@@ -110,7 +109,7 @@ def plan_gradient(
     else:
         offered = communicated if owns_grads else accumulated
     is_summed = config.gradient_allreduce_op == "sum"
-    # Unless the user chose otherwise, sums over several backwards lose no bit.
+    # By default sums over several backwards lose no bit.
     is_chosen = config.communication_data_type is not None
     return GradientPlan(
         case=case,

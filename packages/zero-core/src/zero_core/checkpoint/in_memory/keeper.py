@@ -1,6 +1,6 @@
 """Program that keeps a folder in memory until the launcher and all ranks have ended.
 
-It is run by path, with the standard library alone: importing torch would take 200 MB.
+It is run by its path and uses only the standard library, because importing torch takes 200 MB.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-USERS = ".users"  # file of the folder on which every rank and the keeper hold a shared lock
+USERS = ".users"  # the keeper and every rank hold a shared lock on this file
 
 
 def status(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on, none if there is no process."""
+    """Return the fields of ``/proc/PID/stat`` from the state on, or none if there is no process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -26,12 +26,12 @@ def status(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """Return when a process was started, in ticks, or an empty string: numbers are used again."""
+    """Return the start time of a process in ticks, or "". Process ids are reused."""
     return "".join(status(pid)[19:20])
 
 
 def keep(folder: Path, launcher: int, start: str) -> None:
-    """Wait for the end of process ``launcher`` and of all users, and remove ``folder``."""
+    """Remove ``folder`` after process ``launcher`` and all users have ended."""
     users = os.open(folder / USERS, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(users, fcntl.LOCK_SH)
     with suppress(ProcessLookupError):

@@ -1,28 +1,27 @@
-"""Copies of a rank's state in memory, made beside the next step, for a restart without loss.
+"""Copies of a rank's state in memory, made during the next step, for a restart without loss.
 
 [Note: two slots]
-Each rank keeps its slice of every state in files of a folder in memory, one file per state in the
-form of a checkpoint's. Two slots take turns: one is written while the other is whole. A rank's
-*marker* has all that is no tensor, and vouches for itself. It is removed before the rank's files
-are overwritten, and renamed into place after them. A rank writes into a slot after an update, so
-after the statistics of that step's gradient were summed over all ranks; and it waits for its last
-copy before it adds to that sum. So the other slot is whole on every rank then, copies on other
-nodes included.
+Each rank writes its slice of every state to files of a folder in memory, one file per state, as in
+a checkpoint. There are two slots, written alternately, so one is always complete. A rank's *marker*
+has everything that is not a tensor, and a digest of itself. The marker is removed before the rank's
+files are overwritten, and renamed into place afterwards. A rank writes to a slot after an update,
+which follows the sum of gradient statistics over all ranks. A rank contributes to that sum only
+after its last copy is complete. Therefore the other slot is then complete on every rank, including
+copies on other nodes.
 
-Copies are made by a thread beside the next forward and backward, which do not write states. The
-next update waits for it. The markers of all ranks make a manifest: files are restored as from a
-disk, at any stage and number of ranks. A rank that lacks a file, on a node that is new, gets it
-from one that has it.
+A thread makes the copies during the next forward and backward, which do not write states. The next
+update waits for the thread. The markers of all ranks form a manifest: files are restored like those
+on a disk, at any stage and number of ranks. A rank on a new node receives missing files from a rank
+that has them.
 
 [Note: whose memory]
-The folder is in ``/dev/shm``, named after the launcher (torchrun) that starts ranks anew. A process
-of its own keeps it (`keeper`): that removes it when the launcher and all ranks have ended, whatever
-killed them. What remains where the keeper was killed, too, is removed by the next job of the user
-on the machine. Each rank also sends its slice to a rank of the next node, which keeps it beside its
-own.
+The folder is in ``/dev/shm``, named after the launcher (torchrun) that restarts ranks. A separate
+process (`keeper`) removes the folder when the launcher and all ranks have ended, for any reason. If
+the keeper was killed, too, the user's next job on the machine removes the folder. Each rank also
+sends its slice to a rank of the next node, which stores it in the same folder as its own slice.
 
-A folder belongs to one folder of checkpoints, so that engines that save apart are kept apart.
-Data in memory has no checksums until a restart: a CRC-32 takes longer than the copy.
+A folder belongs to one folder of checkpoints, so engines with separate checkpoints do not mix. Data
+in memory has no checksums until a restart, because a CRC-32 takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -86,10 +85,10 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.snapshot import StateBlocks, stream_after
 
 _BASE = Path("/dev/shm")
-# Variables that torchrun gives to what it starts, the latter with a path of each rank's own.
+# torchrun sets these variables. The value of the second is a path specific to each rank.
 _MARK, _ERRORS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
-_WAIT_S = 15.0  # longer than the workers of a data loader take to notice the end of their rank
-_BLOCK_BYTES = 8 << 20  # of a message
+_WAIT_S = 15.0  # longer than data-loader workers take to notice the end of their rank
+_BLOCK_BYTES = 8 << 20  # bytes of one message
 _MAX_CARD_BYTES = 128 << 20
 _OWNED = re.compile(r".+-([0-9]{5})\.(?:json|safetensors)")
 _ADVICE = (
@@ -99,10 +98,10 @@ _ADVICE = (
 
 
 class Place:
-    """A rank's use of the copies of a folder of checkpoints, until `close` or the process's end."""
+    """A rank's use of the in-memory folder for a folder of checkpoints, until `close`."""
 
     def __init__(self, path: str | None, directory: Location, rank: int) -> None:
-        """Open ``folder`` for ``directory``: in the user's ``path``, or the launcher's."""
+        """Open the folder for ``directory``, in the user's ``path`` or the launcher's folder."""
         self._locks: list[int] = []
         try:
             root = self._open_of_launcher() if path is None else Path(path)
@@ -117,11 +116,11 @@ class Place:
                 "memory_checkpoint.path"
             ) from error
         if not _has_lock(self._locks[-1]):
-            gc.collect()  # of an engine that was dropped without close()
-        # A process that a rank has forked may hold its lock for a while after the rank's end.
+            gc.collect()  # frees an engine that was dropped without close()
+        # A process forked by a rank may hold the rank's lock for a while after the rank has ended.
         limit = time.monotonic() + _WAIT_S
         while not _has_lock(self._locks[-1]):
-            if time.monotonic() > limit:  # both would write to the same files
+            if time.monotonic() > limit:  # two engines would write to the same files
                 raise CheckpointError(
                     f"memory_checkpoint: another engine keeps copies for {directory}: resume() "
                     "each from a folder of its own, or close() the other one first"
@@ -136,8 +135,8 @@ class Place:
             lock = _open(_BASE / f"zero-core-{user}.lock")
             stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for other in _BASE.glob(f"zero-core-{user}-*"):  # those that no process uses any more
-                with suppress(OSError):  # another user's, or its keeper is removing it
+            for other in _BASE.glob(f"zero-core-{user}-*"):  # remove folders without users
+                with suppress(OSError):  # another user's folder, or its keeper is removing it
                     _check_is_own(other)
                     users = _open(other / keeper.USERS)
                     if _has_lock(users):
@@ -147,7 +146,7 @@ class Place:
             _check_is_own(root)
             self._locks.append(_open(root / keeper.USERS))
             fcntl.flock(self._locks[-1], fcntl.LOCK_SH)
-            kept = _open(root / ".keeper")  # the keeper inherits the lock, which says that it runs
+            kept = _open(root / ".keeper")  # inherited by the keeper: locked while it runs
             stack.callback(os.close, kept)
             if _has_lock(kept):
                 program = [sys.executable, "-I", "-S", keeper.__file__]
@@ -157,9 +156,9 @@ class Place:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=[kept],
-                    start_new_session=True,  # what ends the launcher's processes does not end it
+                    start_new_session=True,  # signals to the launcher's group do not end the keeper
                 )
-                process.returncode = 0  # nobody waits for it
+                process.returncode = 0  # avoids Popen's warning about a running child
         return root
 
     def close(self) -> None:
@@ -170,39 +169,38 @@ class Place:
 
 
 def find_launcher() -> int:
-    """Return the process that starts this rank anew."""
-    # It is the nearest one above without the variables that the launcher gave to this rank: between
-    # them may be a shell. A launcher below another launcher has variables of the other one.
+    """Return the id of the process that restarts this rank."""
+    # The launcher is the nearest ancestor without the variables that it gave to this rank. A shell
+    # may be in between. A nested launcher has the variables of the outer launcher.
     own = {os.fsencode(f"{n}={os.environ[n]}") for n in (_MARK, _ERRORS) if n in os.environ}
     process = os.getppid()
     while own and process > 1:
         try:
             variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        except OSError:  # another user's, or not Linux
+        except OSError:  # another user's process, or not Linux
             break
         fields = keeper.status(process)
-        if not own.issubset(variables) or not fields:  # without fields it has just ended
+        if not own.issubset(variables) or not fields:  # the process has just ended
             break
         process = int(fields[1])
     return process
 
 
 def root_of(launcher: int, start: str) -> Path:
-    space = os.stat("/proc/self/ns/pid").st_ino  # containers may share the folder's memory
+    space = os.stat("/proc/self/ns/pid").st_ino  # containers may share ``/dev/shm``
     name = f"{space} {launcher} {start}"
     return _BASE / f"zero-core-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def _open(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    if os.fstat(descriptor).st_uid != os.getuid():  # who could hold its lock for ever
+    if os.fstat(descriptor).st_uid != os.getuid():  # that user could hold its lock forever
         os.close(descriptor)
         raise PermissionError(f"{path} belongs to another user")
     return descriptor
 
 
 def _check_is_own(path: Path) -> None:
-    """Refuse a folder that another user has put there, or a link."""
     found = path.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
         raise PermissionError(f"{path} belongs to another user")
@@ -219,16 +217,16 @@ def _has_lock(descriptor: int) -> bool:
 class Slot:
     """A slot that this process writes.
 
-    Its files are mapped: that takes half the time of writing to them. Memory is reserved before, as
-    a write to a page for which there is none would end the process.
+    Files are mapped, which takes half the time of writing to them. Their memory is reserved first,
+    because a write to a page without memory would kill the process.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[str, Tensor] = {}  # bytes of those that were opened here, by name
+        self.files: dict[str, Tensor] = {}  # mapped bytes of opened files, by name
 
     def write(self, name: str, tensors: Mapping[str, Tensor | StateBlocks]) -> int:
-        """Write a safetensors file in place, and return its bytes."""
+        """Write a safetensors file in place, and return its size in bytes."""
         header, size, blocks = arrange(tensors)
         into, stop = self.file(name, len(header) + size), len(header)
         into[:stop] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -238,7 +236,7 @@ class Slot:
         return into.numel()
 
     def file(self, name: str, size: int) -> Tensor:
-        """Return the bytes of a file, as they are in memory. It gets ``size`` of them."""
+        """Return the mapped bytes of a file, resized to ``size``."""
         found = self.files.get(name)
         if found is None or found.numel() != size:
             with storing(self.folder / name, _ADVICE):
@@ -257,7 +255,7 @@ class Slot:
         self._marker(rank).unlink(missing_ok=True)
 
     def commit(self, rank: int, marker: bytes) -> None:
-        """Put the marker of a rank into place, once all its files are written."""
+        """Write a rank's marker, after all its files."""
         aside = self.folder / f".{self._marker(rank).name}"
         aside.unlink(missing_ok=True)
         with storing(aside, _ADVICE), aside.open("xb", buffering=0) as file:
@@ -268,10 +266,10 @@ class Slot:
         return self.folder / f"rank-{rank:05d}.json"
 
     def read_markers(self) -> dict[int, dict[str, Any]]:
-        """Return the markers, by rank, whose files are there in the size that they had."""
+        """Return the markers, by rank, whose files exist with the recorded sizes."""
         found = {}
         for path in sorted(self.folder.glob("rank-?????.json")):
-            with suppress(OSError):  # another rank writes it
+            with suppress(OSError):  # another rank is writing it
                 data = path.read_bytes()
                 if is_sealed(data):
                     marker = json.loads(data)
@@ -290,7 +288,7 @@ def _drop_strangers(folder: Path, ranks: set[int]) -> None:
 
 
 class Ring:
-    """Connections of a rank with ``target``, which keeps its copy, and ``source``, the reverse."""
+    """Connections of a rank: to ``target``, which stores its copy, and from ``source``."""
 
     def __init__(self, ranks: Ranks, per_node: int) -> None:
         self.target = (ranks.rank + per_node) % ranks.size
@@ -299,7 +297,7 @@ class Ring:
         self._channel = self._messages.next_channel()
 
     def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
-        """Send ``files`` of ``slot`` and its marker, store the source's, on all ranks."""
+        """Send the slot's files and marker to `target`, and store those of `source`. Collective."""
         said = json.dumps([files, marker.decode()]).encode()
         card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         size = torch.empty(1, dtype=torch.int64)
@@ -329,7 +327,6 @@ class Ring:
 
 
 def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
-    """Yield the bytes of each message, where they are in memory."""
     for name, size in files.items():
         data = slot.file(name, size)
         for start in range(0, size, _BLOCK_BYTES):
@@ -337,7 +334,7 @@ def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
 
 
 class MemoryCheckpoints(Extension):
-    """Snapshots of one engine: made after a step, found and restored after a restart."""
+    """In-memory snapshots of one engine: made after steps, restored after a restart."""
 
     def __init__(
         self,
@@ -347,8 +344,8 @@ class MemoryCheckpoints(Extension):
         ranks: Ranks,
         per_node: int,
     ) -> None:
-        """Prepare. `newer_state` opens the folder. Every rank must call it."""
-        self._ring: Ring | None = None  # sends copies to the next node
+        """Prepare for `newer_state`, which opens the folder. Every rank must call it."""
+        self._ring: Ring | None = None  # None without copies on other nodes
         if settings.copies and per_node < ranks.size:
             if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
                 raise ConfigError(
@@ -363,7 +360,7 @@ class MemoryCheckpoints(Extension):
         self._per_node = per_node
         self._queue = HostQueues()
         self._under_way: Work | None = None
-        self._is_read = threading.Event()  # of the last snapshot
+        self._is_read = threading.Event()  # set when the last snapshot has read the states
         self._is_read.set()
         self._place: Place | None = None
         self._slots: list[Slot] = []
@@ -372,19 +369,18 @@ class MemoryCheckpoints(Extension):
 
     def _restart(self) -> None:
         self._num_made = 0
-        self._attempt = ""  # of the launcher to start this rank, set at the first snapshot
-        self._is_continued = False  # the snapshot that was restored is still needed
-        self._frozen_versions = [-1, -1]  # in each slot
+        self._attempt = ""  # identity of this start of the ranks, set at the first snapshot
+        self._is_continued = False  # whether the restored snapshot is still needed
+        self._frozen_versions = [-1, -1]  # version of the frozen values in each slot
 
     def _drop_others(self) -> None:
-        """Remove the markers that this attempt did not write."""
         for slot in self._slots:
             for rank, marker in slot.read_markers().items():
                 if marker["attempt"] != self._attempt:
                     slot.invalidate(rank)
 
     def before_update(self, number: int) -> None:
-        """Wait for the snapshot under way: states are about to be written."""
+        """Wait for the pending snapshot, because the update writes states."""
         if self._place is None:
             raise RuntimeError(
                 "memory_checkpoint keeps copies for engine.resume(directory): call it after "
@@ -393,7 +389,7 @@ class MemoryCheckpoints(Extension):
         self.before_write()
 
     def stepped(self, ended: EndedStep) -> None:
-        """Start to make a snapshot, if it is due."""
+        """Start a snapshot if one is due."""
         if ended.number % self._settings.every:
             return
         state = self._state
@@ -446,15 +442,15 @@ class MemoryCheckpoints(Extension):
     ) -> None:
         """Write a snapshot, and send it to the next node.
 
-        ``tensors`` are copies of what the next forward changes, by file. ``done``: the update has
-        ended on the device. ``is_read``: this rank has read its states, or failed to.
+        ``tensors`` are copies of tensors that the next forward changes, by file. ``done`` fires
+        when the update has ended on the device. ``is_read`` is set after the reads, or an error.
         """
         number, rank = facts["serial"] % 2, facts["rank"]
         state, tier, slot = self._state, self._state.tier, self._slots[number]
         try:
             use_one_core()
             with stream_after(done, state.device):
-                # The first one is whole on all ranks: files of ranks that are gone are not needed.
+                # The first snapshot is complete on all ranks, so former ranks' files are obsolete.
                 if self._num_made == 2 and rank % self._per_node == 0:
                     kept = set(range(rank, rank + self._per_node))
                     if self._ring is not None:
@@ -462,7 +458,7 @@ class MemoryCheckpoints(Extension):
                     _drop_strangers(slot.folder.parent, kept)
                 slot.invalidate(rank)
                 names, written = list(tier.state_names()), {}
-                for name in names:  # as a save writes them, one at a time
+                for name in names:  # one state at a time, as in a save
                     file = file_name(name, rank)
                     written[file] = slot.write(file, save.tier_slices(state, name, None))
                 wholes, of_wholes = save.whole_states(state)
@@ -485,7 +481,7 @@ class MemoryCheckpoints(Extension):
     def newer_state(
         self, directory: Location, last_step: int | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Open the folder for ``directory``. Return what restores the newest whole snapshot."""
+        """Open ``directory``'s folder. Return a function that restores the newest snapshot."""
         self.remove()
         control, path = self._state.control, self._settings.path
         if path is None and (sys.platform != "linux" or _MARK not in os.environ):
@@ -509,7 +505,7 @@ class MemoryCheckpoints(Extension):
         holders: dict[tuple[int, str, int, int], dict[int, int]] = {}
         for holder, row in enumerate(rows):
             for serial, attempt, step, world_size, rank in row:
-                if lasts[0] is None or step <= lasts[0]:  # rank 0's counts
+                if lasts[0] is None or step <= lasts[0]:  # rank 0's ``last_step`` applies
                     key = (serial, attempt, step, world_size)
                     holders.setdefault(key, {}).setdefault(rank, holder)
         whole = [key for key, found in holders.items() if found.keys() == set(range(key[-1]))]
@@ -522,9 +518,9 @@ class MemoryCheckpoints(Extension):
         return partial(self._restore, serial, attempt, holders[newest])
 
     def _restore(self, serial: int, attempt: str, holders: dict[int, int]) -> dict[str, Any]:
-        """Restore a snapshot that is whole over all ranks. Every rank must call it.
+        """Restore a snapshot that the ranks together have completely. Every rank must call it.
 
-        ``holders``: of each writing rank's files, the lowest rank here whose host has it.
+        ``holders``: for the files of each writing rank, the lowest rank here whose host has them.
         """
         state, control = self._state, self._state.control
         place = self._slots[serial % 2].folder
@@ -562,9 +558,9 @@ class MemoryCheckpoints(Extension):
     def _fetch(
         self, place: Path, lacking: Sequence[str], sources: Mapping[str, int], reader: Reader
     ) -> None:
-        """Get the files that this rank is ``lacking`` from ranks that have them.
+        """Receive the files in ``lacking`` from ranks that have them.
 
-        Its own method, so that pieces and mappings are freed before states are restored.
+        This is a separate method so that its buffers and mappings are freed before the restore.
         """
         state, control = self._state, self._state.control
         asked = [json.loads(row) for row in control.gather_bytes(json.dumps(lacking).encode())]
@@ -587,16 +583,16 @@ class MemoryCheckpoints(Extension):
                 aside.replace(path)
 
     def loaded(self, folder: str, seconds: float) -> None:
-        """Let the next snapshot replace all others: the states were loaded from elsewhere."""
+        """Make the next snapshot replace all others, because states were loaded from elsewhere."""
         if self._place is not None:
             self._restart()
             self._drop_others()
 
     def remove(self) -> None:
-        """Stop, on this rank alone. Snapshots stay for whoever is started anew.
+        """Stop on this rank alone, and keep the snapshots for a restart.
 
-        One that is under way reads the states first, which may change after this. It may wait for a
-        neighbour that is gone: nobody waits for that.
+        Waits until a pending snapshot has read the states, which may change afterwards. Does not
+        wait for its transfer to a neighbour, which may have failed.
         """
         self._is_read.wait()
         work, place = self._under_way, self._place
@@ -605,7 +601,7 @@ class MemoryCheckpoints(Extension):
             return
         if work is None:
             place.close()
-        else:  # its end frees the folder: it may still write the copy of a neighbour there
+        else:  # close after the snapshot, which may still write a neighbour's copy to the folder
             self._queue.launch(place.close, is_reduction=False)
 
 
@@ -616,7 +612,7 @@ def _merged(rows: Iterable[bytes]) -> dict[int, Any]:
 def _measure(
     place: Path, rank: int, marker: Mapping[str, Any], names: list[str], frame: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return size and checksums of a rank's files, and write zeros for states it did not know."""
+    """Return size and checksums of a rank's files. Write zeros for states that the rank lacked."""
     dtypes = {param["name"]: param["dtype"] for param in frame["params"]}
     slot = Slot(place)
     for name in [name for name in names if name not in marker["states"]]:
@@ -638,7 +634,6 @@ def _measure(
 
 
 def _needed(state: ShardedState, reader: Reader) -> set[str]:
-    """Return the files that this rank restores from."""
     manifest = reader.manifest
     is_trained = {param.name: param.is_trainable for param in manifest.params}
     found = {BUFFERS}
