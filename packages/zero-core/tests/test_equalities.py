@@ -5,7 +5,8 @@ The oracle is the engine at stage 0, which test_equivalence.py compares with DDP
 
 import pytest
 
-from zero_core.testing.equal import FOLDER, SCENARIOS, Variant, check, cover
+from support.rows import check
+from zero_core.testing.equal import FOLDER, SCENARIOS, Variant, cover
 
 VARIANTS = {
     **{

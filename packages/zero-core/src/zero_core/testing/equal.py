@@ -366,9 +366,18 @@ def check(row: Row, variant: Variant, folder: Path, *, is_simulated: bool = True
 
 
 def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
-    base = Variant(base=variant.base, base_top=variant.base_top, width=variant.width)
-    plain = _run(ranks, row, base, folder / "plain")
-    found = _run(ranks, row, variant, folder / "variant")
+    plain = run_side(ranks, row, base_of(variant), folder / "plain")
+    found = run_side(ranks, row, variant, folder / "variant")
+    compare(ranks, row, found, plain)
+
+
+def base_of(variant: Variant) -> Variant:
+    """Return what a variant is compared with."""
+    return Variant(base=variant.base, base_top=variant.base_top, width=variant.width)
+
+
+def compare(ranks: Ranks, row: Row, found: Trace, plain: Trace) -> None:
+    """Raise if two runs of a row differ on this rank in a bit of a loss, a weight or a state."""
     for number, (one, other) in enumerate(zip(found.losses, plain.losses, strict=True)):
         assert repr(one) == repr(other), (
             f"{row}: loss {number} of rank {ranks.rank} is {one}, not {other}"
@@ -381,7 +390,8 @@ def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
         assert torch.equal(*bits), f"{where} is {found.values[name]}, not {value}"
 
 
-def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
+def run_side(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
+    """Run a row's scenario with ``variant`` on this rank. The returned tensors are on the CPU."""
     scenario, more = {**SCENARIOS, **BY_NAME}[row.scenario]
     folder.mkdir(exist_ok=True)
     zero = {**variant.base, **variant.zero}
@@ -402,6 +412,6 @@ def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
     state_of = engine.states.get_full if "stage" in zero else engine.states.get_local
     for what, name in itertools.product(engine.sharded_state.tier.state_names(), trained):
         values[f"{what} of {name}"] = state_of(name, what)
-    found = Trace(losses, values, engine.skipped_steps)
+    skipped = engine.skipped_steps
     engine.close()
-    return found
+    return Trace(losses, {name: value.cpu() for name, value in values.items()}, skipped)

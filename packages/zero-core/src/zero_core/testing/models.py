@@ -60,6 +60,7 @@ class Hard(nn.Module):
 
     def forward(self, ids: Tensor, *, use_sometimes: bool, use_side: bool) -> dict[str, Tensor]:
         """Return the next-token loss of ``ids`` (int64 [batch, length])."""
+        ids = ids.to(self.gain.device)
         x = self.embed(ids[:, :-1]) * self.gain
         for block in (*self.blocks, *self.frozen, self.blocks[0]):
             x = block(x, use_side=use_side)
