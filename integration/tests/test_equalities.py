@@ -18,8 +18,9 @@ import cpu_adam
 import zero_core
 from tests.support.delayed import delayed_collectives
 from tests.support.host_optimizers import OPTIMIZERS
-from zero_core.testing import Case, make_model, train_unread
-from zero_core.testing.equal import FOLDER, Row, Variant, check, cover
+from zero_core.testing import Case, equal, make_model, train_unread
+from support.rows import check
+from zero_core.testing.equal import FOLDER, Row, Variant, cover
 from zero_offload import create_param_tier, create_tier
 from zero_offload.steppers import file_stepper
 
@@ -287,7 +288,7 @@ def test_a_variant_changes_no_bit_in_100_steps(row: Row, tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_variant_changes_no_bit_on_processes(variant, stage, dtype, tmp_path):
     row = Row("trains", variant, stage, dtype, 4, 2)
-    check(row, VARIANTS[variant], tmp_path, is_simulated=False)
+    equal.check(row, VARIANTS[variant], tmp_path, is_simulated=False)
 
 
 @pytest.mark.parametrize("name", SHARES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import defaultdict
@@ -103,23 +104,26 @@ def build(headers: Path) -> None:
         return
     functions = imported_functions(target)
     with tempfile.TemporaryDirectory() as folder:
-        for soname, names in functions.items():
-            _compile_library(Path(folder), target, soname, names, headers, torch)
+        for soname, names in sorted(functions.items()):  # libcudart before libnccl
+            _compile_library(Path(folder), soname, names, headers, torch)
         _run(
             *_FLAGS,
             f"-I{headers}",
             f"-I{torch / 'include'}",
             f"-I{torch / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
             str(HERE / "ops.cpp"),
-            *("-o", str(target / "libfake_cuda_ops.so")),
-            *(f"-L{target}", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-Wl,--allow-shlib-undefined"),
+            *("-o", f"{folder}/libfake_cuda_ops.so"),
+            *(f"-L{folder}", f"-L{target}", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-Wl,--allow-shlib-undefined"),
             f"-l:{next(s for s in functions if s.startswith('libcudart'))}",
         )
+        for made in Path(folder).glob("*.so*"):
+            shutil.move(made, target / f"{made.name}.new")
+            (target / f"{made.name}.new").replace(target / made.name)  # programs may use the old one
     mark.write_text(key.hexdigest())
 
 
 def _compile_library(
-    folder: Path, target: Path, soname: str, names: Iterable[str], headers: Path, torch: Path
+    folder: Path, soname: str, names: Iterable[str], headers: Path, torch: Path
 ) -> None:
     own = {"libcudart": "cudart.cpp", "libnccl": "nccl.cpp"}.get(soname.split(".so")[0])
     sources = [str(HERE / own)] if own else []
@@ -142,20 +146,18 @@ def _compile_library(
     script = folder / "version"
     script.write_text(f"{version} {{ global: *; }};")
     # Files with another soname than asked for would be found by that name alone.
-    links = [f"-L{target}", f"-l:{_cudart(target)}"] if own == "nccl.cpp" else ["-ldl"]
+    links = ["-ldl"]
+    if own == "nccl.cpp":
+        links = [f"-L{folder}", f"-l:{next(p.name for p in folder.glob('libcudart.so.*'))}"]
     _run(
         *_FLAGS,
         *(f"-I{headers}", f"-I{torch / 'include'}"),
         *sources,
         str(made),
-        *("-o", str(target / soname), f"-Wl,-soname,{soname}"),
+        *("-o", str(folder / soname), f"-Wl,-soname,{soname}"),
         *((f"-Wl,--version-script={script}",) if own != "nccl.cpp" else ()),
         *links,
     )
-
-
-def _cudart(target: Path) -> str:
-    return next(path.name for path in target.glob("libcudart.so.*"))
 
 
 def _output(*command: str) -> str:

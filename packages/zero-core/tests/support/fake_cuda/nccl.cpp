@@ -15,12 +15,14 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <stdexcept>
 
 namespace fake {
 
@@ -107,10 +109,19 @@ struct Comm {
   Box& box(int from, int to) { return boxes[from * size + to]; }
 };
 
+// Seconds after which a job that waits for its peers fails. NCCL waits for good, and so does this
+// unless a test that has no watchdog limits it.
+std::atomic<double>& limit_s = *new std::atomic<double>(1e9);
+
 template <typename F>
 bool wait_until(const Comm& comm, F is_done) {
+  auto start = std::chrono::steady_clock::now();
   for (int i = 0; !is_done(); i++) {
     if (comm.is_aborted) return false;
+    std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    if (waited.count() > limit_s)
+      throw std::runtime_error("rank " + std::to_string(comm.rank) + " of " + comm.name +
+                               " waited too long for its peers");
     if (i < 100) {
       sched_yield();
     } else {
@@ -369,6 +380,8 @@ int point_to_point(bool is_send, void* data, size_t num, int type, int peer, Com
 using namespace fake;
 
 extern "C" {
+
+void fake_nccl_set_limit(double seconds) { limit_s = seconds; }
 
 int ncclGetVersion(int* version) {
   *version = 23007;
