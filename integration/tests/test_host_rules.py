@@ -1,4 +1,4 @@
-"""The engine with host kernels for every rule, for optimizer objects, and with compact states."""
+"""Host kernels for every update rule, for optimizer objects, and with compact states."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Subclass(torch.optim.AdamW):
-    """May update otherwise than its base, for all that the engine knows."""
+    """A subclass of unknown update rule."""
 
     is_elementwise = True
 
 
 class Declared(torch.optim.AdamW):
-    """Says that a kernel computes it, and which."""
+    """A subclass that declares its update rule and a host kernel."""
 
     is_elementwise = True
     has_host_kernel = True
@@ -124,7 +124,7 @@ def _of_object(make: Make, stage: int, dtype: str, **kwargs: Any) -> Engine:
 
 
 def _kernels(engine: Engine) -> set[bool]:
-    """Return whether a kernel computes the update of each part, and not torch."""
+    """Return whether a kernel, instead of torch, updates the tier's parts."""
     tier: Any = engine.sharded_state.tier
     return {part.tier.has_kernel for part in tier.report()}
 

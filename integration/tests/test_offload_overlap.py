@@ -1,7 +1,6 @@
-"""Host updates beside computation: in backward, in the next forward, undone, shared with a device.
+"""Host updates that overlap with computation: in backward, in the next forward, undone, or shared.
 
-That no bit differs from the late update, whatever is done between backward and step, and that no
-share of the host changes one, is shown by rows of test_equalities.py.
+Rows of test_equalities.py show that early updates and the host's share change no bit.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 class GatedAdam:
-    """The real kernel, which stops before its ``gate_at``-th call until the gate opens."""
+    """The real kernel, which blocks before its ``gate_at``-th call until the gate opens."""
 
     def __init__(self, gate_at: int) -> None:
         self.gate_at, self.num_calls = gate_at, 0
@@ -41,8 +40,6 @@ class GatedAdam:
 
 
 class Chain(nn.Module):
-    """Three equal blocks that record when they run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
@@ -137,10 +134,9 @@ class SlowAdam:
 
 
 class Skipping(Chain):
-    """A chain whose second block is never used.
+    """A chain that never uses its second block.
 
-    The buffers of its batch norm are rank 0's in every forward.
-    """
+    Each forward broadcasts the buffers of its batch norm from rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +163,7 @@ BY_DEFAULT = {"update_in_backward": None, "undo_buffer_size": 1 << 20}
 def config_of(
     stage: int = 3, dtype: str = "fp32", clipping: float = 1.0, top: Any = None, **offload: Any
 ) -> dict[str, Any]:
-    """Return a configuration with updates in backward, unless ``offload`` has others."""
+    """Return a config with updates in backward, unless ``offload`` overrides the setting."""
     block = {"device": "cpu", "update_in_backward": True, **offload}
     zero = {"offload_optimizer": block}
     return Case(stage, dtype, clipping=clipping, zero=zero, top={**ADAMW, **(top or {})}).config()
@@ -178,7 +174,7 @@ def build(config: dict[str, Any]) -> zero_core.Engine:
 
 
 def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
-    """Run a forward and a backward, and wait until the host has begun what it can."""
+    """Run forward and backward, then wait until the host has started every possible early update."""
     engine.backward(factor * engine(**batch(step, 0, engine.rank))["loss"])
     tier: Any = engine.sharded_state.tier
     for part in tier.parts:
@@ -186,13 +182,13 @@ def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
 
 
 def count(engine: zero_core.Engine, what: str) -> int:
-    """Return how many elements the log has "kept" or "undone"."""
+    """Return the number of elements that the undo log has "kept" or "undone"."""
     tier: Any = engine.sharded_state.tier
     return sum(getattr(part.tier, f"num_{what}") for part in tier.report() if part.is_host)
 
 
 def num_kept(**offload: Any) -> int:
-    """Return how many elements of three steps the log has had, which nothing has undone."""
+    """Return the number of logged elements in three steps without an undo."""
     engine = build(config_of(2, clipping=1e9, **offload))
     for step in range(3):
         backward(engine, step)

@@ -1,7 +1,7 @@
 """Combinations of settings, which the configuration refuses or the engine trains.
 
-Each pair of settings that is accepted with some others is trained with them, on four ranks as two
-nodes. `AXES` is the whole product; docs/support-matrix.md is the page for users.
+Every accepted pair of settings is trained in at least one combination, on four ranks as two nodes.
+`AXES` lists all settings. docs/support-matrix.md documents them for users.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ TOP: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """Axes of keys at the top of the configuration."""
 AXES = {axis: tuple(values) for axis, values in (ZERO | TOP).items()}
-# The largest difference of a loss (of 3 to 4) from the reference. The host's kernels round in
-# another order; DDP adds gradients in 16 bits; quantized messages are not exact.
+# Largest difference of a loss (of 3 to 4) from the reference. Host kernels round in another order.
+# DDP sums gradients in 16 bits. Quantized messages are inexact.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 QUANTIZED_BOUND = 0.4
 EXACT = ("plain", "hpZ", "lossless weights", "lossless gradients")
@@ -130,10 +130,9 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Draw accepted choices until each pair that is accepted with some others is in one of them.
+    """Yield accepted choices until each pair that occurs in an accepted choice is covered.
 
-    Pairs of the choices that the caller adds to ``refused`` are drawn again, with others.
-    """
+    Pairs of the choices that the caller adds to ``refused`` are drawn again in other choices."""
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {
@@ -148,7 +147,8 @@ def covering(refused: Collection[Choice]) -> Iterator[Choice]:
             found = []
             for number in range(60):
                 drawn = [draw.choice(of) for of in values]
-                if number % 2:  # most pairs are refused together with few of the others
+                # most pairs are accepted together with default values of the other axes
+                if number % 2:
                     drawn[1:] = [of[0] for of in values[1:]]
                 choice = tuple(fixed.get(n, value) for n, value in enumerate(drawn))
                 if choice not in refused and is_accepted(choice):
@@ -175,7 +175,7 @@ def _train_all(rank: int, world_size: int, folder: str) -> None:
         try:
             losses = run_engine(case, rank, STEPS, resume_from=resume_from, mesh=mesh).losses
         except ConfigError:
-            refused.add(choice)  # by build(), with the model at hand
+            refused.add(choice)  # build() knows the model and refuses more than the configuration
             continue
         trained.append(choice)
         gap = _gap(case, losses, references, rank)

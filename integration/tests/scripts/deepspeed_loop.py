@@ -1,7 +1,7 @@
-"""A stand-alone DeepSpeed script: it uses ``deepspeed`` alone, and runs under either engine.
+"""A stand-alone DeepSpeed script, which runs under DeepSpeed and under this project's engine.
 
-Arguments: stage, dtype ("fp32", "bf16"), folder, and what --deepspeed_config takes. Rank 0 writes
-``result.json`` into the folder: what a script can see of a training.
+Arguments: stage, dtype ("fp32" or "bf16"), folder, and the value for --deepspeed_config. Rank 0
+writes losses and values to ``result.json`` in the folder.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Lightning's own DeepSpeedStrategy: trains, saves, goes on. Arguments: stage, folder.
+"""Train, save and resume with Lightning's DeepSpeedStrategy. Arguments: stage, folder.
 
-`zero-engine run` has it accept CPUs.
+`zero-engine run` makes the strategy accept CPUs.
 """
 
 import sys
@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-SEEN = []  # batches, which Lightning shuffles
+SEEN = []  # the batches of each epoch, which Lightning shuffles
 
 
 class Model(L.LightningModule):

@@ -1,7 +1,7 @@
-"""A training script for language models on the Trainer, in the style of transformers' run_clm.py.
+"""Train a language model with the Trainer, in the style of transformers' run_clm.py.
 
-Nothing here knows of DeepSpeed or of zero-engine: ``--deepspeed FILE`` is the Trainer's own
-argument. The model is a tiny one in a folder, and the data are made here.
+The script refers neither to DeepSpeed nor to zero-engine: ``--deepspeed FILE`` is the Trainer's
+argument. It loads a tiny model from a folder and generates its data.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ class DataArguments:
 
 
 class Walks(Dataset):
-    """Sequences that go through the vocabulary, each with a step size of its own.
+    """Sequences that step through the vocabulary, each with its own step size.
 
-    If ``walks_on``, as for an encoder and a decoder, the labels continue the inputs.
-    """
+    With ``walks_on``, for an encoder and a decoder, the labels continue the inputs."""
 
     def __init__(self, walks_on: bool, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -77,7 +76,7 @@ def make_model(arguments: ModelArguments):
         from peft import LoraConfig, TaskType, get_peft_model
 
         kind = TaskType.SEQ_2_SEQ_LM if config.is_encoder_decoder else TaskType.CAUSAL_LM
-        set_seed(0)  # loading draws random numbers, or not
+        set_seed(0)  # loading may draw random numbers
         model = get_peft_model(model, LoraConfig(task_type=kind, r=4, target_modules=["q", "v"]))
         model.print_trainable_parameters()
     return model

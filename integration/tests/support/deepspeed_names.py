@@ -26,10 +26,9 @@ def deepspeeds_folder() -> Path | None:
 
 
 def public_names(root: Path) -> dict[str, list[str]]:
-    """Map each module that is both served and DeepSpeed's to the names that it has there.
+    """Map each module that DeepSpeed and the stand-in share to its public names in DeepSpeed.
 
-    Submodules are left out: a module that had them as names would keep Python from importing them.
-    """
+    Submodules are left out: an attribute with a submodule's name would prevent its import."""
     found = {name: _file(root, name) for name in served_modules()}
     return {
         name: sorted(n for n in _names(root, file) if not _is_module(root, name, n))
@@ -67,14 +66,15 @@ def _names(root: Path, file: Path) -> frozenset[str]:
             found.add(node.target.id)
         elif isinstance(node, ast.ImportFrom):
             found |= _passed_on(root, file, node)
-    if file.parent.name == "op_builder" and file.stem == "__init__":  # it collects them as it runs
+    # the package collects its builders at run time
+    if file.parent.name == "op_builder" and file.stem == "__init__":
         others = [_names(root, other) for other in file.parent.glob("*.py") if other != file]
         found |= {name for names in others for name in names if name.endswith("Builder")}
     return frozenset(name for name in found if not name.startswith("_"))
 
 
 def _at_the_top(tree: ast.AST) -> list[ast.AST]:
-    """Return the statements at a module's top, including those within if, try and with."""
+    """Return the top-level statements of a module, including those within if, try and with."""
     found: list[ast.AST] = []
     left = list(ast.iter_child_nodes(tree))
     while left:
@@ -87,7 +87,7 @@ def _at_the_top(tree: ast.AST) -> list[ast.AST]:
 
 
 def _passed_on(root: Path, file: Path, node: ast.ImportFrom) -> set[str]:
-    """Return names that are imported from another module of DeepSpeed's."""
+    """Return names that ``node`` imports from another module of DeepSpeed."""
     if node.level:
         base = file.parents[node.level - 1]
         dotted = ".".join(base.relative_to(root).parts)

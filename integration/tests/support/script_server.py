@@ -1,8 +1,7 @@
-"""Ranks of a script under the import hook, forked from one process that has imported libraries.
+"""Ranks of a script under the import hook, forked from a process that has imported the libraries.
 
-``zero-engine run`` starts a launcher and a new Python per rank, which import torch and transformers
-anew: most of the time of a short script. The few tests of the launcher itself do so. The others run
-their script by `run_script`, on ranks that are forked from a server with the hook.
+``zero-engine run`` starts a new Python per rank, whose imports of torch and transformers take most
+of a short script's time. Only the tests of the launcher use it. Other tests call `run_script`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ PRELOADED = (
 
 
 def run_script(script: Path, *arguments: str, ranks: int = 2, folder: Path | None = None) -> None:
-    """Run ``script`` as ``zero-engine run --nproc-per-node=RANKS`` does, on forked ranks.
-
-    They run in ``folder``, or in the current one.
-    """
+    """Run ``script`` in ``folder`` like ``zero-engine run --nproc-per-node=RANKS``, on forked
+    ranks."""
     from conftest import environment
 
     shared = {**hooked(environment()), "WORLD_SIZE": str(ranks)}

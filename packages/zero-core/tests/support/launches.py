@@ -1,4 +1,4 @@
-"""The engine's own collectives, with a log of what is launched."""
+"""The engine's collectives with a log of launches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class Launch(NamedTuple):
     """A collective that an engine launched.
 
     ``kind`` is "f" for a gather of parameters in forward, "b" in backward, "g" for a gather of
-    gradients, and "r" for a reduction. As text, a launch is its kind and its unit: "f0".
-    """
+    gradients, and "r" for a reduction. The string form is kind and unit, such as "f0"."""
 
     kind: str
     unit: int
@@ -28,10 +27,9 @@ class Launch(NamedTuple):
 
 
 class LoggedCollectives:
-    """The engine's own collectives, and a log of what is launched.
+    """The engine's collectives with a log of launches.
 
-    Passed to ``build()`` as ``collectives=LoggedCollectives.factory(log)``.
-    """
+    Passed to ``build()`` as ``collectives=LoggedCollectives.factory(log)``."""
 
     def __init__(self, native: TransportCollectives, log: list[Launch]) -> None:
         self.native = native
