@@ -42,7 +42,7 @@ def _train_plain(model: nn.Module, epochs: int, record: dict[str, list[float]]) 
 
 
 def _check_accelerate(folder: Path) -> None:
-    """Compare the results of accelerate_loop.py with plain torch: two epochs, then a new optimizer."""
+    """Compare results of accelerate_loop.py with plain torch."""
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     model, record = _make_model(), {"losses": [], "norms": []}
     _train_plain(model, 2, record)

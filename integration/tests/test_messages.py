@@ -265,7 +265,7 @@ CONFIGS = [
 
 
 def make_net() -> nn.Module:
-    """Return a model with a root too small to be quantized, and large blocks, one of them frozen."""
+    """Return a model with a small, unquantized root and large blocks, one of them frozen."""
     model = make_tower(3, UNIT_WIDTH)
     model.blocks[1].requires_grad_(False)
     return model

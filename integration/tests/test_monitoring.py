@@ -170,7 +170,7 @@ class _SlowBackward(torch.autograd.Function):
 
 
 class _Outputs(_Slow):
-    """A model with two outputs. Backward of the loss is slow before any parameter has a gradient."""
+    """A model with two outputs. Backward of the loss is slow before the first parameter."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = super().forward(x)

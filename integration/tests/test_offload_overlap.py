@@ -174,7 +174,7 @@ def build(config: dict[str, Any]) -> zero_core.Engine:
 
 
 def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
-    """Run forward and backward, then wait until the host has started every possible early update."""
+    """Run forward and backward, then wait until the host has started all early updates."""
     engine.backward(factor * engine(**batch(step, 0, engine.rank))["loss"])
     tier: Any = engine.sharded_state.tier
     for part in tier.parts:

@@ -35,7 +35,7 @@ CONFIG = {
 
 
 class Model(nn.Module):
-    """A model with odd-sized, scalar, tied, bf16, integer and empty parameters and a shared buffer."""
+    """A model with odd-sized, scalar, tied, bf16, integer and empty parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks that srun or mpirun starts under ``zero-engine run``, and the end of their process group."""
+"""Ranks that srun or mpirun starts under ``zero-engine run``, and their process group."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _arguments(root: Path, name: str, kind: str, ranks: int = 1) -> list[str]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a subfolder for each run and for each reference run without an engine."""
+    """Return a folder with a subfolder for each run, with or without the engine."""
     root = tmp_path_factory.mktemp("runs")
     save_models(root)
     run_alone(_run_in_turn, [[*_arguments(root, f"plain {k}", k), "--use_cpu"] for k in OPTIONS])

@@ -102,7 +102,7 @@ def check_values(
 
 
 def run_each(rank: int, world_size: int, checks: list[Callable[..., None]], *args: Any) -> None:
-    """Run several checks on the same ranks, because starting ranks takes longer than most checks."""
+    """Run several checks on the same ranks, because starting ranks is slow."""
     for check in checks:
         check(rank, world_size, *args)
 

@@ -1,4 +1,4 @@
-"""The ``activation_checkpointing`` config block, which recomputes blocks without changing numbers."""
+"""The ``activation_checkpointing`` config block: recomputation changes no number."""
 
 import pytest
 import torch

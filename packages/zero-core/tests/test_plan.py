@@ -102,7 +102,7 @@ def test_plan_is_what_a_real_engine_holds_and_sends(world_size):
 
 
 def saved_by_autograd(model, inputs):
-    """Count the bytes that autograd saves in a real forward, each storage once, without parameters."""
+    """Count the bytes that autograd saves, each storage once, without parameters."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = {}
 

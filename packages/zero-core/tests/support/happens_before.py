@@ -64,7 +64,7 @@ class HappensBefore:
         self._readers: dict[Range, set[int]] = {}
 
     def feed(self, record: TraceRecord, thread: int, streams: Iterable[int]) -> None:
-        """Check the next record, a call of ``thread``. ``streams`` are all streams of the device."""
+        """Check the next record, a call of ``thread``. ``streams`` are all of the device's."""
         reads, writes = _sized(record.reads), _sized(record.writes)
         host, stream = self._number("thread", thread), self._number("stream", record.stream)
         # each recording of an event gets a separate clock

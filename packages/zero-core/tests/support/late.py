@@ -35,7 +35,7 @@ def simulate_late(
 
 
 def on_late_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on one simulated rank with a late device. The rank is the test's first argument."""
+    """Run a test on one simulated rank with a late device, the test's first argument."""
 
     def run(size: int, arguments: dict[str, Any]) -> None:
         late_device.load()
