@@ -178,6 +178,5 @@ def loggers() -> Iterator[tuple[str, ...]]:
     for one, (level, propagate, handlers) in zip(found, before, strict=True):
         one.setLevel(level)
         one.propagate, one.handlers = propagate, handlers
-    # includes pytest's handlers, which capture messages of the next test
-    for handler, level in levels:
+    for handler, level in levels:  # includes pytest's handlers
         handler.setLevel(level)

@@ -136,8 +136,7 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        # such as a full disk
-        *((ConfigError, 2), (CheckpointError, 2), (CheckpointFailedError, 1)),
+        *((ConfigError, 2), (CheckpointError, 2), (CheckpointFailedError, 1)),  # a full disk
         *((CollectiveError, 1), (RankMismatchError, 1)),
     ],
 )

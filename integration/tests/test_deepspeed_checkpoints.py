@@ -410,7 +410,7 @@ def _read_whole(rank: int, world_size: int, folder: str) -> None:
             found = module.state_dict()
         if stage < 3 or world_size == 1:
             assert_same(dict(found), expected)
-        else:  # empty tensors like DeepSpeed's; OpenRLHF reads their names on rank 0
+        else:  # like DeepSpeed's, tensors are empty. OpenRLHF reads their names on rank 0.
             assert {name: v.numel() for name, v in found.items() if name != "seen"} == {
                 name: 0 for name in expected if name != "seen"
             }
@@ -438,7 +438,7 @@ def _load_whole(rank: int, world_size: int, folder: str) -> None:
             with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
                 load_state_dict_from_zero_checkpoint(model, place)
                 assert_same(dict(model.state_dict()), expected)
-            _train(engine, range(1, 2))  # the engine is still usable
+            _train(engine, range(1, 2))  # the engine still trains
         assert load_state_dict_from_zero_checkpoint(model, place) is model
         assert_same(dict(model.state_dict()), expected)
         with pytest.raises(RuntimeError, match="engine that was ended"):

@@ -1,6 +1,7 @@
 """docs/deepspeed-config.md lists every config key with true statements.
 
-If DeepSpeed is installed, some tests compare it with this project's stand-in."""
+If DeepSpeed is installed, some tests compare it with this project's stand-in.
+"""
 
 from __future__ import annotations
 

@@ -444,7 +444,7 @@ def _evaluates(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(RuntimeError, match="without an optimizer"):
             call()
-    # Each further engine takes a step and is dropped in the middle of the next step.
+    # Each engine takes a step and is dropped in the middle of the next step.
     sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
     left = None
     for stage in (3, 2, 3, 0):
@@ -489,7 +489,7 @@ def _offloads_states(rank: int, world_size: int) -> None:
                         engine(inputs(step, rank).bfloat16())
                     engine.reload_states()
             trained.append(engine.core.full_state_dict())
-            if stage < 3 and rank == 0:  # reading complete values needs no other rank
+            if stage < 3 and rank == 0:  # rank 0 alone can read complete values
                 found = dict(engine.module.state_dict())
                 torch.testing.assert_close(found, trained[-1], check_dtype=False, rtol=0.01, atol=0)
             engine.offload_states(device=OffloadDeviceEnum.none)

@@ -119,8 +119,7 @@ def test_what_is_not_served_is_refused_with_a_reason() -> None:
         FusedLamb(params)
     with pytest.raises(NotServedError, match="FusedLambBuilder"):
         FusedLambBuilder().load()
-    # accelerate passes Adafactor's settings in this form
-    group = {"params": params, "eps": (1e-30, 1e-3)}
+    group = {"params": params, "eps": (1e-30, 1e-3)}  # accelerate's form
     with pytest.raises(ValueError, match='"zero_force_ds_cpu_optimizer": false'):
         DeepSpeedCPUAdam([group])
     assert CPUAdamBuilder().load().adam_step is not None
@@ -216,8 +215,7 @@ def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path
     config = facade.config(scheduler={"type": "OneCycle", "params": params})
     engine, resumed, plain = facade.make(config=config), facade.make(config=config), facade.net()
     optimizer = facade.adamw(plain, fused=True)
-    # The closed form of the rate is a triangle, then constant. beta1 moves in the opposite
-    # direction and is 0.8 at the first step.
+    # The rate is a triangle, then constant. beta1 mirrors the rate and starts at 0.8.
     parts = [0.0, 1 / 3, 2 / 3, 1.0, 2 / 3, 1 / 3, 0.0, 0.0]
     momenta = [0.8, *(0.9 - 0.1 * part for part in parts[1:])]
     for step, (part, beta1) in enumerate(zip(parts, momenta, strict=True)):

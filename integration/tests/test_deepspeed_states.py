@@ -145,8 +145,7 @@ def _small_gradients_in_fp16(rank: int, world_size: int) -> None:
 
 
 def _parts_of_the_optimizer(rank: int, world_size: int) -> None:
-    """Check that ``engine.optimizer`` shows this rank's part of each state and reloads saved
-    states."""
+    """Check that ``engine.optimizer`` shows and reloads this rank's part of each state."""
     for stage in (0, 1, 3):
         engine, model = _engine(stage), _reference(world_size)
         assert not engine.optimizer.state
@@ -213,7 +212,7 @@ def _follows_after_load(engine: Any, packed: dict[str, Any], **more: Any) -> Non
     kept = other.optimizer.state_dict()
     state = packed["state"]
     last = next((n for n in reversed(state) if torch.is_tensor(state[n].get("exp_avg"))), None)
-    if last is not None:  # earlier states of the file are valid but must not be loaded either
+    if last is not None:  # the error must leave earlier states unchanged too
         long = {**state, last: {**state[last], "exp_avg": torch.zeros(1000)}}
         with pytest.raises(ValueError, match="load a checkpoint instead"):
             other.optimizer.load_state_dict({**packed, "state": long})
@@ -343,8 +342,7 @@ def test_step_without_a_gradient_is_refused_where_unused_parameters_are(stage, i
     zero = {"stage": stage, "ignore_unused_parameters": False}
     engine = _engine(stage, zero_optimization=zero)
     for is_used in (True, False):
-        # temporarily frozen parameters do not count as unused
-        engine.module[2].bias.requires_grad_(is_used)
+        engine.module[2].bias.requires_grad_(is_used)  # frozen, not unused
         part = engine.module[0] if is_used else engine
         engine.backward(part(inputs(0)).mean())
         if is_used and is_refused:

@@ -202,8 +202,7 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert own.ds_tensor.dtype == torch.bfloat16
     if world_size > 1:
         _refusals_name_deepspeeds_calls(weight)
-        # must not raise, because the module is on this device already
-        engine.module.to(engine.device)
+        engine.module.to(engine.device)  # nothing to move
     with zero.GatheredParameters(engine.module.parameters()):
         assert own.ds_status == here
         copied = copy.deepcopy(engine.module)
@@ -388,8 +387,7 @@ SGD_AT_3 = {
 
 
 class _Head(torch.autograd.Function):
-    """Computes ``hidden @ weight.T + bias``. Backward gathers weight and bias, like fused losses
-    do."""
+    """Computes ``hidden @ weight.T + bias`` and gathers weight and bias in backward."""
 
     found: list[tuple[Any, ...]] = []  # noqa: RUF012
 
@@ -423,7 +421,8 @@ def _recomputed_head(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 class _Headless(nn.Module):
     """A model that uses its head's weights without calling the head.
 
-    A tied head belongs to the root unit, an untied head to the tail unit."""
+    A tied head belongs to the root unit, an untied head to the tail unit.
+    """
 
     def __init__(self, *, is_tied: bool, is_recomputed: bool) -> None:
         super().__init__()

@@ -44,7 +44,8 @@ def _join(rank: int, world_size: int) -> None:
 def _arguments(folder: Path | str, kind: Any = TrainingArguments, **changes: Any) -> Any:
     """Return arguments for micro-batches of four samples over one or two ranks.
 
-    The last step of an epoch has half of the micro-batches."""
+    The last step of an epoch has half of the micro-batches.
+    """
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": 2,
@@ -164,8 +165,7 @@ def _generates(folder: Path) -> None:
         trainer = kind(model=make_lm("t5"), **settings)
         before = trainer.evaluate()
         if kind is Seq2SeqTrainer:
-            # After an evaluation, Trainer trains without DDP on each rank alone (transformers
-            # 5.23).
+            # An earlier evaluation makes Trainer train without DDP (transformers 5.23).
             trainer = kind(model=make_lm("t5"), **settings)
         trainer.train()
         after = trainer.evaluate()
@@ -176,8 +176,7 @@ def _generates(folder: Path) -> None:
 
 
 def _adapts(folder: Path) -> None:
-    """Train LoRA, reload the best checkpoint at the end and save it. Compare with the plain
-    Trainer."""
+    """Train LoRA with the plain Trainer and the engine, reload the best checkpoint and save it."""
     found, saved = {}, {}
     for name, kind, further in (
         ("plain", Trainer, {}),

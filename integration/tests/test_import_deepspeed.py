@@ -312,15 +312,13 @@ def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content:
     "pickled",
     [
         b"\x80\x02cdeepspeed.os\nsystem\n(X\x04\x00\x00\x00trueo.",  # the OBJ opcode calls a class
-        # allocates 8 exabytes
-        b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",
+        b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",  # 8 exabytes
         b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",  # a newer pickle protocol
         b"\x80\x02X\xff\xff\xff\x7fabc.",  # a string longer than the file
         b"\x80\x02" + b"]" * 100,  # no STOP opcode
         b"(" * 100_000,
         b"",
-        # claims more elements than the file has bytes
-        lambda data: data.replace(b"K\x07", b"J\x00\x00\x00\x10"),
+        lambda data: data.replace(b"K\x07", b"J\x00\x00\x00\x10"),  # more elements than bytes
     ],
 )
 def test_instructions_that_torch_save_does_not_write_are_refused(pickled, tmp_path):
@@ -396,7 +394,7 @@ def test_reader_has_no_network(tmp_path: Path) -> None:
     assert said.startswith("reading "), said
     assert len(networks) == 1
     assert os.readlink("/proc/self/ns/net") not in networks
-    # the loopback interface, which is down
+    # Only the loopback interface exists, and it is down.
     assert [line.split(":")[0].strip() for line in interfaces] == ["lo"]
 
 

@@ -32,7 +32,7 @@ def _train_plain(model: nn.Module, epochs: int, record: dict[str, list[float]]) 
         loss = model(inputs).square().mean()
         (loss / ACCUMULATION).backward()
         record["losses"].append(loss.item())
-        # accelerate also steps at the end of an epoch
+        # accelerate also steps at the end of an epoch.
         if number % ACCUMULATION == 0 or number == len(data):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             record["norms"].append(norm.item())
@@ -71,8 +71,7 @@ def test_accelerates_loop_trains_saves_and_goes_on(stage: int, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_launcher_for_several_machines_says_what_to_do_instead(tmp_path, monkeypatch):
-    # accelerate writes variables to this file
-    monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "variables"))
+    monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "variables"))  # accelerate writes this file
     config = tmp_path / "machines.yaml"
     text = (SCRIPTS.parents[1] / "examples" / "accelerate.yaml").read_text(encoding="utf-8")
     config.write_text(

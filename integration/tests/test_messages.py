@@ -1,7 +1,8 @@
 """Quantized and lossless messages in the engine: bits, bytes, restarts and damaged messages.
 
 Rows of test_equalities.py show that offload, hpZ and lossless messages change no bit. Quantized
-runs are compared with the unquantized engine. Four simulated ranks are two nodes of two."""
+runs are compared with the unquantized engine. Four simulated ranks are two nodes of two.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def _compare_stages(ranks: SimulatedRanks) -> None:
     for dtype, stages, more in (("fp32", (1,), {}), ("bf16", (2, 0), accumulated)):
         case = Case(3, dtype, zero=QGZ, width=WIDTH, **more)
         expected = _run(case, ranks)
-        # Four-bit gradients change the weights, with a relative gap of 0.02 in the first steps.
+        # Four-bit gradients change the weights. Their relative gap is 0.02 in the first steps.
         assert 1e-6 < _relative_gap(expected, _run(replace(case, zero={}), ranks)) < 0.06
         for stage in stages:
             found = _run(replace(case, stage=stage), ranks)

@@ -170,7 +170,7 @@ class _SlowBackward(torch.autograd.Function):
 
 
 class _Outputs(_Slow):
-    """A model with two outputs. Backward of the loss is slow before the first parameter."""
+    """A model with two outputs. Backward of the loss is slow before any parameter's gradient."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = super().forward(x)
@@ -209,7 +209,7 @@ def test_evaluation_counts_in_no_time_and_a_failed_forward_ends_its_own(clock):
         engine(torch.ones(2, 7))
     engine.backward(engine(torch.ones(2, 3)).square().mean())
     engine.step()
-    # includes the failed forward
+    # The time includes the failed forward.
     assert engine.watch.observers[0].last_ms["fwd"] == pytest.approx(60.0)
 
 

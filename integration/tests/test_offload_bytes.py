@@ -1,7 +1,8 @@
 """States and parameters in files: bytes read and written in a step, compared with the plan.
 
 docs/offload.md has the closed form. Rows of test_equalities.py show that files give the bits of
-host memory."""
+host memory.
+"""
 
 from __future__ import annotations
 

@@ -58,10 +58,9 @@ def _case(
 
 
 _early = partial(_case, update_in_backward=True)
-# large enough for lossless differences
-_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)
+_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # large enough for differences
 AUTO = _case(2, top=NADAM, ratio="auto")
-CASES = [  # Cover each stage, ratio, accumulation, undo (by clipping) and location of parameters.
+CASES = [  # all stages, ratios and accumulations, undo (by clipping), locations of parameters
     _case(1, 0.0, top=UNCHECKED),
     _case(2, accumulation=2),
     _case(3, 0.0, top={**UNCHECKED, **NADAM}, ratio=0.4),
@@ -90,7 +89,8 @@ UPLOADS = [
 def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
     """Return the values, the elements updated on the host, and the bytes uploaded in a step.
 
-    Checks that a step makes the caller's thread wait for the device at most once."""
+    Checks that a step makes the caller's thread wait for the device at most once.
+    """
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
 

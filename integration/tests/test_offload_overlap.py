@@ -136,7 +136,8 @@ class SlowAdam:
 class Skipping(Chain):
     """A chain that never uses its second block.
 
-    Each forward broadcasts the buffers of its batch norm from rank 0."""
+    Each forward broadcasts the buffers of its batch norm from rank 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()

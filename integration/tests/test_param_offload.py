@@ -1,6 +1,7 @@
 """Parameters on the host or in files: restarts, and rounding of ties.
 
-Rows of test_equalities.py show that training and `gathered` change no bit."""
+Rows of test_equalities.py show that training and `gathered` change no bit.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,7 @@ def _engine(folder: Path, **keys: Any) -> tuple[zero_core.Engine, Any]:
 
 
 def test_a_run_on_a_file_resumes_from_its_checkpoint_bit_for_bit(tmp_path, monkeypatch):
-    # so small that each shard has several blocks
-    monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", 100)
+    monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", 100)  # several blocks per shard
     engine, tier = _engine(tmp_path)
     train(engine, BATCHES[:3])
     engine.save_checkpoint(tmp_path / "kept")

@@ -92,7 +92,8 @@ def _check_built(model: nn.Module, expected: nn.Module) -> None:
 def _is_all_partitioned(model: nn.Module) -> bool:
     """Return whether the floating-point parameters, and no others, are sharded.
 
-    Integers are not sharded because they lack NaN as a mark for missing values."""
+    Integers are not sharded because they lack NaN as a mark for missing values.
+    """
     return all(is_partitioned(p) == p.is_floating_point() for p in model.parameters())
 
 
@@ -135,7 +136,7 @@ def _closes_as_it_was(rank: int, world_size: int) -> None:
         raise ZeroDivisionError
     with gathered_params([weight]):
         assert torch.equal(weight, expected.blocks[0].weight)
-    scale = copy.deepcopy(model.scale)  # parked last and gathered last
+    scale = copy.deepcopy(model.scale)  # the last parameter to be gathered
     with torch.no_grad():
         torch._foreach_zero_([scale])  # bypasses the check that refuses writes
     with pytest.raises(RuntimeError, match="written to"):
@@ -181,8 +182,7 @@ def _change(rank: int, world_size: int) -> None:
 
 def _copy_and_convert(rank: int, world_size: int) -> None:
     model, expected = _make_sharded(), _make().half().float()
-    # shards this weight, while other weights stay recorded
-    with gathered_params([model.blocks[0].weight]):
+    with gathered_params([model.blocks[0].weight]):  # other weights stay recorded
         pass
     copied = copy.deepcopy(model)
     assert copied.head.weight is copied.embed.weight is not model.embed.weight
@@ -225,7 +225,8 @@ def _left_by_engines(rank: int, world_size: int) -> None:
     """Check the parameters that an engine leaves for the next engine.
 
     They are complete if every rank had complete parameters, and sharded like in the engine
-    otherwise."""
+    otherwise.
+    """
     model = _make()
     model.own = _Own(torch.linspace(0, 1, 3))
     for stage in (3, 1, 0, 3):
@@ -260,7 +261,7 @@ def _whole_after_builds_that_fail(rank: int, world_size: int) -> None:
     params = [p for p in model.parameters() if is_partitioned(p) and p is not model.low]
     file = sys.modules["zero_core.building"].__file__
     for call in ("UnitSet.publish", "release_free_pages"):
-        with gathered_params(params):  # replaces recorded initialisations with shards
+        with gathered_params(params):  # shards the recorded parameters
             pass
         with pytest.raises(Failure), failing((call, 0), "call", file):
             zero_core.build(model, CONFIG)
@@ -416,7 +417,7 @@ SLACK_BYTES = 8 * 1024**2
 
 def _measure(rank: int, world_size: int) -> None:
     """Measure memory while values are written before build(), one module at a time."""
-    # makes torch and gloo allocate their memory before the measurement
+    # Make torch and gloo allocate their memory before the measurement.
     with zero_core.deferred_init():
         small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero_core.build(small, CONFIG).close()

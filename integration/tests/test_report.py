@@ -189,7 +189,8 @@ def test_threads_are_named_where_cores_are_free(
 ) -> None:
     """The predicted gain assumes that computation scales to all cores of a rank.
 
-    A step computes for nine tenths of its time and waits for data otherwise."""
+    A step computes for nine tenths of its time and waits for data otherwise.
+    """
     environment = ENVIRONMENT | {"cores": cores, "threads": threads, "device": device}
     places = {"forward": 0.03, "backward": 0.05, "step": 0.01, "loader": 0.01}
     ranks = {"num_ranks": num_ranks, "environment": environment}
@@ -283,7 +284,7 @@ def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -
     lines = text.splitlines()
     assert lines[:4] == ["collective", "link", "planned", "measured"]
     first = {name: lines[lines.index(name, 5) + 1] for name in ("measured", *FLAGS)}
-    assert first["measured"] == "1 kB"  # equals the record of the step
+    assert first["measured"] == "1 kB"  # the same number is in the step's record
     kept = [first[name] for name in FLAGS]
     sizes = [float(size.split()[0]) for size in kept]
     assert all(size.endswith("kB") for size in kept)

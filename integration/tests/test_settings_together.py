@@ -132,7 +132,8 @@ def is_accepted(choice: Choice) -> bool:
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
     """Yield accepted choices until each pair that occurs in an accepted choice is covered.
 
-    Pairs of the choices that the caller adds to ``refused`` are drawn again in other choices."""
+    Pairs of the choices that the caller adds to ``refused`` are drawn again in other choices.
+    """
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {
@@ -147,8 +148,7 @@ def covering(refused: Collection[Choice]) -> Iterator[Choice]:
             found = []
             for number in range(60):
                 drawn = [draw.choice(of) for of in values]
-                # most pairs are accepted together with default values of the other axes
-                if number % 2:
+                if number % 2:  # defaults make most pairs acceptable
                     drawn[1:] = [of[0] for of in values[1:]]
                 choice = tuple(fixed.get(n, value) for n, value in enumerate(drawn))
                 if choice not in refused and is_accepted(choice):
@@ -175,7 +175,7 @@ def _train_all(rank: int, world_size: int, folder: str) -> None:
         try:
             losses = run_engine(case, rank, STEPS, resume_from=resume_from, mesh=mesh).losses
         except ConfigError:
-            refused.add(choice)  # build() knows the model and refuses more than the configuration
+            refused.add(choice)  # build() refuses more, because it knows the model
             continue
         trained.append(choice)
         gap = _gap(case, losses, references, rank)

@@ -199,7 +199,8 @@ def _tied() -> Any:
 def _quantized(*, is_whole: bool = False) -> Any:
     """Quantize all linear layers but the head.
 
-    ``is_whole`` stores the dequantized values instead."""
+    ``is_whole`` stores the dequantized values instead.
+    """
     base = _llama()
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
@@ -333,12 +334,11 @@ def _measure_export(rank: int, world_size: int, folder: Path) -> None:
         largest = sum(p.nbytes for p in model.get_base_model().model.layers[0].parameters())
         whole = sum(p.nbytes for p in model.parameters())
         engine = zero_core.build(model, Case(3).config())
-        # counts pages of shared memory, which count once this process has read them
-        engine.idle_forward()
+        engine.idle_forward()  # counts shared pages before the measurement
         with PeakMemory() as peak:
             export_merged(engine.module, folder / str(depth))
         engine.unwrap().to("meta")
-    bound = 3 * largest + 8 * 1024**2  # allowance for threads, messages and allocator fragmentation
+    bound = 3 * largest + 8 * 1024**2  # plus threads, messages, allocator fragmentation
     assert bound < whole / 2, "half a model would be seen"
     assert peak.nbytes <= bound, (rank, peak.nbytes, bound)
 

@@ -225,7 +225,7 @@ def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule:
     assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
     without = timed_at(1e5, is_on_host=False)
     assert without.lanes["copies"] == 0
-    # only the last block's copies are not overlapped
+    # Only the last block's copies do not overlap with computation.
     assert quick.total_s == pytest.approx(without.total_s, rel=0.01)
     assert slow.total_s > moved / 1e5 > 2 * without.total_s  # each direction is a separate lane
 
@@ -316,7 +316,7 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
-    # The host is the bottleneck of the first times at one ratio, of the others at none or both.
+    # The first times are host-bound at one of the two ratios, other times at none or at both.
     for times in (replace(Times(), log_s=3.0), *random_times(3)[1:]):
         for ratio in (1.0, 0.4):
             real = Job(times, mode, ratio, chunks_per_block=4).run()

@@ -160,8 +160,7 @@ def test_checkpoints_at_a_url_outlive_the_machine(tmp_path, tiny_options):
     for folder in folders:
         train_forked(*options, f"--checkpoints={url}", f"--output={folder.root}", ranks=1)
         assert not (folder.root / "checkpoint").exists()
-        # simulates a machine that was lost after step 2
-        (store / "run" / "latest").write_text("step-2")
+        (store / "run" / "latest").write_text("step-2")  # simulates a lost machine
     steps = [[entry["step"] for entry in _numbers(f) if "loss" in entry] for f in folders]
     assert steps == [[1, 2, 3, 4], [3, 4]]
     first, other = ((f.hf / "model.safetensors").read_bytes() for f in folders)

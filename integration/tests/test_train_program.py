@@ -212,8 +212,7 @@ def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_unasked(tmp_path:
     settings = fresh_run(options, Start.NEW)
     folder.root.mkdir()
     write_resolved(folder, settings, config={})
-    # allowed, because the earlier start failed before it wrote any result
-    fresh_run(options, Start.NEW)
+    fresh_run(options, Start.NEW)  # the earlier start wrote no result
     folder.loss_plot.touch()
     with pytest.raises(ConfigError, match="holds a run already"):
         fresh_run(options, Start.NEW)
@@ -238,7 +237,7 @@ def _take_steps(ranks: Any) -> list[int]:
         late_device.reset_counters(with_stacks=True)
         take_step(engine, corpus, step)
         kinds = [kind for kind, _ in late_device.counters(ranks.device.index).stacks]
-        counts.append(len(kinds) - kinds.count("copy"))  # excludes uploads of batches
+        counts.append(len(kinds) - kinds.count("copy"))  # uploads of batches do not count
     engine.close()
     return counts
 

@@ -1,7 +1,8 @@
 """Training with states on the host, in cases that test_equalities.py does not cover.
 
 Covers DDP, early exits, reads, weight patches, asynchronous saves, offloaded states, and the
-vertical schedule with transformers models."""
+vertical schedule with transformers models.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +75,7 @@ def test_offloaded_steps_follow_ddp(dtype: str, accumulation: int, clipping: flo
         torch.testing.assert_close(first.values, expected.values, rtol=0.0, atol=VALUE[dtype])
 
 
-# updates in backward require this setting
-UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}
+UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}  # for updates in backward
 HOST = {"offload_optimizer": {"device": "cpu"}}
 EARLY_ON_HOST = {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}
 
@@ -211,8 +211,7 @@ def _restart(
         _train_between(engine, 6, 8)
         again.result()
     values = engine.full_state_dict()
-    # waits until the last copy is complete
-    with engine.rewriting() if has_copies else nullcontext():
+    with engine.rewriting() if has_copies else nullcontext():  # waits for the last copy
         pass
     engine.close()
     return first, values
@@ -287,7 +286,7 @@ def _train_asleep(
             before = torch.accelerator.memory_allocated(ranks.device)
             engine.offload_states()
             done.wait()
-            # the remaining bytes are tiny tensors
+            # Only tiny tensors remain on the device.
             assert torch.accelerator.memory_allocated(ranks.device) < 0.3 * before
             engine.reload_states()
             done.wait()

@@ -205,5 +205,4 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
     done = run_program(*command, expected_code=2, more={"PYTHON_EXEC": forked_python()})
     assert "too short for one window of 128" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    # succeeds, because the failed command created no run
-    fresh_run({"output": str(output)}, Start.NEW)
+    fresh_run({"output": str(output)}, Start.NEW)  # the failed command created no run

@@ -138,8 +138,7 @@ class _Launched(NamedTuple):
 
 @contextmanager
 def _host_kernels() -> Iterator[None]:
-    """Add host kernels and synchronisation between threads, which the device cannot see, to the
-    trace."""
+    """Add host kernels and waits between threads, which the device cannot see, to the trace."""
     ends: dict[int, tuple[Future[Any], object]] = {}  # end tokens of queued jobs
     entries: dict[tuple[int, int, int], Published] = {}  # the last entry of each run
     update, submit, launch = MemoryStepper.update, ThreadPoolExecutor.submit, HostQueues.launch
@@ -289,8 +288,7 @@ class _SmallSteps:
         late_device.note_host_access("encode", reads=[new], writes=[out])
         out[: steps.numel()].view(torch.int8).copy_(steps)
         is_small = bool((steps.abs() < 128).all())
-        # reports twice the size if a difference needs two bytes, so the values are sent whole
-        return steps.numel() if is_small else 2 * steps.numel()
+        return steps.numel() if is_small else 2 * steps.numel()  # twice the size: sent whole
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
         values.view(torch.int16).add_(difference.view(torch.int8))
@@ -300,7 +298,8 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
     """Offer gradients on another stream, read parameters before a step and drop them after it.
 
     With ``codec`` updated values are uploaded as differences. A single unit is updated in one run,
-    and nothing waits for the first step's values."""
+    and nothing waits for the first step's values.
+    """
     side = torch.Stream("late:0")
     numel = 4096 if units > 1 else 900
     flat = (1.0 + torch.rand(units * numel)).to("late:0", torch.bfloat16)
@@ -332,8 +331,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
         tier.step([GROUP], range(units), grad_scale=1.0)
     for part in tier.parts:
         part.drain()
-    # the side stream may still use the tier's memory
-    side.wait_stream(torch.accelerator.current_stream())
+    side.wait_stream(torch.accelerator.current_stream())  # the tier's memory may be side's
 
 
 def _device_tier() -> None:
@@ -404,8 +402,7 @@ def _inputs_on_the_host() -> None:
                 outs.append(y.square())
             kept += [y] * is_kept
         del y
-        # allocates memory that a fetched input may reuse
-        torch.ones(1024, device="late:0").square()
+        torch.ones(1024, device="late:0").square()  # may reuse fetched memory
         outs.pop().sum().backward()
         outs.clear()
 
@@ -516,7 +513,8 @@ def _shown(
 ) -> set[str]:
     """Return the sites whose removal alone leaves a race, found by bisection.
 
-    If removing all sites leaves no race, no single removal does."""
+    If removing all sites leaves no race, no single removal does.
+    """
     dropped = [*hints, *chain.from_iterable(sites.values())]
     if not sites or not any(True for _ in _races(trace, dropped)):
         return set()
@@ -531,7 +529,8 @@ def _shown(
 def _waits_in_source() -> set[str]:
     """Return the ``file:line`` of each stream wait in the packages' sources.
 
-    Waits in zero-comm's plug-ins for DDP and FSDP2 are excluded because they need NCCL."""
+    Waits in zero-comm's plug-ins for DDP and FSDP2 are excluded because they need NCCL.
+    """
     found: set[str] = set()
     waits = ("wait_event", "wait_stream", "record_stream")
     for path in chain.from_iterable(Path(root).rglob("*.py") for root in _ROOTS):

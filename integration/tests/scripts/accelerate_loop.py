@@ -1,7 +1,8 @@
 """A training loop on accelerate's Accelerator in the style of its examples.
 
 Started by `zero-engine run`. Arguments: the stage, and a folder for a saved state and
-``result.json``."""
+``result.json``.
+"""
 
 import json
 import sys

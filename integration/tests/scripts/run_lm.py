@@ -46,7 +46,8 @@ class DataArguments:
 class Walks(Dataset):
     """Sequences that step through the vocabulary, each with its own step size.
 
-    With ``walks_on``, for an encoder and a decoder, the labels continue the inputs."""
+    With ``walks_on``, for an encoder and a decoder, the labels continue the inputs.
+    """
 
     def __init__(self, walks_on: bool, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

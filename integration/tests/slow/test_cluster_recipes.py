@@ -99,8 +99,7 @@ def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: P
     assert (rule["action"], ending["action"]) == ("FailJob", "FailJobSet")
     assert ending["onJobFailureReasons"] == ["PodFailurePolicy"]
     (container,) = spec["template"]["spec"]["containers"]
-    # the container name that Kubeflow uses
-    assert rule["onExitCodes"]["containerName"] == container["name"] == "node"
+    assert rule["onExitCodes"]["containerName"] == container["name"] == "node"  # Kubeflow's name
     assert rule["onExitCodes"]["values"] == [2]
     (variable,) = container["env"]
     assert variable["name"] == VARIABLE

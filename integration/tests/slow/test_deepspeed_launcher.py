@@ -1,6 +1,7 @@
 """Programs under ``zero-engine run``: their ranks and their imported deepspeed.
 
-``integration/compat/checks/test_config_and_launcher.py`` compares host files with DeepSpeed's."""
+``integration/compat/checks/test_config_and_launcher.py`` compares host files with DeepSpeed's.
+"""
 
 from __future__ import annotations
 
@@ -291,7 +292,7 @@ def test_script_and_its_children_find_deepspeed_as_one_module(seen: dict[str, An
         "arguments": ["--help", "-m", "x"],
         "child": "zero_engine.deepspeed",
         "hidden sitecustomize": "was run",
-        "instance": False,  # an instance of a class that the stand-in lacks
+        "instance": False,  # of a class that the stand-in lacks
     }
     assert {name: seen[name] for name in expected} == expected
     assert seen["nonsense"].startswith("ModuleNotFoundError: ")

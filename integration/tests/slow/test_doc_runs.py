@@ -48,8 +48,7 @@ TUTORIALS = {
 """Pages that show what their script prints."""
 TINY_RUN = " ".join((*TINY, "--steps=30"))
 SMALLER = {
-    # names the shell, because a test's parent process may not be a shell
-    "zero-engine --install-completion": "bash",
+    "zero-engine --install-completion": "bash",  # the parent may be no shell
     "zero-engine doctor --measure": "--ranks=1",
     "zero-engine train": TINY_RUN,
     "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": TINY_RUN,
@@ -112,7 +111,8 @@ def _interpreter() -> str:
     """Return the interpreter for programs and their ranks.
 
     Without DeepSpeed, transformers decides at its first import that no engine exists, so the
-    interpreter must be new."""
+    interpreter must be new.
+    """
     return forked_python() if find_spec("deepspeed") else sys.executable
 
 

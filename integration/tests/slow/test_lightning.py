@@ -35,8 +35,7 @@ EPOCHS = 2
 class _Module(L.LightningModule):
     """A regression that records its losses, optionally with manual optimization."""
 
-    # weak reference to the engine of an earlier fit, which must be gone before the next build
-    earlier: Any = None
+    earlier: Any = None  # weak reference to an earlier fit's engine
 
     def __init__(
         self,
@@ -219,8 +218,7 @@ def _fits_twice(world_size: int, folder: Path) -> None:
         assert trainer.strategy.engine
     seconds.pop().trainer.strategy.engine.unwrap()
     module.earlier = None
-    # works although the script has ended the module's engine
-    _fit("zero_stage_3", world_size, folder, module)
+    _fit("zero_stage_3", world_size, folder, module)  # the script has ended its engine
     gc.collect()  # collects Trainer and strategy, while the module keeps the engine alive
     _trainer("zero_stage_3", world_size, folder).test(module, _loader(), verbose=False)
 

@@ -21,9 +21,8 @@ from tests.support.script_server import run_script
 from zero_core.testing import run_alone
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_lm.py"
-# 44 samples are 11 micro-batches of 4, so the last accumulation of an epoch has two micro-batches
-# instead of three. The best model is the middle one, with the greater loss, so that a missing
-# reload would be detected.
+# 44 samples are 11 micro-batches of 4, so an epoch's last accumulation has two micro-batches, not
+# three. The best model is the middle one, with the greater loss, so a missing reload is detected.
 COMMON = (
     *("--do_train", "--num_train_epochs=2", "--train_samples=44", "--max_grad_norm=0.5"),
     *("--gradient_accumulation_steps=3", "--learning_rate=5e-3", "--warmup_steps=2"),
@@ -131,7 +130,7 @@ def test_run_trains_evaluates_and_saves_as_plain_torch(root: Path, name: str) ->
     # The Trainer reloads the best model.
     assert found["eval_loss"] == pytest.approx(_logged(folder, "eval_loss")[4], rel=1e-4)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-3)
-    # at other stages the Trainer stores tied weights twice
+    # At other stages the Trainer stores tied weights twice.
     if run.config["zero_optimization"]["stage"] == 3:
         file = "adapter_model.safetensors" if run.kind == "lora" else "model.safetensors"
         weights, expected_weights = load_file(folder / file), load_file(plain / file)

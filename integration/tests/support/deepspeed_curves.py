@@ -100,7 +100,8 @@ def record(optimizer):
 def curve(schedules, kind, name, params):
     """Record the optimizer's groups and `get_last_lr` after each step of a schedule.
 
-    After a third of the steps a new schedule continues from the saved state."""
+    After a third of the steps a new schedule continues from the saved state.
+    """
     optimizer = make_optimizer(kind)
     fresh = [group["lr"] for group in optimizer.param_groups]
     schedule = getattr(schedules, name)(optimizer, **params)

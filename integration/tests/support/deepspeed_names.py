@@ -28,7 +28,8 @@ def deepspeeds_folder() -> Path | None:
 def public_names(root: Path) -> dict[str, list[str]]:
     """Map each module that DeepSpeed and the stand-in share to its public names in DeepSpeed.
 
-    Submodules are left out: an attribute with a submodule's name would prevent its import."""
+    Submodules are left out: an attribute with a submodule's name would prevent its import.
+    """
     found = {name: _file(root, name) for name in served_modules()}
     return {
         name: sorted(n for n in _names(root, file) if not _is_module(root, name, n))
@@ -66,7 +67,7 @@ def _names(root: Path, file: Path) -> frozenset[str]:
             found.add(node.target.id)
         elif isinstance(node, ast.ImportFrom):
             found |= _passed_on(root, file, node)
-    # the package collects its builders at run time
+    # The package collects its builders at run time.
     if file.parent.name == "op_builder" and file.stem == "__init__":
         others = [_names(root, other) for other in file.parent.glob("*.py") if other != file]
         found |= {name for names in others for name in names if name.endswith("Builder")}

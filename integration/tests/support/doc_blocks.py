@@ -28,7 +28,8 @@ class Block(NamedTuple):
     """A block of code, with its page's file and its language.
 
     An indented block has the language "bash". A Python block without imports includes the block
-    before it."""
+    before it.
+    """
 
     name: str
     page: Path

@@ -82,7 +82,8 @@ def add_gradients(
 def by_torch(ranks: int, counts: list[int], *, over: int = 1) -> dict[str, Tensor]:
     """Train `net` on all ranks' inputs, with ``counts[i]`` backwards in step i. Returns the values.
 
-    Each loss is divided by ``over``."""
+    Each loss is divided by ``over``.
+    """
     model, number = net(), 0
     optimizer = adamw(model, fused=True)
     for count in counts:

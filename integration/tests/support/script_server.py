@@ -25,8 +25,7 @@ PRELOADED = (
 
 
 def run_script(script: Path, *arguments: str, ranks: int = 2, folder: Path | None = None) -> None:
-    """Run ``script`` in ``folder`` like ``zero-engine run --nproc-per-node=RANKS``, on forked
-    ranks."""
+    """Run ``script`` in ``folder`` on forked ranks, like ``zero-engine run --nproc-per-node``."""
     from conftest import environment
 
     shared = {**hooked(environment()), "WORLD_SIZE": str(ranks)}

@@ -13,7 +13,7 @@ from zero_core.testing.sampled_rows import (
     pytest_runtestloop as pytest_runtestloop,
 )
 
-# A slow run on a busy machine is no failure of a property.
+# Hypothesis must not fail a test because a busy machine is slow.
 settings.register_profile("zero-core", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("zero-core")
 

@@ -65,7 +65,7 @@ def test_integers_are_no_zeros_where_they_are_not(ranks, stage):
     engine, model = _build(ranks, stage)
     counts = model.blocks[1].counts
     refusal = pytest.raises(RuntimeError, match=r"blocks\.1\.counts was read where stage 3 holds")
-    if ranks.rank == 0:  # the other ranks need not read too, because a read starts no collective
+    if ranks.rank == 0:  # a read starts no collective, so one rank suffices
         with refusal if stage == 3 else nullcontext():
             assert counts.tolist() == [0, 1, 2]
     with engine.gathered(params=[counts]):
@@ -341,4 +341,4 @@ def test_torchs_clipping_which_clips_nothing_is_told_once(stage, caplog):
     with caplog.at_level(logging.WARNING):
         simulate(_warns, 2, stage)
     told = [r for r in caplog.records if "clips nothing" in r.getMessage()]
-    assert len(told) == 2  # one warning per rank
+    assert len(told) == 2

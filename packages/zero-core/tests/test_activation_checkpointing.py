@@ -168,7 +168,7 @@ def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_
     lent = save(2000)
     (taken,) = [r.writes[0] for r in late_device.stop_trace() if r.kind == "pinned_alloc"]
     save(64, 1100)
-    save(4000)  # drops the idle buffers and forgets the size of the lent buffer
+    save(4000)  # discards all idle buffers, and the lent buffer once ``lent`` is deleted
     del lent
     save(64, 1100)
     late_device.start_trace()

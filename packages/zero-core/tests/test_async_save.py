@@ -59,8 +59,7 @@ def test_an_overtaken_save_has_the_bytes_of_one_at_once(
         engine = _build(gated, stage, **keys)
         train_steps(engine, 0, 3)
         pending = engine.async_save(tmp_path / "beside", client_state={"epoch": 7})
-        # the gate still blocks every write while these steps change the states
-        train_steps(engine, 3, 5)
+        train_steps(engine, 3, 5)  # changes the states while the gate blocks every write
         assert not pending.done()
         gated.gate.set()
         assert pending.result() == tmp_path / "beside" / "step-3"
@@ -110,8 +109,7 @@ def test_copies_are_bounded_if_asked_except_of_whole_states(tmp_path, monkeypatc
         if limit is None:
             train_steps(engine, 1, 2)
         gated.gate.set()
-        # the step waits until the save has copied the states that the step changes
-        train_steps(engine, 1, 3)
+        train_steps(engine, 1, 3)  # waits until the save has copied these states
         pending.result()
         engine.close()
         return pending.peak_bytes
@@ -136,8 +134,7 @@ def test_copies_of_float64_states_are_bounded(tmp_path, monkeypatch):
 
         step()
         pending = engine.async_save(tmp_path, max_copy_bytes=2560)
-        # step() waits for the save, which needs the gate
-        threading.Timer(0.1, gated.gate.set).start()
+        threading.Timer(0.1, gated.gate.set).start()  # step() waits for the save
         step()
         pending.result()
         assert 0 < pending.peak_bytes <= 2560
@@ -165,8 +162,7 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
         engine.save_checkpoint(tmp_path, "a")
         engine.async_save(tmp_path, "b").result()  # saved without a training step after "a"
         train_steps(engine, 2, 3)
-        # frozen values and buffers are unchanged since "b"
-        engine.async_save(tmp_path, "c").result()
+        engine.async_save(tmp_path, "c").result()  # frozen values and buffers are unchanged
         with torch.no_grad():
             name = "frozen.0.up.weight"
             engine.states.set_full(name, engine.states.get_full(name) + 1.0)
@@ -284,7 +280,7 @@ def _exchange_after_a_failure(ranks):
     control = ranks.connect()
     exchange = StoreExchange(ranks, "a save beside training")
     exchange.longest_wait_s = 0.0
-    longest, groups._LEAVE_S = groups._LEAVE_S, 0.01  # rank 1 leaves without notice
+    longest, groups._LEAVE_S = groups._LEAVE_S, 0.01  # rank 0 soon stops waiting for rank 1
     if ranks.rank == 1:
         with pytest.raises(CollectiveError, match=r"no answer of ranks \[0\]"):
             exchange.gather_bytes(b"late")

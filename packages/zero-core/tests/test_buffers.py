@@ -138,6 +138,6 @@ def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(ranks, odd, 
     engine.backward(engine(torch.ones(1, 7)))  # the changed buffers still fit the broadcast
     if rank != odd:
         alter()
-    engine.step()  # every rank has changed its buffers now
+    engine.step()  # the ranks' buffers are equal again
     step()
     assert {name: b.tolist() for name, b in model.named_buffers()} == CHANGES[change]

@@ -206,8 +206,7 @@ def test_a_frozen_model_and_ranks_without_a_process_group_are_refused(monkeypatc
 @pytest.mark.parametrize(
     ("is_terminal", "rank", "takes_s", "shown"),
     [
-        # the progress line is erased at the end
-        (True, "0", 1.8, "\x1b\\[Kzero_core.build: 1 s.*\r\x1b\\[K"),
+        (True, "0", 1.8, "\x1b\\[Kzero_core.build: 1 s.*\r\x1b\\[K"),  # the line is erased again
         *((True, "0", 0.0, ""), (True, "1", 1.5, ""), (False, "0", 1.5, "")),
     ],
 )
@@ -228,8 +227,7 @@ def test_long_build_is_shown_on_a_terminal_by_rank_0(
 
 def _net():
     model = nn.Module()
-    # experts are found by the attribute name
-    model.below, model.mixture = nn.Linear(5, 5), Mixture()
+    model.below, model.mixture = nn.Linear(5, 5), Mixture()  # build() finds experts by this name
     model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
     return model
 

@@ -137,14 +137,13 @@ def test_save_without_room_keeps_the_checkpoint_before(tmp_path):
     with files_up_to(300), room:
         engine.save_checkpoint(tmp_path, tag="second")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest"]
-    # the state after a kill between the two renames of a save
-    (tmp_path / "first").rename(tmp_path / ".first.old")
+    (tmp_path / "first").rename(tmp_path / ".first.old")  # left by a kill between two renames
     other = _build()
     assert other.load_checkpoint(tmp_path)[0] == tmp_path / ".first.old"
     assert_same(_values(other), before)
     engine.save_checkpoint(tmp_path, tag="second")
     train_steps(engine, 2, 3)
-    engine.save_checkpoint(tmp_path, tag="second")  # replaces the checkpoint "second"
+    engine.save_checkpoint(tmp_path, tag="second")
     other.load_checkpoint(tmp_path, "second")
     assert other.global_steps == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest", "second"]
@@ -270,7 +269,7 @@ def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path
     make_model().load_state_dict(_values(engine))
     assert saved["embed.weight"].dtype == torch.bfloat16
     for path in engine.save_checkpoint(tmp_path / "saved").iterdir():
-        # the save contains JSON and safetensors files only, no pickle
+        # A checkpoint has JSON and safetensors files only, no pickle.
         json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
 
 
@@ -324,8 +323,7 @@ def test_weights_without_elements_are_read(tmp_path, world_size):
     def save(ranks):
         model = nn.Linear(3, 3)
         model.register_parameter("low", nn.Parameter(torch.empty(0).half(), requires_grad=False))
-        # lies entirely outside rank 0's shard
-        model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))
+        model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))  # outside rank 0's shard
         engine = Case(3).build(ranks, model)
         engine.save_checkpoint(tmp_path)
 
@@ -472,7 +470,7 @@ def test_schedule_continues_when_the_optimizer_starts_anew(tmp_path, scheduler, 
     straight = _build(scheduler=scheduler)
     train_steps(straight, 0, 3)
     straight.save_checkpoint(tmp_path)
-    if scheduler["type"] == "WarmupLR" and without:  # the state that torch's LambdaLR saves
+    if scheduler["type"] == "WarmupLR" and without:  # the state format of torch's LambdaLR
         form = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
         _rewrite_schedule(tmp_path, form)
     resumed = _build(scheduler=scheduler, **({"optimizer": LION} if without else {}))

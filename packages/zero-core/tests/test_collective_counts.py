@@ -69,7 +69,7 @@ def _accumulation(run):
 def _no_sync(run):
     for _ in range(2):
         for micro in range(3):
-            if micro < 2:  # gradients stay on the rank
+            if micro < 2:
                 with run.engine.no_sync():
                     run.micro_step()
                 run.expect(run.forward + run.back, [], [])
@@ -81,8 +81,7 @@ def _no_sync(run):
 def _two_forwards(run):
     for _ in range(2):
         losses = run.loss() + run.loss()
-        # The root stays gathered. The second forward releases the last block, which stayed
-        # gathered.
+        # The root stays gathered. The second forward releases and regathers the last block.
         again = ["f1", "f2", "f3", "f4"] if run.stage == 3 else []
         run.expect(run.forward + again, [], [])
         run.engine.backward(losses)
@@ -96,7 +95,7 @@ def _two_backwards(run):
     for _ in range(2):
         for _ in range(2):
             run.engine.backward(run.loss())
-            # Each backward reduces. Each is a boundary, so stage 0 gathers each sum.
+            # Each backward is a boundary and reduces, so stage 0 gathers each sum.
             run.expect(run.forward + run.back, REDUCED, run.sums)
         run.engine.step()
         run.expect(run.published, [], [])

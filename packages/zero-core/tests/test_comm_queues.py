@@ -79,8 +79,7 @@ def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for
         outs[number].copy_(source * 2)
 
     made = mock.patch.object(torch, "Stream", wraps=torch.Stream)
-    # blocks the device, so a wait on the host would hang
-    with made as make, late_device.held("kernels"):
+    with made as make, late_device.held("kernels"):  # a host wait would hang
         source.add_(1)  # the jobs read the new value of source
         works = [queues.launch(lambda n=n: job(n), is_reduction=n > 0) for n in range(2)]
         inner = partial(queues.launch, lambda: job(2), is_reduction=False)

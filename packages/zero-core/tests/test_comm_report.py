@@ -74,8 +74,7 @@ def test_a_step_sends_what_was_planned(case, world_size, per_node):
 
 
 def _check_on_the_wire(rank, world_size, per_node):
-    # disables shared memory, so that all bytes pass through the counted calls
-    zero_core.comm.device.SharedMemory = _NothingShared
+    zero_core.comm.device.SharedMemory = _NothingShared  # or bytes would bypass the counter
     postman = _Postman(rank, per_node)
     for stage in range(4):
         engine = Case(stage).build(model=_net())
@@ -115,8 +114,7 @@ def test_bytes_sent_between_steps_count_for_the_second(ranks):
     assert after.num_calls == before.num_calls + len(engine.layout.segments)
     assert others == same
     engine.backward(engine(rows(0, engine.rank)))
-    # computes the global norm, so step() need not repeat the all-reduce
-    engine.clip_grad_norm_(1.0)
+    engine.clip_grad_norm_(1.0)  # step() need not repeat its all-reduce
     engine.step()
     assert engine.comm_report()[-1].num_calls == 1
     engine.close()

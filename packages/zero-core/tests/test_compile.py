@@ -54,11 +54,11 @@ SLOW = pytest.mark.slow
 @on_processes()
 def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
     expected = _reference(ranks)
-    # A graph cannot contain the copies of inputs to the host.
+    # Offloaded inputs are copied to the host, which cannot happen within a graph.
     ways = ("before", "after", "wrapped")
     for again, how in ((a, way) for a in choices for way in (ways[2:] if a == ON_HOST else ways)):
-        # The graphs do not depend on who compiled them, so a single variant runs at stage 0, where
-        # values are whole, and stage 3, where they are sharded.
+        # The graphs do not depend on how a model was compiled. Only one way runs at stage 0 too,
+        # where values are whole.
         for stage in (0, 3) if (ranks.size, how, again) == (2, "before", None) else (3,):
             torch._dynamo.reset()
             counters.clear()
@@ -70,8 +70,7 @@ def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
             found = _train(engine, ranks.rank)
             assert_same(found, expected)
             assert not counters["graph_break"]
-            # all blocks share one graph, without recompilation
-            assert counters["stats"]["unique_graphs"] == 1
+            assert counters["stats"]["unique_graphs"] == 1  # shared by all blocks
 
 
 @pytest.mark.slow

@@ -85,8 +85,7 @@ def _maps_windows(rank, world_size):
     with pytest.raises(CollectiveError, match=r"rank \d: no more shared memory: \d+ bytes asked"):
         shared.zeros(2**46, torch.float32)
     small = shared.zeros(3, torch.float32)
-    # torch.save writes the whole storage, so a small tensor must not carry a large one
-    assert small.untyped_storage().nbytes() < mmap.PAGESIZE
+    assert small.untyped_storage().nbytes() < mmap.PAGESIZE  # torch.save writes the whole storage
     full = shared.zeros(2 * NUMEL, torch.float32 if rank == 0 else torch.bfloat16)
     with pytest.raises(CollectiveError, match=r"expects \d+ bytes of rank"):
         direct.reduce_scatter(torch.empty(NUMEL), full, unit=0).wait()
@@ -155,10 +154,8 @@ def _fills_pipes(rank, world_size):
     peers = [peer for peer in range(world_size) if peer != rank]
     letters = [(n, p, mailbox.expect(p, 3)) for n in range(10_000) for p in peers]
     with ThreadPoolExecutor(1) as pool:
-        # this wait also reads the messages for the other waiters
-        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))
-        # every rank posts more than a pipe holds before any rank reads
-        for number, peer, _ in letters:
+        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # reads for all waiters
+        for number, peer, _ in letters:  # posts more than a pipe holds before any wait
             mailbox.post(peer, 3, number, rank)
         for number, peer, letter in letters:
             assert mailbox.wait(letter) == (number, peer)

@@ -72,9 +72,7 @@ def _wide(param):
 
 
 def _train_masters(model, masters, optimizer, ranks, batches, accumulation=1):
-    """Train without an engine, with gradients and master weights of at least 32 bits.
-
-    Returns the losses."""
+    """Train without an engine, in at least 32 bits. Returns the losses."""
     control, params, losses = ranks.connect(), dict(model.named_parameters()), []
     for number, inputs in enumerate(batches, start=1):
         for buffer in model.buffers():
@@ -157,7 +155,6 @@ def test_a_model_cast_before_build_keeps_its_dtype(ranks, stage):
     for dtype, case in ((torch.bfloat16, Case(stage)), (torch.float32, Case(stage, "bf16"))):
         model = _Running().to(torch.bfloat16)
         engine = case.build(ranks, model)
-        # the loss keeps its own dtype
         assert engine(rows(0, ranks.rank, 6).to(dtype)).dtype == torch.float32
         train(engine, [rows(step, ranks.rank, 6).to(dtype) for step in range(STEPS)])
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -186,7 +183,8 @@ MIXES = {
 class _Mixed(nn.Module):
     """A model whose blocks have a linear map of each dtype.
 
-    The root has a linear map of the first dtype and a scalar of the last dtype."""
+    The root has a linear map of the first dtype and a scalar of the last dtype.
+    """
 
     def __init__(self, dtypes, depth=2):
         super().__init__()

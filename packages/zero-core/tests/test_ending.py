@@ -245,8 +245,7 @@ def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
     }
 
     def use(owner: Any, verb: str) -> None:
-        # some context managers raise on entry, not on the call
-        with getattr(owner, verb)(**arguments.get(verb, {})):
+        with getattr(owner, verb)(**arguments.get(verb, {})):  # some raise only on entry
             pass
 
     named = {verb for verb in verbs if not verb.startswith("_")} - READERS

@@ -2,7 +2,8 @@
 
 The whole grid runs on simulated ranks, each case at one stage, because test_equalities.py shows
 that stages give the same bits. On processes, each dtype is compared with torch's own DDP for ten
-steps."""
+steps.
+"""
 
 import itertools
 from dataclasses import replace

@@ -30,7 +30,8 @@ def _model():
 
 def _make(ranks, kind):
     if kind == "deferred":
-        with seeded(0), zero_core.deferred_init():  # deferred_init() records modules of all threads
+        # seeded() locks out other threads, whose modules deferred_init() would record.
+        with seeded(0), zero_core.deferred_init():
             model = _model()
     elif kind == "pretrained":
         with torch.device("meta"):

@@ -20,7 +20,8 @@ def _some(model):
     """Return parameters of the root, a block and a frozen block.
 
     The tied weight and one bias appear twice. ``gain`` may have fewer elements than there are
-    ranks."""
+    ranks.
+    """
     block = model.blocks[1]
     found = [block.up.bias, model.embed.weight, model.gain, model.frozen[0].down.weight]
     return [*found, block.down.weight, model.head.weight, block.up.bias]
@@ -163,7 +164,7 @@ def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(ranks):
     engine = Case(3).build(ranks)
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     expected = engine.full_state_dict()["blocks.0.up.weight"]
-    # None selects the whole model.
+    # None stands for the whole model.
     for number, (one, other) in enumerate(
         [([weight], [bias, weight]), (None, None), (None, [weight]), ([weight], None)]
     ):

@@ -25,7 +25,6 @@ def _build(ranks, stage, **case):
 
 
 def _calls(model, way, step, rank):
-    """Return the losses of one step."""
     x, y = rows(step, rank), rows(step + 50, rank)
     if way == "a loss of two forwards":
         return [model(x) + model(y)]
@@ -139,7 +138,7 @@ def test_a_lost_peer_is_named_by_rank_unit_and_collective(ranks):
     engine = Case(stage=3).build()
     if ranks.rank == 1:
         dist.destroy_process_group()
-        store = dist.HashStore()  # a group that the caller destroys
+        store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return
     with pytest.raises(zero_core.CollectiveError, match=r"rank 0: all_gather of unit 0 \(root\)"):

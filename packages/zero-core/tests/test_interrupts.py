@@ -230,7 +230,8 @@ def _run(engine, program):
 
     F: forward. B: backward of the oldest loss. R: the same, retaining its graph. N: forward and
     backward under no_sync. E: evaluate. S: step, which drops all earlier losses. Z: zero the
-    gradients."""
+    gradients.
+    """
     losses = []
     for number, verb in enumerate(program):
         inputs = batch(number, 0, 0)
@@ -285,7 +286,7 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
         ("FBS" * 3 + "FBZFBS", 0),  # the program zeroes the gradients itself
         ("FBS" * 3 + "F" + "FBS" * 3, 0),
         ("FBS" * 3 + "NFBS", 0),
-        ("FBFBS" + "FBS" * 3, 1),  # the first step restarted, which the following steps reveal
+        ("FBFBS" + "FBS" * 3, 1),  # later steps show one backward too many in the first
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -40,7 +40,7 @@ def test_last_ones_multiples_and_other_names_stay(tmp_path):
     assert tried == ["step-3", "step-5"]
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == tried
     tmp_path.joinpath("step-6", "manifest.json").write_text("{")  # an unreadable manifest
-    engine.save_checkpoint(tmp_path, "step-99", keep_last=1)  # saved before step 99
+    engine.save_checkpoint(tmp_path, "step-99", keep_last=1)  # the tag is not the step's number
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1, prefixes=["best-"]) == best[:5]
     assert _names(tmp_path) == ["best", "best-6", "latest", "run1-6", "step-6", "step-99"]
     with pytest.raises(CheckpointError, match="keep_last = 0: expected 1 or more"):
@@ -76,8 +76,7 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
     engine = build_small()
     for tag in ("one", "two"):
         engine.save_checkpoint(tmp_path, tag)
-    # the state after a kill between the two renames of a save
-    (tmp_path / "one").rename(tmp_path / ".one.old")
+    (tmp_path / "one").rename(tmp_path / ".one.old")  # left by a kill between two renames
     (tmp_path / ".three.saving").mkdir()
     (tmp_path / ".three.saving" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".latest.saving").write_text("x")

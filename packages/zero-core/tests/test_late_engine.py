@@ -27,7 +27,8 @@ WHOLE = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}
 def train(ranks, case):
     """Train without reading a loss before the end, so that the host runs ahead of the device.
 
-    On several nodes, CPU ranks sum in the order of the device's collectives."""
+    On several nodes, CPU ranks sum in the order of the device's collectives.
+    """
 
     def collectives(native, **_):
         is_on_nodes = ranks.device.type == "cpu" and ranks.per_node < ranks.size

@@ -38,7 +38,8 @@ def _run(engine, first, stop):
 def _start(ranks, folder, stage, stop, dtype="fp32"):
     """Train up to step ``stop`` as a started or restarted program does.
 
-    Each node has a separate folder. Returns the first step and the final values."""
+    Each node has a separate folder. Returns the first step and the final values.
+    """
     node = ranks.rank // (ranks.per_node or ranks.size)
     engine = _build(ranks, stage, folder / f"node-{node}", dtype)
     first = (engine.resume(folder / "disk") or {"step": 0})["step"]
@@ -99,7 +100,7 @@ def test_states_that_were_loaded_replace_the_copies(tmp_path, monkeypatch):
     commit = Slot.commit
 
     def commit_late(slot, rank, marker):
-        time.sleep(0.1)  # makes a copy still run when the load begins
+        time.sleep(0.1)  # keeps a copy running when the load begins
         commit(slot, rank, marker)
 
     monkeypatch.setattr(Slot, "commit", commit_late)
@@ -121,7 +122,7 @@ def test_states_that_were_loaded_replace_the_copies(tmp_path, monkeypatch):
         again.close()
         ranks.connect().barrier()
         for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
-            path.unlink()  # a checkpoint on disk needs only its manifest to be compared
+            path.unlink()  # resume() reads only the manifest of the checkpoint on disk
         last = _build(ranks, 3, memory, every=2)
         assert last.resume(tmp_path / "disk") == {"step": 2}
         assert_same(last.full_state_dict(), expected)
@@ -182,7 +183,7 @@ def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(monkeypatch):
         assert shell.stdout.readline() == b"\n"
         monkeypatch.setattr(os, "getppid", lambda: shell.pid)
         above = snapshots.find_launcher()
-        # The shell may be a launcher that another launcher started.
+        # A launcher may itself be started by another launcher.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/1/error.json")
         assert snapshots.find_launcher() == shell.pid
         # The process ends between the two reads.

@@ -1,7 +1,8 @@
 """Resident host memory: peaks of construction and of steps, growth, and arenas.
 
 Each measurement runs in a separate process with a separate peak. glibc is configured to return
-large tensors to the system when they are freed, so that allocator caches are not counted."""
+large tensors to the system when they are freed, so that allocator caches are not counted.
+"""
 
 import ctypes
 import os

@@ -123,8 +123,8 @@ class _AtRoot(Mixture):
 
 
 WIDTH, DEPTH, TWICE = 33, 7, 4  # block number TWICE is called twice in a row
-# Blocks whose branch rank 1 leaves out, by step. A reduction that waited for the end of rank 1's
-# backward would block the gathers of other ranks that rank 1 itself waits for.
+# Blocks whose branch rank 1 leaves out, by step. If a reduction waited for the end of rank 1's
+# backward, other ranks could not start the gathers that rank 1 waits for.
 LEFT_OUT = [set(), {6}, {5}, {3}, {0}, {5, 6}, set(range(DEPTH))]
 SKIPPED = [set(), {6}, {2}, {0}, {0, 1}, {1, 2, 3, 4, 5}, set(range(DEPTH))]
 
@@ -298,8 +298,7 @@ USES = {
     "mixtures": Use(MixtureModel, _routed),
     "mixture alone": Use(_of(_Alone), _routed),
     "mixture as a leaf": Use(_of(_Alone, "mixture"), _routed),
-    # the list of experts has no forward
-    "experts as a leaf": Use(_of(_Alone, "mixture.experts"), _routed),
+    "experts as a leaf": Use(_of(_Alone, "mixture.experts"), _routed),  # has no forward
     "mixture at the root": Use(_of(_AtRoot), _routed),
     "mixtures left out": Use(MixtureModel, MIXTURES_LEFT_OUT, steps=4, accumulation=2),
     "mixtures left out, recomputed": Use(MixtureModel, MIXTURES_LEFT_OUT, RECOMPUTED, steps=4),

@@ -1,6 +1,7 @@
 """The engine's own collectives among nodes: gathers, all-to-alls, subgroups and queued jobs.
 
-The oracles are torch.distributed's collectives, and values that any rank can compute."""
+The oracles are torch.distributed's collectives, and values that any rank can compute.
+"""
 
 import itertools
 import time

@@ -83,8 +83,7 @@ def _measure(ranks, stage, done):
     done.wait()
     assert _allocated(ranks) - before < 0.01 * held
     engine.reload_states()
-    # pools have their original size again
-    assert 0.9 * held < _allocated(ranks) - before <= 1.01 * held
+    assert 0.9 * held < _allocated(ranks) - before <= 1.01 * held  # pools have their original size
     for part in zero_core.StatePart:
         engine.offload_states([part])
         done.wait()

@@ -23,7 +23,8 @@ STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 class Training(Case):
     """A case with an optimizer and settings for clipping.
 
-    ``is_twice`` uses a block twice. ``max_norm`` is passed to ``clip_grad_norm_`` in each step."""
+    ``is_twice`` uses a block twice. ``max_norm`` is passed to ``clip_grad_norm_`` in each step.
+    """
 
     optimizer: str = "AdamW"
     is_twice: bool = False

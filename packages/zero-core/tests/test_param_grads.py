@@ -107,7 +107,8 @@ def _step_with_late_ranks(ranks, steps, case, edits):
     """Edit gradients on rank 0 while other ranks have not read them yet.
 
     Other ranks wait at their read of ``param.grad`` until rank 0 has edited its gradients and has
-    entered the all-reduce of the step's statistics."""
+    entered the all-reduce of the step's statistics.
+    """
     wanted, model = make_model(), make_model()
     ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
     engine = case.build(model=model, optimizer=adamw(model))

@@ -1,7 +1,8 @@
 """Parameter shards outside device memory, fetched ahead of use.
 
 The tier of this file keeps shards in a dict and fills a buffer only in wait(), so that an early
-read gives NaN."""
+read gives NaN.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,8 @@ class _Late:
 class Shelf:
     """A `ParamTier` that keeps its shards in a dict.
 
-    ``has_homes``: whether the tier's memory may be written from outside."""
+    ``has_homes``: whether the tier's memory may be written from outside.
+    """
 
     def __init__(self, *, shards, device, config, has_homes=False):
         self.shards = {s: torch.full((n,), float("nan"), dtype=d) for s, n, d in shards}

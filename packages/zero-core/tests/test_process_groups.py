@@ -49,7 +49,7 @@ def _check(collectives: Any) -> None:
 
 
 def _groups_of_its_own(rank: int, ranks: list[int], num: int) -> list[Any]:
-    """Create groups of ``ranks`` that the other ranks do not count."""
+    """Create groups on ``ranks`` only, so that the other ranks' group counters differ."""
     if rank not in ranks:
         return []
     return [dist.new_group(ranks, use_local_synchronization=True) for _ in range(num)]
@@ -180,7 +180,7 @@ def _the_groups_of_an_engine_that_is_dropped_end_later(rank: int, world_size: in
 
 
 def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> None:
-    """Gloo's class replaces NCCL's, with the two methods that group aborts."""
+    """A patched gloo class stands in for NCCL's, which has methods that group aborts."""
     calls: list[str] = []
     gloo: Any = dist.ProcessGroupGloo
     with pytest.MonkeyPatch.context() as patch:
@@ -202,7 +202,8 @@ def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> 
 def _some_ranks_with_a_bound_device_split_their_group(rank: int, world_size: int) -> None:
     """With a bound device, only ``split_group`` creates a group without the outside ranks.
 
-    A fake ``split_group`` names its group in the same way as NCCL's."""
+    A fake ``split_group`` names its group in the same way as NCCL's.
+    """
     group = dist.new_group([0, 2])
     kept = _groups_of_its_own(rank, [2], 2)
     world = dist.group.WORLD

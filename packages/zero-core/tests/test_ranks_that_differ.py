@@ -101,7 +101,7 @@ def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(ranks):
 def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
     engine = Case(3).build(model=_Net())
     with pytest.raises(ArithmeticError):
-        engine(torch.full((3, WIDTH), float("nan")))  # each rank raises
+        engine(torch.full((3, WIDTH), float("nan")))
     train(engine, [torch.ones(3, WIDTH)])
     if ranks.rank == 0:
         found = "failed or timed out: the process of rank 1 has ended, last seen in"

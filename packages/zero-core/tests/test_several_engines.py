@@ -76,11 +76,10 @@ def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
             anchor = reference(**inputs)["logits"]
             advantage = reward(**inputs)["logits"].mean() - critic(**inputs)["logits"].mean()
         of_policy = divergence(policy(**inputs)["logits"], anchor) - advantage * 0.1
-        if step % 2:  # separate backwards
+        if step % 2:  # separate backwards, or one of a combined loss below
             policy.backward(of_policy)
             policy.step()
         of_critic = (critic(**inputs)["logits"].mean() - advantage).square()
-        # separate losses, or a combined loss
         loss = of_critic if step % 2 else of_policy + of_critic
         critic.backward(loss)
         if not step % 2:

@@ -68,7 +68,7 @@ def test_each_rank_records_its_losses_its_waits_and_why_a_step_was_skipped(tmp_p
         torch.testing.assert_close(torch.tensor([s.loss for s in steps]), means, equal_nan=True)
         assert [s.micro_steps for s in steps] == [2] * 4
         waited.append(sum(steps[3].waits.values()))
-    assert waited[0] - waited[1] > 0.2  # a busy host delays both runs
+    assert waited[0] - waited[1] > 0.2  # a busy host delays each of the two runs
 
 
 def test_times_of_places_and_waits_make_up_the_step(tmp_path):

@@ -123,8 +123,7 @@ def _loads(ranks, folder, stage, kind, is_channels_last):
     with engine.gathered():
         module = {n: v.float() for n, v in engine.module.state_dict().items()}
     assert_same(module, {n: loaded[n] for n in module})
-    # checks that the loaded states fit the optimizer kernels
-    _train(engine, ranks.rank, range(2, 3))
+    _train(engine, ranks.rank, range(2, 3))  # loaded states fit the kernels
     fresh = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
     zero_core.load_pretrained(fresh, folder / "export")
     return loaded, {n: v.float() for n, v in fresh.full_state_dict().items()}

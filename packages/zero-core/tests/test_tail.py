@@ -160,7 +160,7 @@ def test_the_tail_is_waited_for_behind_the_last_block_and_reduced_behind_the_blo
         *("backward of block 2", "reduce 2"),
         *("backward of block 1", "reduce 1", "reduce 4", "reduce 0"),
     ]
-    if stage == 0:  # stage 0 gathers no parameters
+    if stage == 0:
         return
     before, after = (log[: log.index("block 1")], log[log.index("block 3") :])
     # Forward waits only for the first block's parameters, while the next gather runs.

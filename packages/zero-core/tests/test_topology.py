@@ -149,7 +149,8 @@ def _devices(rank, world_size):
     """Check the devices of ranks on hosts with two ranks each.
 
     The group has no backend for these devices, so its collectives would fail, like NCCL's when
-    ranks share a device."""
+    ranks share a device.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host{rank // 2}")
         group = dist.new_group([0, 2, 3])

@@ -47,8 +47,7 @@ class _Ranks:
                     watch.tick(self.now)
 
     def run(self, stages):
-        """Run stages, which give each rank's activity, its next collective, and its seconds until
-        then."""
+        """Run stages. A stage has each rank's activity, next wait, and seconds until the wait."""
         for stage in stages:
             start = self.now
             for place, (doing, _, _) in zip(self.places, stage, strict=True):

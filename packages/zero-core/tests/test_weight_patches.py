@@ -55,8 +55,7 @@ def _assert_same(engine, receiver):
 def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype):
     steps = 11
     engine = _case(stage, dtype).build(ranks)
-    # one receiver applies every patch, one applies every fifth
-    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]
+    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # all versions, or every fifth
     versions = [0, 0]
     for step in range(steps):
         train_steps(engine, step, step + 1)
@@ -116,7 +115,7 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     for _ in range(5):
         _train(engine, width=512)
         shares.append(engine.weight_patch(since=engine.patch_version).nbytes / whole)
-    # five versions, within the planned size
+    # The log has five versions.
     held = engine.memory_report()["weight patches"]
     assert 0 < held < 0.15 * whole / ranks.size
     # The plan counts a quarter of a byte per element for marks, and eight versions of five bits.
@@ -149,7 +148,7 @@ def test_a_receiver_that_is_too_far_behind_takes_all(ranks):
     if ranks.size > 1:
         with pytest.raises(ValueError, match="differs between ranks"):
             engine.weight_patch(since=9 * ranks.rank)
-    assert engine.weight_patch(since=3).version == 3  # no value changed since version 3
+    assert engine.weight_patch(since=3).version == 3
     late = engine.weight_patch(since=1)
     whole = engine.weight_patch()
     if ranks.rank != 0:
@@ -163,8 +162,7 @@ def test_a_receiver_that_is_too_far_behind_takes_all(ranks):
     with pytest.raises(zero_core.CheckpointError, match="newer"):
         zero_core.apply_patch(receiver, late, version=9)
     assert zero_core.apply_patch(receiver, whole) == 3
-    # applying the same version again has no effect
-    assert zero_core.apply_patch(receiver, late) == 3
+    assert zero_core.apply_patch(receiver, late) == 3  # again, without effect
     expected = {n: p.detach() for n, p in engine.module.named_parameters()}
     if engine.world_size == 1:
         assert all(torch.equal(p, expected[n]) for n, p in receiver.named_parameters())
@@ -211,7 +209,7 @@ def test_a_damaged_or_foreign_patch_changes_nothing():
             zero_core.apply_patch(other, taken, version=None if other is larger else 0)
     assert_same(receiver.state_dict(), before)
     with torch.no_grad():
-        receiver[0].weight.mul_(1.5)  # a change that no patch made
+        receiver[0].weight.mul_(1.5)  # changed without a patch
     before = copy.deepcopy(receiver.state_dict())
     with pytest.raises(zero_core.CheckpointError, match="something else has changed it"):
         zero_core.apply_patch(receiver, patch, version=0)
@@ -234,13 +232,12 @@ def _to_folder(ranks, folder, num_files):
         version = patch.version
         if ranks.rank == 0:
             there = set(folder.iterdir())
-            given = None if number else 0  # later versions are recorded in the folder
+            given = None if number else 0  # for later patches the folder records the version
             zero_core.apply_patch(folder, folder.parent / "patch.safetensors", version=given)
             if num_files > 1 and number:
-                # patched files are written under new names
+                # All patched files are new files.
                 assert len(set(folder.iterdir()) - there) == num_files
-            # applying the same version again has no effect
-            assert zero_core.apply_patch(folder, patch) == version
+            assert zero_core.apply_patch(folder, patch) == version  # again, without effect
             assert len(list(folder.glob("*.safetensors"))) == num_files
             assert not list(folder.glob("*.tmp"))
         values = engine.full_state_dict(rank=0)

@@ -27,7 +27,7 @@ class Own(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            group["num_calls"] += 1  # a counter in the group
+            group["num_calls"] += 1
             for param in group["params"]:
                 if param.grad is not None:
                     self.update(param, self.state[param], group)
@@ -113,7 +113,7 @@ def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(ranks, name
     moved = [n for n, value in expected.items() if not torch.equal(value, start[n])]
     assert len(moved) > 5
     grid = [(2, {}), (3, HOST)]
-    if name == "Shampoo":  # one optimizer suffices for further stages
+    if name == "Shampoo":  # other stages need one optimizer only
         grid += [(0, {}), (1, {}), (3, {})]
     for stage, zero in grid:
         engine = trained(engine_of(make, stage, ranks, **zero), ranks.rank, range(STEPS))
@@ -187,7 +187,7 @@ def test_checkpoint_resumes_with_other_ranks_and_another_stage(tmp_path, name, s
     simulate(_resumes, sizes[1], name, stages, str(tmp_path), sizes)
 
 
-# the states' shapes differ from the parameters'
+# The states' shapes differ from the parameters'.
 @pytest.mark.parametrize("name", ["LionLike", "Adafactor"])
 @on_ranks(3)
 def test_states_are_read_and_set_by_name_and_each_is_on_one_rank(ranks, name):

@@ -7,7 +7,8 @@ separately.
 
 A host thread counts as one more stream. A job is ordered after everything its launching thread did
 before. Synchronising with an event orders only the calling thread. Trace records "send" and
-"receive" describe synchronisation between threads, such as a queue or a lock."""
+"receive" describe synchronisation between threads, such as a queue or a lock.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ class HappensBefore:
     def _free(self, host: int, stream: int, memory: Range) -> None:
         """Return memory to the pool of its allocating stream, which may overwrite it at once.
 
-        If `record_stream` named other streams, the allocator waits for them before any reuse."""
+        If `record_stream` named other streams, the allocator waits for them before any reuse.
+        """
         readers = self._readers.pop(memory, set())
         reuse = self._number("stream", stream)
         if readers:
@@ -182,7 +184,8 @@ _WAITS = {
 def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
     """Return the waiting source line as ``file:line function``, or "" if no line is in ``roots``.
 
-    An operator's implicit wait, such as a blocking copy, does not count."""
+    An operator's implicit wait, such as a blocking copy, does not count.
+    """
     if record.kind not in _WAITS or record.name:
         return ""
     return next(
@@ -197,7 +200,8 @@ def find_races(
 
     Threads of a device never run at the same time, except ``workers``: for example, the caller
     waits for autograd's thread. Records at positions ``without`` are ignored, which simulates
-    missing waits."""
+    missing waits.
+    """
     devices: dict[int, int] = {}  # the first device that each thread used
     for record in trace:
         if record.device >= 0:

@@ -15,7 +15,8 @@ class Launch(NamedTuple):
     """A collective that an engine launched.
 
     ``kind`` is "f" for a gather of parameters in forward, "b" in backward, "g" for a gather of
-    gradients, and "r" for a reduction. The string form is kind and unit, such as "f0"."""
+    gradients, and "r" for a reduction. The string form is kind and unit, such as "f0".
+    """
 
     kind: str
     unit: int
@@ -29,7 +30,8 @@ class Launch(NamedTuple):
 class LoggedCollectives:
     """The engine's collectives with a log of launches.
 
-    Passed to ``build()`` as ``collectives=LoggedCollectives.factory(log)``."""
+    Passed to ``build()`` as ``collectives=LoggedCollectives.factory(log)``.
+    """
 
     def __init__(self, native: TransportCollectives, log: list[Launch]) -> None:
         self.native = native

@@ -112,7 +112,8 @@ def _module() -> types.ModuleType:
 def set_delays(*, seed: int = 0, kernel_s: float = 0.0, copy_s: float = 0.0) -> None:
     """Delay each job by a random time up to ``kernel_s``, each copy by up to ``copy_s`` (seconds).
 
-    The delay of a stream's n-th job depends on ``seed``, device, stream and n."""
+    The delay of a stream's n-th job depends on ``seed``, device, stream and n.
+    """
     torch.ops.late.set_delays(seed, int(kernel_s * 1e6), int(copy_s * 1e6))
 
 
@@ -128,7 +129,8 @@ def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
 
 def set_capacity(num_bytes: int) -> None:
     """Limit each device's memory (default 8 GiB). Excess allocations raise
-    `torch.OutOfMemoryError`."""
+    `torch.OutOfMemoryError`.
+    """
     torch.ops.late.set_capacity(num_bytes)
 
 

@@ -24,7 +24,8 @@ def built_library() -> Path:
     """Return the path of the compiled device. Compiles it on first use (30 s).
 
     The library is cached in ``$XDG_CACHE_HOME/zero_core`` (default ``~/.cache/zero_core``) under a
-    hash of source, flags and versions. Environments with the same torch share it."""
+    hash of source, flags and versions. Environments with the same torch share it.
+    """
     parts = [SOURCE.read_text(), *_FLAGS, torch.__version__, sys.version, platform.machine()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_core"

@@ -3,7 +3,8 @@
 A communicator has its own stream on each rank. A collective first waits for the stream that is
 current at its launch. It ends when every rank has read its peers' values. ``wait`` blocks the
 current stream, never the host. Collectives of one communicator run in launch order. If ranks launch
-different collectives, both fail with an error that names the two."""
+different collectives, both fail with an error that names the two.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +55,7 @@ class LateLibrary:
     def __init__(
         self, world: LateWorld, name: str, members: Sequence[int], rank: int, device: torch.device
     ) -> None:
-        """``members`` are the communicator's ranks in the simulation. ``rank`` is an index into
-        them."""
+        """``members`` are ranks of the simulation. ``rank`` is this rank's index in ``members``."""
         self.rank = rank
         self.world_size = len(members)
         self._simulation = world
@@ -78,7 +78,7 @@ class LateLibrary:
         """See `DeviceLibrary`. Implemented as an all-to-all of slices padded to the longest."""
         size, own = self.world_size, max(*sent, *received)
         longests = torch.zeros(size, dtype=torch.int64, device=self._device)
-        # a named reference, which keeps the tensor alive until the job has read it
+        # Keep a reference until the job has read the tensor.
         given = torch.tensor([own], dtype=torch.int64, device=self._device)
         self.all_gather(longests, given).wait()
         torch.accelerator.synchronize(self._device)
