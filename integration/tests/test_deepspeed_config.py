@@ -251,7 +251,7 @@ def test_unknown_keys_and_misspelt_words_are_told_or_refused() -> None:
     block = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "cubic"}}
     settings = read({**BASE, "scheduler": block})
     assert list(_notes(settings)) == ["scheduler.params.warmup_type"]
-    # DeepSpeed ignores the type and uses "log" too.
+    # DeepSpeed uses "log" for an unknown type too.
     assert settings.core["scheduler"]["params"] == {"warmup_num_steps": 4, "warmup_type": "log"}
     with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
         read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})

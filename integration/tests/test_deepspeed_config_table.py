@@ -1,7 +1,4 @@
-"""docs/deepspeed-config.md lists every config key with true statements.
-
-If DeepSpeed is installed, some tests compare it with this project's stand-in.
-"""
+"""docs/deepspeed-config.md lists every config key, and its statements are true."""
 
 from __future__ import annotations
 

@@ -46,11 +46,7 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def _like_ddp(rank: int, world_size: int) -> None:
-    """Compare with DDP at DeepSpeed's default clipping of 1.0.
-
-    With ``is_declared`` the loop sets the accumulation boundary and steps only there, like
-    accelerate.
-    """
+    """Compare with DDP, with and without set boundaries. DeepSpeed clips at 1.0 by default."""
     stages = range(4) if world_size > 1 else (0, 3)
     both = [(0, True), (3, True), *((stage, False) for stage in stages)]
     for dtype, ways in (("fp32", both), ("bf16", [(3, False)])):

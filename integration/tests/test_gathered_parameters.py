@@ -419,10 +419,7 @@ def _recomputed_head(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Headless(nn.Module):
-    """A model that uses its head's weights without calling the head.
-
-    A tied head belongs to the root unit, an untied head to the tail unit.
-    """
+    """A model that uses its head's weights without calling the head."""
 
     def __init__(self, *, is_tied: bool, is_recomputed: bool) -> None:
         super().__init__()

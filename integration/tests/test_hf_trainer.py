@@ -42,10 +42,7 @@ def _join(rank: int, world_size: int) -> None:
 
 
 def _arguments(folder: Path | str, kind: Any = TrainingArguments, **changes: Any) -> Any:
-    """Return arguments for micro-batches of four samples over one or two ranks.
-
-    The last step of an epoch has half of the micro-batches.
-    """
+    """Return arguments for micro-batches of four samples. An epoch ends with half a step."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": 2,

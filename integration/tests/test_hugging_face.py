@@ -99,8 +99,7 @@ def _generates(rank: int, world_size: int) -> None:
         expected = _generate(plain, rank)
         gather.reset_mock()
         if is_limited:
-            # All but two blocks stay gathered. Each token of the longest text gathers the other
-            # two.
+            # All but two blocks stay gathered. Each token of the longest text gathers two blocks.
             tokens = _generate(engine.module, rank, synced_gpus=True)
             per_token = gather.call_count / len(WAYS) / (6 + 3 * (world_size - 1))
             assert 2.0 < per_token < 2.5

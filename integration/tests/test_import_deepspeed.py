@@ -1,7 +1,6 @@
-"""Import of DeepSpeed checkpoints: malicious files, the sandboxed reader process, and file formats.
+"""Import of DeepSpeed checkpoints, made here by torch.save: malicious files and file formats.
 
-The files are made by torch.save, with stand-ins for DeepSpeed's classes. Checkpoints written by
-DeepSpeed are imported by integration/compat/checks/test_import_deepspeed.py.
+integration/compat/checks/test_import_deepspeed.py imports checkpoints that DeepSpeed wrote.
 """
 
 from __future__ import annotations

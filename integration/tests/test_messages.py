@@ -1,8 +1,4 @@
-"""Quantized and lossless messages in the engine: bits, bytes, restarts and damaged messages.
-
-Rows of test_equalities.py show that offload, hpZ and lossless messages change no bit. Quantized
-runs are compared with the unquantized engine. Four simulated ranks are two nodes of two.
-"""
+"""Quantized and lossless messages in the engine: bits, bytes, restarts and damaged messages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""States and parameters in files: bytes read and written in a step, compared with the plan.
-
-docs/offload.md has the closed form. Rows of test_equalities.py show that files give the bits of
-host memory.
-"""
+"""States and parameters in files: bytes per step, compared with the formula in docs/offload.md."""
 
 from __future__ import annotations
 

@@ -87,9 +87,8 @@ UPLOADS = [
 
 
 def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
-    """Return the values, the elements updated on the host, and the bytes uploaded in a step.
-
-    Checks that a step makes the caller's thread wait for the device at most once.
+    """Train with at most one host wait a step. Returns values, elements on the host, bytes
+    uploaded.
     """
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier

@@ -1,7 +1,4 @@
-"""Host updates that overlap with computation: in backward, in the next forward, undone, or shared.
-
-Rows of test_equalities.py show that early updates and the host's share change no bit.
-"""
+"""Host updates in backward, in the next forward, undone, and shared with the device."""
 
 from __future__ import annotations
 
@@ -134,10 +131,7 @@ class SlowAdam:
 
 
 class Skipping(Chain):
-    """A chain that never uses its second block.
-
-    Each forward broadcasts the buffers of its batch norm from rank 0.
-    """
+    """A chain that never uses its second block. Each forward broadcasts rank 0's buffers."""
 
     def __init__(self) -> None:
         super().__init__()

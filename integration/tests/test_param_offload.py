@@ -1,7 +1,4 @@
-"""Parameters on the host or in files: restarts, and rounding of ties.
-
-Rows of test_equalities.py show that training and `gathered` change no bit.
-"""
+"""Parameters on the host or in files: restarts, and rounding of ties."""
 
 from __future__ import annotations
 

@@ -90,10 +90,7 @@ def _check_built(model: nn.Module, expected: nn.Module) -> None:
 
 
 def _is_all_partitioned(model: nn.Module) -> bool:
-    """Return whether the floating-point parameters, and no others, are sharded.
-
-    Integers are not sharded because they lack NaN as a mark for missing values.
-    """
+    """Return whether all floating-point parameters, and no others, are sharded."""
     return all(is_partitioned(p) == p.is_floating_point() for p in model.parameters())
 
 
@@ -222,11 +219,7 @@ def _train(rank: int, world_size: int) -> None:
 
 
 def _left_by_engines(rank: int, world_size: int) -> None:
-    """Check the parameters that an engine leaves for the next engine.
-
-    They are complete if every rank had complete parameters, and sharded like in the engine
-    otherwise.
-    """
+    """Parameters after an engine are complete if each rank had all, and sharded otherwise."""
     model = _make()
     model.own = _Own(torch.linspace(0, 1, 3))
     for stage in (3, 1, 0, 3):

@@ -187,10 +187,7 @@ def test_the_first_sentence_names_the_cause_and_its_gain(tmp_path, changes, word
 def test_threads_are_named_where_cores_are_free(
     tmp_path: Path, threads: int, cores: int, num_ranks: int, device: str, scaling: float | None
 ) -> None:
-    """The predicted gain assumes that computation scales to all cores of a rank.
-
-    A step computes for nine tenths of its time and waits for data otherwise.
-    """
+    """A step computes nine tenths of its time. The predicted gain is linear in the threads."""
     environment = ENVIRONMENT | {"cores": cores, "threads": threads, "device": device}
     places = {"forward": 0.03, "backward": 0.05, "step": 0.01, "loader": 0.01}
     ranks = {"num_ranks": num_ranks, "environment": environment}

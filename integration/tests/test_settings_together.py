@@ -1,8 +1,4 @@
-"""Combinations of settings, which the configuration refuses or the engine trains.
-
-Every accepted pair of settings is trained in at least one combination, on four ranks as two nodes.
-`AXES` lists all settings. docs/support-matrix.md documents them for users.
-"""
+"""Combinations of settings: each accepted pair of values of `AXES` is trained at least once."""
 
 from __future__ import annotations
 
@@ -93,8 +89,8 @@ TOP: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """Axes of keys at the top of the configuration."""
 AXES = {axis: tuple(values) for axis, values in (ZERO | TOP).items()}
-# Largest difference of a loss (of 3 to 4) from the reference. Host kernels round in another order.
-# DDP sums gradients in 16 bits. Quantized messages are inexact.
+# Largest difference of a loss (of 3 to 4) from the reference: host kernels round in another order,
+# DDP sums gradients in 16 bits, quantized messages are inexact.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 QUANTIZED_BOUND = 0.4
 EXACT = ("plain", "hpZ", "lossless weights", "lossless gradients")
@@ -130,9 +126,8 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Yield accepted choices until each pair that occurs in an accepted choice is covered.
-
-    Pairs of the choices that the caller adds to ``refused`` are drawn again in other choices.
+    """Yield choices until each pair that can be accepted is covered. Pairs of ``refused`` are
+    redrawn.
     """
     draw = random.Random(0)
     values = list(AXES.values())

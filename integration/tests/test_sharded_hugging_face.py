@@ -1,7 +1,4 @@
-"""Hugging Face models under zero.Init, and adapters that are merged during the export.
-
-Values must equal those without sharding, and no rank may hold a whole model.
-"""
+"""Sharded Hugging Face models under zero.Init, and exports with merged adapters."""
 
 from __future__ import annotations
 
@@ -197,10 +194,7 @@ def _tied() -> Any:
 
 
 def _quantized(*, is_whole: bool = False) -> Any:
-    """Quantize all linear layers but the head.
-
-    ``is_whole`` stores the dequantized values instead.
-    """
+    """Quantize all linear layers but the head, or store dequantized values if ``is_whole``."""
     base = _llama()
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":

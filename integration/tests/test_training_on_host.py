@@ -1,8 +1,4 @@
-"""Training with states on the host, in cases that test_equalities.py does not cover.
-
-Covers DDP, early exits, reads, weight patches, asynchronous saves, offloaded states, and the
-vertical schedule with transformers models.
-"""
+"""Training with states on the host, in cases that test_equalities.py does not cover."""
 
 from __future__ import annotations
 

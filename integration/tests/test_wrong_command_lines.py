@@ -1,7 +1,4 @@
-"""A user's mistake ends a command with an exit code and one line that names the option.
-
-The command prints no traceback and writes no file.
-"""
+"""A wrong command ends with an exit code and one line that names the option, and writes no file."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ FILES = {
     "number.json": '{"model_type": 5}',
     "sizes.json": '{"model_type": "gpt2", "n_layer": "x"}',
 }
-# Arguments and the expected line, or None where typer or torchrun's parser prints the error. "@" is
-# replaced by the folder of the files above.
+# Arguments and the expected line, or None where a parser prints the error. "@" is the folder above.
 TRAIN = [
     *((f"--{name} 0", f"--{name} 0: must be at least 1") for name in ("steps", "layers", "width")),
     *((f"--{name} -1", f"--{name} -1: must be") for name in ("heads", "eval-every", "save-every")),

@@ -295,11 +295,7 @@ class _SmallSteps:
 
 
 def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> None:
-    """Offer gradients on another stream, read parameters before a step and drop them after it.
-
-    With ``codec`` updated values are uploaded as differences. A single unit is updated in one run,
-    and nothing waits for the first step's values.
-    """
+    """Step a tier twice, with gradients on another stream. ``codec`` uploads differences."""
     side = torch.Stream("late:0")
     numel = 4096 if units > 1 else 900
     flat = (1.0 + torch.rand(units * numel)).to("late:0", torch.bfloat16)
@@ -511,10 +507,7 @@ def _races(trace: Sequence[TraceRecord], without: list[int]) -> Iterator[Race]:
 def _shown(
     trace: Sequence[TraceRecord], sites: Mapping[str, list[int]], hints: list[int]
 ) -> set[str]:
-    """Return the sites whose removal alone leaves a race, found by bisection.
-
-    If removing all sites leaves no race, no single removal does.
-    """
+    """Return the sites whose removal alone leaves a race, found by bisection."""
     dropped = [*hints, *chain.from_iterable(sites.values())]
     if not sites or not any(True for _ in _races(trace, dropped)):
         return set()
@@ -527,9 +520,8 @@ def _shown(
 
 
 def _waits_in_source() -> set[str]:
-    """Return the ``file:line`` of each stream wait in the packages' sources.
-
-    Waits in zero-comm's plug-ins for DDP and FSDP2 are excluded because they need NCCL.
+    """Return each stream wait in the packages' sources as ``file:line``, without zero-comm's
+    (NCCL).
     """
     found: set[str] = set()
     waits = ("wait_event", "wait_stream", "record_stream")

@@ -1,8 +1,4 @@
-"""A training loop on accelerate's Accelerator in the style of its examples.
-
-Started by `zero-engine run`. Arguments: the stage, and a folder for a saved state and
-``result.json``.
-"""
+"""Accelerate's training loop. Arguments: stage, and a folder for the state and ``result.json``."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
-"""A stand-alone DeepSpeed script, which runs under DeepSpeed and under this project's engine.
+"""A script that runs under DeepSpeed and under this project's engine.
 
-Arguments: stage, dtype ("fp32" or "bf16"), folder, and the value for --deepspeed_config. Rank 0
-writes losses and values to ``result.json`` in the folder.
+Arguments: stage, dtype ("fp32" or "bf16"), a folder for rank 0's ``result.json``, and
+--deepspeed_config.
 """
 
 import argparse

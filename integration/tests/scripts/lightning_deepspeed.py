@@ -1,6 +1,5 @@
-"""Train, save and resume with Lightning's DeepSpeedStrategy. Arguments: stage, folder.
-
-`zero-engine run` makes the strategy accept CPUs.
+"""Train, save and resume with Lightning's DeepSpeedStrategy: ``lightning_deepspeed.py STAGE
+FOLDER``.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Train a language model with the Trainer, in the style of transformers' run_clm.py.
+"""Train a tiny language model with the Trainer, in the style of transformers' run_clm.py.
 
 The script refers neither to DeepSpeed nor to zero-engine: ``--deepspeed FILE`` is the Trainer's
-argument. It loads a tiny model from a folder and generates its data.
+argument.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class DataArguments:
 
 
 class Walks(Dataset):
-    """Sequences that step through the vocabulary, each with its own step size.
-
-    With ``walks_on``, for an encoder and a decoder, the labels continue the inputs.
+    """Sequences with a constant step. ``walks_on``: the labels continue the inputs
+    (encoder-decoder).
     """
 
     def __init__(self, walks_on: bool, samples: int, seed: int) -> None:

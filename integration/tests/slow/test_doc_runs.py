@@ -1,7 +1,4 @@
-"""Every command of the documentation, run page by page in a folder with the files that it needs.
-
-`SMALLER` and `NOT_RUN` are the exceptions. Python programs run in forked interpreters.
-"""
+"""Run every command of the documentation, except `NOT_RUN` and with the changes of `SMALLER`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An unchanged script of Hugging Face's Trainer under ``zero-engine run``.
-
-The oracle is the same script as one process with plain torch and all ranks' samples in its batch.
-"""
+"""An unchanged Trainer script under ``zero-engine run``, compared with a single plain process."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ COMMON = (
     *("--logging_steps=1", "--eval_strategy=steps", "--eval_steps=4", "--save_strategy=steps"),
     *("--save_steps=4", "--load_best_model_at_end", "--metric_for_best_model=eval_loss"),
     *("--greater_is_better=true", "--report_to=none", "--disable_tqdm=true"),
-    # transformers' T5 ignores num_items_in_batch. The Trainer corrects for that by multiplying with
-    # the world size, which would make the loss too large with any engine and with DDP.
+    # transformers' T5 ignores num_items_in_batch. The Trainer then multiplies T5's loss by the
+    # world size.
     "--average_tokens_across_devices=false",
 )
 OPTIONS: dict[str, tuple[str, ...]] = {

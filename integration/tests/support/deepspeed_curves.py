@@ -1,7 +1,4 @@
-"""Print the curves of a module's schedules as JSON: ``python deepspeed_curves.py MODULE``.
-
-The test runs one process for DeepSpeed and one for this project's stand-in.
-"""
+"""Print the curves of a module's schedules as JSON: ``python deepspeed_curves.py MODULE``."""
 
 from __future__ import annotations
 
@@ -98,10 +95,7 @@ def record(optimizer):
 
 
 def curve(schedules, kind, name, params):
-    """Record the optimizer's groups and `get_last_lr` after each step of a schedule.
-
-    After a third of the steps a new schedule continues from the saved state.
-    """
+    """Record each step of a schedule. A third of the way a new schedule loads the saved state."""
     optimizer = make_optimizer(kind)
     fresh = [group["lr"] for group in optimizer.param_groups]
     schedule = getattr(schedules, name)(optimizer, **params)

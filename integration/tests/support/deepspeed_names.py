@@ -26,10 +26,7 @@ def deepspeeds_folder() -> Path | None:
 
 
 def public_names(root: Path) -> dict[str, list[str]]:
-    """Map each module that DeepSpeed and the stand-in share to its public names in DeepSpeed.
-
-    Submodules are left out: an attribute with a submodule's name would prevent its import.
-    """
+    """Map each module of DeepSpeed and the stand-in to DeepSpeed's names, without submodules."""
     found = {name: _file(root, name) for name in served_modules()}
     return {
         name: sorted(n for n in _names(root, file) if not _is_module(root, name, n))

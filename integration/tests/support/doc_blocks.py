@@ -25,11 +25,7 @@ FURTHER = ("bitsandbytes", "torchao")
 
 
 class Block(NamedTuple):
-    """A block of code, with its page's file and its language.
-
-    An indented block has the language "bash". A Python block without imports includes the block
-    before it.
-    """
+    """A code block. An indented block is bash. Python without imports includes the block before."""
 
     name: str
     page: Path

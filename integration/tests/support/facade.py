@@ -80,10 +80,7 @@ def add_gradients(
 
 
 def by_torch(ranks: int, counts: list[int], *, over: int = 1) -> dict[str, Tensor]:
-    """Train `net` on all ranks' inputs, with ``counts[i]`` backwards in step i. Returns the values.
-
-    Each loss is divided by ``over``.
-    """
+    """Train `net` on all ranks' inputs, with ``counts[i]`` backwards in step i."""
     model, number = net(), 0
     optimizer = adamw(model, fused=True)
     for count in counts:

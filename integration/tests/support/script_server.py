@@ -1,7 +1,6 @@
 """Ranks of a script under the import hook, forked from a process that has imported the libraries.
 
-``zero-engine run`` starts a new Python per rank, whose imports of torch and transformers take most
-of a short script's time. Only the tests of the launcher use it. Other tests call `run_script`.
+``zero-engine run`` starts a new Python per rank, which takes seconds. Most tests call `run_script`.
 """
 
 from __future__ import annotations

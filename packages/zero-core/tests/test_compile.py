@@ -57,8 +57,7 @@ def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
     # Offloaded inputs are copied to the host, which cannot happen within a graph.
     ways = ("before", "after", "wrapped")
     for again, how in ((a, way) for a in choices for way in (ways[2:] if a == ON_HOST else ways)):
-        # The graphs do not depend on how a model was compiled. Only one way runs at stage 0 too,
-        # where values are whole.
+        # The way of compiling does not change the graphs, so only one way runs at stage 0 too.
         for stage in (0, 3) if (ranks.size, how, again) == (2, "before", None) else (3,):
             torch._dynamo.reset()
             counters.clear()

@@ -181,10 +181,7 @@ MIXES = {
 
 
 class _Mixed(nn.Module):
-    """A model whose blocks have a linear map of each dtype.
-
-    The root has a linear map of the first dtype and a scalar of the last dtype.
-    """
+    """A root and blocks with linear maps of ``dtypes``."""
 
     def __init__(self, dtypes, depth=2):
         super().__init__()

@@ -1,8 +1,7 @@
 """Training follows DDP with torch.optim.AdamW.
 
-The whole grid runs on simulated ranks, each case at one stage, because test_equalities.py shows
-that stages give the same bits. On processes, each dtype is compared with torch's own DDP for ten
-steps.
+On simulated ranks each case runs at one stage, because test_equalities.py compares stages. On
+processes, each dtype is compared with torch's own DDP for ten steps.
 """
 
 import itertools
@@ -20,9 +19,8 @@ SIMULATED_STEPS = 5  # ranks take different branches in step 5
 WAYS = [(1, False), (3, False), (3, True)]
 """Micro-steps of a step, and whether they add up locally."""
 # Three ranks have uneven shards and run every clipped case. The sums of two ranks are exact, so two
-# ranks run fp32 without clipping. One rank has nothing to shard and runs one case of each kind. In
-# fp16 some steps overflow, and torch's GradScaler must skip the same ones. Local accumulation in
-# torch sums in fp16 and skips other steps.
+# ranks run fp32 without clipping. One rank has nothing to shard. In fp16 some steps overflow, and
+# torch's GradScaler skips the same ones. Local accumulation in torch sums in fp16 and skips others.
 GRID_OF = {
     1: [
         Case(accumulation=3, is_local=True),
@@ -58,9 +56,9 @@ ON_PROCESSES = {
 }
 
 # fp32: with clipping or three ranks, DDP sums in another order, which differs by a few ulps that
-# grow over ten steps. bf16: DDP sums gradients in bf16, the engine in fp32. The difference is half
-# an ulp of 8 bits in gradients that Adam normalises to steps of 1e-2. fp16 is the same with 11
-# bits. Each bound is twice the largest measured gap.
+# grow over ten steps. bf16: DDP sums gradients in bf16, the engine in fp32, which differs by half
+# an ulp of 8 bits in gradients that Adam normalises to steps of 1e-2. fp16: the same with 11 bits.
+# Each bound is twice the largest measured gap.
 LOSS = {"fp32": 4e-6, "bf16": 0.07, "fp16": 0.0045}
 VALUE = {"fp32": 1e-6, "bf16": 0.04, "fp16": 4.5e-4}
 

@@ -16,11 +16,7 @@ STEPS_PER_PHASE = 2
 
 
 def _freeze(model, phase):
-    """Freeze the parameters of a phase.
-
-    Phase 0 freezes the lower half. Phase 2 freezes a block, half of another block and the first
-    layer. Phases 1 and 3 freeze nothing.
-    """
+    """Freeze the parameters of a phase. Phases 1 and 3 freeze nothing."""
     model.requires_grad_(True)
     if phase == 0:
         model.blocks[:3].requires_grad_(False)

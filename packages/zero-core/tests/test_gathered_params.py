@@ -17,10 +17,8 @@ from zero_core.testing.training import assert_same, train, train_steps
 
 
 def _some(model):
-    """Return parameters of the root, a block and a frozen block.
-
-    The tied weight and one bias appear twice. ``gain`` may have fewer elements than there are
-    ranks.
+    """Return parameters of the root, a block and a frozen block, with the tied weight and one bias
+    twice.
     """
     block = model.blocks[1]
     found = [block.up.bias, model.embed.weight, model.gain, model.frozen[0].down.weight]

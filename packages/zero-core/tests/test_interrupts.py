@@ -226,12 +226,7 @@ def test_a_step_that_is_refused_needs_no_load():
 
 
 def _run(engine, program):
-    """Run a program of one letter per call.
-
-    F: forward. B: backward of the oldest loss. R: the same, retaining its graph. N: forward and
-    backward under no_sync. E: evaluate. S: step, which drops all earlier losses. Z: zero the
-    gradients.
-    """
+    """Run a program of one letter per call. Step drops all earlier losses."""
     losses = []
     for number, verb in enumerate(program):
         inputs = batch(number, 0, 0)

@@ -36,10 +36,7 @@ def _run(engine, first, stop):
 
 
 def _start(ranks, folder, stage, stop, dtype="fp32"):
-    """Train up to step ``stop`` as a started or restarted program does.
-
-    Each node has a separate folder. Returns the first step and the final values.
-    """
+    """Train up to step ``stop`` like a restarted program. Returns the first step and the values."""
     node = ranks.rank // (ranks.per_node or ranks.size)
     engine = _build(ranks, stage, folder / f"node-{node}", dtype)
     first = (engine.resume(folder / "disk") or {"step": 0})["step"]

@@ -1,8 +1,4 @@
-"""Resident host memory: peaks of construction and of steps, growth, and arenas.
-
-Each measurement runs in a separate process with a separate peak. glibc is configured to return
-large tensors to the system when they are freed, so that allocator caches are not counted.
-"""
+"""Resident host memory: peaks of construction and of steps, growth, and arenas."""
 
 import ctypes
 import os

@@ -1,7 +1,4 @@
-"""The engine's own collectives among nodes: gathers, all-to-alls, subgroups and queued jobs.
-
-The oracles are torch.distributed's collectives, and values that any rank can compute.
-"""
+"""The engine's collectives among nodes: gathers, all-to-alls, subgroups and queued jobs."""
 
 import itertools
 import time

@@ -106,8 +106,8 @@ def test_grad_reads_and_counts_as_with_ddp(ranks, name):
 def _step_with_late_ranks(ranks, steps, case, edits):
     """Edit gradients on rank 0 while other ranks have not read them yet.
 
-    Other ranks wait at their read of ``param.grad`` until rank 0 has edited its gradients and has
-    entered the all-reduce of the step's statistics.
+    Other ranks wait to read ``param.grad`` until rank 0 is in the all-reduce of the step's
+    statistics.
     """
     wanted, model = make_model(), make_model()
     ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)

@@ -1,8 +1,4 @@
-"""Parameter shards outside device memory, fetched ahead of use.
-
-The tier of this file keeps shards in a dict and fills a buffer only in wait(), so that an early
-read gives NaN.
-"""
+"""Parameter shards outside device memory, fetched ahead of use."""
 
 from functools import partial
 from pathlib import Path
@@ -32,10 +28,7 @@ class _Late:
 
 
 class Shelf:
-    """A `ParamTier` that keeps its shards in a dict.
-
-    ``has_homes``: whether the tier's memory may be written from outside.
-    """
+    """A `ParamTier` that fills a buffer only in wait(), so that an early read gives NaN."""
 
     def __init__(self, *, shards, device, config, has_homes=False):
         self.shards = {s: torch.full((n,), float("nan"), dtype=d) for s, n, d in shards}

@@ -200,10 +200,7 @@ def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> 
 
 
 def _some_ranks_with_a_bound_device_split_their_group(rank: int, world_size: int) -> None:
-    """With a bound device, only ``split_group`` creates a group without the outside ranks.
-
-    A fake ``split_group`` names its group in the same way as NCCL's.
-    """
+    """A bound device requires ``split_group``, which is faked here because it needs NCCL."""
     group = dist.new_group([0, 2])
     kept = _groups_of_its_own(rank, [2], 2)
     world = dist.group.WORLD

@@ -146,11 +146,7 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
 
 
 def _devices(rank, world_size):
-    """Check the devices of ranks on hosts with two ranks each.
-
-    The group has no backend for these devices, so its collectives would fail, like NCCL's when
-    ranks share a device.
-    """
+    """Check devices of ranks on hosts with two ranks each, without device collectives."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host{rank // 2}")
         group = dist.new_group([0, 2, 3])

@@ -14,10 +14,7 @@ GRADIENT_BYTES, INPUT_BYTES = VOCAB * WIDTH * 4, ROWS * WIDTH * 4  # 160,000 and
 
 
 class _Net(nn.Module):
-    """A model with tied weights.
-
-    ``is_shared``: the blocks contribute to the embedding's gradient too.
-    """
+    """A model with tied weights. ``is_shared``: the blocks use the embedding's weight too."""
 
     def __init__(self, *, is_shared=False):
         super().__init__()
@@ -149,9 +146,8 @@ def test_plan_counts_gradients_of_all_micro_batches_or_two_beside_the_host():
 
 
 class _Narrowing(nn.Module):
-    """Blocks with input sizes 64, 32 and 16 per sample.
-
-    The code between blocks saves the second block's input, which stays on the device.
+    """Blocks of narrowing inputs. The code between blocks saves an input, which stays on the
+    device.
     """
 
     def __init__(self):

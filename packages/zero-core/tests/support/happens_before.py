@@ -1,9 +1,8 @@
 """Unordered accesses to the same memory, found in a trace of streams and threads.
 
 The rules are those of ``torch.cuda._sanitizer``. Every stream has a vector clock, and events carry
-clocks from one stream to another. Two accesses must be ordered if one of them writes. The trace's
-address ranges may overlap, so their bounds split memory into **parts**, which are checked
-separately.
+clocks between streams. Two accesses must be ordered if one of them writes. The bounds of all
+address ranges in the trace split memory into **parts**, which are checked separately.
 
 A host thread counts as one more stream. A job is ordered after everything its launching thread did
 before. Synchronising with an event orders only the calling thread. Trace records "send" and
@@ -47,10 +46,7 @@ class Race:
 
 
 class HappensBefore:
-    """Checks trace records in the order of the host's calls.
-
-    Any integers identify streams, threads and events. A stream and a thread may have equal numbers.
-    """
+    """Checks trace records in call order. Any integers identify streams, threads and events."""
 
     def __init__(self, ranges: Iterable[Range]) -> None:
         self.races: list[Race] = []  # one per pair of operations
@@ -102,9 +98,8 @@ class HappensBefore:
                 handler._handle_event_wait(handover, host)
 
     def _free(self, host: int, stream: int, memory: Range) -> None:
-        """Return memory to the pool of its allocating stream, which may overwrite it at once.
-
-        If `record_stream` named other streams, the allocator waits for them before any reuse.
+        """Return memory to its allocating stream, which reuses it after the streams of
+        `record_stream`.
         """
         readers = self._readers.pop(memory, set())
         reuse = self._number("stream", stream)
@@ -182,10 +177,7 @@ _WAITS = {
 
 
 def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
-    """Return the waiting source line as ``file:line function``, or "" if no line is in ``roots``.
-
-    An operator's implicit wait, such as a blocking copy, does not count.
-    """
+    """Return the line of an explicit wait as ``file:line function``, or "" if not in ``roots``."""
     if record.kind not in _WAITS or record.name:
         return ""
     return next(
@@ -196,11 +188,10 @@ def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
 def find_races(
     trace: Sequence[TraceRecord], *, workers: Collection[int] = (), without: Collection[int] = ()
 ) -> Iterator[Race]:
-    """Yield the races of a trace of the late device.
+    """Yield the races of a trace of the late device. ``without``: positions of waits to ignore.
 
-    Threads of a device never run at the same time, except ``workers``: for example, the caller
-    waits for autograd's thread. Records at positions ``without`` are ignored, which simulates
-    missing waits.
+    Threads of a device never run at the same time, except ``workers``. For example, a caller waits
+    for its autograd thread.
     """
     devices: dict[int, int] = {}  # the first device that each thread used
     for record in trace:

@@ -12,10 +12,10 @@ from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 
 
 class Launch(NamedTuple):
-    """A collective that an engine launched.
+    """A launched collective. Its string form is kind and unit, such as "f0".
 
-    ``kind`` is "f" for a gather of parameters in forward, "b" in backward, "g" for a gather of
-    gradients, and "r" for a reduction. The string form is kind and unit, such as "f0".
+    ``kind``: parameters gathered in forward "f" or backward "b", gradients gathered "g" or reduced
+    "r".
     """
 
     kind: str
@@ -28,10 +28,7 @@ class Launch(NamedTuple):
 
 
 class LoggedCollectives:
-    """The engine's collectives with a log of launches.
-
-    Passed to ``build()`` as ``collectives=LoggedCollectives.factory(log)``.
-    """
+    """The engine's collectives with a log. Use: ``collectives=LoggedCollectives.factory(log)``."""
 
     def __init__(self, native: TransportCollectives, log: list[Launch]) -> None:
         self.native = native

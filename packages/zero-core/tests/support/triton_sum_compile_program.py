@@ -1,7 +1,4 @@
-"""Compile a reduction's Triton kernels for GPUs that need not be present.
-
-``python triton_sum_compile_program.py`` prints a JSON object of assembly by kernel.
-"""
+"""Compile a reduction's Triton kernels for absent GPUs, and print the assembly as JSON."""
 
 import json
 from typing import Any

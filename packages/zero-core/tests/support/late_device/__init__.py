@@ -128,9 +128,7 @@ def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
 
 
 def set_capacity(num_bytes: int) -> None:
-    """Limit each device's memory (default 8 GiB). Excess allocations raise
-    `torch.OutOfMemoryError`.
-    """
+    """Limit each device's memory (default 8 GiB). Beyond it, `torch.OutOfMemoryError` is raised."""
     torch.ops.late.set_capacity(num_bytes)
 
 

@@ -1,9 +1,9 @@
 """Simulated ranks with a late device each, and collectives among them with NCCL's rules.
 
 A communicator has its own stream on each rank. A collective first waits for the stream that is
-current at its launch. It ends when every rank has read its peers' values. ``wait`` blocks the
+current at its launch, and ends when every rank has read its peers' values. ``wait`` blocks the
 current stream, never the host. Collectives of one communicator run in launch order. If ranks launch
-different collectives, both fail with an error that names the two.
+different collectives, every rank fails with an error that names both.
 """
 
 from __future__ import annotations
