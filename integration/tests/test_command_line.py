@@ -1,4 +1,4 @@
-"""The smaller commands, and the exit of every command."""
+"""The smaller zero-engine commands, and the exit code of every command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each variant of a configuration gives the bits of the base configuration.
+"""Each variant of a configuration is bit-identical to its base configuration.
 
 The oracle is the engine without the variant, which zero-core's tests compare with DDP. zero-comm's
 collectives get random delays. A feature that changes no bit is one entry of `VARIANTS`.

@@ -87,9 +87,7 @@ UPLOADS = [
 
 
 def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
-    """Train with at most one host wait a step. Returns values, elements on the host, bytes
-    uploaded.
-    """
+    """Train with at most one host wait a step. Returns values, host elements and uploaded bytes."""
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
 

@@ -98,7 +98,7 @@ def _read(rank: int, world_size: int) -> None:
     expected = _make()
     generator_state = torch.get_rng_state()
     with partitioned_init() as made:
-        model = _make(seed=0 if rank == 0 else 100 + rank)  # rank 0's values win
+        model = _make(seed=0 if rank == 0 else 100 + rank)  # ranks get rank 0's values
     if rank == 0:
         assert torch.equal(torch.get_rng_state(), generator_state)
     assert sorted(map(id, made.params)) == sorted(
@@ -133,7 +133,7 @@ def _closes_as_it_was(rank: int, world_size: int) -> None:
         raise ZeroDivisionError
     with gathered_params([weight]):
         assert torch.equal(weight, expected.blocks[0].weight)
-    scale = copy.deepcopy(model.scale)  # the last parameter to be gathered
+    scale = copy.deepcopy(model.scale)
     with torch.no_grad():
         torch._foreach_zero_([scale])  # bypasses the check that refuses writes
     with pytest.raises(RuntimeError, match="written to"):
@@ -276,7 +276,7 @@ def _drawn() -> nn.Module:
 
 def _initialize(rank: int, world_size: int) -> None:
     def make() -> nn.Module:
-        torch.manual_seed(5 + rank)  # rank 0's values win
+        torch.manual_seed(5 + rank)  # ranks get rank 0's values
         return _drawn()
 
     torch.manual_seed(5)

@@ -126,9 +126,7 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Yield choices until each pair that can be accepted is covered. Pairs of ``refused`` are
-    redrawn.
-    """
+    """Yield choices until they cover all acceptable pairs. Pairs of ``refused`` are redrawn."""
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {

@@ -288,7 +288,9 @@ class _SmallSteps:
         late_device.note_host_access("encode", reads=[new], writes=[out])
         out[: steps.numel()].view(torch.int8).copy_(steps)
         is_small = bool((steps.abs() < 128).all())
-        return steps.numel() if is_small else 2 * steps.numel()  # twice the size: sent whole
+        return (
+            steps.numel() if is_small else 2 * steps.numel()
+        )  # twice the size makes the tier send whole values
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
         values.view(torch.int16).add_(difference.view(torch.int8))
@@ -520,9 +522,7 @@ def _shown(
 
 
 def _waits_in_source() -> set[str]:
-    """Return each stream wait in the packages' sources as ``file:line``, without zero-comm's
-    (NCCL).
-    """
+    """Return each stream wait in the packages' sources as ``file:line``."""
     found: set[str] = set()
     waits = ("wait_event", "wait_stream", "record_stream")
     for path in chain.from_iterable(Path(root).rglob("*.py") for root in _ROOTS):

@@ -1,7 +1,6 @@
 """A script that runs under DeepSpeed and under this project's engine.
 
-Arguments: stage, dtype ("fp32" or "bf16"), a folder for rank 0's ``result.json``, and
---deepspeed_config.
+Arguments: stage, dtype ("fp32" or "bf16"), folder of rank 0's ``result.json``, config.
 """
 
 import argparse

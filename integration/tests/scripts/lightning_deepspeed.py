@@ -1,6 +1,4 @@
-"""Train, save and resume with Lightning's DeepSpeedStrategy: ``lightning_deepspeed.py STAGE
-FOLDER``.
-"""
+"""Train, save and resume with Lightning's DeepSpeedStrategy. Arguments: stage, folder."""
 
 import sys
 

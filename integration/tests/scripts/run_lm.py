@@ -1,7 +1,6 @@
 """Train a tiny language model with the Trainer, in the style of transformers' run_clm.py.
 
-The script refers neither to DeepSpeed nor to zero-engine: ``--deepspeed FILE`` is the Trainer's
-argument.
+The script names neither DeepSpeed nor zero-engine. ``--deepspeed FILE`` is Trainer's argument.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ class DataArguments:
 
 
 class Walks(Dataset):
-    """Sequences with a constant step. ``walks_on``: the labels continue the inputs
-    (encoder-decoder).
-    """
+    """Sequences with a constant step. ``walks_on``: the labels continue the inputs."""
 
     def __init__(self, walks_on: bool, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -27,8 +27,7 @@ COMMON = (
     *("--logging_steps=1", "--eval_strategy=steps", "--eval_steps=4", "--save_strategy=steps"),
     *("--save_steps=4", "--load_best_model_at_end", "--metric_for_best_model=eval_loss"),
     *("--greater_is_better=true", "--report_to=none", "--disable_tqdm=true"),
-    # transformers' T5 ignores num_items_in_batch. The Trainer then multiplies T5's loss by the
-    # world size.
+    # The Trainer would multiply T5's loss by the world size, but T5 ignores num_items_in_batch.
     "--average_tokens_across_devices=false",
 )
 OPTIONS: dict[str, tuple[str, ...]] = {

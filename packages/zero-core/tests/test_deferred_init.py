@@ -144,7 +144,7 @@ def _build_both(ranks, case, models):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_shards_masters_and_training_are_those_of_an_ordinary_model(world_size, dtype, stage):
-    # Made outside the simulated ranks, which are threads. Rank 0's values win.
+    # Made outside the simulated ranks, which are threads. Ranks get rank 0's values.
     models = [
         (_seeded(Buffered, 4, is_deferred=False), _seeded(Buffered, 4 + rank, is_deferred=True))
         for rank in range(world_size)
@@ -248,7 +248,7 @@ def test_every_rank_starts_from_rank_zeros_values_and_they_need_not_defer_alike(
 
     def build(ranks):
         engine = zero_core.build(models[ranks.rank], CONFIG, process_group=ranks)
-        assert_same(engine.full_state_dict(), expected)  # rank 0's values win
+        assert_same(engine.full_state_dict(), expected)  # ranks get rank 0's values
 
     simulate(build, 3)
 

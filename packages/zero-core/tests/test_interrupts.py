@@ -226,7 +226,7 @@ def test_a_step_that_is_refused_needs_no_load():
 
 
 def _run(engine, program):
-    """Run a program of one letter per call. Step drops all earlier losses."""
+    """Run a program of one letter per call. "S" drops all earlier losses."""
     losses = []
     for number, verb in enumerate(program):
         inputs = batch(number, 0, 0)
@@ -281,7 +281,7 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
         ("FBS" * 3 + "FBZFBS", 0),  # the program zeroes the gradients itself
         ("FBS" * 3 + "F" + "FBS" * 3, 0),
         ("FBS" * 3 + "NFBS", 0),
-        ("FBFBS" + "FBS" * 3, 1),  # later steps show one backward too many in the first
+        ("FBFBS" + "FBS" * 3, 1),  # the first step has more backwards than later steps
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])

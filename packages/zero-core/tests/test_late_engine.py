@@ -1,4 +1,4 @@
-"""Engines on a simulated device with random delays, which give the bits of CPU ranks."""
+"""Engines on a simulated device with random delays, bit-identical to CPU ranks."""
 
 import itertools
 

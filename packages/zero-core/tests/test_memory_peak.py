@@ -107,7 +107,7 @@ def _measure_construction(rank, world_size, folder):
     kept = engine.memory_report()["parameters"]  # the engine has written no other buffer yet
     assert kept < MODEL_BYTES / world_size * 1.01, "this rank's shards"
     assert peak.nbytes >= kept * 0.9, "the measurement sees what is there"
-    # one whole unit, and the parameter being initialised on the rank that computes its values
+    # One whole unit, and one parameter on the rank that computes initial values.
     bound = kept + 2 * UNIT_BYTES + SLACK_BYTES
     assert bound < kept + MODEL_BYTES / 3, "a whole model would be seen"
     assert peak.nbytes <= bound, ("deferred", rank, peak.nbytes, bound)

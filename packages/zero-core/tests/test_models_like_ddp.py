@@ -1,4 +1,4 @@
-"""Unusual models, which train with the bits of DDP at every stage."""
+"""Unusual models, which train like under DDP, bit for bit, at every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that synchronise host and device once, with the same updates as more frequent waits."""
+"""Steps in which the host waits for the device once, and still updates correctly."""
 
 from __future__ import annotations
 

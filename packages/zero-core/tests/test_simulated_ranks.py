@@ -1,4 +1,4 @@
-"""Simulated ranks give the bits of processes. A simulated device has CUDA's stream hazards."""
+"""Simulated ranks compute like real ones. A simulated device has CUDA's stream hazards."""
 
 import pytest
 import torch

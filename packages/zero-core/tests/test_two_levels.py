@@ -1,4 +1,4 @@
-"""Two-level reductions on accelerators: bits, operator counts and bytes."""
+"""Two-level reductions on accelerators: results, operator counts and bytes."""
 
 from dataclasses import asdict
 from functools import reduce

@@ -1,4 +1,4 @@
-"""The vertical schedule: the horizontal schedule's bits, with two passes of gathers per step."""
+"""The vertical schedule: bit-identical to the horizontal one, with two passes of gathers a step."""
 
 import re
 from types import SimpleNamespace

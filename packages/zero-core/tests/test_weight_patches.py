@@ -1,4 +1,4 @@
-"""Weight patches: a receiver gets the engine's bits, and positions are encoded exactly."""
+"""Weight patches, which make a receiver's weights bit-identical to the engine's."""
 
 import copy
 

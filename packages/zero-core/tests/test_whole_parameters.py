@@ -113,7 +113,7 @@ def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(ranks, name
     moved = [n for n, value in expected.items() if not torch.equal(value, start[n])]
     assert len(moved) > 5
     grid = [(2, {}), (3, HOST)]
-    if name == "Shampoo":  # other stages need one optimizer only
+    if name == "Shampoo":  # one optimizer is enough for the other stages
         grid += [(0, {}), (1, {}), (3, {})]
     for stage, zero in grid:
         engine = trained(engine_of(make, stage, ranks, **zero), ranks.rank, range(STEPS))

@@ -1,4 +1,4 @@
-"""``world_size_invariant``: the bits of one rank at any number of ranks."""
+"""``world_size_invariant``: results do not depend on the number of ranks, bit for bit."""
 
 import itertools
 

@@ -98,9 +98,7 @@ class HappensBefore:
                 handler._handle_event_wait(handover, host)
 
     def _free(self, host: int, stream: int, memory: Range) -> None:
-        """Return memory to its allocating stream, which reuses it after the streams of
-        `record_stream`.
-        """
+        """Return memory to its allocating stream, which waits for `record_stream`'s users."""
         readers = self._readers.pop(memory, set())
         reuse = self._number("stream", stream)
         if readers:

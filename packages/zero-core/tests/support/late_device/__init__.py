@@ -1,7 +1,7 @@
 """An accelerator made of threads: device ``"late"`` (torch's PrivateUse1), for tests without a GPU.
 
 `load` compiles and registers the device. Then ``torch.device("late:1")``, `torch.Stream`,
-`torch.Event` and `torch.accelerator` work like on CUDA, and errors on a GPU are errors here:
+`torch.Event` and `torch.accelerator` work like on CUDA, with the same hazards:
 
 - An operator is a **job** on the current stream: a thread runs the CPU kernel later, with the
   CPU's bits. A job holds addresses, not tensors. The host waits only for operators whose result it
