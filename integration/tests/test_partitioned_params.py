@@ -404,8 +404,7 @@ def test_parameters_sharded_from_the_start_are_read_changed_copied_and_built(wor
 WIDTH, DEPTH = 1024, 16
 UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
 MODEL_BYTES = DEPTH * UNIT_BYTES  # 67 MB
-# allowance for threads, messages between ranks and allocator fragmentation
-SLACK_BYTES = 8 * 1024**2
+SLACK_BYTES = 8 * 1024**2  # for threads, messages between ranks and allocator fragmentation
 
 
 def _measure(rank: int, world_size: int) -> None:

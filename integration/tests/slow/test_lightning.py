@@ -218,7 +218,7 @@ def _fits_twice(world_size: int, folder: Path) -> None:
         assert trainer.strategy.engine
     seconds.pop().trainer.strategy.engine.unwrap()
     module.earlier = None
-    _fit("zero_stage_3", world_size, folder, module)  # the script has ended its engine
+    _fit("zero_stage_3", world_size, folder, module)  # the module's engine has ended
     gc.collect()  # collects Trainer and strategy, while the module keeps the engine alive
     _trainer("zero_stage_3", world_size, folder).test(module, _loader(), verbose=False)
 

@@ -341,8 +341,7 @@ def test_settings_of_an_optimizer_are_finite_but_for_limits_of_its_own(key, valu
 def test_an_optimizer_or_scheduler_that_does_not_fit_is_refused_before_and_by_the_ranks(
     block, match
 ):
-    # valid on its own, because build() may receive another optimizer or scheduler
-    load_config({**SMALL, **block}, world_size=2)
+    load_config({**SMALL, **block}, world_size=2)  # build() may receive another optimizer
     with pytest.raises(ConfigError, match=match):
         check_config({**SMALL, **block}, world_size=2)
     with pytest.raises(ConfigError, match=match):

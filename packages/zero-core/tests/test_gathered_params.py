@@ -142,8 +142,7 @@ def test_within_a_forward_it_takes_nothing_away(ranks):
     for is_asking in (False, True):
         engine = Case(3).build(ranks, make_tower())
         block, other = engine.module.blocks[1], engine.module.blocks[2][0].weight
-        # parameters of the block's own unit and of another unit
-        wanted = [*block.parameters(), other]
+        wanted = [*block.parameters(), other]  # of the block's unit, and of another unit
 
         def ask(module, args, engine=engine, wanted=wanted):
             with engine.gathered(params=wanted):

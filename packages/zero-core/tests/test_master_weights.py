@@ -95,8 +95,7 @@ def test_masters_from_rounded_weights_are_deepspeeds(stage):
 
 
 def under_autocast(ranks, dtype):
-    # autocast's cache is shared by threads, and the simulated ranks are threads
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(False)  # simulated ranks share autocast's cache
     model = make_model()
     ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)

@@ -77,8 +77,7 @@ def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
 LARGE, NUM_UNITS = 1024, 25
 UNIT_BYTES = 4 * LARGE * (LARGE + 1)
 MODEL_BYTES = NUM_UNITS * UNIT_BYTES  # 105 MB
-# allowance for threads, messages between ranks and allocator fragmentation
-SLACK_BYTES = 8 * 1024**2
+SLACK_BYTES = 8 * 1024**2  # for threads, messages between ranks and allocator fragmentation
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3},
@@ -131,8 +130,7 @@ def _measure_construction(rank, world_size, folder):
         engine = zero_core.build(model, CONFIG)
     kept = engine.memory_report()["parameters"]
     assert kept < MODEL_BYTES / 4 / world_size * 1.05, "this rank's shards, one byte an element"
-    # one full-precision block, and two temporaries of its size for quantization
-    bound = kept + 3 * UNIT_BYTES + SLACK_BYTES
+    bound = kept + 3 * UNIT_BYTES + SLACK_BYTES  # a block and two temporaries of its size
     assert bound < MODEL_BYTES / 4 + 2 * UNIT_BYTES, "a whole quantized model would be seen"
     assert peak.nbytes <= bound, ("quantized", rank, peak.nbytes, bound)
 
@@ -192,8 +190,7 @@ def test_new_threads_share_the_arenas_unless_the_user_has_set_them():
 
 
 ROOT_WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
-# full_state_dict gathers pieces of this size, small enough for these small models
-PIECE_BYTES = 1 << 14
+PIECE_BYTES = 1 << 14  # of full_state_dict, for these small models
 
 
 def config(stage, dtype, **further):

@@ -138,8 +138,7 @@ def test_the_update_is_enqueued_before_the_host_reads_the_decision():
     late_device.load()
     engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
-    # the hook may change parameter groups, so the host must wait before the update
-    engine.optimizer.register_step_pre_hook(lambda *_: None)
+    engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change groups, so wait first
     assert _order_of_a_step(engine) == ["wait", "aten::_fused_adamw_"]
     engine.close()
 

@@ -99,8 +99,7 @@ def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed():
     for index in range(1, 5):
         assert order["fetch", index + 1] < order["forward", index]
     again = shelf.log[order["forward", 5] :]
-    # backward begins with the last block, which stays gathered after forward
-    assert ("fetch", 5) not in again
+    assert ("fetch", 5) not in again  # the last block stays gathered after forward
     for index in range(1, 4):
         assert again.index(("fetch", index)) < again.index(("backward", index + 1))
     with torch.no_grad():

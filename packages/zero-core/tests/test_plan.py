@@ -258,8 +258,7 @@ def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fit
     smaller = _plan_tower(config, device_memory=least - 1)
     assert smaller.best.micro_batch < 64
     assert smaller.best.micro_batch * smaller.best.micro_steps == 64
-    # planning each choice as a configuration predicts the same bytes
-    for best in (found.best, smaller.best):
+    for best in (found.best, smaller.best):  # as a configuration, the plan is equal
         again = dataclasses.replace(_plan_tower(best.apply(config)).configured, is_fitting=True)
         assert dataclasses.replace(again, is_varied=True) == best
 
@@ -286,8 +285,7 @@ def test_json_and_tables_hold_the_same_plan():
     content = json.loads(planned.to_json())
     assert content["memory"]["device"] == planned.memory.device
     assert content["best"]["stage"] == 3
-    # zero-comm adds one more table if it is installed
-    memory, traffic, *_, choices = planned.tables()
+    memory, traffic, *_, choices = planned.tables()  # zero-comm adds another table
     assert [row[0] for row in memory.rows][:-2] == list(planned.memory.device)
     assert len(traffic.rows) == len(content["traffic"]) == len(planned.traffic)
     assert {row[choices.headings.index("fits")] for row in choices.rows} == {"yes"}

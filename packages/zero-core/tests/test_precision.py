@@ -172,7 +172,7 @@ class _Reticent:
 
 
 CULPRITS = {
-    # world size, ranks per node, ranks with non-finite input, on an accelerator, expected message
+    # Values: world size, ranks per node, ranks with non-finite input, on an accelerator, message.
     "several": (3, 3, (0, 2), False, "batches of ranks 0, 2"),
     "of two nodes": (4, 2, (1, 2), True, "batches of ranks 1, 2"),
     "of one node": (4, 4, (1, 2), True, "batches of ranks 1, 2"),

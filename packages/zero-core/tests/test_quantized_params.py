@@ -93,8 +93,7 @@ def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(ranks, stage, top):
 
 @on_ranks(2)
 def test_two_forwards_before_a_backward_read_each_units_own_bytes(ranks):
-    # preference losses use two forwards
-    model = Adapted(WIDTH)
+    model = Adapted(WIDTH)  # preference losses use two forwards
     (model(_x(0, 0)) + model(_x(1, 0), is_reversed=True)).backward()
     engine = _build(ranks)
     engine.backward(engine(_x(0, 0)) + engine(_x(1, 0), is_reversed=True))

@@ -105,8 +105,7 @@ def test_schedule_goes_on_from_a_given_iteration():
     optimizer = optimizer_of(8.0)
     params = {"warmup_num_steps": 4, "last_batch_iteration": 1, **LINEAR}
     schedule = make_scheduler(optimizer, "WarmupLR", params)
-    # the schedule leaves the rate unchanged because the checkpoint restores it
-    assert optimizer.param_groups[0]["lr"] == 8.0
+    assert optimizer.param_groups[0]["lr"] == 8.0  # unchanged, because a load sets it
     with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
         schedule.get_last_lr()
     schedule.step()

@@ -64,8 +64,7 @@ def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
     losses = []
     for step in range(STEPS):
         inputs = batch(step, 0, ranks.rank)
-        # one backward runs through two engines, so ranks must use the same branches
-        if not step % 2:
+        if not step % 2:  # a shared backward needs the same branches on all ranks
             inputs["use_side"] = True
         if sleeps:  # another program generates samples meanwhile
             for one in everyone:
@@ -110,8 +109,7 @@ def test_the_engine_of_a_parameter_is_found(ranks, stage):
     train_steps(engine, 0, 1)
     assert zero_core.engine_of(engine.module.embed.weight) is engine
     assert engine.owns(other.module.embed.weight) is None
-    # a tied parameter is reported by its first name
-    assert engine.owns(engine.module.head.weight) == "embed.weight"
+    assert engine.owns(engine.module.head.weight) == "embed.weight"  # the first of its names
 
 
 def test_a_model_has_one_engine_at_a_time():

@@ -82,8 +82,7 @@ def test_losses_weights_and_strides_are_those_of_ddp(ranks, stage, kind):
         assert _strides(engine.module) == _strides(model)
     assert _train(engine, ranks.rank, range(STEPS)) == losses
     full = engine.full_state_dict()
-    # safetensors files require contiguous tensors
-    assert all(value.is_contiguous() for value in full.values())
+    assert all(value.is_contiguous() for value in full.values())  # required by safetensors
     assert_same(full, dict(model.state_dict()))
     for name, param in model.named_parameters():
         if param.requires_grad:

@@ -133,8 +133,7 @@ def test_a_reduction_takes_as_many_operators_at_any_size_and_moves_three_bytes_a
     for size in (16, 64, 512):
         device = _device(1, size, per_node or size)
         full, out = torch.ones(size * numel, dtype=torch.bfloat16), torch.empty(numel)
-        # allocates the scratch buffers before counting
-        device.reduce_scatter(out, full, unit=0).wait()
+        device.reduce_scatter(out, full, unit=0).wait()  # allocates scratch buffers
         with _Counter() as counter:
             work = device.reduce_scatter(out, full, unit=0)
             work.wait()

@@ -165,8 +165,7 @@ WAYS = {
     "reversed": _in_order(3, 2, 1, 0),
     "left out": _in_order(0, 1),
     "boxed": _boxes,
-    # a block stores `net.stashed` as a side effect
-    "stashed": lambda net, x: _plain(net, x) + net.stashed,
+    "stashed": lambda net, x: _plain(net, x) + net.stashed,  # set by a block
     "reads another": _reads_another,
     "a weight with a hook": _ties,
     "a weight with a hook and dropout": lambda net, x: _drops(net, x) + net.first.weight.sum(),
@@ -207,8 +206,7 @@ def _train(model, config, ranks):
     seen = []
     for step in range(STEPS):
         loss = engine.train_batch(_batches(step, engine.rank)).item()
-        # repr, because NaN differs from NaN
-        seen.append((loss, repr(engine.get_global_grad_norm())))
+        seen.append((loss, repr(engine.get_global_grad_norm())))  # repr: NaN differs from NaN
     values = engine.full_state_dict(dtype=torch.float32)
     engine.close()
     return seen, engine.skipped_steps, values
@@ -265,8 +263,7 @@ CASES_OF = {
     1: [("compiled", {"activation_checkpointing": again}, "vertical") for again in (None, {})],
     2: [
         *(("dropout", {"world_size_invariant": is_so}, "vertical") for is_so in (False, True)),
-        # the vertical schedule refuses the hook, so "auto" falls back
-        ("a weight with a hook and dropout", {}, "auto"),
+        ("a weight with a hook and dropout", {}, "auto"),  # "auto" falls back, for the hook
     ],
 }
 

@@ -57,8 +57,7 @@ class HappensBefore:
         self._seen: set[tuple[str, str]] = set()
         self._last_write: dict[int, _Access] = {}  # by part
         self._reads: dict[int, list[_Access]] = {}  # reads since the part's last write
-        # streams passed to `record_stream`, by memory range
-        self._readers: dict[Range, set[int]] = {}
+        self._readers: dict[Range, set[int]] = {}  # streams passed to `record_stream`
 
     def feed(self, record: TraceRecord, thread: int, streams: Iterable[int]) -> None:
         """Check the next record, a call of ``thread``. ``streams`` are all of the device's."""

@@ -34,8 +34,7 @@ def built_library() -> Path:
         return library
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"late_device_{key}.lock").open("w") as lock:
-        # other processes wait until this process has compiled the library
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the library here
         if not library.exists():
             _compile(library)
     return library
