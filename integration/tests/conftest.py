@@ -63,7 +63,6 @@ Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(autouse=True)
 def _no_kept_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide measured rates of the user who runs the tests."""
     monkeypatch.setattr(kept, "kept_path", lambda: Path("/nowhere/rates.json"))
 
 
@@ -81,7 +80,6 @@ def run_program(
 
 
 def own_lines(printed: str) -> list[str]:
-    """Return the printed lines, without Gloo's log lines of torch 2.10."""
     return [line for line in printed.splitlines() if not line.startswith("[Gloo] ")]
 
 
@@ -92,7 +90,6 @@ def run_here(*arguments: str, expected_code: int = 0) -> str:
 
 
 def refusal_of(*arguments: str) -> str:
-    """Return the stderr of ``zero-engine ARGUMENTS``, which must end with code 2."""
     return run_program(*arguments, expected_code=2).stderr
 
 
@@ -130,7 +127,6 @@ def train_forked(*arguments: str, ranks: int = 2) -> None:
 
 @pytest.fixture(autouse=True)
 def process_group_ends_with_the_test() -> Iterator[None]:
-    """Destroy the group of one rank that ``deepspeed.initialize`` creates in the test's process."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -169,7 +165,6 @@ def finished_run(
 
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[tuple[str, ...]]:
-    """Yield the project's loggers, and restore their settings afterwards."""
     names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
     found = [logging.getLogger(name) for name in (*names, "zero_core.optim.train_state", None)]
     before = [(one.level, one.propagate, [*one.handlers]) for one in found]

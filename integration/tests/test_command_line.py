@@ -96,7 +96,6 @@ def test_reports_are_json_on_request(verb: str) -> None:
 
 
 def _completed(monkeypatch: pytest.MonkeyPatch, request: str, words: str = "") -> None:
-    """Run ``zero-engine`` like a shell's completion does."""
     asked = {"_ZERO_ENGINE_COMPLETE": request, "COMP_WORDS": words, "COMP_CWORD": "1"}
     for name, value in {**asked, "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)

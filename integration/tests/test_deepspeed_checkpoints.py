@@ -83,7 +83,7 @@ def _train(engine: Any, steps: range) -> list[float]:
 
 
 def _go_on(rank: int, world_size: int, folder: str) -> None:
-    for stage in (1, 3):  # from stage 1 to stage 2, and from stage 3 to stage 0
+    for stage in (1, 3):
         place = Path(folder, f"goes on {stage}")
         first = _engine(stage)
         _train(first, range(3))
@@ -129,7 +129,6 @@ def _load(rank: int, world_size: int, folder: str) -> None:
 
 
 def _save_on_some_ranks(rank: int, folder: str) -> None:
-    """Save an engine of two ranks while the third rank does other work."""
     group = dist.new_group([0, 1])
     if rank < 2:
         engine = _engine(1, mpu=SimpleNamespace(get_data_parallel_group=lambda: group))
@@ -181,7 +180,7 @@ def test_small_tensors_of_client_state_and_scheduler_come_back(tmp_path: Path) -
     _train(engine, range(2))
     engine.save_checkpoint(tmp_path, client_state=state)
     _, found = other.load_checkpoint(tmp_path)
-    assert_same(found, state)  # compares dtypes too
+    assert_same(found, state)
     assert_same(other.lr_scheduler.mean, torch.full((2,), 1.5))
     assert isinstance(engine.lr_scheduler, _Average)
 
@@ -438,13 +437,13 @@ def _load_whole(rank: int, world_size: int, folder: str) -> None:
             with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
                 load_state_dict_from_zero_checkpoint(model, place)
                 assert_same(dict(model.state_dict()), expected)
-            _train(engine, range(1, 2))  # the engine still trains
+            _train(engine, range(1, 2))
         assert load_state_dict_from_zero_checkpoint(model, place) is model
         assert_same(dict(model.state_dict()), expected)
         with pytest.raises(RuntimeError, match="engine that was ended"):
             engine.step()
         assert {p.grad is None for p in model.parameters()} == {True}
-        model(torch.arange(3)).backward()  # a plain model without an engine
+        model(torch.arange(3)).backward()
         assert model.embed.weight.grad is not None
     with pytest.raises(CheckpointError, match="give the model whose engine saved it"):
         load_state_dict_from_zero_checkpoint(torch.nn.Linear(2, 2), place)

@@ -218,7 +218,8 @@ def test_old_names_and_forms_become_todays():
     assert _zero(zero_hpz_partition_size=0) == {"zero_hpz_partition_size": 1}
     for given, stage in ((True, 1), (False, 0)):
         assert read({**BASE, "zero_optimization": given}).zero_stage == stage
-    automatic = {"device": "cpu", "ratio": "auto"}  # an extension of this project
+    # this project extends DeepSpeed's config by "auto"
+    automatic = {"device": "cpu", "ratio": "auto"}
     assert _zero(stage=2, offload_optimizer=automatic)["offload_optimizer"] == automatic
     both = {"max_live_parameters": 1, "stage3_max_live_parameters": 2}
     with pytest.raises(ConfigError, match="are the same key"):

@@ -46,7 +46,6 @@ class Type(NamedTuple):
 
 
 def _types(block: str) -> list[Type]:
-    """Return the rows of a table of optimizer or scheduler types."""
     _, _, table = TABLE.read_text().partition(f"| `{block}.type` | here |")
     pattern = r"^\| `(\w+)` \| (honoured|refused) \| .* \|$"
     table = table.partition("\n\n")[0]
@@ -166,7 +165,6 @@ def _example(row: Row) -> Any:
 
 
 def _field(key: str) -> FieldInfo | None:
-    """Return the pydantic field of ``key`` in the core's configuration, if any."""
     block, found = Config, None
     for name in key.split("."):
         found = block.model_fields.get(name) if block else None
@@ -361,7 +359,7 @@ def test_rates_momenta_and_arguments_of_schedules_have_the_same_bits_at_every_st
     for mine, expected in zip(ours["curves"], theirs["curves"], strict=True):
         assert mine == expected
     rates = {row[1][0] for curve in theirs["curves"] for row in curve[1:]}
-    assert len(rates) > 150  # guards against constant curves
+    assert len(rates) > 150
 
 
 @beside

@@ -25,7 +25,6 @@ from zero_engine.deepspeed.accelerator import CpuAccelerator, TorchAccelerator, 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
-    """Yield selected device indices of a script that created the process group itself."""
     found: list[int] = []
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     # Only the selection sees the fake accelerator. build() uses the CPU.
@@ -35,7 +34,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int
 
 
 def _torch(found: list[int], visible: int = 8) -> Namespace:
-    """Return a fake torch for the module that selects the device."""
     accelerator = Namespace(
         is_available=lambda: True, device_count=lambda: visible, set_device_index=found.append
     )

@@ -50,7 +50,7 @@ INITIALIZE = sys.modules["zero_engine.deepspeed.initialize"].__file__
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the data loader's workers
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_returns_engine_optimizer_torchs_loader_and_scheduler() -> None:
     data = TensorDataset(torch.arange(8.0).view(8, 1))
     settings = config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
@@ -219,7 +219,7 @@ def test_the_configuration_has_deepspeeds_attributes(tmp_path: Path) -> None:
         assert (found.zero_optimization_stage, found.zero_enabled) == (3, True)
         assert found.zero_config.stage == 3
         assert (found.bfloat16_config.enabled, found.float16_config.enabled) == (True, False)
-        assert found.optimizer_name == "adamw"  # integration/compat/checks tests all attributes
+        assert found.optimizer_name == "adamw"
         assert (found.zero_allow_untested_optimizer, found.disable_allgather) == (True, False)
         assert (found.aio_config["queue_depth"], found.aio_config["use_gds"]) == (16, False)
         assert not found.activation_checkpointing_config.partition_activations
@@ -375,7 +375,7 @@ def test_refused_initialize_leaves_the_earlier_engine_stepping() -> None:
     engine, undisturbed = make(), make()
     for one in (engine, undisturbed):
         one.backward(square(one, inputs(0)))
-    some = torch.optim.LBFGS(engine.module[0].parameters())  # LBFGS requires a closure
+    some = torch.optim.LBFGS(engine.module[0].parameters())
     wrong_name = {"type": "NoSuch", "params": {}}
     for settings, given, match in (
         (config(optimizer=wrong_name), None, "NoSuch"),
@@ -462,7 +462,6 @@ def _evaluates(rank: int, world_size: int) -> None:
 
 
 def _drop_engines(settings: dict[str, Any]) -> None:
-    """Check that a model keeps its values when a script drops the engine."""
     model = net()
     for _ in range(2):
         engine = make(model, config=settings)
@@ -497,7 +496,7 @@ def _offloads_states(rank: int, world_size: int) -> None:
             with pytest.raises(ValueError, match="cpu alone"):
                 engine.offload_states(device=OffloadDeviceEnum.nvme)
             engine.offload_states()
-            engine.destroy()  # destroy() reloads the states first
+            engine.destroy()
         for other in trained[1:]:
             torch.testing.assert_close(other, trained[0], rtol=0, atol=0)
 

@@ -174,7 +174,7 @@ def test_rates_and_momenta_are_those_of_the_closed_form(kind, params, rates, mom
     schedule, group, found = kind(optimizer, **params), optimizer.param_groups[0], []
     for step in range(len(rates)):
         found.append((group["lr"], group["betas"][0]))
-        if step == 3:  # a loaded schedule continues the curve
+        if step == 3:
             state, schedule = schedule.state_dict(), kind(optimizer, **params)
             schedule.load_state_dict(state)
         schedule.step()

@@ -52,7 +52,6 @@ def _pairs(engine: Any, model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Par
 
 
 def _joined(part: Tensor) -> Tensor:
-    """Concatenate the parts of all ranks."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, part)
     return torch.cat(parts)
@@ -90,7 +89,6 @@ def _reads(rank: int, world_size: int) -> None:
 
 
 def _writes(rank: int, world_size: int) -> None:
-    """Set states through the DeepSpeed calls and read them from the engine."""
     for stage in (0, 3):
         engine = _engine(stage, gradient_clipping=0.0)
         _backward(engine)
@@ -145,7 +143,6 @@ def _small_gradients_in_fp16(rank: int, world_size: int) -> None:
 
 
 def _parts_of_the_optimizer(rank: int, world_size: int) -> None:
-    """Check that ``engine.optimizer`` shows and reloads this rank's part of each state."""
     for stage in (0, 1, 3):
         engine, model = _engine(stage), _reference(world_size)
         assert not engine.optimizer.state
@@ -223,10 +220,9 @@ def _follows_after_load(engine: Any, packed: dict[str, Any], **more: Any) -> Non
 
 
 def _gradients_within_no_sync(rank: int, world_size: int) -> None:
-    """Check that gradients within no_sync are the rank's local gradients."""
     for stage in (1, 3):
         engine, model = _engine(stage), _model()
-        for _ in range(2):  # the second pass follows zero_grad
+        for _ in range(2):
             with engine.no_sync():
                 for step in range(2):
                     _backward(engine, step)

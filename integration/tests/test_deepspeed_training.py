@@ -99,7 +99,6 @@ def _shorter_last_step(rank: int, world_size: int) -> None:
 
 
 def _without_data(rank: int, world_size: int) -> None:
-    """Check that `idle_step` equals a batch whose loss is zero."""
     values = []
     for stage, is_idle in ((0, False), *((stage, True) for stage in range(4))):
         engine = make(config=config(stage, gradient_accumulation_steps=2))
@@ -137,7 +136,7 @@ def _unmanaged(rank: int, world_size: int) -> None:
             for _ in range(count):
                 engine.backward(square(engine, inputs(next(numbers), rank)))
                 assert not engine.is_gradient_accumulation_boundary()
-            engine.optimizer.step()  # Fabric's loop calls the optimizer's step
+            engine.optimizer.step()
             assert engine.was_step_applied()
         assert seen == [True] * 3
         assert (engine.global_steps, engine.global_samples) == (3, 6 * 2 * world_size)
@@ -256,7 +255,6 @@ def _outputs(stage: int, *, is_reentrant: bool | None = None, **more: Any) -> An
 
 
 def _check_average(engine: Any, *ways: Callable[[Any, Tensor], object]) -> None:
-    """Check that each backward is divided by the number of micro-steps, whoever calls it."""
     model = _Outputs()
     optimizer = _sgd(model)
     for number in range(2 * MICRO_STEPS):
@@ -279,7 +277,6 @@ def _every_backward(rank: int, world_size: int) -> None:
 
 
 def _small_parameters(rank: int, world_size: int) -> None:
-    """Check that small parameters stay gathered at stage 3."""
     for threshold, further in ((100_000, {}), (10, {}), (10, HOST)):
         plain = net()
         optimizer = _sgd(plain)

@@ -106,7 +106,7 @@ def _coded(zero: Mapping[str, Any], stages: tuple[int, ...], **keys: Any) -> Var
 
 
 def _rests(base: Mapping[str, Any] | None = None, **zero: Any) -> Variant:
-    """Return a variant with offloaded parameters, which copies them even on a CPU."""
+    """Return a variant with offloaded parameters, whose tier copies them even on a CPU."""
     base = {**REST, **(base or {})}
     tier = {"param_tier": create_param_tier}
     return Variant(zero, base=base, further=tier, stages=(3,), family="parameters elsewhere")

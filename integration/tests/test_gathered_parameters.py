@@ -42,7 +42,7 @@ def _config(stage: int) -> dict[str, Any]:
 def _before_the_engine(rank: int, world_size: int) -> None:
     with zero.Init(config_dict_or_path=_config(3)):
         inner = nn.Linear(2, 2)
-        with zero.Init():  # nested in the outer context
+        with zero.Init():
             model = _model()
         assert not is_zero_param(inner.weight)
     params = [*model.parameters(), *inner.parameters()]
@@ -84,7 +84,7 @@ def _parts_before_the_engine(rank: int, world_size: int) -> None:
     assert (group is None) == (world_size == 1)
     if group is not None:
         assert torch.distributed.get_world_size(group) == world_size
-    alone = torch.distributed.new_subgroups(1)[0]  # a group of one rank
+    alone = torch.distributed.new_subgroups(1)[0]
     for given, ranks in (({}, None), ({"zero_optimization": None}, None), (hpz, alone)):
         with zero.Init(config_dict_or_path=given, data_parallel_group=ranks):
             layer = nn.Linear(4, 3)
@@ -124,8 +124,6 @@ def _on_other_things(rank: int, world_size: int) -> None:
 
 
 class _Reader(nn.Module):
-    """A block that reads the weight of the previous block."""
-
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
         self.own = nn.Linear(4, 4)
@@ -159,11 +157,10 @@ def _read_elsewhere(rank: int, world_size: int) -> None:
 
 
 class _Own(nn.Parameter):
-    """A user's parameter class, common in quantization libraries."""
+    pass
 
 
 def _what_scripts_ask(rank: int, world_size: int) -> None:
-    """Check ds_status, ds_tensor and similar attributes inside and outside of forward."""
     here = zero.ZeroParamStatus.AVAILABLE
     model = _model()
     model[1].bias = _Own(model[1].bias.detach())
@@ -216,7 +213,7 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert "ds_tensor" not in vars(_Own)
     assert not hasattr(TrainedParameter, "ds_tensor")
     assert "ds_external_parameters" not in vars(model)
-    if world_size == 1:  # with more ranks the parameters are still sharded
+    if world_size == 1:
         assert len(pickle.loads(pickle.dumps(model))) == len(model)
 
 
@@ -246,7 +243,7 @@ def _edits_that_would_be_lost(rank: int, world_size: int) -> None:
             weight.sum()
         gathered = zero.GatheredParameters(weight)
         gathered.__enter__()
-        if rank == world_size - 1:  # a write on one rank raises on each rank
+        if rank == world_size - 1:
             nn.init.ones_(weight)
         with pytest.raises(RuntimeError, match=r"in-place modification.*give modifier_rank"):
             gathered.__exit__(None, None, None)

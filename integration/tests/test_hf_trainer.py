@@ -36,7 +36,6 @@ SAVED_STEP = 3
 
 
 def _join(rank: int, world_size: int) -> None:
-    """Set this rank's variables like torchrun does."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     os.environ.update({k: str(v) for k, v in names.items()}, LOCAL_WORLD_SIZE=str(world_size))
 
@@ -62,7 +61,6 @@ def _arguments(folder: Path | str, kind: Any = TrainingArguments, **changes: Any
 
 
 def _trained(folder: Path, zero: Any = None, callbacks: Any = None, **changes: Any) -> Trainer:
-    """Train a GPT-2 with the plain Trainer, or with the engine if ``zero`` is given."""
     settings = {"model": make_lm("gpt2"), "args": _arguments(folder, **changes)}
     settings |= {"train_dataset": token_rows(20), "callbacks": callbacks}
     trainer = Trainer(**settings) if zero is None else ZeroTrainer(**settings, zero=zero)
@@ -123,7 +121,7 @@ def _trains(folder: Path) -> None:
         if zero == "stage3":
             again, anew = _trained(folder), trainer
             for one in (again, anew):
-                one.train()  # continues from the current weights
+                one.train()
             _check_same(anew, again, 5e-6, 1e-4)
 
 
@@ -138,8 +136,6 @@ def _trains_in_16_bits(folder: Path) -> None:
 
 
 def _generates(folder: Path) -> None:
-    """Evaluate a T5 before and after training by its loss and its generated text."""
-
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         tokens = torch.as_tensor(prediction.predictions)
         return {"checksum": float((tokens * torch.arange(1, tokens.shape[1] + 1)).sum())}
@@ -214,7 +210,6 @@ def _run(rank: int, world_size: int, program: Callable[[Path], None], folder: Pa
 
 
 def _resumes(folder: Path) -> None:
-    """Resume from the checkpoint of `_trains` at another stage and world size."""
     plain = _trained(folder)
     trainer = ZeroTrainer(
         model=make_lm("gpt2"), args=_arguments(folder), train_dataset=token_rows(20), zero="stage1"
@@ -227,7 +222,7 @@ def _resumes(folder: Path) -> None:
     trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2)
     with pytest.raises(CheckpointError, match="StepLR needs 'gamma'"):
         trainer._load_optimizer_and_scheduler(saved)
-    assert trainer.engine.global_steps == num_steps > SAVED_STEP  # the refused load changed nothing
+    assert trainer.engine.global_steps == num_steps > SAVED_STEP
 
 
 def test_presets_train_as_the_plain_trainer_and_resume_elsewhere(tmp_path: Path) -> None:

@@ -79,14 +79,10 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Subclass(torch.optim.AdamW):
-    """A subclass of unknown update rule."""
-
     is_elementwise = True
 
 
 class Declared(torch.optim.AdamW):
-    """A subclass that declares its update rule and a host kernel."""
-
     is_elementwise = True
     has_host_kernel = True
     update_rule = "adam"
@@ -124,7 +120,6 @@ def _of_object(make: Make, stage: int, dtype: str, **kwargs: Any) -> Engine:
 
 
 def _kernels(engine: Engine) -> set[bool]:
-    """Return whether a kernel, instead of torch, updates the tier's parts."""
     tier: Any = engine.sharded_state.tier
     return {part.tier.has_kernel for part in tier.report()}
 

@@ -31,10 +31,9 @@ def _inputs(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def _starts(rank: int, world_size: int, folder: Path) -> None:
-    """Train an ordinary model, a deferred initialised model, and a deferred loaded model."""
     batches = [_inputs(step, rank) for step in range(2)]
     for case, kind in (
-        (Case(0), "gpt2"),  # GPT-2 has tied weights
+        (Case(0), "gpt2"),
         (Case(2, "bf16", zero=HOST), "llama"),
         (Case(3, "bf16"), "gpt2"),
     ):
@@ -126,7 +125,6 @@ def test_generated_tokens_are_the_plain_models(world_size: int) -> None:
 
 
 def _adapted() -> Any:
-    """Make a frozen bf16 GPT-2 with fp32 adapters."""
     peft: Any = importlib.import_module("peft")
     config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
     with seeded(2):

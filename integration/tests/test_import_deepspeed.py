@@ -46,8 +46,6 @@ from zero_engine.deepspeed_import.zero_stages import read_universal
 
 
 class Model(nn.Module):
-    """A model of 11 trained elements with tied weights, a frozen parameter and a buffer."""
-
     seen: Tensor
 
     def __init__(self) -> None:
@@ -120,7 +118,6 @@ def test_command_writes_what_the_engine_loads(classes, tmp_path, capfd):
         assert torch.equal(moment, value["exp_avg_sq"]), name
     with pytest.raises(CheckpointError, match="holds checkpoints, but no other"):
         engine.load_checkpoint(tmp_path / "saved", "other", from_deepspeed=tmp_path / "new")
-    # The script continues, is killed and restarts.
     engine.save_checkpoint(tmp_path / "new", "later")
     place, _ = engine.load_checkpoint(tmp_path / "saved", from_deepspeed=tmp_path / "new")
     assert place == str(tmp_path / "new" / "later")
@@ -144,7 +141,7 @@ def _by_number(order: list[str], step: Any = 4) -> dict[int, dict[str, Any]]:
 
 
 def test_names_of_stage_0_in_fp32_follow_from_shapes_or_are_asked_for(tmp_path: Path) -> None:
-    order = ["last", "first.weight", "first.bias"]  # the order in the model
+    order = ["last", "first.weight", "first.bias"]
     module = {**model_states()["module"], **{n: values()[n][MASTER] for n in order}}
     module["tied"] = module["last"]
     state = _by_number(order, torch.tensor(4.0))
@@ -295,7 +292,6 @@ def test_file_that_names_anything_else_is_refused_with_its_name(hostile, match, 
 
 
 def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content: Any = ()) -> None:
-    """Write a file in torch.save's format with new or changed pickle instructions."""
     path.parent.mkdir(exist_ok=True)
     torch.save(content, path)
     with zipfile.ZipFile(path) as archive:
@@ -312,8 +308,8 @@ def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content:
     [
         b"\x80\x02cdeepspeed.os\nsystem\n(X\x04\x00\x00\x00trueo.",  # the OBJ opcode calls a class
         b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",  # 8 exabytes
-        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",  # a newer pickle protocol
-        b"\x80\x02X\xff\xff\xff\x7fabc.",  # a string longer than the file
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",
+        b"\x80\x02X\xff\xff\xff\x7fabc.",  # a length beyond the end of the file
         b"\x80\x02" + b"]" * 100,  # no STOP opcode
         b"(" * 100_000,
         b"",

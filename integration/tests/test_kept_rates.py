@@ -43,7 +43,6 @@ def rates_of_a_cpu() -> Calibration:
 
 
 def planned(*options: str) -> tuple[dict[str, Any], str]:
-    """Return the plan as JSON, and the output on stderr."""
     result = CliRunner().invoke(app, [*MODEL, "--micro-batch-size=2", "--json", *options])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout), result.stderr

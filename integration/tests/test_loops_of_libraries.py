@@ -42,7 +42,6 @@ def _train_plain(model: nn.Module, epochs: int, record: dict[str, list[float]]) 
 
 
 def _check_accelerate(folder: Path) -> None:
-    """Compare results of accelerate_loop.py with plain torch."""
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     model, record = _make_model(), {"losses": [], "norms": []}
     _train_plain(model, 2, record)
@@ -102,4 +101,4 @@ def test_fabrics_loop_trains_saves_and_loads(tmp_path: Path) -> None:
     for rank, of_rank in enumerate(zip(*expected, strict=True)):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found[:5] == pytest.approx(of_rank, rel=1e-5)
-        assert found[5:] == found[3:5]  # repeats the last steps from the checkpoint
+        assert found[5:] == found[3:5]

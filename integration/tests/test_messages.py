@@ -209,8 +209,6 @@ def test_exact_messages_keep_the_bits_of_one_rank(zero: dict[str, Any]) -> None:
 
 
 class _Damaging(GradientMessages):
-    """Packs messages with one flipped bit."""
-
     def pack(self, values: torch.Tensor, message: torch.Tensor) -> int:
         nbytes = super().pack(values, message)
         message[100] ^= 1
@@ -262,7 +260,6 @@ CONFIGS = [
 
 
 def make_net() -> nn.Module:
-    """Return a model with a small, unquantized root and large blocks, one of them frozen."""
     model = make_tower(3, UNIT_WIDTH)
     model.blocks[1].requires_grad_(False)
     return model
@@ -282,7 +279,6 @@ def report_of(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> di
 
 
 def served_by(world_size: int) -> list[dict[str, Any]]:
-    """Return the configs whose hpZ partition divides the world size."""
     key = "zero_hpz_partition_size"
     return [c for c in CONFIGS if world_size % c["zero_optimization"].get(key, 1) == 0]
 

@@ -85,8 +85,6 @@ def test_the_loss_scale_is_monitored_with_fp16_only(tmp_path):
 
 
 class _Told:
-    """A stand-in for wandb and comet_ml that records calls."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
@@ -267,14 +265,13 @@ def test_step_and_samples_per_second_are_told_every_so_many_steps(clock, capsys)
     off = _config(steps_per_print=2, timers={"throughput": {"enabled": False}})
     _train(off, steps=2)
     assert "samples/s" not in capsys.readouterr().out
-    engine = _train(_config(), steps=1)  # the config enables no monitoring
+    engine = _train(_config(), steps=1)
     assert engine.watch.observers == []
     assert not engine.monitor.enabled
     engine.monitor.write_events([("a", 1.0, 1)])
 
 
 def _watch(rank: int, comm_report: Any = None, **more: Any) -> Watch:
-    """Return the watch of an engine of two ranks, with a stand-in for the engine."""
     of_rank = {"rank": rank, "world_size": 2, "device": torch.device("cpu")}
     engine: Any = SimpleNamespace(**of_rank, module=nn.Linear(1, 1), comm_report=comm_report)
     return Watch(read(_config(**more)), engine, 1)

@@ -62,7 +62,6 @@ def _build(
 
 
 def _traffic(tiers: list[Any]) -> list[tuple[int, int]]:
-    """Return the bytes read and written so far, for parameters and for states."""
     params, states = tiers
     of_states = states.file_traffic()  # called on the state tier, which writes parameters too
     return [params.file_traffic(), of_states]
@@ -73,7 +72,6 @@ def _batches(rank: int) -> Iterator[Tensor]:
 
 
 def _closed_form(engine: zero_core.Engine, passes: int) -> list[tuple[int, int]]:
-    """Compute the bytes read and written for parameters and for states from the shard sizes."""
     layout = engine.sharded_state.layout
     units = [sum(s.shard_numel * s.dtype.itemsize for s in u.segments) for u in layout.units]
     numel = sum(_updated(segment, engine.rank) for segment in layout.segments)

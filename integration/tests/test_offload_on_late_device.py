@@ -255,7 +255,6 @@ JOBS_OF = {1: JOBS[8:], 2: JOBS}
 
 
 def peak_of(ranks: Any, settings: dict[str, Any], root: float) -> list[int]:
-    """Return the peak of three steps, and the bytes held after build and after each step."""
     device = ranks.device
     accelerator.synchronize(device)
     before = accelerator.memory_allocated(device)

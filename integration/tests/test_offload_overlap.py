@@ -123,8 +123,6 @@ def test_what_an_update_in_backward_forbids_is_refused_with_the_cure(call, messa
 
 
 class SlowAdam:
-    """The real kernel on a slow host."""
-
     def adam_step(self, *args: Any, **kwargs: Any) -> None:
         time.sleep(0.05)
         cpu_adam.adam_step(*args, **kwargs)
@@ -177,13 +175,11 @@ def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
 
 
 def count(engine: zero_core.Engine, what: str) -> int:
-    """Return the number of elements that the undo log has "kept" or "undone"."""
     tier: Any = engine.sharded_state.tier
     return sum(getattr(part.tier, f"num_{what}") for part in tier.report() if part.is_host)
 
 
 def num_kept(**offload: Any) -> int:
-    """Return the number of logged elements in three steps without an undo."""
     engine = build(config_of(2, clipping=1e9, **offload))
     for step in range(3):
         backward(engine, step)

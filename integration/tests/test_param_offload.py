@@ -30,7 +30,6 @@ BATCHES = [batch(step, 0, 0) for step in range(6)]
 
 
 def _engine(folder: Path, **keys: Any) -> tuple[zero_core.Engine, Any]:
-    """Return an engine with states and parameters in files, and its parameter tier."""
     made: list[Any] = []
 
     def factory(**arguments: Any) -> Any:
@@ -64,7 +63,7 @@ def test_a_run_on_a_file_resumes_from_its_checkpoint_bit_for_bit(tmp_path, monke
     assert train(device, BATCHES[3:]) == pytest.approx(expected, abs=0.07)
     for name, max_in_cpu in (("kept", 900), ("of the host", 0)):
         other, _ = _engine(tmp_path, max_in_cpu=max_in_cpu)
-        train(other, BATCHES[:1])  # load_checkpoint() must replace these states
+        train(other, BATCHES[:1])
         other.load_checkpoint(tmp_path / name)
         assert train(other, BATCHES[3:]) == expected
     report = engine.memory_report()

@@ -35,8 +35,6 @@ CONFIG = {
 
 
 class Model(nn.Module):
-    """A model with odd-sized, scalar, tied, bf16, integer and empty parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 5)
@@ -60,7 +58,7 @@ class Model(nn.Module):
 
 
 class _Own(nn.Parameter):
-    """A user's parameter class, which cannot be sharded."""
+    pass
 
 
 def _make(seed: int = 0) -> Model:
@@ -90,7 +88,6 @@ def _check_built(model: nn.Module, expected: nn.Module) -> None:
 
 
 def _is_all_partitioned(model: nn.Module) -> bool:
-    """Return whether all floating-point parameters, and no others, are sharded."""
     return all(is_partitioned(p) == p.is_floating_point() for p in model.parameters())
 
 
@@ -124,7 +121,7 @@ def _read(rank: int, world_size: int) -> None:
 def _closes_as_it_was(rank: int, world_size: int) -> None:
     model, expected = _make_sharded(), _make()
     weight, bias = model.blocks[0].weight, model.blocks[0].bias
-    with gathered_params([weight]):  # read only
+    with gathered_params([weight]):
         weight.data = torch.ones(6, 3)
     assert is_partitioned(weight)
     assert weight.shape == (5, 5)
@@ -193,7 +190,6 @@ def _copy_and_convert(rank: int, world_size: int) -> None:
 
 
 def _train(rank: int, world_size: int) -> None:
-    """Train with an optimizer that fills its state on construction."""
     model, expected = _make_sharded().float(), _make().float()
     model.codes.requires_grad_(False)
     optimizers = [
@@ -229,7 +225,7 @@ def _left_by_engines(rank: int, world_size: int) -> None:
         engine.step()
         values = engine.full_state_dict()
         leave_partitioned(engine)
-        leave_partitioned(engine)  # a second call does nothing
+        leave_partitioned(engine)
         assert zero_core.engine_of(model.scale) is None
         is_whole = world_size == 1 or stage < 3
         for param in model.parameters():
@@ -254,7 +250,7 @@ def _whole_after_builds_that_fail(rank: int, world_size: int) -> None:
     params = [p for p in model.parameters() if is_partitioned(p) and p is not model.low]
     file = sys.modules["zero_core.building"].__file__
     for call in ("UnitSet.publish", "release_free_pages"):
-        with gathered_params(params):  # shards the recorded parameters
+        with gathered_params(params):
             pass
         with pytest.raises(Failure), failing((call, 0), "call", file):
             zero_core.build(model, CONFIG)
@@ -286,7 +282,7 @@ def _initialize(rank: int, world_size: int) -> None:
     assert _is_all_partitioned(model)
     _check_built(model, expected)
     torch.manual_seed(5)
-    again = make()  # initialised first and sharded later
+    again = make()
     partition_module(again)
     for draw in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.zeros_, nn.init.kaiming_normal_):
         torch.manual_seed(9)

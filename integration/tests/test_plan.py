@@ -43,7 +43,6 @@ def offload(ratio: float, state_dtype: str = "float32") -> dict[str, Any]:
 
 
 def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
-    """Return the nonzero bytes of zero-offload's two halves by kind."""
     tier: Any = engine.sharded_state.tier
     found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
     for part in tier.report():
@@ -297,7 +296,6 @@ DISK = "/nvme"
 
 
 def sizes_of(config: dict[str, Any], words: str) -> list[Choice]:
-    """Return all choices of one placement in a plan in which nothing fits."""
     found = zero_core.plan(wide_blocks(8, 1024), config, 2, device_memory=1, nvme_path=DISK)
     return [choice for choice in found.choices if choice.placement.words == words]
 

@@ -199,7 +199,6 @@ def test_threads_are_named_where_cores_are_free(
 
 
 def test_a_failed_run_says_which_rank_and_why(tmp_path: Path) -> None:
-    """Rank 1 raises, and the launcher kills the other ranks."""
     for rank in range(2):
         file = RecordFile(tmp_path, rank, 1 << 20)
         file.write(replace(RUN, rank=rank))
@@ -254,7 +253,6 @@ def _of_gpt(folder: Path, stage: int, **of_run: Any) -> Path:
 
 
 def _section(page: Path, title: str) -> str:
-    """Return the text of a section, a line for each cell."""
     text = page.read_text(encoding="utf-8")
     found = re.search(rf"<h2>{title}</h2>(.*?)</section>", text, re.S)
     assert found is not None, title

@@ -100,7 +100,6 @@ Choice = tuple[str, ...]
 
 
 def case_of(choice: Choice, folder: str) -> Case:
-    """Return the configuration of a choice, with a folder for files."""
     settings = dict(zip(AXES, choice, strict=True))
     zero: dict[str, Any] = {}
     top: dict[str, Any] = {}
@@ -117,7 +116,6 @@ def case_of(choice: Choice, folder: str) -> Case:
 
 
 def is_accepted(choice: Choice) -> bool:
-    """Return whether the configuration of four ranks accepts a choice. Other errors are raised."""
     try:
         load_config(case_of(choice, "/nvme").config(), world_size=RANKS)
     except ConfigError:
@@ -155,7 +153,6 @@ def covering(refused: Collection[Choice]) -> Iterator[Choice]:
 
 
 def _train_all(rank: int, world_size: int, folder: str) -> None:
-    """Train each choice, and compare its losses with DDP's or those of stage 0."""
     mesh = init_device_mesh("cpu", (2, 2))
     references: dict[str, list[float]] = {}
     refused: set[Choice] = set()

@@ -48,7 +48,6 @@ Make = Callable[[], nn.Module]
 
 
 def _serve_deepspeed() -> None:
-    """Make this process import the deepspeed stand-in, like ``zero-engine run`` does."""
     from zero_engine.script.hook import ON_PATH, install
 
     sys.path.insert(0, str(ON_PATH))
@@ -194,7 +193,6 @@ def _tied() -> Any:
 
 
 def _quantized(*, is_whole: bool = False) -> Any:
-    """Quantize all linear layers but the head, or store dequantized values if ``is_whole``."""
     base = _llama()
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":

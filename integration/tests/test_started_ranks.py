@@ -293,7 +293,6 @@ def _script(folder: Path, text: str) -> str:
 
 
 def _run_ranks(script: str) -> str:
-    """Run two Python processes like a launcher starts ranks, and return their output."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {**hooked(environment()), **local_address_only()}
     ranks = [

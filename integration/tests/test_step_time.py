@@ -30,8 +30,6 @@ NAMES = (
 
 
 class Blocks(nn.Sequential):
-    """Blocks of equal size, whose operations and saved bytes are known."""
-
     def __init__(self) -> None:
         super().__init__(
             *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS))

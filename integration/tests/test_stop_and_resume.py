@@ -40,7 +40,6 @@ def _numbers(folder: RunFolder) -> list[dict[str, object]]:
 
 
 def _train_until_stopped(folder: RunFolder, *arguments: str) -> None:
-    """Start the program, and send SIGTERM when its log has three entries."""
     python = forked_python()
     program = subprocess.Popen(
         [python, "-m", "zero_engine", "train", *arguments, f"--output={folder.root}"],
@@ -119,7 +118,7 @@ def test_ranks_that_torchrun_starts_anew_are_of_the_launch_that_began_the_run(
         (own,) = launch_numbers(torch.device("cpu"))
     finally:
         destroy_process_group()
-    note_launch(folder, [own, 7])  # two nodes
+    note_launch(folder, [own, 7])
     assert belongs_to(folder, [own])  # one node has left
     assert belongs_to(folder, [own, 8])  # a new node has joined
     assert not belongs_to(folder, [8])
@@ -196,7 +195,7 @@ def test_ranks_that_start_again_agree_on_a_store_without_entries_of_before() -> 
     store = HashStore()
 
     def start(num_ranks: int) -> str:
-        with ThreadPoolExecutor(num_ranks) as pool:  # other ranks start before rank 0
+        with ThreadPoolExecutor(num_ranks) as pool:
             ranks = reversed(range(num_ranks))
             found = pool.map(lambda rank: agree_on_prefix(store, rank, num_ranks), ranks)
             (prefix,) = set(found)

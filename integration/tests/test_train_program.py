@@ -40,7 +40,6 @@ def _held_out_losses(folder: RunFolder) -> list[float]:
 
 
 def _loss_of_exported_model(folder: RunFolder) -> float:
-    """Return the held-out loss of the model that transformers loads from the run's folder."""
     model = AutoModelForCausalLM.from_pretrained(folder.hf).eval()
     windows = Corpus.open(folder.data, seed=0).held_out[:16].long()
     with torch.no_grad():
@@ -65,7 +64,7 @@ def test_run_leaves_its_files_figures_settings_and_losses(finished_run):
     engine, zero = resolved["engine"], resolved["engine"]["zero_optimization"]
     assert (zero["stage"], zero["zero_quantized_weights"]) == (3, True)
     assert zero["offload_optimizer"]["ratio"] == 0.5
-    assert zero["offload_optimizer"]["pin_memory"] is True  # a default
+    assert zero["offload_optimizer"]["pin_memory"] is True
     assert engine["train_batch_size"] == 8
     assert engine["scheduler"]["params"]["total_num_steps"] == STEPS
     run = (resolved["run"]["seed"], resolved["model"]["n_layer"], resolved["world_size"])
@@ -158,7 +157,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def windows(corpus: Corpus, micro_steps: range, *, world_size: int, size: int) -> torch.Tensor:
-    """Return the windows of ``micro_steps``, in the order of the ranks."""
     batches = [
         corpus.batch(step, rank=rank, world_size=world_size, micro_batch_size=size)
         for step in micro_steps
@@ -223,8 +221,6 @@ NUM_STEPS = 4
 
 
 class Net(Tower):
-    """A tower with the call signature of a transformers language model."""
-
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
         return SimpleNamespace(loss=super().forward(input_ids))
 

@@ -40,8 +40,8 @@ from zero_core.testing.readers import AFTER, BEFORE, Watched, check_truth, read_
 from zero_core.testing.training import assert_same
 
 STEPS = 3
-# The host kernel rounds in another order than torch's loop, by an ulp per step in fp32. In bf16,
-# DDP sums the ranks' gradients in bf16 and the engine in fp32.
+# The host kernel rounds differently from torch, by an ulp per step in fp32. DDP sums bf16 gradients
+# in bf16, the engine in fp32.
 LOSS = {"fp32": 4e-6, "bf16": 0.07}
 VALUE = {"fp32": 2e-6, "bf16": 0.04}
 RATIOS = (1.0, 0.4, 1.0, 0.4)  # by stage; test_equalities.py covers further ratios
@@ -64,7 +64,7 @@ def _train(
 )
 def test_offloaded_steps_follow_ddp(dtype: str, accumulation: int, clipping: float) -> None:
     for (first, *others), expected in simulate(_train, 3, dtype, accumulation, clipping):
-        for other in others:  # neither stage nor ratio may change a bit
+        for other in others:
             assert other.losses == first.losses
             torch.testing.assert_close(other.values, first.values, rtol=0.0, atol=0.0)
         torch.testing.assert_close(first.losses, expected.losses, rtol=0.0, atol=LOSS[dtype])
@@ -203,7 +203,7 @@ def _restart(
         pending.result()
     has_copies = "memory_checkpoint" in config
     if first or not has_copies:
-        again = engine.async_save(folder / "beside")  # written while the next steps run
+        again = engine.async_save(folder / "beside")
         _train_between(engine, 6, 8)
         again.result()
     values = engine.full_state_dict()
@@ -323,7 +323,6 @@ def _model(kind: str, *, is_checkpointed: bool = False) -> nn.Module:
 
 
 def _batches(step: int, rank: int, number: int) -> list[dict[str, Any]]:
-    """Return micro-batches of different sizes with padding on the left."""
     found = []
     for micro in range(number):
         generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)

@@ -159,7 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("verb", "arguments", "expected"), LINES)
 def test_a_mistake_is_one_line_and_a_code(verb, arguments, expected, folder, monkeypatch):
     assert not dist.is_initialized()
-    monkeypatch.chdir(folder.parent)  # contains no run
+    monkeypatch.chdir(folder.parent)
     before = {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*")}
     done = CliRunner().invoke(app, [verb, *arguments.replace("@", str(folder)).split()])
     assert isinstance(done.exception, SystemExit), done.exception

@@ -139,8 +139,8 @@ class _Launched(NamedTuple):
 @contextmanager
 def _host_kernels() -> Iterator[None]:
     """Add host kernels and waits between threads, which the device cannot see, to the trace."""
-    ends: dict[int, tuple[Future[Any], object]] = {}  # end tokens of queued jobs
-    entries: dict[tuple[int, int, int], Published] = {}  # the last entry of each run
+    ends: dict[int, tuple[Future[Any], object]] = {}
+    entries: dict[tuple[int, int, int], Published] = {}
     update, submit, launch = MemoryStepper.update, ThreadPoolExecutor.submit, HostQueues.launch
 
     def noted_update(
@@ -406,7 +406,6 @@ def _inputs_on_the_host() -> None:
 
 
 def _gradients_on_the_host() -> None:
-    """Accumulate partial gradients of three micro-batches on the host."""
     sums = PartialGrads(3, HostInputs(torch.device("late:0")).copies)
     for _ in range(2):
         for number in range(3):
@@ -458,11 +457,11 @@ done depends on how fast the threads are."""
 
 def _check() -> None:
     late_device.load()
-    geometry.PUBLISHED_NUMEL = 1024  # several chunks per unit
+    geometry.PUBLISHED_NUMEL = 1024
     differences.SHORTEST_NBYTES = 256
     gc.freeze()  # excludes imported objects from each collection
-    ran = {name: set[str]() for name in PROGRAMS}  # source lines with a wait
-    shown, names = set[str](), list(PROGRAMS)  # source lines whose removed wait leaves a race
+    ran = {name: set[str]() for name in PROGRAMS}
+    shown, names = set[str](), list(PROGRAMS)
     for _ in range(NUM_TRIES):
         for name in names:
             with _host_kernels():

@@ -11,7 +11,7 @@ parser.add_argument("--deepspeed")
 parser.add_argument("--deepspeed_config")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--local_rank", type=int)
-args, _ = parser.parse_known_args()  # ignores arguments for model sizes
+args, _ = parser.parse_known_args()
 config = args.deepspeed or args.deepspeed_config
 if config is None:
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}}

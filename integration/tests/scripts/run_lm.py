@@ -28,16 +28,12 @@ VOCABULARY, LENGTH = 64, 16
 
 @dataclass
 class ModelArguments:
-    """The model to train."""
-
     model_name_or_path: str
     lora: bool = field(default=False)
 
 
 @dataclass
 class DataArguments:
-    """Numbers of samples."""
-
     train_samples: int = field(default=64)
     eval_samples: int = field(default=8)
 
@@ -73,7 +69,7 @@ def make_model(arguments: ModelArguments):
         from peft import LoraConfig, TaskType, get_peft_model
 
         kind = TaskType.SEQ_2_SEQ_LM if config.is_encoder_decoder else TaskType.CAUSAL_LM
-        set_seed(0)  # loading may draw random numbers
+        set_seed(0)
         model = get_peft_model(model, LoraConfig(task_type=kind, r=4, target_modules=["q", "v"]))
         model.print_trainable_parameters()
     return model

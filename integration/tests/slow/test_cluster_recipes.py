@@ -33,7 +33,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "srun starts 2 tasks" in done.stderr
-    (line,) = own_lines(done.stdout)  # only rank 0 prints
+    (line,) = own_lines(done.stdout)
     assert re.fullmatch(r"loss [\d.]+ -> [\d.]+", line)
 
 
@@ -68,7 +68,6 @@ def test_slurm_script_is_requeued_after_its_warning(code, is_requeued, is_array,
 
 
 def _wait_for(job: subprocess.Popen[bytes], paths: list[Path]) -> None:
-    """Wait until ``paths`` are written, for a minute and while ``job`` runs."""
     end = time.monotonic() + 60
     while not all(path.exists() and path.read_text() for path in paths):
         assert job.poll() is None
@@ -99,7 +98,7 @@ def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: P
     assert (rule["action"], ending["action"]) == ("FailJob", "FailJobSet")
     assert ending["onJobFailureReasons"] == ["PodFailurePolicy"]
     (container,) = spec["template"]["spec"]["containers"]
-    assert rule["onExitCodes"]["containerName"] == container["name"] == "node"  # Kubeflow's name
+    assert rule["onExitCodes"]["containerName"] == container["name"] == "node"
     assert rule["onExitCodes"]["values"] == [2]
     (variable,) = container["env"]
     assert variable["name"] == VARIABLE
@@ -118,10 +117,9 @@ RAY_EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
 
 def _workers(program: Program) -> list[int]:
-    """Return the process ids of Ray's workers, found by their class name."""
     found = []
     for pid in program.descendants():
-        with suppress(OSError):  # the process may have ended
+        with suppress(OSError):
             if b"ray::RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found

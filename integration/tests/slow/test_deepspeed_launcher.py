@@ -40,7 +40,6 @@ HOSTS = "# two machines\nworker-0 slots=2\n\nworker-1 slots=4 # faster\n"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Write a script that prints its rank and arguments, and a host file."""
     (tmp_path / "hosts").write_text(HOSTS, encoding="utf-8")
     path = tmp_path / "train.py"
     path.write_text(SEES, encoding="utf-8")
@@ -48,7 +47,6 @@ def script(tmp_path: Path) -> Path:
 
 
 def _ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return the ranks' printed lines, sorted by rank."""
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return sorted(found, key=lambda one: int(one[0]["RANK"]))
@@ -137,7 +135,6 @@ def _refusal(*arguments: str) -> str:
 
 @pytest.fixture
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the variables that `run_program` sets."""
     for name in ("PYTHONPATH", "PATH", "ZERO_ENGINE_PYTHON", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
@@ -265,7 +262,6 @@ SITECUSTOMIZE = "import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'was run'\n"
 
 @pytest.fixture
 def seen(tmp_path: Path) -> dict[str, Any]:
-    """Return the script's output as one process, with a user's sitecustomize on the path."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), environment().get("PYTHONPATH", "")])
     found: dict[str, Any] = json.loads(
@@ -292,7 +288,7 @@ def test_script_and_its_children_find_deepspeed_as_one_module(seen: dict[str, An
         "arguments": ["--help", "-m", "x"],
         "child": "zero_engine.deepspeed",
         "hidden sitecustomize": "was run",
-        "instance": False,  # isinstance() with a class that the stand-in lacks
+        "instance": False,  # isinstance(3, PipelineModule), a class that the stand-in lacks
     }
     assert {name: seen[name] for name in expected} == expected
     assert seen["nonsense"].startswith("ModuleNotFoundError: ")

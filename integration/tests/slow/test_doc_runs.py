@@ -45,7 +45,7 @@ TUTORIALS = {
 """Pages that show what their script prints."""
 TINY_RUN = " ".join((*TINY, "--steps=30"))
 SMALLER = {
-    "zero-engine --install-completion": "bash",  # the parent may be no shell
+    "zero-engine --install-completion": "bash",
     "zero-engine doctor --measure": "--ranks=1",
     "zero-engine train": TINY_RUN,
     "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": TINY_RUN,
@@ -58,11 +58,11 @@ SMALLER = {
 }
 """What follows a command whose run as printed would take minutes."""
 NOT_RUN = re.compile(
-    r"(python -m )?(pip|nox|pytest)\b"  # installations, sessions and suites
-    r"|python integration/benchmarks/"  # takes hours; `nox -s nightly -- experiments` starts each
+    r"(python -m )?(pip|nox|pytest)\b"
+    r"|python integration/benchmarks/"
     r"|(torchrun|zero-engine run) --nnodes|zero-engine run accelerate launch .*--num_machines"
     r"|torchrun --nproc-per-node gpu"
-    r"|zero-engine plan .* --fit fit.json$"  # needs measured rates, which tests hide
+    r"|zero-engine plan .* --fit fit.json$"
 )
 """Commands that need other machines or a device, or that another test has."""
 BYTES = re.compile(r"^(.*?) {2,}[\d.]+ -> [\d.]+ +(\d+) +(\d+) +(\d+) +(\d+)$", re.M)
@@ -70,7 +70,6 @@ BYTES = re.compile(r"^(.*?) {2,}[\d.]+ -> [\d.]+ +(\d+) +(\d+) +(\d+) +(\d+)$", 
 
 
 def _commands(block: Block) -> Iterator[str]:
-    """Yield a block's commands as one line each, without comments."""
     for line in block.text.replace("\\\n", " ").splitlines():
         command = " ".join(re.sub(r"(^|\s)# .*$", "", line).split())
         if command and not NOT_RUN.match(command.removeprefix("OMP_NUM_THREADS=1 ")):
@@ -100,7 +99,6 @@ TO_RUN = {
 
 
 def _block(stem: str, language: str) -> str:
-    """Return the first block in ``language`` of the page named ``stem``."""
     return next(b.text for b in find_blocks(language) if b.page.stem == stem)
 
 
@@ -115,7 +113,6 @@ def _interpreter() -> str:
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the repository's files, scripts, configs, models and checkpoints."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("integration", "packages"):
         (folder / name).symlink_to(ROOT / name)

@@ -204,7 +204,6 @@ def _has_named_optimizer(world_size: int, folder: Path) -> None:
 
 
 def _fits_twice(world_size: int, folder: Path) -> None:
-    """Fit twice, with a test of the first fit's weights in between."""
     metrics, seconds = [], []
     for make in (DDPStrategy, lambda: "zero_stage_3"):
         module, _, trainer = _fit(make(), world_size, folder, _Module())
@@ -269,7 +268,7 @@ def _resumes(rank: int, world_size: int, folder: Path) -> None:
         )
     count = sum(part.numel for call in read.call_args_list for part in call.args[1])
     numel = sum(value.numel() for value in again.values.values())
-    assert 0 < count < 0.75 * numel  # half of the values, and padding
+    assert 0 < count < 0.75 * numel
     (tested,) = trainer.test(again.module, _loader(), ckpt_path="best", verbose=False)
     assert tested["test_loss"] == pytest.approx(float(best), abs=1e-6)
 
@@ -295,7 +294,6 @@ def _resumes_on(rank: int, world_size: int, folder: Path) -> None:
         reader = _trainer("zero_stage_3_offload", 1, folder)
         (read,) = reader.test(_Module(lr=0.5), _loader(), ckpt_path=place, verbose=False)
         assert read == pytest.approx(expected, abs=1e-6)
-    # Loading another strategy's optimizer state raises an error.
     _fit("ddp", 1, folder).trainer.save_checkpoint(folder / "ddp.ckpt")
     with pytest.raises(zero_core.CheckpointError, match="optimizer state of another strategy"):
         _fit("zero_stage_2", 1, folder, ckpt_path=folder / "ddp.ckpt", max_epochs=9)

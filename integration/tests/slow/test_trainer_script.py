@@ -49,8 +49,6 @@ STAGE_3 |= dict.fromkeys(SIZES, "auto")
 
 
 class Run(NamedTuple):
-    """A run under the engine."""
-
     kind: str
     config: dict[str, Any]
     ranks: int = 2
@@ -65,7 +63,6 @@ RUNS = {
             "optimizer": ADAMW,
         },
     ),
-    # Resumed from the middle of the previous run.
     "resumed": Run("gpt2", {"zero_optimization": {"stage": 2}, "optimizer": ADAMW}, ranks=1),
     # Uses the Trainer's default optimizer.
     "encoder-decoder": Run(
@@ -88,7 +85,6 @@ def _arguments(root: Path, name: str, kind: str, ranks: int = 1) -> list[str]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a subfolder for each run, with or without the engine."""
     root = tmp_path_factory.mktemp("runs")
     save_models(root)
     run_alone(_run_in_turn, [[*_arguments(root, f"plain {k}", k), "--use_cpu"] for k in OPTIONS])
@@ -104,7 +100,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _logged(folder: Path, name: str) -> dict[int, float]:
-    """Return the values that the Trainer logged under ``name``, by step."""
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     return {entry["step"]: entry[name] for entry in state["log_history"] if name in entry}
 
@@ -123,7 +118,6 @@ def test_run_trains_evaluates_and_saves_as_plain_torch(root: Path, name: str) ->
     assert sorted(_logged(folder, "loss")) == list(range(1, 9))
     found, expected = _result(folder), _result(plain)
     assert found["world_size"] == run.ranks
-    # The Trainer reloads the best model.
     assert found["eval_loss"] == pytest.approx(_logged(folder, "eval_loss")[4], rel=1e-4)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-3)
     # At other stages the Trainer stores tied weights twice.

@@ -22,7 +22,6 @@ SHAPES = {"first.weight": (3, 2), "first.bias": (3,), "last": (2,)}
 
 @contextmanager
 def deepspeed_classes() -> Iterator[dict[str, type]]:
-    """Make stand-ins for DeepSpeed's classes importable while files are written."""
     found: dict[str, type] = {}
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (

@@ -20,7 +20,6 @@ def served_modules() -> list[str]:
 
 
 def deepspeeds_folder() -> Path | None:
-    """Return DeepSpeed's own folder, or None if it is not installed."""
     spec = importlib.util.find_spec("deepspeed")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -72,7 +71,6 @@ def _names(root: Path, file: Path) -> frozenset[str]:
 
 
 def _at_the_top(tree: ast.AST) -> list[ast.AST]:
-    """Return the top-level statements of a module, including those within if, try and with."""
     found: list[ast.AST] = []
     left = list(ast.iter_child_nodes(tree))
     while left:
@@ -85,7 +83,6 @@ def _at_the_top(tree: ast.AST) -> list[ast.AST]:
 
 
 def _passed_on(root: Path, file: Path, node: ast.ImportFrom) -> set[str]:
-    """Return names that ``node`` imports from another module of DeepSpeed."""
     if node.level:
         base = file.parents[node.level - 1]
         dotted = ".".join(base.relative_to(root).parts)

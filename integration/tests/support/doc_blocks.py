@@ -34,12 +34,10 @@ class Block(NamedTuple):
 
     @property
     def needs_further(self) -> bool:
-        """True if the block uses a library of `FURTHER`, directly or through BitsAndBytesConfig."""
         return any(name in self.text.lower() for name in FURTHER)
 
 
 def find_blocks(*languages: str) -> Iterator[Block]:
-    """Yield the blocks of all pages in ``languages``, or in any language if none is given."""
     for page in PAGES:
         tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
         found = [token for token in tokens if token.type in ("fence", "code_block")]

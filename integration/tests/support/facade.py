@@ -32,12 +32,10 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def inputs(number: int, rank: int = 0, width: int = 3) -> Tensor:
-    """Draw two rows that depend only on the arguments."""
     return torch.randn(2, width, generator=torch.Generator().manual_seed(70 * number + rank))
 
 
 def make(model: nn.Module | None = None, /, *, stage: int = 0, **arguments: Any) -> Any:
-    """Return the engine of ``model``, by default of `net` under `config` at ``stage``."""
     arguments.setdefault("config", config(stage))
     return deepspeed.initialize(model=net() if model is None else model, **arguments)[0]
 
@@ -47,7 +45,6 @@ def square(model: Callable[..., Tensor], *given: Any) -> Tensor:
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Train one micro-step per number from ``first``. Returns the losses."""
     losses = []
     for number in range(first, first + steps):
         loss = square(engine, inputs(number, engine.global_rank).to(next(_floats(engine)).dtype))
@@ -100,7 +97,6 @@ def check_values(
 
 
 def run_each(rank: int, world_size: int, checks: list[Callable[..., None]], *args: Any) -> None:
-    """Run several checks on the same ranks, because starting ranks is slow."""
     for check in checks:
         check(rank, world_size, *args)
 

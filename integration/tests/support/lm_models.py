@@ -21,7 +21,7 @@ from zero_core.testing import seeded
 __all__ = ["CLASSES", "lm_config", "make_lm", "save_models", "token_rows"]
 
 CLASSES: dict[str, Any] = {
-    "gpt2": GPT2LMHeadModel,  # GPT-2 and T5 tie weights
+    "gpt2": GPT2LMHeadModel,
     "llama": LlamaForCausalLM,
     "t5": T5ForConditionalGeneration,
 }
@@ -39,7 +39,6 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def lm_config(kind: str, **changes: Any) -> Any:
-    """Return the configuration of a key of `CLASSES`, with ``changes`` to its sizes."""
     return _CONFIGS[kind](**{**_SIZES[kind], **changes})
 
 
@@ -49,7 +48,6 @@ def make_lm(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def token_rows(count: int, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Return a data set of ``count`` random texts of 9 tokens."""
     ids = torch.randint(2, 61, (count, 9), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in ids]
 

@@ -145,7 +145,7 @@ def test_inputs_on_the_host_fill_their_memory_and_come_up_one_block_ahead_withou
     launched = [(r.name, r.stream) for r in trace if r.kind == "launch"]
     up = [n for n, (name, _) in enumerate(launched) if name == "copy up"]
     assert len(up) == DEPTH
-    assert all(launched[n][1] != 0 for n in up)  # the copies do not run on the compute stream
+    assert all(launched[n][1] != 0 for n in up)
     # The inputs of the last two blocks are copied up before the last block is recomputed.
     between = [n - up[0] for n in up[:3]]
     assert between[:2] == [0, 1]

@@ -147,7 +147,7 @@ def test_one_core_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(
         save, "write_file", lambda *args: found.add(torch.get_num_threads()) or write(*args)
     )
-    torch.set_num_threads(2)  # applies to threads started later
+    torch.set_num_threads(2)
     try:
         Case(1).build().async_save(tmp_path).result()
     finally:
@@ -160,7 +160,7 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
         engine = _build(ranks, 3)
         train_steps(engine, 0, 2)
         engine.save_checkpoint(tmp_path, "a")
-        engine.async_save(tmp_path, "b").result()  # saved without a training step after "a"
+        engine.async_save(tmp_path, "b").result()
         train_steps(engine, 2, 3)
         engine.async_save(tmp_path, "c").result()  # frozen values and buffers are unchanged
         with torch.no_grad():
@@ -243,7 +243,7 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
         engine.save_checkpoint(tmp_path)
 
         pending = engine.async_save(tmp_path)
-        train_steps(engine, 1, 2)  # changes the states while the save is pending
+        train_steps(engine, 1, 2)
         fill(pending)
         with pytest.raises(CheckpointError, match=message):
             pending.result()

@@ -206,7 +206,7 @@ def test_a_frozen_model_and_ranks_without_a_process_group_are_refused(monkeypatc
 @pytest.mark.parametrize(
     ("is_terminal", "rank", "takes_s", "shown"),
     [
-        (True, "0", 1.8, "\x1b\\[Kzero_core.build: 1 s.*\r\x1b\\[K"),  # the line is erased again
+        (True, "0", 1.8, "\x1b\\[Kzero_core.build: 1 s.*\r\x1b\\[K"),
         *((True, "0", 0.0, ""), (True, "1", 1.5, ""), (False, "0", 1.5, "")),
     ],
 )

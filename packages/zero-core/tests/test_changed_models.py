@@ -227,7 +227,6 @@ def _wrap(engine):
 
 
 def _evaluate_others(engine):
-    """Evaluate with replaced values, then restore the original tensors."""
     with engine.gathered(), torch.no_grad():
         before = [p.data for p in engine.module.parameters()]
         for param in engine.module.parameters():

@@ -42,7 +42,6 @@ def _rate(engine):
 
 
 def _everything(engine):
-    """Return all values, and the optimizer state of every parameter that was updated."""
     found = _values(engine)
     for name, param in engine.module.named_parameters():
         if param.requires_grad and name != "never":
@@ -115,7 +114,6 @@ def test_resume_continues_with_the_same_bits_when_a_program_starts_again(
 
 
 def test_states_of_any_optimizer_and_of_the_generator_come_back(tmp_path):
-    # test_dtypes.py covers SGD, Adagrad and NAdam.
     optimizer = partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True)
     engine, other = (_build_with(optimizer, lambda _: None) for _ in range(2))
     train_steps(engine, 0, 1)  # no step has used the parameter `sometimes` yet
@@ -264,7 +262,7 @@ def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path
     saved = load_file(tmp_path / "model.safetensors")
     full = engine.full_state_dict()
     assert full["head.weight"] is full["embed.weight"]
-    del full["head.weight"]  # tied to embed.weight, and stored once
+    del full["head.weight"]
     assert_same(saved, full)
     make_model().load_state_dict(_values(engine))
     assert saved["embed.weight"].dtype == torch.bfloat16
@@ -288,7 +286,7 @@ def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, m
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], full[name])
     monkeypatch.undo()
-    engine.export_safetensors(tmp_path)  # replaces an export with another number of files
+    engine.export_safetensors(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -391,7 +389,7 @@ def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_ev
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, without=WEIGHTS_ALONE)
     assert_same(_values(other), expected)
-    model = make_model()  # reversed: freeze the trained parameters and train the frozen ones
+    model = make_model()
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("frozen"))
     tuned = Case(3).build(ranks, model)

@@ -34,10 +34,10 @@ class _Run:
         self.log = []
         self.stage = stage
         self.rank = ranks.rank
-        self.published = FORWARD if stage in (1, 2) else []  # gathers after an update
+        self.published = FORWARD if stage in (1, 2) else []
         self.forward = FORWARD if stage == 3 else []
-        self.back = BACKWARD if stage == 3 else []  # gathers of one backward
-        self.sums = SUMS if stage == 0 else []  # gathers of summed gradients at a boundary
+        self.back = BACKWARD if stage == 3 else []
+        self.sums = SUMS if stage == 0 else []
         logged = LoggedCollectives.factory(self.log)
         self.engine = Case(stage, accumulation=accumulation).build(
             ranks, make_tower(), collectives=logged
@@ -51,7 +51,6 @@ class _Run:
         self.engine.step()
 
     def expect(self, gathers, reductions, sums):
-        """Compare the launches since the last call with the expected ones."""
         log, self.log[:] = [str(launch) for launch in self.log], []
         found = [[entry for entry in log if entry[0] in kinds] for kinds in ("fb", "r", "g")]
         assert found == [gathers, reductions, sums], (self.stage, log)
@@ -73,7 +72,7 @@ def _no_sync(run):
                 with run.engine.no_sync():
                     run.micro_step()
                 run.expect(run.forward + run.back, [], [])
-            else:  # one reduction per unit and step
+            else:
                 run.micro_step()
                 run.expect(run.forward + run.back + run.published, REDUCED, run.sums)
 
@@ -95,7 +94,7 @@ def _two_backwards(run):
     for _ in range(2):
         for _ in range(2):
             run.engine.backward(run.loss())
-            # Each backward is a boundary and reduces, so stage 0 gathers each sum.
+            # Each backward is at an accumulation boundary, so stage 0 gathers each sum.
             run.expect(run.forward + run.back, REDUCED, run.sums)
         run.engine.step()
         run.expect(run.published, [], [])
@@ -119,7 +118,7 @@ def _gathered(run):
     run.micro_step()
     run.log.clear()
     with run.engine.gathered() as module:
-        run.expect(run.forward, [], [])  # one gather per unit
+        run.expect(run.forward, [], [])
         with torch.no_grad():
             for _ in range(3):
                 module(rows(0, 0))

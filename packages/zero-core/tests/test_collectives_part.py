@@ -21,7 +21,7 @@ class _Part:
         self.native = native
         self.num_forgotten = 0
         self.failure = None
-        self.lost = []  # output buffers of failed gathers
+        self.lost = []
         self.versions = set()
 
     def all_gather(self, out, shard, *, version, **further):

@@ -216,6 +216,6 @@ def test_the_thread_of_a_watch_touches_no_other_device():
     for _ in range(5):
         values.add_(1)
         waits.note("a collective")
-    waits.close()  # waits for pending collectives
+    waits.close()
     assert torch.accelerator.current_stream().query()
     assert late_device.contexts() == [1]

@@ -69,7 +69,7 @@ def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
             found = _train(engine, ranks.rank)
             assert_same(found, expected)
             assert not counters["graph_break"]
-            assert counters["stats"]["unique_graphs"] == 1  # shared by all blocks
+            assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow

@@ -165,7 +165,6 @@ def test_what_is_wrong_or_not_served_is_refused_by_name(block, match):
 
 
 def _with_default(config, path):
-    """Set the key at ``path`` to its default or to another valid value."""
     model, block = Config, config
     *parents, name = path.split(".")
     for key in parents:

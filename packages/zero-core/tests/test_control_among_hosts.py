@@ -58,7 +58,6 @@ def _check(library, rank, world_size, *, is_of_hosts):
     single = torch.tensor(float(rank))
     library.all_reduce(single).wait()
     assert single.item() == sum(range(world_size))
-    # slices of different lengths, some of them empty
     sent = [(3 * rank + target) % 4 for target in range(world_size)]
     received = [(3 * source + rank) % 4 for source in range(world_size)]
     parts = torch.arange(sum(sent)) + 100 * rank

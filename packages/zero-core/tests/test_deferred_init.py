@@ -16,8 +16,6 @@ from zero_core.testing import Case, Hard, assert_same, make_model, on_ranks, sim
 
 
 class Odd(nn.Module):
-    """A model whose constructor uses initialisers, buffers, copies and views."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(5, 7)
@@ -71,7 +69,7 @@ def test_every_value_and_the_generator_are_those_of_an_ordinary_construction(dty
     assert list(found) == list(expected)
     assert all(p.is_meta for p in model.parameters())
     initial = InitialValues(model)
-    for name in reversed(list(expected)):  # any order gives the same values
+    for name in reversed(list(expected)):
         value = initial.of(found[name])
         assert value.dtype == expected[name].dtype, name
         assert torch.equal(value, expected[name]), name

@@ -25,7 +25,6 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memor
 
 
 def _start_gather(direct, shared):
-    """Start a gather of two ranks from newly allocated memory. Returns its work and output."""
     shard = shared.zeros(NUMEL, torch.float32).fill_(direct.rank + 1.0)
     out = torch.zeros(2 * NUMEL)
     return direct.all_gather(out, shard, unit=0, version=0, backward=False), out

@@ -14,7 +14,6 @@ STEPS = 3
 
 
 def _lora():
-    """Return frozen bf16 layers and trained fp32 layers, as in LoRA."""
     model = _Mixed(MIXES["fp32 and bf16"])
     for param in model.parameters():
         param.requires_grad_(param.dtype is torch.float32)
@@ -36,7 +35,7 @@ def test_a_bf16_block_casts_adapters_too_and_keeps_fp32_master_weights():
     initial = _lora().first.weight
     assert not torch.equal(initial.bfloat16().float(), initial)
     found = engine.full_state_dict(dtype=torch.float32)["first.weight"]
-    assert torch.equal(found, initial)  # equals the model's original fp32 bits
+    assert torch.equal(found, initial)
 
 
 class _Shifted(nn.Module):
@@ -106,7 +105,7 @@ APART = {
 def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(ranks, stage):
     plain, batches = _Running(), [rows(number, ranks.rank, 6) for number in range(2 * STEPS)]
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in plain.named_parameters()}
-    for block in plain.blocks:  # bf16 parameters, everything else in fp32
+    for block in plain.blocks:
         block.linear.to(torch.bfloat16)
     inputs = [x.bfloat16() for x in batches]
     losses = _train_masters(plain, masters, OPTIMIZERS["AdamW"](masters.values()), ranks, inputs, 2)
@@ -181,8 +180,6 @@ MIXES = {
 
 
 class _Mixed(nn.Module):
-    """A root and blocks with linear maps of ``dtypes``."""
-
     def __init__(self, dtypes, depth=2):
         super().__init__()
         with seeded(0):

@@ -40,7 +40,7 @@ def _closed(ranks: SimulatedRanks) -> None:
     for stage in (1, 2):
         engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
         train_steps(engine, 0, 1)
-        engine.close()  # values stay complete on every rank
+        engine.close()
         found = engine.module.state_dict()
         assert_same({name: found[name] for name in expected}, expected)
     engine = zero_core.build(make_model(), Case(2).config(), process_group=ranks)
@@ -81,7 +81,7 @@ def test_a_trained_model_is_given_back_between_two_steps_alone(ranks, stage):
     train_steps(engine, 0, 1)
     expected = engine.full_state_dict()
     model = engine.unwrap()
-    engine.close()  # a second close() is allowed
+    engine.close()
     assert_same(dict(model.state_dict()), expected)
     again = zero_core.build(model, config, process_group=ranks)
     assert_same(again.full_state_dict(), expected)
@@ -95,7 +95,7 @@ def test_a_trained_model_is_given_back_between_two_steps_alone(ranks, stage):
     again.unwrap(drops_partial=True)
     assert_same(dict(model.state_dict()), expected)
     with torch.no_grad():
-        model.gain.fill_(5.0)  # a plain training loop may write values after the engine ended
+        model.gain.fill_(5.0)
     with pytest.raises(RuntimeError, match="engine that has ended"):
         again.unwrap(drops_partial=True)
     assert (model.gain == 5.0).all()
@@ -122,7 +122,7 @@ def _dropped(rank: int, world_size: int) -> None:
     deadline = time.monotonic() + 60.0
     while any(now > then for now, then in zip(held(), before, strict=True)):
         assert time.monotonic() < deadline, f"{held()} held, {before} before"
-        time.sleep(0.05)  # the heartbeat thread may still run
+        time.sleep(0.05)
 
 
 def test_engines_that_are_dropped_without_close_are_freed():

@@ -18,9 +18,8 @@ from zero_core.testing.simulated import on_ranks
 SIMULATED_STEPS = 5  # ranks take different branches in step 5
 WAYS = [(1, False), (3, False), (3, True)]
 """Micro-steps of a step, and whether they add up locally."""
-# Three ranks have uneven shards and run every clipped case. The sums of two ranks are exact, so two
-# ranks run fp32 without clipping. One rank has nothing to shard. In fp16 some steps overflow, and
-# torch's GradScaler skips the same ones. Local accumulation in torch sums in fp16 and skips others.
+# Sums of three ranks round, sums of two ranks are exact, and one rank has nothing to shard. Torch's
+# GradScaler and the engine skip the same fp16 steps, unless torch accumulates locally in fp16.
 GRID_OF = {
     1: [
         Case(accumulation=3, is_local=True),
@@ -42,7 +41,6 @@ GRID_OF = {
         Case(dtype="fp16", clipping=0.5),
     ],
 }
-# Real processes run each dtype, stage and accumulation mode, with and without clipping.
 ON_PROCESSES = {
     2: [
         Case(stage=3),

@@ -33,7 +33,7 @@ def test_average_is_that_of_torch_beside_ddp_at_every_stage(ranks):
     ddp = SimulatedDDP(model, ranks)
     optimizer = adamw(model)
     reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    reference.update_parameters(model)  # the first update copies the values
+    reference.update_parameters(model)
     for step in range(3):
         step_ddp(ddp, optimizer, batch(step, 0, ranks.rank))
         reference.update_parameters(model)

@@ -38,7 +38,7 @@ def _make(ranks, kind):
             model = _model()
     else:
         model = _model()
-        model(**batch(3, 0, 0))["loss"].backward()  # leaves gradients on the parameters
+        model(**batch(3, 0, 0))["loss"].backward()
     model.register_forward_hook(lambda module, args, output: None)
     if kind == "sliced":
         put_in_slices(list(model.parameters()), ranks.connect())
@@ -58,7 +58,6 @@ def _schedule(optimizer):
 
 
 def _result(engine):
-    """Return the weights after two steps of an engine."""
     if isinstance(engine, zero_core.Engine):
         train_steps(engine, 0, 2)
     found = engine.full_state_dict()

@@ -142,7 +142,7 @@ def _resumes_in_stages(ranks, stage, name, folder):
             ranks, model, optimizer=optimizer
         )
         if phase:
-            _run(engine, ranks.rank, phase)  # must be overwritten by load_checkpoint()
+            _run(engine, ranks.rank, phase)
             engine.load_checkpoint(folder)
         _run(engine, ranks.rank, phase)
         engine.save_checkpoint(folder)
@@ -153,7 +153,7 @@ def _resumes_in_stages(ranks, stage, name, folder):
 @pytest.mark.parametrize(
     ("stage", "optimizer"),
     [
-        *((0, "AdamW"), (2, "AdamW")),  # each run changes through all stages
+        *((0, "AdamW"), (2, "AdamW")),
         *((0, "momentum"), (3, "Adagrad"), (3, "whole AdamW"), (0, "whole Adagrad")),
     ],
 )

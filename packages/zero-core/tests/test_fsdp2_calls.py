@@ -160,7 +160,7 @@ def test_parts_are_without_hooks_while_all_blocks_stay_gathered(ranks):
         with torch.enable_grad():
             engine.backward(engine(x))
         engine.step()
-        found = part(x)  # a submodule called directly uses the updated values
+        found = part(x)
         engine(x)
         assert not part._forward_pre_hooks
     assert part._forward_pre_hooks

@@ -43,8 +43,7 @@ NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
         ({"owns_grads": True, "is_accumulated": True}, GradientCase.SHARD, SHARDS, (FP32, BF16)),
         ({**ALONE, "owns_grads": True}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
         ({**ALONE, **ADDED, "adds_grads": False}, GradientCase.ALONE, SHARDS, (FP32, BF16)),
-        # A tier accumulates in the communicated dtype unless the user sets another one. At stage 0
-        # the engine accumulates the whole sum of each backward.
+        # By default a tier accumulates in the communicated dtype, and stage 0 the reduced sums.
         ({"stage": 0, **ADDED}, GradientCase.WHOLE_SUM, BOTH, (BF16, FP32)),
         ({"stage": 0, **ADDED, **ASKED}, GradientCase.WHOLE_SUM, BOTH, (FP32, FP32)),
         ({"stage": 1, **ADDED}, GradientCase.PASS_ON_EACH, FULL, (BF16, BF16)),

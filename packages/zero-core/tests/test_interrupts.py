@@ -182,8 +182,6 @@ def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path):
 
 
 class _Failing(MadeTier):
-    """A tier that runs out of memory in an update or in a load."""
-
     fails = ""
 
     def step(self, *args, **kwargs):
@@ -278,7 +276,7 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
         ("NNFBS" * 4, 0),
         ("FBFBFBS" * 3 + "FBS" + "FBFBFBS", 0),  # the last accumulation group of an epoch is short
         ("FBSFBEESEFBSEE", 0),
-        ("FBS" * 3 + "FBZFBS", 0),  # the program zeroes the gradients itself
+        ("FBS" * 3 + "FBZFBS", 0),
         ("FBS" * 3 + "F" + "FBS" * 3, 0),
         ("FBS" * 3 + "NFBS", 0),
         ("FBFBS" + "FBS" * 3, 1),  # the first step has more backwards than later steps

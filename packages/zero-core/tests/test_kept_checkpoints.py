@@ -39,7 +39,7 @@ def test_last_ones_multiples_and_other_names_stay(tmp_path):
     tried = zero_core.prune_checkpoints(tmp_path, keep_last=1, is_trial=True)
     assert tried == ["step-3", "step-5"]
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == tried
-    tmp_path.joinpath("step-6", "manifest.json").write_text("{")  # an unreadable manifest
+    tmp_path.joinpath("step-6", "manifest.json").write_text("{")
     engine.save_checkpoint(tmp_path, "step-99", keep_last=1)  # the tag is not the step's number
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1, prefixes=["best-"]) == best[:5]
     assert _names(tmp_path) == ["best", "best-6", "latest", "run1-6", "step-6", "step-99"]
@@ -82,7 +82,7 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
     (tmp_path / ".latest.saving").write_text("x")
     (tmp_path / ".two.old").mkdir()  # half removed, without its manifest
     (tmp_path / ".two.old" / "exp_avg-00000.safetensors").write_bytes(b"x")
-    (tmp_path / ".mine.old").mkdir()  # a user's folder, not a checkpoint
+    (tmp_path / ".mine.old").mkdir()
     marks = [tmp_path / f".{letter * 32}-0" for letter in "ab"]
     for mark in marks:
         mark.touch()
@@ -132,7 +132,7 @@ def test_links_are_neither_written_through_nor_read(tmp_path):
     assert len({stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()}) == 1
     reader = Reader(place)
     parts = reader.parts("master_weight", "0.weight", 0, 9)
-    reader.read_parts(parts)  # checks the file, which is then replaced
+    reader.read_parts(parts)
     weights = parts[0].path
     weights.rename(tmp_path / "moved")
     weights.symlink_to(tmp_path / "moved")

@@ -43,7 +43,6 @@ def _weights(model):
 
 
 def _write_folder(folder, weights):
-    """Write three files and an index, the usual format of large models."""
     folder.mkdir()
     where = {}
     for index in range(3):
@@ -89,7 +88,7 @@ def _load(ranks, case, how, folder, model, source):
     with engine.gathered(), torch.no_grad():
         for name, param in engine.module.named_parameters():
             assert torch.equal(param, want[name].to(rounded)), name
-    engine(**batch(0, 0, ranks.rank))  # the forward uses the loaded values
+    engine(**batch(0, 0, ranks.rank))
     engine.close()
 
 
@@ -201,7 +200,7 @@ def test_a_damaged_folder_is_refused_before_anything_changes(tmp_path, damage, m
 
 
 def test_several_files_are_read_as_one_and_none_has_a_tensor_of_another(tmp_path):
-    tied = _source().embed.weight.detach()  # stored under each of its two names
+    tied = _source().embed.weight.detach()
     weights = list((_weights(_source()) | {"embed.weight": tied}).items())
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     engine = _engine()
@@ -271,7 +270,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path):
 def test_a_rank_reads_no_more_than_its_shards(tmp_path, monkeypatch):
     save_file(_weights(_source()), tmp_path / "model.safetensors")
     models, read_range = [_fresh("real") for _ in range(3)], weight_files.StoredTensor.read
-    read = Counter()  # bytes read by the thread of each rank
+    read = Counter()
 
     def counted(tensor, first, last):
         read[threading.current_thread().name] += last - first

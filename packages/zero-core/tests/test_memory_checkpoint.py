@@ -183,7 +183,6 @@ def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(monkeypatch):
         # A launcher may itself be started by another launcher.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/1/error.json")
         assert snapshots.find_launcher() == shell.pid
-        # The process ends between the two reads.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/0/error.json")
         monkeypatch.setattr(keeper, "status", lambda process: [])
         assert snapshots.find_launcher() == shell.pid
@@ -230,7 +229,7 @@ def test_copy_under_way_at_close_has_the_values_of_the_last_step(ranks, tmp_path
     engine.resume(tmp_path / "disk")
     expected = _run(engine, 0, 2)
     engine.close()
-    with torch.no_grad():  # after close() the program may write parameters
+    with torch.no_grad():
         for param in engine.module.parameters():
             param.zero_()
     again = _build(ranks, 0, memory)

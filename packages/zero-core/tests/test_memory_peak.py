@@ -59,7 +59,6 @@ def measure(dtype, rows):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @alone
 def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
-    # Return large freed tensors to the system.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     found = measure(dtype, rows)
     with torch.device("meta"):

@@ -81,7 +81,7 @@ def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(ranks, stage)
             assert not each.first.bias.requires_grad
         _assert_is_plain(part)
         assert torch.equal(part[1].weight, state["blocks.1.1.weight"])
-        if ranks.rank == ranks.size - 1:  # other ranks need not take part
+        if ranks.rank == ranks.size - 1:
             _trains_alone(copied, state)
 
 

@@ -46,7 +46,7 @@ class _Odd(Tower):
         if self.way == "shared":
             return super().forward(x) + self.last(x).square().mean()
         x = self.first(x)
-        if self.way == "in parts":  # blocks run in an order unlike their registration
+        if self.way == "in parts":
             for block in (*self.blocks[2:], *self.blocks[:2]):
                 for part in block:
                     x = part(x)
@@ -100,7 +100,7 @@ class _Structured(nn.Module):
     def forward(self, given):
         start, middle, end = self.blocks
         out = end(middle(start(given)), scale=0.5)
-        assert out.extra is not None  # an output that no loss uses
+        assert out.extra is not None
         return {"loss": out.hidden.square().mean(), "state": out}
 
 
@@ -159,8 +159,6 @@ class _Branches(nn.Module):
 
 
 class _Scaled(nn.Module):
-    """A parametrization that scales a weight by a constant, or by a trained parameter."""
-
     def __init__(self, is_trained=False):
         super().__init__()
         self.factor = nn.Parameter(torch.tensor(0.5)) if is_trained else 2.0
@@ -197,7 +195,7 @@ def _layered():
 
 
 def _changed(model, which):
-    with seeded(4):  # spectral norms draw random numbers
+    with seeded(4):
         for module in list(model.modules()):
             if isinstance(module, nn.Linear):
                 CHANGES[which](module)
@@ -225,11 +223,10 @@ def _with_hooks_of_root():
 
 
 def _with_tensor_hooks():
-    """Return a tower whose tensor hooks halve and clamp gradients."""
     model = make_tower()
     model.blocks[0][0].weight.register_hook(lambda grad: grad * 0.5)
     model.blocks[1][3].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    model.blocks[1][0].requires_grad_(False)  # half a block stays frozen
+    model.blocks[1][0].requires_grad_(False)
     return model
 
 
@@ -258,8 +255,6 @@ def _in_dict(number, rank, dtype=torch.float32):
 
 
 class Use(NamedTuple):
-    """A model, its inputs by number and rank, and additional config keys."""
-
     make: Callable[[], nn.Module]
     draw: Callable[[int, int], Inputs] = rows
     top: Mapping[str, Any] = {}
@@ -298,7 +293,7 @@ USES = {
     "mixtures": Use(MixtureModel, _routed),
     "mixture alone": Use(_of(_Alone), _routed),
     "mixture as a leaf": Use(_of(_Alone, "mixture"), _routed),
-    "experts as a leaf": Use(_of(_Alone, "mixture.experts"), _routed),  # has no forward
+    "experts as a leaf": Use(_of(_Alone, "mixture.experts"), _routed),
     "mixture at the root": Use(_of(_AtRoot), _routed),
     "mixtures left out": Use(MixtureModel, MIXTURES_LEFT_OUT, steps=4, accumulation=2),
     "mixtures left out, recomputed": Use(MixtureModel, MIXTURES_LEFT_OUT, RECOMPUTED, steps=4),
@@ -361,7 +356,6 @@ def test_accumulation_hook_sees_the_gradient_only_when_registered_before_build(r
 
 
 def _penalized(model, number, rank):
-    """Return a loss with penalties on its first and second derivatives."""
     x = rows(number, rank).requires_grad_()
     out = model(x)
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
@@ -370,7 +364,6 @@ def _penalized(model, number, rank):
 
 
 def _of_two_forwards(model, number, rank):
-    """Return a loss of two forwards, each of which leaves out a block on all ranks but rank 0."""
     left_out = [(3, None), (None, 3), (1, 3), (0, 2)][number]
     used = [[b for b in range(4) if b != block or rank == 0] for block in left_out]
     return sum(model(rows(number, rank), blocks) for blocks in used)

@@ -21,7 +21,6 @@ def config_of(stage, **more):
 
 
 def halves(model):
-    """Return the trained matrices and the other trained parameters."""
     tag_matrices(model.named_parameters())
     params = [p for p in model.parameters() if p.requires_grad]
     return ([p for p in params if p.use_muon == flag] for flag in (True, False))

@@ -34,7 +34,6 @@ def micro_step(engine, ranks, step, micro=0):
 
 
 def train(ranks, case, parts, non_blocking, done):
-    """Train, with ``parts`` offloaded and reloaded after every micro-step."""
     engine = case.build(ranks)
     losses = []
     for step, micro in itertools.product(range(2), range(case.accumulation)):
@@ -83,7 +82,7 @@ def _measure(ranks, stage, done):
     done.wait()
     assert _allocated(ranks) - before < 0.01 * held
     engine.reload_states()
-    assert 0.9 * held < _allocated(ranks) - before <= 1.01 * held  # pools have their original size
+    assert 0.9 * held < _allocated(ranks) - before <= 1.01 * held
     for part in zero_core.StatePart:
         engine.offload_states([part])
         done.wait()
@@ -106,7 +105,7 @@ def test_what_needs_the_states_says_so(ranks, stage):
     inputs = batch(1, 0, ranks.rank)
     loss = engine(**inputs)["loss"]
     engine.offload_states()
-    engine.offload_states()  # a second call does nothing
+    engine.offload_states()
     advice = "parameters.* are offloaded: call reload_states"
     verbs = [
         lambda: engine(**inputs),
@@ -136,7 +135,7 @@ def test_what_needs_the_states_says_so(ranks, stage):
     with pytest.raises(RuntimeError, match=f"inplace operation|{advice}"):
         loss.backward()
     engine.reload_states()
-    engine.reload_states()  # a second call does nothing
+    engine.reload_states()
     with pytest.raises(ValueError, match=r"lp_params.*optimizer_states"):
         engine.offload_states(["lp_params"])
     with engine.gathered(), pytest.raises(RuntimeError, match=r"within .*gathered"):

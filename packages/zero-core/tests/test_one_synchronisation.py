@@ -33,7 +33,7 @@ class Training(Case):
     def config(self):
         optimizer = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
         config = {**super().config(), "optimizer": optimizer}
-        config["fp16"]["initial_scale_power"] = 17  # overflows in the first steps
+        config["fp16"]["initial_scale_power"] = 17
         return config
 
 
@@ -64,7 +64,6 @@ def blocks_of(number, *, is_twice=False):
 
 
 def train(ranks, case):
-    """Return the number of host waits in each applied step, and the results of all steps."""
     model = make(is_twice=case.is_twice)
     engine = case.build(ranks, model)
     is_late = ranks.device.type == "late"
@@ -124,7 +123,6 @@ def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size
 
 
 def _order_of_a_step(engine):
-    """Return the update's kernel and the host's wait in launch order."""
     engine.backward(engine(torch.ones(2, WIDTH, device="late")))
     late_device.start_trace()
     engine.step()
@@ -138,7 +136,7 @@ def test_the_update_is_enqueued_before_the_host_reads_the_decision():
     late_device.load()
     engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
-    engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change groups, so wait first
+    engine.optimizer.register_step_pre_hook(lambda *_: None)
     assert _order_of_a_step(engine) == ["wait", "aten::_fused_adamw_"]
     engine.close()
 

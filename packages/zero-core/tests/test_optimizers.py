@@ -19,7 +19,6 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 
 
 def adam_of_the_paper(start, grads, *, is_adamw):
-    """Apply Adam without bias correction, in float64."""
     value = start.double()
     first = second = torch.zeros_like(value)
     for grad in grads:

@@ -136,7 +136,7 @@ def _step_with_late_ranks(ranks, steps, case, edits):
         values = control.gather(own).view(ranks.size, -1)
         assert (values == values[0]).all(), (step, edit)
     if case == Case():
-        close = 0.0 if ranks.size == 2 else 1e-5  # gloo sums in another order
+        close = 0.0 if ranks.size == 2 else 1e-5
         found, values = (dict(m.named_parameters()) for m in (model, wanted))
         torch.testing.assert_close(found, values, rtol=close, atol=close)
     engine.close()
@@ -180,7 +180,7 @@ def _reads(ranks, case, *, is_read):
     engine = case.build(ranks)
     for step in range(STEPS):
         for micro in range(case.accumulation):
-            if case.num_backwards == 2:  # the first graph's gradient is read in between
+            if case.num_backwards == 2:  # reads the gradient between the backwards of two graphs
                 engine.scale(engine(**batch(step, 5, ranks.rank))["loss"]).backward()
             if is_read and micro < case.accumulation - 1:
                 assert not any(_read(engine.module).values())

@@ -146,7 +146,7 @@ def _construct(ranks, folder, models):
         engine = _case().build(ranks, model, param_tier=Shelf, **keys)
         engine.export_safetensors(Path(folder) / "again")
         assert_same(load_file(Path(folder) / "again" / "model.safetensors"), expected)
-        assert engine.memory_report()["gathered units"] == 0  # the export gathered nothing
+        assert engine.memory_report()["gathered units"] == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -209,7 +209,7 @@ def test_a_plan_counts_what_rests_and_what_travels(ranks):
             held.pop("exchange buffers", None)  # simulated ranks share no memory
             assert held == {k: plan.memory.device[k] for k in held}
             root, block, *_ = engine.layout.segments
-            if not threshold:  # two blocks and the root
+            if not threshold:
                 whole = [root.padded_numel, block.padded_numel, block.padded_numel]
                 assert held["gathered units"] == block.dtype.itemsize * sum(whole)
 

@@ -57,7 +57,7 @@ CASES_OF = {
     2: [*((Frozen, config) for config in CONFIGS), *((Tailed, c) for c in CONFIGS[1:8:2])],
     3: [(Frozen, config) for config in (*CONFIGS[8:12], *CONFIGS[-2:])],
 }
-PASSING = {"parameter gradient", "micro-step gradient"}  # freed before a step ends
+PASSING = {"parameter gradient", "micro-step gradient"}
 
 
 def _tier_bytes(engine):
@@ -75,7 +75,6 @@ def _tier_bytes(engine):
 
 
 def _check_all(ranks, plans):
-    """Compare plans with engines: bytes held after two steps, and bytes sent in the second step."""
     for (model, config), planned in zip(CASES_OF[ranks.size], plans, strict=True):
         engine = zero_core.build(model(), config, process_group=ranks)
         num_micro_steps = 2 * engine.gradient_accumulation_steps
@@ -241,7 +240,6 @@ def test_advice_raises_the_stage_before_it_offloads_and_has_numbers_where_nothin
 
 
 def _plan_tower(config, world_size=2, **how):
-    """Plan blocks of equal size. Returns `Any`, because ``best`` may be None."""
     with torch.device("meta"):
         model, x = Tower(4, 64), torch.zeros(config["train_micro_batch_size_per_gpu"], 32, 64)
     return zero_core.plan(model, config, world_size, example_inputs=[x], **how)
@@ -258,7 +256,7 @@ def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fit
     smaller = _plan_tower(config, device_memory=least - 1)
     assert smaller.best.micro_batch < 64
     assert smaller.best.micro_batch * smaller.best.micro_steps == 64
-    for best in (found.best, smaller.best):  # as a configuration, the plan is equal
+    for best in (found.best, smaller.best):
         again = dataclasses.replace(_plan_tower(best.apply(config)).configured, is_fitting=True)
         assert dataclasses.replace(again, is_varied=True) == best
 

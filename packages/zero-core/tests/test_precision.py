@@ -99,7 +99,6 @@ class _Scaled(nn.Module):
 
 
 def _told_here(caplog):
-    """Return the log messages of this rank's thread."""
     return [r.getMessage() for r in caplog.records if r.thread == threading.get_ident()]
 
 

@@ -37,7 +37,6 @@ def _connect(group: dist.ProcessGroup | None) -> DeviceCollectives:
 
 
 def _check(collectives: Any) -> None:
-    """Gather and sum over all ranks of ``collectives``."""
     rank, size = collectives.rank, collectives.world_size
     out = torch.empty(size)
     shard = torch.full((1,), float(rank))
@@ -131,7 +130,6 @@ def _connect_on(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
 def _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails(
     rank: int, world_size: int
 ) -> None:
-    """The engines use the accelerator's collectives over gloo."""
     build: Any = import_module("zero_core.building")
     build.make_transport = _connect_on
     num_groups = count_groups()
@@ -142,7 +140,7 @@ def _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails(
         engine.backward(engine(torch.ones(1, 5)).square().sum())
         engine.step()
         getattr(engine, end)()
-        dist.barrier()  # close() does not wait for other ranks
+        dist.barrier()
         assert count_groups() == num_groups
 
     def no_tier(**own: Any) -> Any:
@@ -173,7 +171,7 @@ def _the_groups_of_an_engine_that_is_dropped_end_later(rank: int, world_size: in
     assert count_groups() == num_groups + (4 if rank != 1 else 2)
     if rank != 1:
         del dropped
-    assert count_groups() == num_groups + (4 if rank != 1 else 2)  # finalizers destroy nothing
+    assert count_groups() == num_groups + (4 if rank != 1 else 2)
     again.close()
     assert count_groups() == num_groups
 

@@ -43,7 +43,6 @@ def _bytes(tensor):
 
 
 def _assert_same_base(model, expected):
-    """Compare bits, dtypes and strides of the weights that modules read."""
     own = dict(model.named_modules())
     for path, module in expected.named_modules():
         weight = getattr(module, "weight", None)
@@ -119,7 +118,7 @@ def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
         ("places", torch.arange(4).view(1, 4)),
     ):
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
-    module.register_buffer("tied", module.head.weight)  # registers a parameter as a buffer too
+    module.register_buffer("tied", module.head.weight)
     Case(3, "bf16").build(model=module)
     assert module.weight.dtype == module.head.weight.dtype == torch.bfloat16
     assert module.count.dtype == module.places.dtype == torch.int64

@@ -94,7 +94,7 @@ def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(ranks):
         expected = r"rank 1: the forward of unit 1 \(blocks.0\) raised ArithmeticError: a batch of"
         with pytest.raises(zero_core.CollectiveError, match=expected):
             engine.backward(engine(x))
-    os._exit(0)  # a failed rank exits without waiting for other ranks
+    os._exit(0)
 
 
 @on_processes(2)

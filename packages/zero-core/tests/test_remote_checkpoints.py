@@ -150,7 +150,7 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     engine = build_small()
     assert engine.resume(objects) == {}
     assert engine.global_steps == (1 if last == NUM_WRITES else 0)
-    engine.save_checkpoint(objects, "two")  # the killed save's files remain in the folder
+    engine.save_checkpoint(objects, "two")
     assert zero_core.verify_checkpoint(str(objects))
 
 

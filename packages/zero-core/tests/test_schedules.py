@@ -79,7 +79,7 @@ def test_rates_are_those_of_the_closed_form(name, params, expected, caplog):
     for step, _ in enumerate(expected[0]):
         found.append([group["lr"] for group in optimizer.param_groups])
         assert schedule.get_last_lr() == found[-1]
-        if step == 2:  # a loaded schedule continues the curve
+        if step == 2:
             saved = optimizer.state_dict(), schedule.state_dict()
             optimizer = optimizer_of(*(0.9 for _ in expected))
             schedule = make_scheduler(optimizer, name, params)
@@ -105,7 +105,8 @@ def test_schedule_goes_on_from_a_given_iteration():
     optimizer = optimizer_of(8.0)
     params = {"warmup_num_steps": 4, "last_batch_iteration": 1, **LINEAR}
     schedule = make_scheduler(optimizer, "WarmupLR", params)
-    assert optimizer.param_groups[0]["lr"] == 8.0  # unchanged, because a load sets it
+    # unchanged, because loading a checkpoint sets the rate
+    assert optimizer.param_groups[0]["lr"] == 8.0
     with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
         schedule.get_last_lr()
     schedule.step()

@@ -64,7 +64,7 @@ def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
     losses = []
     for step in range(STEPS):
         inputs = batch(step, 0, ranks.rank)
-        if not step % 2:  # a shared backward needs the same branches on all ranks
+        if not step % 2:  # a backward through two engines needs the same branches on all ranks
             inputs["use_side"] = True
         if sleeps:  # another program generates samples meanwhile
             for one in everyone:
@@ -75,7 +75,7 @@ def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
             anchor = reference(**inputs)["logits"]
             advantage = reward(**inputs)["logits"].mean() - critic(**inputs)["logits"].mean()
         of_policy = divergence(policy(**inputs)["logits"], anchor) - advantage * 0.1
-        if step % 2:  # separate backwards, or one of a combined loss below
+        if step % 2:
             policy.backward(of_policy)
             policy.step()
         of_critic = (critic(**inputs)["logits"].mean() - advantage).square()
@@ -109,7 +109,7 @@ def test_the_engine_of_a_parameter_is_found(ranks, stage):
     train_steps(engine, 0, 1)
     assert zero_core.engine_of(engine.module.embed.weight) is engine
     assert engine.owns(other.module.embed.weight) is None
-    assert engine.owns(engine.module.head.weight) == "embed.weight"  # the first of its names
+    assert engine.owns(engine.module.head.weight) == "embed.weight"
 
 
 def test_a_model_has_one_engine_at_a_time():

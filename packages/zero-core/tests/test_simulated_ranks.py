@@ -86,7 +86,7 @@ def test_only_pinned_copies_do_not_block():
         device = host.to(DEVICE, non_blocking=True)
         address = host.data_ptr()
         del host
-        other = torch.zeros(100, pin_memory=True)  # not the copied memory
+        other = torch.zeros(100, pin_memory=True)
         assert other.data_ptr() != address
         assert late_device.counters(1).syncs == {}
     assert device.tolist() == list(range(100))

@@ -172,6 +172,6 @@ def test_wrapped_models_have_the_names_of_the_model(ranks, tmp_path):
         assert load_file(folder / "export" / "model.safetensors").keys() == state.keys()
         fresh = zero_core.build(_net(is_wrapped=True), config, pretrained=folder / "export")
         assert_same(fresh.full_state_dict(), state)
-        for name, param in engine.module.named_parameters():  # names of wrappers work
+        for name, param in engine.module.named_parameters():
             own = zero_core.engine_of(param).owns(param)
             assert torch.equal(engine.states.get_full(name), state[own])

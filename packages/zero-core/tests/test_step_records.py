@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(tmp_pat
     engine.record(tmp_path)
     _step(engine)
     size = (tmp_path / FILE.format(rank=0)).stat().st_size
-    with files_up_to(size + 10):  # the file system refuses further bytes
+    with files_up_to(size + 10):
         _step(engine)
     _step(engine)
     engine.close()
@@ -214,7 +214,7 @@ def test_records_are_read_of_a_regular_file_of_bounded_size(tmp_path):
         read_records(path)
     path.unlink()
     with path.open("wb") as file:
-        file.truncate(2**30 + 1)  # a sparse file
+        file.truncate(2**30 + 1)
     with pytest.raises(ValueError, match="read up to 1073741824"):
         read_records(path)
 
@@ -242,7 +242,6 @@ def test_a_line_cut_short_and_a_later_version(tmp_path):
 def test_end_of_a_program_that_closes_no_engine_is_recorded(
     tmp_path, monkeypatch, error, what, text
 ):
-    # Simulate the interpreter's exit, with or without an uncaught error.
     engine = _build()
     engine.record(tmp_path)
     _step(engine)

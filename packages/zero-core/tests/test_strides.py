@@ -17,8 +17,6 @@ STEPS = 3
 
 
 class _Convolutions(nn.Module):
-    """Convolutions, some of them in blocks, and a column-major matrix."""
-
     def __init__(self, *, is_channels_last=True):
         super().__init__()
         with seeded(7):
@@ -122,7 +120,7 @@ def _loads(ranks, folder, stage, kind, is_channels_last):
     with engine.gathered():
         module = {n: v.float() for n, v in engine.module.state_dict().items()}
     assert_same(module, {n: loaded[n] for n in module})
-    _train(engine, ranks.rank, range(2, 3))  # loaded states fit the kernels
+    _train(engine, ranks.rank, range(2, 3))
     fresh = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
     zero_core.load_pretrained(fresh, folder / "export")
     return loaded, {n: v.float() for n, v in fresh.full_state_dict().items()}

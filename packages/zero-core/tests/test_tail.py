@@ -39,8 +39,6 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """A model with a large head, which forward uses in the given ``way``."""
-
     def __init__(self, way="plain", rank=0):
         super().__init__()
         self.way, self.rank = way, rank
@@ -92,7 +90,7 @@ def _units(model):
 def test_what_may_be_used_elsewhere_stays_in_the_root(monkeypatch):
     monkeypatch.setattr(discovery, "MIN_TAIL_NUMEL", 1)
     model = _Net()
-    model.gain = nn.Parameter(torch.ones(1))  # belongs to the model itself, not to a submodule
+    model.gain = nn.Parameter(torch.ones(1))
     model.embed = nn.Embedding(VOCAB, WIDTH)
     model.head.weight = model.embed.weight
     note_reader(model.blocks[0], model.other.weight)
@@ -275,7 +273,7 @@ def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(ranks
     expected = _Net().head.weight
     if ranks.rank == 0:  # rank 0 alone reads, because a read starts no collective
         assert torch.equal(model.head.weight, expected)
-    for _ in range(2):  # after the forward above, and after a forward without a backward
+    for _ in range(2):
         engine.states.set_full("head.weight", expected.detach() / 2)
         with pytest.raises(RuntimeError, match="stage 3 holds only"):
             model.head.weight.sum()

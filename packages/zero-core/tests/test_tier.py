@@ -34,8 +34,6 @@ class InTurns(DeviceTier):
 
 
 class Allocations(TorchDispatchMode):
-    """Tracks the bytes of live tensors that operations create, and their peak."""
-
     def __init__(self):
         super().__init__()
         self._sizes = {}
@@ -127,7 +125,8 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
         for param, grad in zip(params, _parts(_drawn(10 + step)), strict=True):
             param.grad = grad
         beside = [p for p in params if p is not params[4]]
-        for some in (beside, params[4:5]):  # torch creates states for a whole call or not
+        # torch creates states for all parameters of a call, or for none
+        for some in (beside, params[4:5]):
             plain.param_groups[0]["params"] = some
             plain.step()
     for mine, theirs in zip(_parts(_read(tier)), params, strict=True):

@@ -24,8 +24,6 @@ TILED = {
 
 # A language model with modules that can be tiled and untied logits.
 class _Mlp(nn.Module):
-    """A module with a parameter outside its submodules."""
-
     def __init__(self, width):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(width))
@@ -301,7 +299,7 @@ def test_wrong_names_are_errors(block, message):
     with pytest.raises(ConfigError, match=message):
         zero_core.build(model, _config(3, tiled_compute=block))
     assert all("forward" not in vars(module) for module in model.modules())
-    zero_core.build(model, _config(3, tiled_compute=TILED))  # no failed build moved it
+    zero_core.build(model, _config(3, tiled_compute=TILED))
 
 
 class _Mixing(nn.Module):

@@ -58,7 +58,7 @@ def _count(environment):
 @on_processes(4)
 def test_each_launcher_tells_its_nodes(ranks):
     rank, half = ranks.rank, str(ranks.rank // 2)
-    assert _count({}) == 4  # all ranks share one host
+    assert _count({}) == 4
     assert _count({"LOCAL_WORLD_SIZE": "4"}) == 4
     assert _count({"LOCAL_WORLD_SIZE": "2"}) == 2
     assert _count({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": half, "RANK": str(rank)}) == 2
@@ -100,10 +100,9 @@ def test_a_mesh_tells_the_ranks_and_the_nodes(ranks):
     nodes = init_device_mesh("cpu", (2, 2))
     assert _sent(_build(mesh=nodes)) == (2 * shard, shard)
     assert _sent(_build(mesh=init_device_mesh("cpu", (4, 1)))) == (0, 3 * shard)
-    os.environ["LOCAL_WORLD_SIZE"] = "4"  # the mesh wins over the launcher
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
     assert _sent(_build(mesh=nodes)) == (2 * shard, shard)
     assert _sent(_build(mesh=flat)) == (3 * shard, 0)
-    # A submesh: each row trains separately.
     part = _build(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
     assert (part.world_size, part.rank) == (2, ranks.rank % 2)
     deep = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
@@ -133,7 +132,7 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         dist.init_process_group("cpu:gloo,late:gloo", store=store, rank=0, world_size=1)
     assert _found() == "late:0"
-    assert _found(LOCAL_RANK="2") == "late:2"  # torchrun's LOCAL_RANK is the default
+    assert _found(LOCAL_RANK="2") == "late:2"
     assert _found(LOCAL_RANK="3") == "late:2"  # the device that the program selected wins
     torch.accelerator.set_device_index(0)
     assert _found(LOCAL_RANK="7") == "late:0"  # the launcher set CUDA_VISIBLE_DEVICES for each rank
@@ -146,7 +145,6 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
 
 
 def _devices(rank, world_size):
-    """Check devices of ranks on hosts with two ranks each, without device collectives."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host{rank // 2}")
         group = dist.new_group([0, 2, 3])
@@ -155,7 +153,6 @@ def _devices(rank, world_size):
             if rank != 1:
                 position = [0, 2, 3].index(rank)
                 check_devices(Ranks(group, position, 3, torch.device("xpu", rank)))
-        # Equal device numbers on different hosts are different devices.
         check_devices(Ranks(None, rank, world_size, torch.device("xpu", rank % 2)))
         found = r"found ranks \[2, 3\] on xpu:0 of host1\. Start the ranks by torchrun"
         with pytest.raises(ConfigError, match=found):

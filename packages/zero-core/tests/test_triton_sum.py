@@ -39,7 +39,6 @@ def _run(act, slices, out_dtype):
 
 
 def _spoil(slices):
-    """Insert NaN, infinities of opposite sign, and values whose sum overflows."""
     num_slices, numel = slices.shape
     slices[0, numel // 2] = torch.inf
     slices[-1, numel // 2] = -torch.inf

@@ -88,8 +88,6 @@ def test_a_plan_counts_both_levels_and_their_buffer(dtype):
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operators that move data, and the bytes that they read and write."""
-
     VIEWS = frozenset({"view", "slice", "select", "unbind", "transpose", "empty", "detach"})
 
     def __init__(self):
@@ -120,7 +118,7 @@ def _device(rank, world_size, per_node):
         return Mock(rank=rank, world_size=size, subgroup=subgroup)
 
     def launch(job, *, is_reduction):
-        job()  # runs in the calling thread, where the counter is active
+        job()
         return Mock()
 
     meter = Meter(Links(world_size, per_node, is_ring=True))

@@ -83,7 +83,6 @@ _FILES = {
 
 
 def _make_up(source, folder, edit):
-    """Copy a checkpoint, apply ``edit``, and recompute the checksums."""
     shutil.copytree(source, folder)
     (place,) = (path for path in folder.iterdir() if path.is_dir())
     content = json.loads((place / MANIFEST).read_bytes())

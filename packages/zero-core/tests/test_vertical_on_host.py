@@ -98,7 +98,6 @@ def test_host_memory_is_what_was_planned(ranks):
 
 
 def _rise(ranks, steps):
-    """Return the rise of device memory during a step, in bytes."""
     config = _config(steps=steps, accumulation_schedule="vertical")
     engine = zero_core.build(_Net(), config, process_group=ranks)
     batches = _batches(1, ranks, steps)
@@ -146,10 +145,6 @@ def test_plan_counts_gradients_of_all_micro_batches_or_two_beside_the_host():
 
 
 class _Narrowing(nn.Module):
-    """Blocks of narrowing inputs. The code between blocks saves an input, which stays on the
-    device.
-    """
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64 >> n, 32 >> n) for n in range(3))

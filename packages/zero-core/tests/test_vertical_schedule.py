@@ -29,8 +29,6 @@ def _mlp():
 
 
 class _Net(nn.Module):
-    """Blocks that ``way`` connects by code between them."""
-
     def __init__(self, way, block):
         super().__init__()
         with seeded(1):
@@ -47,8 +45,6 @@ class _Net(nn.Module):
 
 
 class _UnevenBlock(nn.Module):
-    """A block that returns a mapping with a second output for the loss, like an MoE router."""
-
     def __init__(self):
         super().__init__()
         self.inner, self.side = _mlp(), nn.Linear(WIDTH, WIDTH)
@@ -165,7 +161,7 @@ WAYS = {
     "reversed": _in_order(3, 2, 1, 0),
     "left out": _in_order(0, 1),
     "boxed": _boxes,
-    "stashed": lambda net, x: _plain(net, x) + net.stashed,  # set by a block
+    "stashed": lambda net, x: _plain(net, x) + net.stashed,
     "reads another": _reads_another,
     "a weight with a hook": _ties,
     "a weight with a hook and dropout": lambda net, x: _drops(net, x) + net.first.weight.sum(),
@@ -196,7 +192,6 @@ def _make(kind):
 
 
 def _batches(step, rank=0, number=3):
-    """Draw micro-batches of different sizes."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randn(2 + micro, 4, WIDTH, generator=generator) for micro in range(number)]
 
@@ -206,7 +201,7 @@ def _train(model, config, ranks):
     seen = []
     for step in range(STEPS):
         loss = engine.train_batch(_batches(step, engine.rank)).item()
-        seen.append((loss, repr(engine.get_global_grad_norm())))  # repr: NaN differs from NaN
+        seen.append((loss, repr(engine.get_global_grad_norm())))
     values = engine.full_state_dict(dtype=torch.float32)
     engine.close()
     return seen, engine.skipped_steps, values
@@ -263,7 +258,7 @@ CASES_OF = {
     1: [("compiled", {"activation_checkpointing": again}, "vertical") for again in (None, {})],
     2: [
         *(("dropout", {"world_size_invariant": is_so}, "vertical") for is_so in (False, True)),
-        ("a weight with a hook and dropout", {}, "auto"),  # "auto" falls back, for the hook
+        ("a weight with a hook and dropout", {}, "auto"),  # the hook makes "auto" fall back
     ],
 }
 

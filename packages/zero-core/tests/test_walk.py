@@ -13,8 +13,6 @@ SOURCE = Path(zero_core.__file__).parent
 
 
 class _Walk:
-    """Counts files, classes and calls of this package, except those below `Communicator`."""
-
     def __init__(self):
         self.files = set()
         self.classes = set()
@@ -30,7 +28,7 @@ class _Walk:
         self.num_calls += 1
         self.files.add(name)
         outer, *inner = frame.f_code.co_qualname.split(".")
-        if inner and inner[0] != "<locals>":  # methods only, no nested functions
+        if inner and inner[0] != "<locals>":
             self.classes.add(f"{name} {outer}")
 
 

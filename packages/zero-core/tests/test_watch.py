@@ -38,7 +38,6 @@ class _Ranks:
             self.watches.append(watch)
 
     def tick(self, until):
-        """Advance the time to ``until``, with a tick for each interval."""
         step = self.watches[0].interval_s
         while self.now + step <= until:
             self.now += step
@@ -86,7 +85,7 @@ def healthy(num_steps, size):
     chance = random.Random(1)
     for step in range(num_steps):
         for number, doing in enumerate(FORWARD):
-            compiled = 60.0 if step == 0 else 0.0  # compilation takes 60 s on each rank
+            compiled = 60.0 if step == 0 else 0.0
             wait = f"all_gather of unit {number + 1}"
             yield [(doing, wait, compiled + chance.random() / 9) for _ in range(size)]
             # Rank 1 is slow in four units in a row. The other ranks wait for 24 s.
@@ -179,7 +178,7 @@ def test_a_store_that_does_not_answer_is_named_and_blocks_neither_thread(caplog)
     watch.tick(begin + 1.0)
     assert watch.explain().startswith("rank 0 of the job has not answered for ")
     assert not caplog.records
-    watch.tick(begin + 10.0)  # the watch thread continues
+    watch.tick(begin + 10.0)
     (record,) = caplog.records
     assert "all_gather of unit 1 has not ended for 10.0 s: rank 0 of the job has" in record.message
     store.has_resumed.set()
@@ -212,7 +211,7 @@ def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(size, caplog, 
     ranks.tick(ranks.now + 20 * WITHIN_S)
     more = [board.num_read - num for board, num in zip(ranks.boards, before, strict=True)]
     assert max(more) <= 9 * 60
-    assert len(caplog.records) == size - 1  # each waiting rank has reported the silent rank
+    assert len(caplog.records) == size - 1
 
 
 def test_heartbeat_file_has_the_last_step(tmp_path, monkeypatch):

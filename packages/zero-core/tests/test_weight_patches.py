@@ -162,7 +162,7 @@ def test_a_receiver_that_is_too_far_behind_takes_all(ranks):
     with pytest.raises(zero_core.CheckpointError, match="newer"):
         zero_core.apply_patch(receiver, late, version=9)
     assert zero_core.apply_patch(receiver, whole) == 3
-    assert zero_core.apply_patch(receiver, late) == 3  # again, without effect
+    assert zero_core.apply_patch(receiver, late) == 3
     expected = {n: p.detach() for n, p in engine.module.named_parameters()}
     if engine.world_size == 1:
         assert all(torch.equal(p, expected[n]) for n, p in receiver.named_parameters())
@@ -209,7 +209,7 @@ def test_a_damaged_or_foreign_patch_changes_nothing():
             zero_core.apply_patch(other, taken, version=None if other is larger else 0)
     assert_same(receiver.state_dict(), before)
     with torch.no_grad():
-        receiver[0].weight.mul_(1.5)  # changed without a patch
+        receiver[0].weight.mul_(1.5)
     before = copy.deepcopy(receiver.state_dict())
     with pytest.raises(zero_core.CheckpointError, match="something else has changed it"):
         zero_core.apply_patch(receiver, patch, version=0)
@@ -235,9 +235,8 @@ def _to_folder(ranks, folder, num_files):
             given = None if number else 0  # for later patches the folder records the version
             zero_core.apply_patch(folder, folder.parent / "patch.safetensors", version=given)
             if num_files > 1 and number:
-                # All patched files are new files.
                 assert len(set(folder.iterdir()) - there) == num_files
-            assert zero_core.apply_patch(folder, patch) == version  # again, without effect
+            assert zero_core.apply_patch(folder, patch) == version
             assert len(list(folder.glob("*.safetensors"))) == num_files
             assert not list(folder.glob("*.tmp"))
         values = engine.full_state_dict(rank=0)

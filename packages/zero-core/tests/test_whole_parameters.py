@@ -46,8 +46,6 @@ class LionLike(Own):
 
 
 class Shampoo(Own):
-    """An optimizer with one factor per dimension, whose step is scaled by the gradient's norm."""
-
     def update(self, param, state, group):
         if not state:
             state["factors"] = [torch.eye(n) * 1e-2 for n in param.shape]
@@ -164,7 +162,7 @@ def _resumes(ranks, name, stages, folder, sizes):
     engine = engine_of(make, stages[1], ranks)
     engine.load_checkpoint(folder)
     assert engine.optimizer.param_groups[0].get("num_calls", 2) == 2
-    if name == "of two kinds":  # numbers stay numbers when they are saved next to sliced tensors
+    if name == "of two kinds":
         counts = [repr(state["count"]) for state in engine.optimizer.state.values()]
         assert max(counts) == "2"
     assert_same(trained(engine, ranks.rank, range(2, 4)).full_state_dict(), expected)
@@ -261,8 +259,6 @@ def test_state_that_is_no_tensor_is_refused_by_what_it_is():
 
 
 class Deep(nn.Module):
-    """Blocks with matrices of equal size that cross shard boundaries."""
-
     def __init__(self, depth=6, width=48):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
@@ -329,8 +325,6 @@ def test_a_class_that_nobody_knows_is_warned_of_where_ranks_update_different_one
 
 
 class Sliced(Own):
-    """An optimizer with a sliced momentum and a step count."""
-
     def is_elementwise_group(self, group):
         return group["decay"] == 0
 

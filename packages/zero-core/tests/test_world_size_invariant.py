@@ -17,7 +17,6 @@ MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
 
 
 def batch(step, number):
-    """Return a micro-batch by its number in the step. Some do not use all parameters."""
     generator = torch.Generator().manual_seed(100 * step + number)
     return {
         "ids": torch.randint(0, 37, (2, 9), generator=generator),
@@ -66,7 +65,6 @@ def assert_same_bits(one, other):
 
 
 def plain_torch(_):
-    """Train in one process without an engine, as the oracle."""
     model = make_model(WIDTH)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(params.values(), lr=1e-2, weight_decay=0.1, fused=True)
@@ -132,7 +130,7 @@ def test_accelerators_on_nodes_have_the_bits_of_one_host():
 def test_sums_of_powers_are_exact_in_any_order_and_show_what_is_not_finite():
     numel = 40 * CHUNK_NUMEL
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    values *= torch.logspace(-12, 3, numel)  # makes chunks of very different magnitude
+    values *= torch.logspace(-12, 3, numel)
     whole = bin_powers(chunk_norms(values))
     for num_chunks in (20, 14, 1):  # chunks per rank
         shards = values.split(num_chunks * CHUNK_NUMEL)
@@ -216,6 +214,6 @@ def test_a_micro_batch_that_is_repeated_draws_the_same_numbers():
 def test_two_gradients_of_a_parameter_in_one_backward_are_refused(ranks):
     model = make_tower(1, recompute="reentrant")
     engine = zero_core.build(model, config(ranks.size), process_group=ranks)
-    out = engine(torch.ones(1, 7, requires_grad=True), (0, 0))  # runs the only block twice
+    out = engine(torch.ones(1, 7, requires_grad=True), (0, 0))
     with pytest.raises(RuntimeError, match="two gradients in one backward"):
         engine.backward(out.sum())

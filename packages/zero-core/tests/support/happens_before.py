@@ -35,8 +35,6 @@ class _Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two unordered accesses to the same memory."""
-
     address: int  # of the first byte
     first: str  # the earlier operation in the trace, with its stream
     second: str  # the later operation, with its stream

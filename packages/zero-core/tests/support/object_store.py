@@ -19,8 +19,6 @@ LAST = "OBJECTS_LAST"
 
 
 class Objects(DirFileSystem):  # type: ignore[misc]
-    """File system of the protocol "objects"."""
-
     protocol = "objects"
     num_written = 0
     is_down = False

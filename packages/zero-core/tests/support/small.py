@@ -9,7 +9,6 @@ import zero_core
 
 
 def build_small(stage: int = 2) -> zero_core.Engine:
-    """Build an engine of a linear map and batch normalization with fixed initial values."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -14,7 +14,6 @@ POINTER = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16", "fp64": "*fp64"}
 
 
 def assembly(kernel: Any, arguments: dict[str, str], constants: dict[str, Any], gpu: str) -> str:
-    """Return PTX or AMD assembly, compiled for aligned pointers and lengths."""
     names = list(kernel.arg_names)
     signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
     aligned = {

@@ -26,8 +26,6 @@ _numbers = itertools.count()
 
 
 class LateWorld(Network):
-    """Ranks of one simulation."""
-
     def __init__(self, world_size: int, timeout_s: float) -> None:
         super().__init__(world_size, timeout_s)
         load()
@@ -137,8 +135,6 @@ class _Started:
 
 @dataclass(frozen=True)
 class LateRanks(Ranks):
-    """The ranks of a simulation on late devices, seen from one of them."""
-
     base: LateLibrary = field(kw_only=True)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
