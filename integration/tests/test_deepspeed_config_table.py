@@ -135,7 +135,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "scheduler.type": {"optimizer": OPTIMIZER},
     "step_records.": {"step_records": {"folder": "runs/mine"}},
 }
-# Blocks outside zero-core's config. They are listed in full, except secrets.
+# Blocks outside zero-core's config, which are reported in full except for secrets.
 OUTSIDE = {key.partition(".")[0] for key in HONOURED}
 # Keys whose value is checked but changes nothing.
 CHECKED_ONLY = {"data_types.param_dtype": "fp16"}

@@ -128,7 +128,7 @@ def test_the_fastest_that_fits_is_chosen_with_reasons_else_the_smallest() -> Non
     content = json.loads(found.to_json())
     assert content["configured"]["step_time"]["spans"]
     assert [table.title for table in found.tables()][-2] == "Predicted step"
-    # The host's update is free. The device's update is too short to matter in a plan.
+    # The host's update is free. The device's update costs less than the plan's tolerance WORTH.
     free_host = {"update__device__float32": Curve.of_rate(1e9)}
     rates = calibration(gather__within=slow_link, reduce__within=slow_link, **free_host)
     found = planned(make_config(3), calibration=rates)

@@ -95,7 +95,7 @@ def record(optimizer):
 
 
 def curve(schedules, kind, name, params):
-    """Record each step of a schedule. A third of the way a new schedule loads the saved state."""
+    """Record each step. After a third of the steps a new schedule loads the saved state."""
     optimizer = make_optimizer(kind)
     fresh = [group["lr"] for group in optimizer.param_groups]
     schedule = getattr(schedules, name)(optimizer, **params)

@@ -180,7 +180,7 @@ def _reads(ranks, case, *, is_read):
     engine = case.build(ranks)
     for step in range(STEPS):
         for micro in range(case.accumulation):
-            if case.num_backwards == 2:  # reads the gradient between the backwards of two graphs
+            if case.num_backwards == 2:  # the gradient is read before the second backward
                 engine.scale(engine(**batch(step, 5, ranks.rank))["loss"]).backward()
             if is_read and micro < case.accumulation - 1:
                 assert not any(_read(engine.module).values())

@@ -14,8 +14,7 @@ from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 class Launch(NamedTuple):
     """A launched collective. Its string form is kind and unit, such as "f0".
 
-    ``kind``: parameters gathered in forward "f" or backward "b", gradients gathered "g" or reduced
-    "r".
+    Kinds: parameters gathered in forward "f", backward "b"; gradients gathered "g", reduced "r".
     """
 
     kind: str
