@@ -307,7 +307,7 @@ def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content:
     "pickled",
     [
         b"\x80\x02cdeepspeed.os\nsystem\n(X\x04\x00\x00\x00trueo.",  # the OBJ opcode calls a class
-        b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",  # 8 exabytes
+        b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",  # allocates 8 EB
         b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",
         b"\x80\x02X\xff\xff\xff\x7fabc.",  # a length beyond the end of the file
         b"\x80\x02" + b"]" * 100,  # no STOP opcode

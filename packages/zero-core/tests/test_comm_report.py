@@ -114,7 +114,7 @@ def test_bytes_sent_between_steps_count_for_the_second(ranks):
     assert after.num_calls == before.num_calls + len(engine.layout.segments)
     assert others == same
     engine.backward(engine(rows(0, engine.rank)))
-    engine.clip_grad_norm_(1.0)  # step() need not repeat its all-reduce
+    engine.clip_grad_norm_(1.0)  # step() need not repeat the all-reduce
     engine.step()
     assert engine.comm_report()[-1].num_calls == 1
     engine.close()

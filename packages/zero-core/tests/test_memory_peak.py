@@ -189,7 +189,7 @@ def test_new_threads_share_the_arenas_unless_the_user_has_set_them():
 
 
 ROOT_WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
-PIECE_BYTES = 1 << 14  # of full_state_dict, for these small models
+PIECE_BYTES = 1 << 14  # full_state_dict gathers pieces of this size
 
 
 def config(stage, dtype, **further):
