@@ -1,4 +1,4 @@
-"""Runs of the train program that several tests share, each made once per test session."""
+"""Runs of the train program, each made once per test session and shared by several tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
 from zero_core.testing import preload, run_alone
-from zero_core.testing.sampled_rows import (  # pytest finds them here
+from zero_core.testing.sampled_rows import (  # re-exported so that pytest finds the hook
     pytest_collection as pytest_collection,
 )
 from zero_core.testing.sampled_rows import (
@@ -35,7 +35,7 @@ from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only
 from zero_engine.train.settings import RunFolder
 
-# What ranks of several test files import, and what takes seconds.
+# Modules that the ranks of several test files import, which takes seconds.
 preload(
     "benchmarks.harness.rank",
     "benchmarks.harness.train",
@@ -63,7 +63,6 @@ Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(autouse=True)
 def _no_kept_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan as a user who has never measured, whoever runs the tests."""
     monkeypatch.setattr(kept, "kept_path", lambda: Path("/nowhere/rates.json"))
 
 
@@ -75,33 +74,29 @@ def environment() -> dict[str, str]:
 def run_program(
     *arguments: str, expected_code: int = 0, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS`` as `run_forked`, with new ranks, and check its exit code."""
     done = run_forked(*arguments, more=more)
     assert done.returncode == expected_code, done.stdout + done.stderr
     return done
 
 
 def own_lines(printed: str) -> list[str]:
-    """Return the lines that programs printed, without those of Gloo in torch 2.10."""
     return [line for line in printed.splitlines() if not line.startswith("[Gloo] ")]
 
 
 def run_here(*arguments: str, expected_code: int = 0) -> str:
-    """Run ``zero-engine ARGUMENTS`` in this process, and return what it prints."""
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == expected_code, done.output
     return done.stdout
 
 
 def refusal_of(*arguments: str) -> str:
-    """Return what ``zero-engine ARGUMENTS`` prints to standard error as it ends with code 2."""
     return run_program(*arguments, expected_code=2).stderr
 
 
 def run_forked(
     *arguments: str, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS`` with ``more`` set, forked from a process with all imports."""
+    """Run ``zero-engine ARGUMENTS``, forked from a process that has imported all modules."""
     with tempfile.TemporaryDirectory() as folder:
         code = 0
         try:
@@ -120,7 +115,6 @@ def _run_into(folder: str, arguments: tuple[str, ...], variables: dict[str, str]
 
 
 def train_forked(*arguments: str, ranks: int = 2) -> None:
-    """Run ``zero-engine train ARGUMENTS`` on forked ranks."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **local_address_only()}
 
     def train(rank: int) -> None:
@@ -133,7 +127,6 @@ def train_forked(*arguments: str, ranks: int = 2) -> None:
 
 @pytest.fixture(autouse=True)
 def process_group_ends_with_the_test() -> Iterator[None]:
-    """End the group of one rank that ``deepspeed.initialize`` makes in a test that starts none."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -141,7 +134,6 @@ def process_group_ends_with_the_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a text file of a few hundred kilobytes."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = [(root / f"{name}.py").read_text(encoding="utf-8") for name in ("argparse", "typing")]
     path = tmp_path_factory.mktemp("text") / "some.txt"
@@ -159,7 +151,7 @@ def tiny_options(text_file: Path) -> tuple[str, ...]:
 def finished_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
 ) -> tuple[RunFolder, str]:
-    """Return a run without a stop, and what it printed: one for all of xdist's workers."""
+    """Return a complete run and its output, shared by all xdist workers."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     root, said = shared / "finished run", shared / "finished run.txt"
@@ -173,7 +165,6 @@ def finished_run(
 
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[tuple[str, ...]]:
-    """Yield the project's loggers, and restore what a configuration has asked of them."""
     names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
     found = [logging.getLogger(name) for name in (*names, "zero_core.optim.train_state", None)]
     before = [(one.level, one.propagate, [*one.handlers]) for one in found]
@@ -182,5 +173,5 @@ def loggers() -> Iterator[tuple[str, ...]]:
     for one, (level, propagate, handlers) in zip(found, before, strict=True):
         one.setLevel(level)
         one.propagate, one.handlers = propagate, handlers
-    for handler, level in levels:  # pytest's own, which capture the next test's messages
+    for handler, level in levels:  # includes pytest's handlers
         handler.setLevel(level)

@@ -1,4 +1,4 @@
-"""The smaller commands, and how each command ends."""
+"""The smaller zero-engine commands, and the exit code of every command."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ def test_reports_are_json_on_request(verb: str) -> None:
 
 
 def _completed(monkeypatch: pytest.MonkeyPatch, request: str, words: str = "") -> None:
-    """Run ``zero-engine`` as a shell does for its completion."""
     asked = {"_ZERO_ENGINE_COMPLETE": request, "COMP_WORDS": words, "COMP_CWORD": "1"}
     for name, value in {**asked, "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -121,7 +120,6 @@ class _Terminal(io.StringIO):
 
 
 def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first rank's stderr shows it."""
     shown = {}
     monkeypatch.setenv("TERM", "xterm")
     for is_terminal, rank in ((True, "0"), (True, "1"), (False, "0")):
@@ -306,7 +304,7 @@ def test_numa_nodes_are_listed_with_the_way_to_bind_ranks(monkeypatch, tmp_path)
     finding = by_name()["NUMA nodes"]
     assert finding.value == "0: CPUs 0-2,8; 1: CPUs 4"
     assert (finding.state, "torchrun --numa-binding" in finding.advice) == ("note", True)
-    (tmp_path / "node2" / "cpulist").mkdir(parents=True)  # not readable, not even for root
+    (tmp_path / "node2" / "cpulist").mkdir(parents=True)  # makes the read fail, even for root
     finding = by_name()["NUMA nodes"]
     assert finding.value.startswith("not readable: ")
     assert finding.state == "note"

@@ -1,4 +1,4 @@
-"""Checkpoints and whole models of the DeepSpeed engine, as scripts save and load them."""
+"""Checkpoints and whole models of the DeepSpeed stand-in."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from zero_engine.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_c
 
 
 class _Model(nn.Module):
-    """A model with tied weights, a buffer and a frozen layer."""
-
     seen: Tensor
 
     def __init__(self, seed: int) -> None:
@@ -51,7 +49,7 @@ class _Model(nn.Module):
 
 
 class _Average:
-    """A script's own schedule, which keeps an average as a tensor."""
+    """A user's schedule, which stores an average as a tensor."""
 
     def __init__(self) -> None:
         self.mean = torch.zeros(2)
@@ -85,7 +83,7 @@ def _train(engine: Any, steps: range) -> list[float]:
 
 
 def _go_on(rank: int, world_size: int, folder: str) -> None:
-    for stage in (1, 3):  # to stages 2 and 0
+    for stage in (1, 3):
         place = Path(folder, f"goes on {stage}")
         first = _engine(stage)
         _train(first, range(3))
@@ -114,7 +112,7 @@ def _save(rank: int, world_size: int, folder: str) -> None:
         engine.destroy()
     engine = _engine(3)
     _train(engine, range(2))
-    engine.save_checkpoint(folder, tag=f"of_rank_{rank}")  # the first one's is taken
+    engine.save_checkpoint(folder, tag=f"of_rank_{rank}")  # rank 0's tag wins
     assert Path(folder, "latest").read_text() == "of_rank_0"
     engine.destroy()
 
@@ -131,7 +129,6 @@ def _load(rank: int, world_size: int, folder: str) -> None:
 
 
 def _save_on_some_ranks(rank: int, folder: str) -> None:
-    """Save an engine of two ranks while the third one is elsewhere."""
     group = dist.new_group([0, 1])
     if rank < 2:
         engine = _engine(1, mpu=SimpleNamespace(get_data_parallel_group=lambda: group))
@@ -183,7 +180,7 @@ def test_small_tensors_of_client_state_and_scheduler_come_back(tmp_path: Path) -
     _train(engine, range(2))
     engine.save_checkpoint(tmp_path, client_state=state)
     _, found = other.load_checkpoint(tmp_path)
-    assert_same(found, state)  # dtypes, too
+    assert_same(found, state)
     assert_same(other.lr_scheduler.mean, torch.full((2,), 1.5))
     assert isinstance(engine.lr_scheduler, _Average)
 
@@ -199,7 +196,7 @@ def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
         other = _engine(stage, seed=1, **accumulation)
         other.load_checkpoint(place)
         assert (other.global_steps, other.micro_steps) == (1, 2)
-        # One goes on where it was; of the other, the half step begins anew.
+        # The first engine continues exactly. The other repeats the interrupted accumulation.
         assert found + _train(engine, range(3, 6)) == losses
         assert _train(other, range(2, 6)) == losses[2:]
         for made in (expected, engine, other):
@@ -218,7 +215,7 @@ def test_checkpoint_within_an_accumulation_warns_once(tmp_path, caplog):
     with pytest.raises(CheckpointError, match="in the middle of an accumulation"):
         engine.core.save_checkpoint(tmp_path)
     engine.destroy()
-    engine = _engine(1, gradient_accumulation_steps=2)  # accelerate steps at boundaries alone
+    engine = _engine(1, gradient_accumulation_steps=2)  # accelerate calls step() only at boundaries
     engine.set_gradient_accumulation_boundary(False)
     engine.backward(engine(torch.arange(3)))
     engine.save_checkpoint(tmp_path)
@@ -296,7 +293,7 @@ def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(kind, tmp_
 
 
 def _without_an_optimizer(rank: int, world_size: int, folder: str) -> None:
-    """Check that a checkpoint of an engine without an optimizer has its values."""
+    """Check that a checkpoint of an engine without an optimizer contains its values."""
     for stage in (0, 3):
         settings = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
         teacher, other = (make(_Model(seed), config=settings) for seed in (0, 1))
@@ -393,7 +390,6 @@ def test_clones_do_not_share_their_buffer() -> None:
 
 @contextmanager
 def _logged(name: str) -> Iterator[list[str]]:
-    """Yield the warnings of a logger."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -413,7 +409,7 @@ def _read_whole(rank: int, world_size: int, folder: str) -> None:
             found = module.state_dict()
         if stage < 3 or world_size == 1:
             assert_same(dict(found), expected)
-        else:  # as DeepSpeed's, of no elements; OpenRLHF reads the names on rank 0
+        else:  # like DeepSpeed's, tensors are empty. OpenRLHF reads their names on rank 0.
             assert {name: v.numel() for name, v in found.items() if name != "seen"} == {
                 name: 0 for name in expected if name != "seen"
             }
@@ -441,13 +437,13 @@ def _load_whole(rank: int, world_size: int, folder: str) -> None:
             with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
                 load_state_dict_from_zero_checkpoint(model, place)
                 assert_same(dict(model.state_dict()), expected)
-            _train(engine, range(1, 2))  # the engine stays
+            _train(engine, range(1, 2))
         assert load_state_dict_from_zero_checkpoint(model, place) is model
         assert_same(dict(model.state_dict()), expected)
         with pytest.raises(RuntimeError, match="engine that was ended"):
             engine.step()
         assert {p.grad is None for p in model.parameters()} == {True}
-        model(torch.arange(3)).backward()  # a plain model
+        model(torch.arange(3)).backward()
         assert model.embed.weight.grad is not None
     with pytest.raises(CheckpointError, match="give the model whose engine saved it"):
         load_state_dict_from_zero_checkpoint(torch.nn.Linear(2, 2), place)

@@ -1,4 +1,4 @@
-"""DeepSpeed's configurations from any source, read by `read` as DeepSpeed does."""
+"""DeepSpeed configurations from any source, which `read` interprets like DeepSpeed."""
 
 from __future__ import annotations
 
@@ -218,7 +218,8 @@ def test_old_names_and_forms_become_todays():
     assert _zero(zero_hpz_partition_size=0) == {"zero_hpz_partition_size": 1}
     for given, stage in ((True, 1), (False, 0)):
         assert read({**BASE, "zero_optimization": given}).zero_stage == stage
-    automatic = {"device": "cpu", "ratio": "auto"}  # of this engine alone
+    # this project extends DeepSpeed's config by "auto"
+    automatic = {"device": "cpu", "ratio": "auto"}
     assert _zero(stage=2, offload_optimizer=automatic)["offload_optimizer"] == automatic
     both = {"max_live_parameters": 1, "stage3_max_live_parameters": 2}
     with pytest.raises(ConfigError, match="are the same key"):
@@ -251,7 +252,7 @@ def test_unknown_keys_and_misspelt_words_are_told_or_refused() -> None:
     block = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "cubic"}}
     settings = read({**BASE, "scheduler": block})
     assert list(_notes(settings)) == ["scheduler.params.warmup_type"]
-    # It is the logarithmic one, as in DeepSpeed.
+    # DeepSpeed uses "log" for an unknown type too.
     assert settings.core["scheduler"]["params"] == {"warmup_num_steps": 4, "warmup_type": "log"}
     with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
         read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})

@@ -1,7 +1,4 @@
-"""docs/deepspeed-config.md says of every key what is true, and has every key there is.
-
-Where DeepSpeed itself is installed, this engine is beside it as scripts see both.
-"""
+"""docs/deepspeed-config.md lists every config key, and its statements are true."""
 
 from __future__ import annotations
 
@@ -49,7 +46,6 @@ class Type(NamedTuple):
 
 
 def _types(block: str) -> list[Type]:
-    """The rows of the table of an optimizer's or a scheduler's types."""
     _, _, table = TABLE.read_text().partition(f"| `{block}.type` | here |")
     pattern = r"^\| `(\w+)` \| (honoured|refused) \| .* \|$"
     table = table.partition("\n\n")[0]
@@ -60,7 +56,7 @@ KEYS = r"^\| `([a-z_0-9A-Z.]+)` \| (.*?) \| (honoured|unneeded|refused) \| (.*) 
 ROWS = [Row(*found) for found in re.findall(KEYS, TABLE.read_text(), re.MULTILINE)]
 TYPES = {block: _types(block) for block in ("optimizer", "scheduler")}
 
-# What a row is tried with, where no value other than the default can be guessed.
+# Example values for keys whose non-default value cannot be guessed.
 EXAMPLES: dict[str, Any] = {
     "log_level": "error",
     "steps_per_print": 5,
@@ -103,7 +99,7 @@ ON_HOST = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
-# What a row needs beside it to be of use: its own entry, or that of the longest block.
+# Settings that a key requires, by the key or by its longest matching prefix.
 BESIDE: dict[str, dict[str, Any]] = {
     "zero_optimization.stage": {},
     "zero_optimization.": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
@@ -139,14 +135,14 @@ BESIDE: dict[str, dict[str, Any]] = {
     "scheduler.type": {"optimizer": OPTIMIZER},
     "step_records.": {"step_records": {"folder": "runs/mine"}},
 }
-# Blocks outside of zero-core's configuration: all of them is told, but for secrets.
+# Blocks outside zero-core's config, which are reported in full except for secrets.
 OUTSIDE = {key.partition(".")[0] for key in HONOURED}
-# Honoured, but what they say must hold anyway.
+# Keys whose value is checked but changes nothing.
 CHECKED_ONLY = {"data_types.param_dtype": "fp16"}
 
 
 def _example(row: Row) -> Any:
-    """Return a value other than the default: another choice, the other truth value, one more."""
+    """Return a value other than the default: another choice, the negated bool, or one more."""
     if row.key in EXAMPLES:
         return EXAMPLES[row.key]
     default = None if row.default == "-" else json.loads(row.default.strip("`"))
@@ -169,7 +165,6 @@ def _example(row: Row) -> Any:
 
 
 def _field(key: str) -> FieldInfo | None:
-    """Return the field of the core's configuration, if it has the key."""
     block, found = Config, None
     for name in key.split("."):
         found = block.model_fields.get(name) if block else None
@@ -357,14 +352,14 @@ def test_script_sees_the_same_training(stage: int, tmp_path: Path) -> None:
 def test_rates_momenta_and_arguments_of_schedules_have_the_same_bits_at_every_step() -> None:
     program = str(HERE / "support" / "deepspeed_curves.py")
     theirs, ours = (
-        json.loads(_run(program, module))  # JSON keeps every bit of a float
+        json.loads(_run(program, module))  # JSON preserves every bit of a float
         for module in ("deepspeed.runtime.lr_schedules", "zero_engine.deepspeed.lr_schedules")
     )
     assert ours["tuning"] == theirs["tuning"]
     for mine, expected in zip(ours["curves"], theirs["curves"], strict=True):
         assert mine == expected
     rates = {row[1][0] for curve in theirs["curves"] for row in curve[1:]}
-    assert len(rates) > 150  # the curves do move
+    assert len(rates) > 150
 
 
 @beside

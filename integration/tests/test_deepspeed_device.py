@@ -1,7 +1,7 @@
-"""The accelerator under `zero_engine.deepspeed`: the one of each rank, and answers where none is.
+"""The accelerator of each rank under `zero_engine.deepspeed`.
 
-DeepSpeed chooses it in ``initialize`` (`_set_distributed_vars` in its runtime/engine.py), whoever
-made the process group. No accelerator is needed: the choice is seen, and goes no further.
+DeepSpeed selects the device in ``initialize`` (`_set_distributed_vars` in its runtime/engine.py),
+even if the script created the process group. A fake torch records the selection.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from zero_engine.deepspeed.accelerator import CpuAccelerator, TorchAccelerator, 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
-    """Indices that were chosen, by a script that made the process group itself."""
     found: list[int] = []
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    # None of them is there for anything else: build() goes on with the CPU.
+    # Only the selection sees the fake accelerator. build() uses the CPU.
     monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _torch(found))
     yield found
     dist.destroy_process_group()
 
 
 def _torch(found: list[int], visible: int = 8) -> Namespace:
-    """Return what stands for torch where the device is chosen."""
     accelerator = Namespace(
         is_available=lambda: True, device_count=lambda: visible, set_device_index=found.append
     )

@@ -1,4 +1,4 @@
-"""`zero_engine.deepspeed` is called as DeepSpeed is and returns what DeepSpeed returns."""
+"""`zero_engine.deepspeed` accepts DeepSpeed's calls and returns the same kinds of values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ INITIALIZE = sys.modules["zero_engine.deepspeed.initialize"].__file__
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the loader's workers
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_returns_engine_optimizer_torchs_loader_and_scheduler() -> None:
     data = TensorDataset(torch.arange(8.0).view(8, 1))
     settings = config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
@@ -82,7 +82,7 @@ def test_callables_make_optimizer_and_a_scheduler_which_has_the_arguments_of_ste
         rates += engine.get_lr()
     assert rates == [1.0, 0.5, 0.25]
     assert type(engine.basic_optimizer) is torch.optim.SGD
-    assert engine.optimizer_name() == "function"  # DeepSpeed's answer, too
+    assert engine.optimizer_name() == "function"  # DeepSpeed returns the same name
 
 
 def test_scheduler_over_the_given_or_the_returned_optimizer_is_stepped() -> None:
@@ -104,7 +104,7 @@ def test_scheduler_over_the_given_or_the_returned_optimizer_is_stepped() -> None
     scheduler = LambdaLR(engine.optimizer, lambda step: 0.5**step)
     for step in range(2):
         train(engine, 1, step)
-        scheduler.step()  # warnings are errors here
+        scheduler.step()  # would raise on torch's warning about the order of steps
     assert engine.get_lr() == [1e-2 / 4]
 
 
@@ -151,7 +151,7 @@ def test_the_configurations_optimizer_is_of_deepspeeds_class(named, offload, kin
     optimizer = {"type": named, "params": {"lr": 1e-2, "torch_adam": False}, "unknown": 3}
     engine = make(config=config(optimizer=optimizer, zero_optimization=zero))
     assert isinstance(engine.basic_optimizer, kind)
-    assert not isinstance(engine.optimizer, FusedAdam)  # at stage 0 alone
+    assert not isinstance(engine.optimizer, FusedAdam)  # FusedAdam is used at stage 0 only
     assert not isinstance(torch.optim.Adam([nn.Parameter(torch.zeros(1))]), FusedAdam)
     assert isinstance(make(config=config(optimizer=optimizer)).optimizer, FusedAdam)
     torchs = {"type": named, "params": {"torch_adam": True}}
@@ -219,7 +219,7 @@ def test_the_configuration_has_deepspeeds_attributes(tmp_path: Path) -> None:
         assert (found.zero_optimization_stage, found.zero_enabled) == (3, True)
         assert found.zero_config.stage == 3
         assert (found.bfloat16_config.enabled, found.float16_config.enabled) == (True, False)
-        assert found.optimizer_name == "adamw"  # integration/compat/checks has all of them
+        assert found.optimizer_name == "adamw"
         assert (found.zero_allow_untested_optimizer, found.disable_allgather) == (True, False)
         assert (found.aio_config["queue_depth"], found.aio_config["use_gds"]) == (16, False)
         assert not found.activation_checkpointing_config.partition_activations
@@ -285,7 +285,7 @@ def test_what_the_engine_lacks_is_the_models() -> None:
         engine.half()
 
 
-# Powers of two after each step, as DeepSpeed 0.19.8's scalers give them for the same overflows (x).
+# Exponents of the loss scale after each step, measured with DeepSpeed 0.19.8. An x is an overflow.
 OVERFLOWS = "....x...x.xx......."
 AT_STAGE_0 = (8, 8, 9, 9, 8, 8, 8, 9, 8, 8, 7, 6, 6, 6, 7, 7, 8, 8, 9)
 DELAYED = (8, 8, 9, 9, 9, 9, 9, 10, 10, 10, 9, 8, 8, 8, 9, 9, 10, 10, 11)
@@ -316,7 +316,7 @@ def test_backward_or_step_that_cannot_be_is_refused() -> None:
     engine = make()
     with pytest.raises(ValueError, match="takes a scalar"):
         engine.backward(engine(inputs(0)))
-    with pytest.raises(AssertionError, match="scalar tensor"):  # as DeepSpeed's
+    with pytest.raises(AssertionError, match="scalar tensor"):  # DeepSpeed raises the same error
         engine.scale(engine(inputs(0)))
     train(engine, 1)
     with pytest.raises(RuntimeError, match="leave optimizer"):
@@ -365,7 +365,7 @@ def test_configuration_comes_from_the_command_line_or_is_asked_for(tmp_path: Pat
         ({"model": net(), "args": args, "config": config()}, ValueError, "give one"),
         ({"model": net()}, ValueError, "no configuration"),
         ({"config": config()}, ValueError, "needs a model"),
-        ({"config": config()}, AssertionError, "needs a model"),  # DeepSpeed's error, too
+        ({"config": config()}, AssertionError, "needs a model"),  # DeepSpeed's error type works too
     ):
         with pytest.raises(error, match=match):
             deepspeed.initialize(**given)
@@ -375,7 +375,7 @@ def test_refused_initialize_leaves_the_earlier_engine_stepping() -> None:
     engine, undisturbed = make(), make()
     for one in (engine, undisturbed):
         one.backward(square(one, inputs(0)))
-    some = torch.optim.LBFGS(engine.module[0].parameters())  # needs a closure
+    some = torch.optim.LBFGS(engine.module[0].parameters())
     wrong_name = {"type": "NoSuch", "params": {}}
     for settings, given, match in (
         (config(optimizer=wrong_name), None, "NoSuch"),
@@ -426,7 +426,6 @@ def test_initialize_that_any_of_its_calls_ends_changes_nothing(stage: int) -> No
 
 
 def _evaluates(rank: int, world_size: int) -> None:
-    """An engine without an optimizer evaluates, and further ones train its model."""
     settings = config(3, scheduler={"type": "WarmupLR", "params": {}})
     del settings["optimizer"]
     _drop_engines(settings)
@@ -445,7 +444,7 @@ def _evaluates(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(RuntimeError, match="without an optimizer"):
             call()
-    # Each further one takes a step, and is left in the middle of the next one, not destroyed.
+    # Each engine takes a step and is dropped in the middle of the next step.
     sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
     left = None
     for stage in (3, 2, 3, 0):
@@ -463,7 +462,6 @@ def _evaluates(rank: int, world_size: int) -> None:
 
 
 def _drop_engines(settings: dict[str, Any]) -> None:
-    """A model keeps its values when a script drops the engine, as Lightning's strategy does."""
     model = net()
     for _ in range(2):
         engine = make(model, config=settings)
@@ -490,7 +488,7 @@ def _offloads_states(rank: int, world_size: int) -> None:
                         engine(inputs(step, rank).bfloat16())
                     engine.reload_states()
             trained.append(engine.core.full_state_dict())
-            if stage < 3 and rank == 0:  # needs no other rank
+            if stage < 3 and rank == 0:  # rank 0 alone can read complete values
                 found = dict(engine.module.state_dict())
                 torch.testing.assert_close(found, trained[-1], check_dtype=False, rtol=0.01, atol=0)
             engine.offload_states(device=OffloadDeviceEnum.none)
@@ -498,7 +496,7 @@ def _offloads_states(rank: int, world_size: int) -> None:
             with pytest.raises(ValueError, match="cpu alone"):
                 engine.offload_states(device=OffloadDeviceEnum.nvme)
             engine.offload_states()
-            engine.destroy()  # brings them back first
+            engine.destroy()
         for other in trained[1:]:
             torch.testing.assert_close(other, trained[0], rtol=0, atol=0)
 

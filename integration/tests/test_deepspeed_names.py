@@ -1,4 +1,4 @@
-"""Public names of DeepSpeed's served modules, each importable and some refused at their use."""
+"""Public names of DeepSpeed's modules: all can be imported, and some raise on use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers and schedules: updates and rates of torch and of closed forms."""
+"""DeepSpeed's optimizers and schedules, compared with torch and closed forms."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_is_not_served_is_refused_with_a_reason() -> None:
         FusedLamb(params)
     with pytest.raises(NotServedError, match="FusedLambBuilder"):
         FusedLambBuilder().load()
-    group = {"params": params, "eps": (1e-30, 1e-3)}  # as accelerate passes Adafactor's on
+    group = {"params": params, "eps": (1e-30, 1e-3)}  # accelerate's form
     with pytest.raises(ValueError, match='"zero_force_ds_cpu_optimizer": false'):
         DeepSpeedCPUAdam([group])
     assert CPUAdamBuilder().load().adam_step is not None
@@ -174,7 +174,7 @@ def test_rates_and_momenta_are_those_of_the_closed_form(kind, params, rates, mom
     schedule, group, found = kind(optimizer, **params), optimizer.param_groups[0], []
     for step in range(len(rates)):
         found.append((group["lr"], group["betas"][0]))
-        if step == 3:  # a loaded one continues the curve
+        if step == 3:
             state, schedule = schedule.state_dict(), kind(optimizer, **params)
             schedule.load_state_dict(state)
         schedule.step()
@@ -215,7 +215,7 @@ def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path
     config = facade.config(scheduler={"type": "OneCycle", "params": params})
     engine, resumed, plain = facade.make(config=config), facade.make(config=config), facade.net()
     optimizer = facade.adamw(plain, fused=True)
-    # The closed form: a triangle, then flat; beta1 against it, 0.8 at the very first step.
+    # The rate is a triangle, then constant. beta1 mirrors the rate and starts at 0.8.
     parts = [0.0, 1 / 3, 2 / 3, 1.0, 2 / 3, 1 / 3, 0.0, 0.0]
     momenta = [0.8, *(0.9 - 0.1 * part for part in parts[1:])]
     for step, (part, beta1) in enumerate(zip(parts, momenta, strict=True)):
@@ -225,7 +225,7 @@ def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path
         facade.update(optimizer)
         if step == 4:
             engine.save_checkpoint(tmp_path)
-            # The schedule alone sets rates and momenta, and the optimizer's groups have them too.
+            # The schedule's state sets rates and momenta, even without the optimizer's groups.
             for option in ({"load_optimizer_states": False}, {}):
                 resumed.load_checkpoint(tmp_path, **option)
                 saved, found = (one.optimizer.param_groups[0] for one in (engine, resumed))

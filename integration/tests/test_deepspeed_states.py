@@ -1,4 +1,4 @@
-"""`safe_get_*` and `safe_set_*` of parameters: what they return is what torch alone computes."""
+"""`safe_get_*` and `safe_set_*` of parameters, compared with torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ STATES = ("master_weight", "grad", "exp_avg", "exp_avg_sq")
 
 
 def _model() -> nn.Sequential:
-    """Two trained layers, and a frozen one behind them."""
     torch.manual_seed(0)
     layers = [nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3)]
     layers[4].requires_grad_(False)
@@ -39,7 +38,6 @@ def _backward(engine: Any, step: int = 0) -> None:
 
 
 def _reference(world_size: int) -> nn.Sequential:
-    """The model with the mean gradient of all ranks' batches."""
     model = _model()
     add_gradients(model, 0, world_size)
     return model
@@ -54,7 +52,6 @@ def _pairs(engine: Any, model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Par
 
 
 def _joined(part: Tensor) -> Tensor:
-    """Join the parts of all ranks."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, part)
     return torch.cat(parts)
@@ -71,7 +68,7 @@ def _reads(rank: int, world_size: int) -> None:
                 assert grad is None, "frozen"
                 assert utils.safe_get_full_fp32_param(mine) is None, "as in DeepSpeed"
                 continue
-            # Unclipped, though clipping is far below its norm.
+            # The gradient is unclipped, although its norm exceeds the clipping bound.
             torch.testing.assert_close(grad, other.grad, rtol=1e-5, atol=1e-8)
             torch.testing.assert_close(utils.safe_get_full_fp32_param(mine), other.detach())
             assert utils.safe_get_full_optimizer_state(mine, "exp_avg") is None
@@ -85,14 +82,13 @@ def _reads(rank: int, world_size: int) -> None:
                 assert first is None
                 continue
             torch.testing.assert_close(first, 0.1 * other.grad, rtol=1e-4, atol=1e-10)
-            mine.requires_grad_(False)  # what it was at initialize() counts
+            mine.requires_grad_(False)  # only the value at initialize() counts
             assert utils.safe_get_full_fp32_param(mine) is not None
             assert utils.safe_get_full_optimizer_state(mine, "no_such_state") is None
         engine.destroy()
 
 
 def _writes(rank: int, world_size: int) -> None:
-    """Set states, and find them in the engine's. zero-core's tests compare those with DDP's."""
     for stage in (0, 3):
         engine = _engine(stage, gradient_clipping=0.0)
         _backward(engine)
@@ -147,7 +143,6 @@ def _small_gradients_in_fp16(rank: int, world_size: int) -> None:
 
 
 def _parts_of_the_optimizer(rank: int, world_size: int) -> None:
-    """``engine.optimizer`` shows this rank's part of each state, and loads what it saved."""
     for stage in (0, 1, 3):
         engine, model = _engine(stage), _reference(world_size)
         assert not engine.optimizer.state
@@ -214,7 +209,7 @@ def _follows_after_load(engine: Any, packed: dict[str, Any], **more: Any) -> Non
     kept = other.optimizer.state_dict()
     state = packed["state"]
     last = next((n for n in reversed(state) if torch.is_tensor(state[n].get("exp_avg"))), None)
-    if last is not None:  # the others' states are right, and not taken
+    if last is not None:  # the error must leave earlier states unchanged too
         long = {**state, last: {**state[last], "exp_avg": torch.zeros(1000)}}
         with pytest.raises(ValueError, match="load a checkpoint instead"):
             other.optimizer.load_state_dict({**packed, "state": long})
@@ -225,10 +220,9 @@ def _follows_after_load(engine: Any, packed: dict[str, Any], **more: Any) -> Non
 
 
 def _gradients_within_no_sync(rank: int, world_size: int) -> None:
-    """They are the rank's own until the block ends."""
     for stage in (1, 3):
         engine, model = _engine(stage), _model()
-        for _ in range(2):  # the second time after zero_grad
+        for _ in range(2):
             with engine.no_sync():
                 for step in range(2):
                     _backward(engine, step)
@@ -244,7 +238,7 @@ def _gradients_within_no_sync(rank: int, world_size: int) -> None:
         weight = engine.module[0].weight
         with engine.no_sync():
             _backward(engine)
-            if rank == 0:  # as it would be with DDP: this rank's part of the mean
+            if rank == 0:  # like in DDP, sets this rank's part of the mean
                 utils.safe_set_full_grad(weight, torch.ones(7, 3))
             with pytest.raises(ValueError, match="shape"):
                 utils.safe_set_full_grad(weight, torch.ones(2))
@@ -322,7 +316,7 @@ def test_given_optimizer_shows_the_state_until_the_engine_ends(stage: int) -> No
     given = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     own, weight = given.state, model[0].weight
     engine, view, *_ = deepspeed.initialize(model=model, optimizer=given, config=config(stage))
-    # At stage 0 the view stands for the optimizer that it drives.
+    # At stage 0 the view equals the optimizer that it wraps.
     assert (view == given, isinstance(view, torch.optim.AdamW), view in {given}) == (
         stage == 0,
     ) * 3
@@ -344,7 +338,7 @@ def test_step_without_a_gradient_is_refused_where_unused_parameters_are(stage, i
     zero = {"stage": stage, "ignore_unused_parameters": False}
     engine = _engine(stage, zero_optimization=zero)
     for is_used in (True, False):
-        engine.module[2].bias.requires_grad_(is_used)  # what is frozen for now is not missed
+        engine.module[2].bias.requires_grad_(is_used)  # frozen, not unused
         part = engine.module[0] if is_used else engine
         engine.backward(part(inputs(0)).mean())
         if is_used and is_refused:

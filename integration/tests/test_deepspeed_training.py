@@ -1,4 +1,4 @@
-"""Trainings under `zero_engine.deepspeed` have the losses and values of torch's."""
+"""Losses and values of training under `zero_engine.deepspeed`, compared with torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def _like_ddp(rank: int, world_size: int) -> None:
-    """DeepSpeed clips at 1.0 by default. accelerate declares the boundary and steps there alone."""
+    """Compare with DDP, with and without set boundaries. DeepSpeed clips at 1.0 by default."""
     stages = range(4) if world_size > 1 else (0, 3)
     both = [(0, True), (3, True), *((stage, False) for stage in stages)]
     for dtype, ways in (("fp32", both), ("bf16", [(3, False)])):
@@ -85,7 +85,7 @@ def _shorter_last_step(rank: int, world_size: int) -> None:
     optimizer = _sgd(reference)
     engine = make(model, optimizer=_sgd(model), config=config(3, gradient_accumulation_steps=3))
     numbers = itertools.count()
-    for length in (3, 1, 3):  # an epoch of four micro-steps ends early
+    for length in (3, 1, 3):  # the second epoch has one micro-step instead of three
         for micro in range(length):
             number = next(numbers)
             engine.set_gradient_accumulation_boundary(micro == length - 1)
@@ -99,7 +99,6 @@ def _shorter_last_step(rank: int, world_size: int) -> None:
 
 
 def _without_data(rank: int, world_size: int) -> None:
-    """`idle_step` stands for a batch whose loss is zero, as DeepSpeed's scripts have it."""
     values = []
     for stage, is_idle in ((0, False), *((stage, True) for stage in range(4))):
         engine = make(config=config(stage, gradient_accumulation_steps=2))
@@ -123,11 +122,11 @@ def _unmanaged(rank: int, world_size: int) -> None:
         settings = config(
             managed_gradient_accumulation=False,
             gradient_accumulation_steps=2,
-            check_grad_overflow=False,  # without clipping: units may be updated in backward
+            check_grad_overflow=False,  # allows updates in backward, because nothing is clipped
             zero_optimization={"stage": stage, "offload_optimizer": {"device": device}},
         )
         engine = make(config=settings)
-        seen: list[bool] = []  # by a scheduler that asks for the boundary within step()
+        seen: list[bool] = []  # boundary flags that a scheduler reads within step()
         engine.core.lr_scheduler = SimpleNamespace(
             step=lambda e=engine, s=seen: s.append(e.is_gradient_accumulation_boundary()),
             get_last_lr=lambda: [0.0],
@@ -137,7 +136,7 @@ def _unmanaged(rank: int, world_size: int) -> None:
             for _ in range(count):
                 engine.backward(square(engine, inputs(next(numbers), rank)))
                 assert not engine.is_gradient_accumulation_boundary()
-            engine.optimizer.step()  # Fabric's loop calls it
+            engine.optimizer.step()
             assert engine.was_step_applied()
         assert seen == [True] * 3
         assert (engine.global_steps, engine.global_samples) == (3, 6 * 2 * world_size)
@@ -177,7 +176,7 @@ def _coalesced(rank: int, world_size: int) -> None:
 
 
 def _adversaries(rank: int, world_size: int) -> None:
-    """A model in front trains through another one, which drops its gradient of that loss."""
+    """Train a generator through a critic, which discards its gradient of the generator's loss."""
     dropped = (
         lambda engine: engine.zero_grad(),
         lambda engine: engine.optimizer.zero_grad(),
@@ -212,7 +211,7 @@ MICRO_STEPS = 4
 
 
 class _Outputs(nn.Module):
-    """Two outputs, one made of the other, as Hugging Face's loss and logits are."""
+    """Two outputs, one computed from the other, like Hugging Face's loss and logits."""
 
     def __init__(self, *, is_reentrant: bool | None = None) -> None:
         super().__init__()
@@ -256,7 +255,6 @@ def _outputs(stage: int, *, is_reentrant: bool | None = None, **more: Any) -> An
 
 
 def _check_average(engine: Any, *ways: Callable[[Any, Tensor], object]) -> None:
-    """DeepSpeed divides each backward by the number of micro-steps, whoever calls it."""
     model = _Outputs()
     optimizer = _sgd(model)
     for number in range(2 * MICRO_STEPS):
@@ -279,7 +277,6 @@ def _every_backward(rank: int, world_size: int) -> None:
 
 
 def _small_parameters(rank: int, world_size: int) -> None:
-    """Small parameters of stage 3 stay whole."""
     for threshold, further in ((100_000, {}), (10, {}), (10, HOST)):
         plain = net()
         optimizer = _sgd(plain)
@@ -338,7 +335,7 @@ def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(stage, capl
             add_gradients(other, number, 1, over=2)
             update(optimizer)
     check_values(engine, other)
-    assert caplog.text.count("zero_grad() drops the gradient") == (stage >= 2)  # DeepSpeed differs
+    assert caplog.text.count("zero_grad() drops the gradient") == (stage >= 2)
 
 
 def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(caplog):

@@ -1,7 +1,7 @@
-"""Each variant of a configuration changes no bit, whatever the program does with the engine.
+"""Each variant of a configuration is bit-identical to its base configuration.
 
-The oracle is the engine without the variant, which zero-core's tests compare with DDP. Collectives
-of zero-comm fall behind at random. A feature that changes no bit is one line of `VARIANTS`.
+The oracle is the engine without the variant, which zero-core's tests compare with DDP. zero-comm's
+collectives get random delays. A feature that changes no bit is one entry of `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _small_blocks_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prompt_tier(**given: Any) -> Any:
-    """Make a tier whose host has begun each unit's update before backward goes on."""
+    """Make a tier whose host starts each unit's update before backward continues."""
     tier = create_tier(**{**given, "adam_kernel": cpu_adam})
     speculate = tier.speculate
 
@@ -69,7 +69,7 @@ _first_moves = itertools.count()
 
 
 def moving_tier(**given: Any) -> Any:
-    """Make a tier that takes each of `MOVES`, on each rank in another order."""
+    """Make a tier that applies all of `MOVES`, in a different order on each rank."""
     kernel = None if given["optimizer_class"] is torch.optim.NAdam else cpu_adam
     tier: Any = create_tier(**{**given, "adam_kernel": kernel})
     left = itertools.islice(itertools.cycle(MOVES), next(_first_moves) % len(MOVES), None)
@@ -88,7 +88,7 @@ def _share(*, base: Mapping[str, Any] | None = None, **keys: Any) -> Variant:
 def _early(
     base: Mapping[str, Any] | None = None, base_top: Mapping[str, Any] | None = None, **keys: Any
 ) -> Variant:
-    """Add updates in backward, which a step goes on with or undoes."""
+    """Return a variant that updates in backward. A step keeps or undoes these updates."""
     zero = {**(base or {}), **_host(update_in_backward=True, **keys)}
     late = {k: v for k, v in keys.items() if k == "state_dtype"}
     return Variant(
@@ -107,7 +107,7 @@ def _coded(zero: Mapping[str, Any], stages: tuple[int, ...], **keys: Any) -> Var
 
 
 def _rests(base: Mapping[str, Any] | None = None, **zero: Any) -> Variant:
-    """Have parameters, which are copied even where the host is the device, elsewhere."""
+    """Return a variant with offloaded parameters, whose tier copies them even on a CPU."""
     base = {**REST, **(base or {})}
     tier = {"param_tier": create_param_tier}
     return Variant(zero, base=base, further=tier, stages=(3,), family="parameters elsewhere")
@@ -118,7 +118,7 @@ def _filed(base: Mapping[str, Any], **keys: Any) -> Variant:
 
 
 def _few_bits(bits: Mapping[str, Any], base: Mapping[str, Any] = HOST, **zero: Any) -> Variant:
-    """Add what changes no bit of quantized messages."""
+    """Return a variant of quantized messages that changes no bit of them."""
     return Variant(zero, base={**bits, **base}, stages=(3,), ranks=NODES, family="few bits")
 
 

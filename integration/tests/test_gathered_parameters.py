@@ -1,4 +1,4 @@
-"""zero.GatheredParameters with and without an engine, and what scripts do with parameters."""
+"""zero.GatheredParameters with and without an engine, and the attributes of its parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _config(stage: int) -> dict[str, Any]:
 def _before_the_engine(rank: int, world_size: int) -> None:
     with zero.Init(config_dict_or_path=_config(3)):
         inner = nn.Linear(2, 2)
-        with zero.Init():  # a part of the outer one
+        with zero.Init():
             model = _model()
         assert not is_zero_param(inner.weight)
     params = [*model.parameters(), *inner.parameters()]
@@ -54,7 +54,7 @@ def _before_the_engine(rank: int, world_size: int) -> None:
     source = world_size - 1
     with zero.GatheredParameters(model[0].parameters(), modifier_rank=source):
         assert weight.ds_status == zero.ZeroParamStatus.AVAILABLE
-        # In the dtype that the configuration names, as in DeepSpeed.
+        # The dtype is the config's, like in DeepSpeed.
         assert torch.equal(weight, _model()[0].weight.bfloat16())
         if rank == source:
             nn.init.constant_(weight, 2.0)
@@ -84,7 +84,7 @@ def _parts_before_the_engine(rank: int, world_size: int) -> None:
     assert (group is None) == (world_size == 1)
     if group is not None:
         assert torch.distributed.get_world_size(group) == world_size
-    alone = torch.distributed.new_subgroups(1)[0]  # of the ranks, one enters each Init
+    alone = torch.distributed.new_subgroups(1)[0]
     for given, ranks in (({}, None), ({"zero_optimization": None}, None), (hpz, alone)):
         with zero.Init(config_dict_or_path=given, data_parallel_group=ranks):
             layer = nn.Linear(4, 3)
@@ -124,8 +124,6 @@ def _on_other_things(rank: int, world_size: int) -> None:
 
 
 class _Reader(nn.Module):
-    """A block that uses the weight of the block before it."""
-
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
         self.own = nn.Linear(4, 4)
@@ -159,11 +157,10 @@ def _read_elsewhere(rank: int, world_size: int) -> None:
 
 
 class _Own(nn.Parameter):
-    """A user's parameter class, as quantizers have."""
+    pass
 
 
 def _what_scripts_ask(rank: int, world_size: int) -> None:
-    """Check ds_status, ds_tensor and the like of an engine's parameters, wherever a script asks."""
     here = zero.ZeroParamStatus.AVAILABLE
     model = _model()
     model[1].bias = _Own(model[1].bias.detach())
@@ -184,7 +181,7 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert seen == [here] * 2
     for handle in handles:
         handle.remove()
-    assert (weight.ds_status == here) == (world_size == 1)  # one rank's shard is all of it
+    assert (weight.ds_status == here) == (world_size == 1)  # the only rank's shard is complete
     with zero.GatheredParameters(weight):
         assert weight.ds_status == here
         whole = weight.detach().clone()
@@ -216,7 +213,7 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert "ds_tensor" not in vars(_Own)
     assert not hasattr(TrainedParameter, "ds_tensor")
     assert "ds_external_parameters" not in vars(model)
-    if world_size == 1:  # otherwise its parameters are still sharded
+    if world_size == 1:
         assert len(pickle.loads(pickle.dumps(model))) == len(model)
 
 
@@ -230,7 +227,7 @@ def _refusals_name_deepspeeds_calls(weight: nn.Parameter) -> None:
     lost = r"1\.weight changed within deepspeed\.zero\..* would be lost.*modifier_rank="
     with torch.no_grad(), pytest.raises(RuntimeError, match=lost), zero.GatheredParameters(weight):
         weight.add_(1.0)
-    assert torch.zeros_like(weight).shape == weight.shape  # nothing is read
+    assert torch.zeros_like(weight).shape == weight.shape  # reads only the shape
     assert weight.to(weight.device, weight.dtype) is weight
 
 
@@ -246,7 +243,7 @@ def _edits_that_would_be_lost(rank: int, world_size: int) -> None:
             weight.sum()
         gathered = zero.GatheredParameters(weight)
         gathered.__enter__()
-        if rank == world_size - 1:  # all ranks are told
+        if rank == world_size - 1:
             nn.init.ones_(weight)
         with pytest.raises(RuntimeError, match=r"in-place modification.*give modifier_rank"):
             gathered.__exit__(None, None, None)
@@ -278,7 +275,7 @@ def _engine_within_init(rank: int, world_size: int) -> None:
 
 
 def _take_hooks(engine: Any) -> Any:
-    """Ask for the attributes in the order in which TRL's remove_hooks does."""
+    """Access the attributes in the order of TRL's remove_hooks."""
     offload = engine.optimizer.parameter_offload
     named = offload.module.named_parameters(recurse=True)
     for _, param in itertools.chain(named, offload.module.ds_external_parameters()):
@@ -291,7 +288,7 @@ def _take_hooks(engine: Any) -> Any:
 
 
 def _generates_without_hooks(rank: int, world_size: int) -> None:
-    """Generate without the model's hooks, restore them and train on as in torch."""
+    """Generate without the model's hooks, restore the hooks and train on like torch."""
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, plain = make(_model(), config=config(3, **sgd)), _model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -377,7 +374,7 @@ def test_init_that_cannot_begin_leaves_none_active() -> None:
     assert is_zero_param(made.weight)
 
 
-VOCAB = 12_000  # a head of more elements than the smallest tail
+VOCAB = 12_000  # makes the head larger than the minimum size of a tail unit
 SGD_AT_3 = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
@@ -387,7 +384,7 @@ SGD_AT_3 = {
 
 
 class _Head(torch.autograd.Function):
-    """``hidden @ weight.T + bias``, whose backward gathers both, as fused losses do."""
+    """Computes ``hidden @ weight.T + bias`` and gathers weight and bias in backward."""
 
     found: list[tuple[Any, ...]] = []  # noqa: RUF012
 
@@ -405,7 +402,7 @@ class _Head(torch.autograd.Function):
 
 
 def _look(hidden: Tensor, weight: Tensor, bias: Tensor) -> None:
-    """Record in ``_Head.found`` what a library that serves DeepSpeed reads."""
+    """Record in ``_Head.found`` the attributes that libraries with DeepSpeed support read."""
     if hasattr(weight, "ds_status"):
         missing = [p for p in (weight, bias) if p.ds_status != zero.ZeroParamStatus.AVAILABLE]
         _Head.found.append((missing, weight.ds_id, weight.ds_shape, bias.ds_numel))
@@ -413,16 +410,13 @@ def _look(hidden: Tensor, weight: Tensor, bias: Tensor) -> None:
 
 
 def _recomputed_head(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    if torch._C._current_graph_task_id() != -1:  # in a backward
+    if torch._C._current_graph_task_id() != -1:  # runs within a backward
         _look(hidden, weight, bias)
     return torch.addmm(bias, hidden, weight.t())
 
 
 class _Headless(nn.Module):
-    """A model that uses its head's weights without calling the head.
-
-    A tied head is in the root, another one in the tail.
-    """
+    """A model that uses its head's weights without calling the head."""
 
     def __init__(self, *, is_tied: bool, is_recomputed: bool) -> None:
         super().__init__()
@@ -446,7 +440,7 @@ class _Headless(nn.Module):
 
 def _trains_saved(rank: int, world_size: int) -> None:
     get_inputs = vars(_CheckpointFrame).get("get_inputs")
-    names = set(dir(Tensor))  # of which torch.compile takes each for an attribute of every tensor
+    names = set(dir(Tensor))  # torch.compile assumes that every tensor has these attributes
     for is_tied, is_recomputed in itertools.product((True, False), repeat=2):
         torch.manual_seed(0)
         expected = DistributedDataParallel(_Headless(is_tied=is_tied, is_recomputed=is_recomputed))
@@ -488,7 +482,7 @@ def test_tiles_compute_what_the_whole_layer_does() -> None:
         torch.testing.assert_close(tiled(inputs), expected)
     split = {"input_is_already_split": True, "combine_out_splits": False}
     tiled = TiledLinear(7, 5, in_splits=2, out_splits=2, **split)
-    whole.register_buffer("scale", torch.ones(1))  # another class of layers may have more
+    whole.register_buffer("scale", torch.ones(1))  # layers of other classes may have extra buffers
     tiled.copy_params_from(whole)
     parts = tiled(inputs.split([4, 3], dim=-1))
     assert [part.shape[-1] for part in parts] == [3, 2]
@@ -500,7 +494,7 @@ def test_tiles_compute_what_the_whole_layer_does() -> None:
 
 
 class _Apart(nn.Linear):
-    """Returns its bias beside the product, as Megatron's layers do."""
+    """A layer that returns its bias separately, like Megatron's layers."""
 
     def forward(self, input: Tensor) -> Any:
         return nn.functional.linear(input, self.weight), self.bias

@@ -1,4 +1,4 @@
-"""ZeroTrainer: its configuration from TrainingArguments, its training beside Trainer's DDP."""
+"""ZeroTrainer: its config from TrainingArguments, and its training compared with Trainer's DDP."""
 
 from __future__ import annotations
 
@@ -36,23 +36,19 @@ SAVED_STEP = 3
 
 
 def _join(rank: int, world_size: int) -> None:
-    """Set this rank's variables, as torchrun does."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     os.environ.update({k: str(v) for k, v in names.items()}, LOCAL_WORLD_SIZE=str(world_size))
 
 
 def _arguments(folder: Path | str, kind: Any = TrainingArguments, **changes: Any) -> Any:
-    """Return arguments for micro-batches of four samples over one or two ranks.
-
-    An epoch ends in half an accumulated step.
-    """
+    """Return arguments for micro-batches of four samples. An epoch ends with half a step."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": 2,
         "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]),
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
-        "adam_epsilon": 1e-4,  # a gradient of zero, but for rounding, shall move nothing
+        "adam_epsilon": 1e-4,  # so large that rounding errors of a zero gradient move no value
         "weight_decay": 0.1,
         "max_grad_norm": 0.8,
         "logging_steps": 1,
@@ -65,7 +61,6 @@ def _arguments(folder: Path | str, kind: Any = TrainingArguments, **changes: Any
 
 
 def _trained(folder: Path, zero: Any = None, callbacks: Any = None, **changes: Any) -> Trainer:
-    """Train a GPT-2 with the plain Trainer, or with the engine."""
     settings = {"model": make_lm("gpt2"), "args": _arguments(folder, **changes)}
     settings |= {"train_dataset": token_rows(20), "callbacks": callbacks}
     trainer = Trainer(**settings) if zero is None else ZeroTrainer(**settings, zero=zero)
@@ -78,7 +73,7 @@ def _logged(trainer: Trainer, key: str) -> Any:
 
 
 def _check_same(found: Trainer, plain: Trainer, abs_loss: float, rel_norm: float) -> None:
-    # An epoch of 5 batches per rank, of which 2 make a step: the third step has one.
+    # An epoch has 5 batches per rank and 2 batches per step, so its third step has one batch.
     assert len(_logged(found, "loss")) == 6
     assert _logged(found, "loss") == pytest.approx(_logged(plain, "loss"), abs=abs_loss)
     norms = _logged(plain, "grad_norm")
@@ -87,8 +82,6 @@ def _check_same(found: Trainer, plain: Trainer, abs_loss: float, rel_norm: float
 
 
 class _StepEnds(TrainerCallback):  # type: ignore[misc]
-    """A callback that counts the steps that a Trainer reports."""
-
     def __init__(self) -> None:
         self.pre_optimizer_step = self.optimizer_step = self.substep_end = 0
 
@@ -128,7 +121,7 @@ def _trains(folder: Path) -> None:
         if zero == "stage3":
             again, anew = _trained(folder), trainer
             for one in (again, anew):
-                one.train()  # goes on from its own weights
+                one.train()
             _check_same(anew, again, 5e-6, 1e-4)
 
 
@@ -143,8 +136,6 @@ def _trains_in_16_bits(folder: Path) -> None:
 
 
 def _generates(folder: Path) -> None:
-    """Evaluate a T5 before and after training, by its loss and by the text it generates."""
-
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         tokens = torch.as_tensor(prediction.predictions)
         return {"checksum": float((tokens * torch.arange(1, tokens.shape[1] + 1)).sum())}
@@ -167,7 +158,7 @@ def _generates(folder: Path) -> None:
         trainer = kind(model=make_lm("t5"), **settings)
         before = trainer.evaluate()
         if kind is Seq2SeqTrainer:
-            # Evaluated first, it trains without DDP, each rank by itself (transformers 5.23).
+            # An earlier evaluation makes Trainer train without DDP (transformers 5.23).
             trainer = kind(model=make_lm("t5"), **settings)
         trainer.train()
         after = trainer.evaluate()
@@ -178,7 +169,7 @@ def _generates(folder: Path) -> None:
 
 
 def _adapts(folder: Path) -> None:
-    """Train LoRA, load the best checkpoint at the end and save it, beside the plain Trainer."""
+    """Train LoRA with the plain Trainer and the engine, reload the best checkpoint and save it."""
     found, saved = {}, {}
     for name, kind, further in (
         ("plain", Trainer, {}),
@@ -191,7 +182,7 @@ def _adapts(folder: Path) -> None:
             args=_arguments(
                 folder / name,
                 max_steps=3,
-                learning_rate=0.2,  # the loss of the evaluation rises again
+                learning_rate=0.2,  # so large that the evaluation loss rises again
                 adam_epsilon=1e-8,
                 **{f"{what}_strategy": "steps" for what in ("eval", "save")},
                 **{f"{what}_steps": 1 for what in ("eval", "save")},
@@ -219,7 +210,6 @@ def _run(rank: int, world_size: int, program: Callable[[Path], None], folder: Pa
 
 
 def _resumes(folder: Path) -> None:
-    """Go on from the checkpoint that `_trains` left, at another stage and world size."""
     plain = _trained(folder)
     trainer = ZeroTrainer(
         model=make_lm("gpt2"), args=_arguments(folder), train_dataset=token_rows(20), zero="stage1"
@@ -232,7 +222,7 @@ def _resumes(folder: Path) -> None:
     trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2)
     with pytest.raises(CheckpointError, match="StepLR needs 'gamma'"):
         trainer._load_optimizer_and_scheduler(saved)
-    assert trainer.engine.global_steps == num_steps > SAVED_STEP  # nothing was loaded
+    assert trainer.engine.global_steps == num_steps > SAVED_STEP
 
 
 def test_presets_train_as_the_plain_trainer_and_resume_elsewhere(tmp_path: Path) -> None:
@@ -256,7 +246,6 @@ def test_unknown_preset_gets_the_nearest() -> None:
 
 
 def test_auto_is_filled_in_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Secondary shards stay within a node, and a schedule gets the number of training steps."""
     zero = {"stage": 3, "reduce_bucket_size": "auto", "zero_hpz_partition_size": "auto"}
     given = {
         "train_batch_size": "auto",
@@ -318,7 +307,7 @@ def test_all_that_does_not_fit_the_arguments_is_named(given, messages, tmp_path)
     ],
 )
 def test_what_is_overridden_is_there_to_override(mine: type, theirs: type, own: set[str]) -> None:
-    """An override of a method that a release has renamed would never run."""
+    """An override of a method that a library release has renamed would never run."""
     names = {n for n, v in vars(mine).items() if callable(v) or isinstance(v, property)} - own
     assert names - {"__init__"}
     assert {name for name in names if not hasattr(theirs, name)} == set()

@@ -1,4 +1,4 @@
-"""The engine with host kernels for every rule, for optimizer objects, and with compact states."""
+"""Host kernels for every update rule, for optimizer objects, and with compact states."""
 
 from __future__ import annotations
 
@@ -79,14 +79,10 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Subclass(torch.optim.AdamW):
-    """May update otherwise than its base, for all that the engine knows."""
-
     is_elementwise = True
 
 
 class Declared(torch.optim.AdamW):
-    """Says that a kernel computes it, and which."""
-
     is_elementwise = True
     has_host_kernel = True
     update_rule = "adam"
@@ -124,7 +120,6 @@ def _of_object(make: Make, stage: int, dtype: str, **kwargs: Any) -> Engine:
 
 
 def _kernels(engine: Engine) -> set[bool]:
-    """Return whether a kernel computes the update of each part, and not torch."""
     tier: Any = engine.sharded_state.tier
     return {part.tier.has_kernel for part in tier.report()}
 

@@ -1,4 +1,4 @@
-"""Hugging Face models in the engine: deferred, loaded in parts, generating, adapted, of experts."""
+"""Hugging Face models in the engine: deferred, loaded, generating, adapted, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def _inputs(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def _starts(rank: int, world_size: int, folder: Path) -> None:
-    """Build models that are ordinary, deferred and drawn, and deferred and loaded."""
     batches = [_inputs(step, rank) for step in range(2)]
     for case, kind in (
-        (Case(0), "gpt2"),  # with tied weights
+        (Case(0), "gpt2"),
         (Case(2, "bf16", zero=HOST), "llama"),
         (Case(3, "bf16"), "gpt2"),
     ):
@@ -61,12 +60,12 @@ def test_deferred_and_loaded_models_are_ordinary_ones(tmp_path: Path) -> None:
     spawn(_starts, 2, tmp_path)
 
 
-# Greedy tokens, sampled ones and those of four beams.
+# greedy decoding, sampling, and beam search with four beams
 WAYS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True}, {"num_beams": 4})
 
 
 def _generate(model: Any, rank: int, **settings: Any) -> list[Tensor]:
-    """Return tokens of each way, of another length on each rank."""
+    """Return the tokens of each of `WAYS`, with a different length on each rank."""
     model.eval()
     prompt, length = _ids(7, rank), 6 + 3 * rank
     settings |= {"max_new_tokens": length, "min_new_tokens": length}
@@ -99,12 +98,12 @@ def _generates(rank: int, world_size: int) -> None:
         expected = _generate(plain, rank)
         gather.reset_mock()
         if is_limited:
-            # All but two blocks stay. The others are gathered for each token of the longest.
+            # All but two blocks stay gathered. Each token of the longest text gathers two blocks.
             tokens = _generate(engine.module, rank, synced_gpus=True)
             per_token = gather.call_count / len(WAYS) / (6 + 3 * (world_size - 1))
             assert 2.0 < per_token < 2.5
         else:
-            # The root and three blocks, once for each call; none per token.
+            # Each call gathers the root and three blocks once. A token gathers nothing.
             tokens = _generate(engine.module, rank)
             assert gather.call_count == 4 * len(WAYS)
         with engine.gathered() as module:
@@ -126,7 +125,6 @@ def test_generated_tokens_are_the_plain_models(world_size: int) -> None:
 
 
 def _adapted() -> Any:
-    """Make a frozen bf16 GPT-2 with adapters, which peft makes fp32."""
     peft: Any = importlib.import_module("peft")
     config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
     with seeded(2):
@@ -167,7 +165,7 @@ def _model(name: str) -> nn.Module:
 
 
 def _few_tokens(step: int, rank: int) -> dict[str, torch.Tensor]:
-    """Return three tokens: of six experts, each rank uses some others."""
+    """Return three tokens, so that each rank uses different ones of the six experts."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     ids = torch.randint(0, VOCAB, (1, 3), generator=generator)
     return {"input_ids": ids, "labels": ids}

@@ -1,7 +1,6 @@
-"""Import of DeepSpeed's checkpoints: hostile files, the reader's process, and the forms of files.
+"""Import of DeepSpeed checkpoints, made here by torch.save: malicious files and file formats.
 
-The files are made here by torch.save, with stand-ins of DeepSpeed's classes. Those that DeepSpeed
-wrote itself are imported by integration/compat/checks/test_import_deepspeed.py.
+integration/compat/checks/test_import_deepspeed.py imports checkpoints that DeepSpeed wrote.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ from zero_engine.deepspeed_import.zero_stages import read_universal
 
 
 class Model(nn.Module):
-    """A model of 11 trained elements with tied weights, a frozen parameter and a buffer."""
-
     seen: Tensor
 
     def __init__(self) -> None:
@@ -66,13 +63,12 @@ class Model(nn.Module):
 
 @pytest.fixture
 def classes() -> Iterator[dict[str, type]]:
-    """Provide `deepspeed_classes` during a test."""
     with deepspeed_classes() as found:
         yield found
 
 
 def read_into(source: Path, output: Path, frozen: tuple[str, ...] = ()) -> Path:
-    """Import in this process, which is faster than a process of its own."""
+    """Import in this process, which is faster than the sandboxed reader process."""
     place = find_place(source, None)
     return write_source(read_source(place, frozen), output, place.name, None)
 
@@ -122,7 +118,6 @@ def test_command_writes_what_the_engine_loads(classes, tmp_path, capfd):
         assert torch.equal(moment, value["exp_avg_sq"]), name
     with pytest.raises(CheckpointError, match="holds checkpoints, but no other"):
         engine.load_checkpoint(tmp_path / "saved", "other", from_deepspeed=tmp_path / "new")
-    # The script goes on, is killed and started again.
     engine.save_checkpoint(tmp_path / "new", "later")
     place, _ = engine.load_checkpoint(tmp_path / "saved", from_deepspeed=tmp_path / "new")
     assert place == str(tmp_path / "new" / "later")
@@ -146,7 +141,7 @@ def _by_number(order: list[str], step: Any = 4) -> dict[int, dict[str, Any]]:
 
 
 def test_names_of_stage_0_in_fp32_follow_from_shapes_or_are_asked_for(tmp_path: Path) -> None:
-    order = ["last", "first.weight", "first.bias"]  # the model's
+    order = ["last", "first.weight", "first.bias"]
     module = {**model_states()["module"], **{n: values()[n][MASTER] for n in order}}
     module["tied"] = module["last"]
     state = _by_number(order, torch.tensor(4.0))
@@ -225,7 +220,7 @@ def test_nothing_that_is_there_is_replaced(classes: dict[str, type], tmp_path: P
     with pytest.raises(CheckpointError, match="of another program"):
         import_checkpoint(saved, tmp_path / "third")
     assert convert(str(saved), str(saved), None, None, (), as_json=True) == 2
-    # Python 3.14 takes a name that the file system refuses for one that is not there.
+    # From Python 3.14 on, the overlong name counts as a missing folder.
     with pytest.raises(CheckpointError, match=r"not imported.*too long|there is no folder .*xxx"):
         import_checkpoint(saved, tmp_path / "new", "x" * 300)
     assert _bytes_of(saved) == before
@@ -297,7 +292,6 @@ def test_file_that_names_anything_else_is_refused_with_its_name(hostile, match, 
 
 
 def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content: Any = ()) -> None:
-    """Write a file in torch.save's format with new or changed pickle instructions."""
     path.parent.mkdir(exist_ok=True)
     torch.save(content, path)
     with zipfile.ZipFile(path) as archive:
@@ -312,11 +306,11 @@ def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content:
 @pytest.mark.parametrize(
     "pickled",
     [
-        b"\x80\x02cdeepspeed.os\nsystem\n(X\x04\x00\x00\x00trueo.",  # OBJ calls a class
-        b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",  # 8 exabytes
-        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",  # a newer protocol
-        b"\x80\x02X\xff\xff\xff\x7fabc.",  # a string longer than the file
-        b"\x80\x02" + b"]" * 100,  # no end
+        b"\x80\x02cdeepspeed.os\nsystem\n(X\x04\x00\x00\x00trueo.",  # the OBJ opcode calls a class
+        b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",  # allocates 8 EB
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",
+        b"\x80\x02X\xff\xff\xff\x7fabc.",  # a length beyond the end of the file
+        b"\x80\x02" + b"]" * 100,  # no STOP opcode
         b"(" * 100_000,
         b"",
         lambda data: data.replace(b"K\x07", b"J\x00\x00\x00\x10"),  # more elements than bytes
@@ -368,8 +362,8 @@ def test_missing_rank_and_foreign_forms_are_told(classes: dict[str, type], tmp_p
 
 _PAIRS = [b"q%ch%c\x86" % (i, i) for i in range(120)]
 """Of a pickle: each puts a pair of the value before, twice, in its place."""
-# Two equal tuples of 60 nested pairs as keys of a dict. A tuple's hash takes 2^60 steps, or as
-# many as there are tuples from Python 3.14 on; then comparing the two takes 2^60.
+# Two equal dict keys, each a tuple of 60 nested pairs. Hashing takes 2^60 steps before Python 3.14,
+# which caches tuple hashes. Comparing the keys takes 2^60 steps in any version.
 _ENDLESS = b"".join([b"\x80\x02})", *_PAIRS[:60], b"Ns)", *_PAIRS[60:], b"Ns."])
 
 
@@ -395,11 +389,12 @@ def test_reader_has_no_network(tmp_path: Path) -> None:
     assert said.startswith("reading "), said
     assert len(networks) == 1
     assert os.readlink("/proc/self/ns/net") not in networks
-    assert [line.split(":")[0].strip() for line in interfaces] == ["lo"]  # which is down
+    # Only the loopback interface exists, and it is down.
+    assert [line.split(":")[0].strip() for line in interfaces] == ["lo"]
 
 
 def test_file_that_asks_for_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
-    # bytearray(2**38): more than the limit of the reader's process.
+    # bytearray(2**38) exceeds the memory limit of the reader process.
     huge = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (2**38).to_bytes(5, "little") + b"\x85R."
     _with_pickle(tmp_path / "global_step4" / "mp_rank_00_model_states.pt", huge)
     with pytest.raises(CheckpointError, match="MemoryError"):
@@ -451,7 +446,7 @@ def test_reader_dies_with_its_parent() -> None:
         os._exit(0)
     os.close(inlet)
     os.waitpid(parent, 0)
-    # The end of the pipe closes with the last process that has it.
+    # The pipe closes when the last process that holds its other end exits.
     assert select.select([ends], [], [], 60)[0]
     assert os.read(ends, 1) == b""
     os.close(ends)

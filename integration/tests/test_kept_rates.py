@@ -1,4 +1,4 @@
-"""Rates of machines: of known devices, measured, and kept for plans."""
+"""Machine rates: built in for known devices, measured, and stored for plans."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def rates_of_a_cpu() -> Calibration:
 
 
 def planned(*options: str) -> tuple[dict[str, Any], str]:
-    """Return the plan as JSON, and what is said beside it."""
     result = CliRunner().invoke(app, [*MODEL, "--micro-batch-size=2", "--json", *options])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout), result.stderr
@@ -110,7 +109,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def test_figures_are_in_the_units_of_their_keys() -> None:
-    """A peak that is off by 1000, or with sparsity, stands out among the others."""
+    """Detect figures that are off by 1000 or that assume sparsity."""
     for name in device_names():
         assert 16e9 <= device_memory(name) <= 300e9, name
         curves = device_calibration(name, 1).rates[0].curves
@@ -131,7 +130,7 @@ def test_memory_of_the_host_that_the_caller_names_takes_the_place_of_the_tables(
 
 
 def test_many_cores_take_bounded_memory() -> None:
-    """The default is at most 8 ranks, which together hold at most 512 MiB of a gather."""
+    """The default is at most 8 ranks, whose gather uses at most 512 MiB in total."""
     assert default_ranks(cores=128, devices=0) == {1, 2, 8}
     assert default_ranks(cores=1, devices=0) == {1}
     assert default_ranks(cores=128, devices=4) == {1, 4}

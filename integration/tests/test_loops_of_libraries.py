@@ -1,4 +1,4 @@
-"""The loops of accelerate and Fabric over this engine, unchanged, against plain torch."""
+"""Training loops of accelerate and Fabric on this engine, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def _make_model() -> nn.Module:
 
 
 def _train_plain(model: nn.Module, epochs: int, record: dict[str, list[float]]) -> None:
-    """Train on all ranks' batches in one process of plain torch."""
     data = torch.randn(36, 3, generator=torch.Generator().manual_seed(1)).split(MICRO * RANKS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -33,7 +32,8 @@ def _train_plain(model: nn.Module, epochs: int, record: dict[str, list[float]]) 
         loss = model(inputs).square().mean()
         (loss / ACCUMULATION).backward()
         record["losses"].append(loss.item())
-        if number % ACCUMULATION == 0 or number == len(data):  # accelerate steps at the end, too
+        # accelerate also steps at the end of an epoch.
+        if number % ACCUMULATION == 0 or number == len(data):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             record["norms"].append(norm.item())
             optimizer.step()
@@ -42,7 +42,6 @@ def _train_plain(model: nn.Module, epochs: int, record: dict[str, list[float]]) 
 
 
 def _check_accelerate(folder: Path) -> None:
-    """Compare what accelerate_loop.py left: two epochs, and one with all but the model new."""
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     model, record = _make_model(), {"losses": [], "norms": []}
     _train_plain(model, 2, record)
@@ -71,7 +70,7 @@ def test_accelerates_loop_trains_saves_and_goes_on(stage: int, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_launcher_for_several_machines_says_what_to_do_instead(tmp_path, monkeypatch):
-    monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "variables"))  # accelerate writes there
+    monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "variables"))  # accelerate writes this file
     config = tmp_path / "machines.yaml"
     text = (SCRIPTS.parents[1] / "examples" / "accelerate.yaml").read_text(encoding="utf-8")
     config.write_text(
@@ -91,7 +90,7 @@ def test_fabrics_loop_trains_saves_and_loads(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     expected = []
     for step in range(5):
-        if step in (0, 3):  # the script draws from the beginning again
+        if step in (0, 3):  # the script restarts its random generator here
             seeds = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
         batches = [torch.randn(4, 9, generator=seed) for seed in seeds]
         losses = [model(batch).square().mean() for batch in batches]
@@ -102,4 +101,4 @@ def test_fabrics_loop_trains_saves_and_loads(tmp_path: Path) -> None:
     for rank, of_rank in enumerate(zip(*expected, strict=True)):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found[:5] == pytest.approx(of_rank, rel=1e-5)
-        assert found[5:] == found[3:5]  # once more from the checkpoint
+        assert found[5:] == found[3:5]

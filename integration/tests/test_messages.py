@@ -1,9 +1,4 @@
-"""Quantized and lossless messages in the engine: bits, bytes, restarts and damage.
-
-That neither offload nor hpZ nor a lossless message changes a bit is shown by rows of
-test_equalities.py. Where a run has to be near an unquantized one, that is the engine's, which
-`test_offloaded_steps_follow_ddp` holds against DDP. Four simulated ranks are two nodes of two.
-"""
+"""Quantized and lossless messages in the engine: bits, bytes, restarts and damaged messages."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ from zero_core.testing import (
 )
 from zero_core.testing.equal import micro_step
 
-WIDTH = 33  # shards of a few blocks and a bit
+WIDTH = 33  # makes each shard a few quantization blocks and a partial one
 QWZ = {"zero_quantized_weights": True}
 QGZ = {"zero_quantized_gradients": True}
 
@@ -67,7 +62,7 @@ def _compare_stages(ranks: SimulatedRanks) -> None:
     for dtype, stages, more in (("fp32", (1,), {}), ("bf16", (2, 0), accumulated)):
         case = Case(3, dtype, zero=QGZ, width=WIDTH, **more)
         expected = _run(case, ranks)
-        # Four bits show, and only so much: 0.02 in the first steps.
+        # Four-bit gradients change the weights. Their relative gap is 0.02 in the first steps.
         assert 1e-6 < _relative_gap(expected, _run(replace(case, zero={}), ranks)) < 0.06
         for stage in stages:
             found = _run(replace(case, stage=stage), ranks)
@@ -141,7 +136,7 @@ SMALL_STEPS = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
 def _sent(
     ranks: SimulatedRanks, stage: int, dtype: str, zero: dict[str, Any], content: str, top: Any
 ) -> tuple[list[int], dict[str, int]]:
-    """Return calls, bytes within a node and between nodes of the last of 3 steps, and memory."""
+    """Return the calls, bytes within and between nodes of the last of 3 steps, and memory."""
     engine = build(ranks, dtype, zero, stage=stage, width=CODED, **top)
     train(engine, [batch(step, 0, ranks.rank) for step in range(3)])
     rows = [row for row in engine.comm_report() if row.content == content]
@@ -214,8 +209,6 @@ def test_exact_messages_keep_the_bits_of_one_rank(zero: dict[str, Any]) -> None:
 
 
 class _Damaging(GradientMessages):
-    """Packs messages with a bit that is wrong."""
-
     def pack(self, values: torch.Tensor, message: torch.Tensor) -> int:
         nbytes = super().pack(values, message)
         message[100] ^= 1
@@ -267,7 +260,6 @@ CONFIGS = [
 
 
 def make_net() -> nn.Module:
-    """Return a root too small to be quantized and blocks that are not, one of them frozen."""
     model = make_tower(3, UNIT_WIDTH)
     model.blocks[1].requires_grad_(False)
     return model
@@ -275,7 +267,7 @@ def make_net() -> nn.Module:
 
 def report_of(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> dict[str, Any]:
     engine = zero_core.build(make_net(), config, process_group=ranks)
-    for _ in range(2):  # the first one has nothing to tell changes of
+    for _ in range(2):  # the first step has no earlier values for lossless differences
         for _ in range(engine.gradient_accumulation_steps):
             engine.backward(engine(rows(0, 0, UNIT_WIDTH).bfloat16()))
             engine.step()
@@ -287,7 +279,6 @@ def report_of(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> di
 
 
 def served_by(world_size: int) -> list[dict[str, Any]]:
-    """Return configurations whose partition divides the ranks."""
     key = "zero_hpz_partition_size"
     return [c for c in CONFIGS if world_size % c["zero_optimization"].get(key, 1) == 0]
 

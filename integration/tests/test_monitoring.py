@@ -85,8 +85,6 @@ def test_the_loss_scale_is_monitored_with_fp16_only(tmp_path):
 
 
 class _Told:
-    """A stand-in for wandb, comet_ml and an experiment that records its calls."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
@@ -112,7 +110,7 @@ def test_wandb_and_comet_are_given_the_scalars(monkeypatch):
     assert logged == [({"Train/Samples/lr": 0.1},)] * 4
     assert comet.calls[0][0] == "start"
     assert comet.calls[1] == ("set_name", ("n",))
-    # Two samples a step, and one value per four of them.
+    # Each step has two samples, and every four samples log a value.
     steps = [kwargs["step"] for name, kwargs in comet.calls if name == "log_metric"]
     assert steps == [2, 6]
 
@@ -170,7 +168,7 @@ class _SlowBackward(torch.autograd.Function):
 
 
 class _Outputs(_Slow):
-    """A model of two outputs, one with a slow backward before any parameter's gradient."""
+    """A model with two outputs. Backward of the loss is slow before any parameter's gradient."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = super().forward(x)
@@ -187,10 +185,10 @@ def test_backward_that_the_script_calls_itself_is_measured_alike(clock, capsys):
         found = engine(torch.ones(2, 3))
         (found["loss"] + found["logits"].square().sum()).backward()
         engine.step()
-    # From the first gradient of an output on, that is, before those of parameters.
+    # The time starts at the first gradient of an output, before any parameter's gradient.
     assert engine.watch.observers[1].last_ms["bwd"] == pytest.approx(60.0)
     out = capsys.readouterr().out
-    # Each backward is watched once, however many outputs it begins at.
+    # Each backward is reported once, for any number of outputs.
     assert out.count("memory after backward") == 2
     assert "backward: not counted: call engine.backward(loss)" in out
     for _ in range(2):
@@ -209,7 +207,8 @@ def test_evaluation_counts_in_no_time_and_a_failed_forward_ends_its_own(clock):
         engine(torch.ones(2, 7))
     engine.backward(engine(torch.ones(2, 3)).square().mean())
     engine.step()
-    assert engine.watch.observers[0].last_ms["fwd"] == pytest.approx(60.0)  # of the failed one, too
+    # The time includes the failed forward.
+    assert engine.watch.observers[0].last_ms["fwd"] == pytest.approx(60.0)
 
 
 def test_a_script_may_make_the_monitors_itself(tmp_path):
@@ -232,10 +231,10 @@ def test_operations_and_memory_are_reported_as_asked(tmp_path, capsys):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
         _train(_config(flops_profiler=block, **more), steps=steps, model=model)
     text = path.read_text()
-    # A product of [2, k] and [k, n] is 2 * 2 * k * n operations; there are two micro-steps.
+    # A product of [2, k] and [k, n] is 2 * 2 * k * n operations. The run has two micro-steps.
     first, second = 2 * (4 * 3 * 5), 2 * (4 * 5 * 7)
     assert f"forward:  {first + second:,}\n" in text
-    # Each weight's gradient, and the one of the second layer's input.
+    # Backward computes the gradient of each weight and of the second layer's input.
     assert f"backward: {first + 2 * second:,}\n" in text
     assert f"Sequential.0 {first:,}" in text
     assert f"most at depth 1: Sequential.1 {second:,} (70.0%), Sequential.0 {first:,}" in text
@@ -246,7 +245,7 @@ def test_operations_and_memory_are_reported_as_asked(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "most at depth 0: Sequential" in out
     assert "depth 1" not in out
-    assert "time (ms)" in out  # as in DeepSpeed, the profiler tells times, too
+    assert "time (ms)" in out  # DeepSpeed's profiler reports times too
     told = [line.split() for line in out.splitlines() if line.startswith("memory after")]
     assert [words[2] for words in told] == ["forward", "backward", "step"]
     assert all(0.05 < float(words[-1]) < 64.0 for words in told)
@@ -261,19 +260,18 @@ def test_step_and_samples_per_second_are_told_every_so_many_steps(clock, capsys)
     assert [float(rate) for _, rate in told] == pytest.approx([2 / 0.03] * 2, rel=1e-3)
     timer = engine.tput_timer
     assert timer.avg_samples_per_sec() == pytest.approx(2 / 0.03)
-    timer.update_epoch_count()  # as scripts do that print the rate themselves
+    timer.update_epoch_count()  # called by scripts that print the rate themselves
     assert (timer.epoch_count, timer.global_step_count, timer.batch_size) == (1, 5, 2)
     off = _config(steps_per_print=2, timers={"throughput": {"enabled": False}})
     _train(off, steps=2)
     assert "samples/s" not in capsys.readouterr().out
-    engine = _train(_config(), steps=1)  # nothing is asked for
+    engine = _train(_config(), steps=1)
     assert engine.watch.observers == []
     assert not engine.monitor.enabled
     engine.monitor.write_events([("a", 1.0, 1)])
 
 
 def _watch(rank: int, comm_report: Any = None, **more: Any) -> Watch:
-    """Return what watches an engine of two ranks, without the engine."""
     of_rank = {"rank": rank, "world_size": 2, "device": torch.device("cpu")}
     engine: Any = SimpleNamespace(**of_rank, module=nn.Linear(1, 1), comm_report=comm_report)
     return Watch(read(_config(**more)), engine, 1)

@@ -1,7 +1,6 @@
-"""Gradients with an offloaded optimizer: the tier adds them up and copies `param.grad` at stage 0.
+"""Gradients with an offloaded optimizer: accumulation in the tier, and `param.grad` at stage 0.
 
-Bits are those of a reference in plain torch, which rounds each micro-step's reduced gradient to the
-dtype it is communicated in and adds the rounded ones in fp32, in order.
+The reference rounds each micro-step's gradient to the communication dtype and sums in fp32.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _build(config: dict[str, Any], ranks: SimulatedRanks) -> Engine:
 def _reference(
     dtype: torch.dtype, accumulation: int, clipping: float, world_size: int, *, rounded: torch.dtype
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the master weights and the norms of all steps, by plain torch and one kernel call."""
+    """Return the master weights and norms of all steps from one kernel call per step."""
     model = make_tower(3, WIDTH)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     states = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in masters.items()}
@@ -115,7 +114,7 @@ def _train(
     [
         (1, "bf16", 5, 0.1, None),
         *((2, dtype, *how, None) for dtype in ("bf16", "fp32") for how in ((2, 0.0), (5, 0.1))),
-        (2, "bf16", 4, 0.0, "fp32"),  # unrounded where that is asked for
+        (2, "bf16", 4, 0.0, "fp32"),  # without rounding, because the communication dtype is fp32
     ],
 )
 @on_ranks()
@@ -136,7 +135,7 @@ def test_every_stage_and_ratio_has_the_bits_of_plain_torch(
 
 @pytest.mark.parametrize(
     ("stage", "ratio", "name"),
-    [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, on one
+    [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, and on one
 )
 @on_ranks(2)
 def test_gradients_are_read_clipped_and_dropped(ranks, stage, ratio, name):
@@ -149,7 +148,6 @@ def test_gradients_are_read_clipped_and_dropped(ranks, stage, ratio, name):
     torch.testing.assert_close(engine.states.get_full(name, "grad"), grads[name])
     largest = max(g.abs().max().item() for g in grads.values())
     assert float(engine.clip_grad_norm_(1e-3, math.inf)) == pytest.approx(largest, rel=1e-5)
-    # Dropped: the step starts again, and nothing of it is left.
     engine.optimizer.zero_grad()
     engine.step()
     for each in (engine, fresh):

@@ -1,8 +1,4 @@
-"""States and parameters in files: bytes that a step moves, and the plan.
-
-The bytes are those of the closed form in docs/offload.md. That a file has the bits of host memory
-is shown by rows of test_equalities.py.
-"""
+"""States and parameters in files: bytes per step, compared with the formula in docs/offload.md."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ STATES = 3
 def _build(
     folder: Path, dtype: str, micro_batches: int, schedule: str, ranks: SimulatedRanks | None = None
 ) -> tuple[zero_core.Engine, list[Any]]:
-    """Return an engine, and its tiers of parameters and of states."""
     nvme = {"device": "nvme", "nvme_path": str(folder)}
     zero = {
         "stage3_param_persistence_threshold": 0,
@@ -67,9 +62,8 @@ def _build(
 
 
 def _traffic(tiers: list[Any]) -> list[tuple[int, int]]:
-    """Return the bytes read and written so far, of parameters and of states."""
     params, states = tiers
-    of_states = states.file_traffic()  # it writes parameters, too
+    of_states = states.file_traffic()  # called on the state tier, which writes parameters too
     return [params.file_traffic(), of_states]
 
 
@@ -78,7 +72,6 @@ def _batches(rank: int) -> Iterator[Tensor]:
 
 
 def _closed_form(engine: zero_core.Engine, passes: int) -> list[tuple[int, int]]:
-    """Bytes read and written of parameters and of states, by the sizes of the shards alone."""
     layout = engine.sharded_state.layout
     units = [sum(s.shard_numel * s.dtype.itemsize for s in u.segments) for u in layout.units]
     numel = sum(_updated(segment, engine.rank) for segment in layout.segments)
@@ -92,7 +85,7 @@ def _closed_form(engine: zero_core.Engine, passes: int) -> list[tuple[int, int]]
 
 
 def _updated(segment: Segment, rank: int) -> int:
-    """Elements of a shard in those blocks of states that are not padding alone."""
+    """Return the elements of a shard in those blocks of states that contain more than padding."""
     low, high = segment.shard_range(rank)
     blocks = ((a, min(a + BLOCK_NUMEL, high)) for a in range(low, high, BLOCK_NUMEL))
     used = [(a, b) for a, b in blocks if any(s.start < b and s.stop > a for s in segment.slots)]
@@ -106,7 +99,7 @@ def _updated(segment: Segment, rank: int) -> int:
 def test_a_step_moves_the_bytes_of_the_closed_form(
     ranks, dtype, micro_batches, tmp_path, monkeypatch
 ):
-    """Nothing waits between two steps: forwards begin while states are updated."""
+    """Steps run without a pause, so forwards start while states are being updated."""
     monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", BLOCK_NUMEL)
     found = {}
     for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):

@@ -1,4 +1,4 @@
-"""Offload on the device that is not there: bits under random delays, waits, lanes and peaks."""
+"""Offload on the simulated device: bits under random delays, host waits, lanes and memory peaks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _case(
 _early = partial(_case, update_in_backward=True)
 _upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # large enough for differences
 AUTO = _case(2, top=NADAM, ratio="auto")
-CASES = [  # each stage, ratio, number of micro-steps, undoing (by clipping) and place of parameters
+CASES = [  # all stages, ratios and accumulations, undo (by clipping), locations of parameters
     _case(1, 0.0, top=UNCHECKED),
     _case(2, accumulation=2),
     _case(3, 0.0, top={**UNCHECKED, **NADAM}, ratio=0.4),
@@ -87,10 +87,7 @@ UPLOADS = [
 
 
 def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
-    """Return the values, how many elements the host updated, and the bytes up after a step.
-
-    A step lets the caller's thread wait for the device once.
-    """
+    """Train with at most one host wait a step. Returns values, host elements and uploaded bytes."""
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
 
@@ -110,7 +107,7 @@ def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], in
         assert len(waits()) <= len(before) + 1, (case, waits()[len(before) :])
         shares.add(getattr(tier, "host_numel", 0))
         if case in UPLOADS:
-            engine.full_state_dict()  # waits
+            engine.full_state_dict()  # waits for the uploads
             sent.append(tier.bytes_h2d)
         if case == AUTO and step in MOVED:
             tier.controller.ratio = MOVED[step]
@@ -170,7 +167,7 @@ def test_a_plan_expects_fewer_bytes_up_at_a_lower_learning_rate() -> None:
     whole = sum(t.host_link_bytes for t in plan.traffic if t.collective == "to_device")
     assert whole / 8 > up[2]
     assert whole / 2 > up[0] > up[1] > up[2]
-    assert 0.95 * whole < kept <= whole  # two bytes of each weight, but for short shards
+    assert 0.95 * whole < kept <= whole  # two bytes per weight, except for short shards
 
 
 def _step_on_the_second_device() -> None:
@@ -203,7 +200,7 @@ def _record(folder: Path) -> None:
 
 
 def test_report_has_a_lane_of_copies(tmp_path: Path) -> None:
-    """In the steps whose course is recorded, in both directions, by events of their streams."""
+    """Recorded steps have a lane of copies in each direction, timed by stream events."""
     run_alone(_record, tmp_path)
     found = measure(read_run(tmp_path))
     (rank,) = found.run.ranks
@@ -258,7 +255,6 @@ JOBS_OF = {1: JOBS[8:], 2: JOBS}
 
 
 def peak_of(ranks: Any, settings: dict[str, Any], root: float) -> list[int]:
-    """Return the peak of three steps, and what is held after build and after each of them."""
     device = ranks.device
     accelerator.synchronize(device)
     before = accelerator.memory_allocated(device)
@@ -280,7 +276,7 @@ def peak_of(ranks: Any, settings: dict[str, Any], root: float) -> list[int]:
 def _check_peaks(world_size: int) -> None:
     late_device.load()
     for settings, root in JOBS_OF[world_size]:
-        gc.collect()  # what a cycle of the engine before still holds
+        gc.collect()  # frees memory held by reference cycles of the previous engine
         ranks = simulate_late(peak_of, world_size, settings, root)
         with torch.device("meta"):
             model = RootAndBlocks(WIDTH, NUM_BLOCKS, root)
@@ -289,7 +285,7 @@ def _check_peaks(world_size: int) -> None:
         for peak, built, *held in ranks:
             assert abs(peak / planned - 1) <= TOLERANCE, (settings, root, peak, planned)
             assert max(held) == held[0], (settings, root, held)
-            # Activations of the last step, and what reductions receive into, come after build.
+            # Activations of the last step and receive buffers are allocated after build.
             assert held[0] - built <= exchanged + TOLERANCE * planned / 10, (settings, held, built)
 
 
@@ -318,5 +314,5 @@ def _check_pinned() -> None:
 
 
 def test_host_memory_is_page_locked_in_build() -> None:
-    """It takes seconds for tens of GB: not within the first backward."""
+    """Pinning tens of GB takes seconds, which must not delay the first backward."""
     run_alone(_check_pinned)

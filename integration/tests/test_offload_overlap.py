@@ -1,8 +1,4 @@
-"""Host updates beside computation: in backward, in the next forward, undone, shared with a device.
-
-That no bit differs from the late update, whatever is done between backward and step, and that no
-share of the host changes one, is shown by rows of test_equalities.py.
-"""
+"""Host updates in backward, in the next forward, undone, and shared with the device."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 class GatedAdam:
-    """The real kernel, which stops before its ``gate_at``-th call until the gate opens."""
+    """The real kernel, which blocks before its ``gate_at``-th call until the gate opens."""
 
     def __init__(self, gate_at: int) -> None:
         self.gate_at, self.num_calls = gate_at, 0
@@ -41,8 +37,6 @@ class GatedAdam:
 
 
 class Chain(nn.Module):
-    """Three equal blocks that record when they run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
@@ -129,18 +123,13 @@ def test_what_an_update_in_backward_forbids_is_refused_with_the_cure(call, messa
 
 
 class SlowAdam:
-    """The real kernel on a slow host."""
-
     def adam_step(self, *args: Any, **kwargs: Any) -> None:
         time.sleep(0.05)
         cpu_adam.adam_step(*args, **kwargs)
 
 
 class Skipping(Chain):
-    """A chain whose second block is never used.
-
-    The buffers of its batch norm are rank 0's in every forward.
-    """
+    """A chain that never uses its second block. Each forward broadcasts rank 0's buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +156,7 @@ BY_DEFAULT = {"update_in_backward": None, "undo_buffer_size": 1 << 20}
 def config_of(
     stage: int = 3, dtype: str = "fp32", clipping: float = 1.0, top: Any = None, **offload: Any
 ) -> dict[str, Any]:
-    """Return a configuration with updates in backward, unless ``offload`` has others."""
+    """Return a config with updates in backward, unless ``offload`` overrides the setting."""
     block = {"device": "cpu", "update_in_backward": True, **offload}
     zero = {"offload_optimizer": block}
     return Case(stage, dtype, clipping=clipping, zero=zero, top={**ADAMW, **(top or {})}).config()
@@ -178,7 +167,7 @@ def build(config: dict[str, Any]) -> zero_core.Engine:
 
 
 def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
-    """Run a forward and a backward, and wait until the host has begun what it can."""
+    """Run forward and backward, then wait until the host has started all early updates."""
     engine.backward(factor * engine(**batch(step, 0, engine.rank))["loss"])
     tier: Any = engine.sharded_state.tier
     for part in tier.parts:
@@ -186,13 +175,11 @@ def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
 
 
 def count(engine: zero_core.Engine, what: str) -> int:
-    """Return how many elements the log has "kept" or "undone"."""
     tier: Any = engine.sharded_state.tier
     return sum(getattr(part.tier, f"num_{what}") for part in tier.report() if part.is_host)
 
 
 def num_kept(**offload: Any) -> int:
-    """Return how many elements of three steps the log has had, which nothing has undone."""
     engine = build(config_of(2, clipping=1e9, **offload))
     for step in range(3):
         backward(engine, step)

@@ -1,7 +1,4 @@
-"""Parameters that rest on the host or in files: restarts and ties of masters.
-
-That training and `gathered` change no bit is shown by rows of test_equalities.py.
-"""
+"""Parameters on the host or in files: restarts, and rounding of ties."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ BATCHES = [batch(step, 0, 0) for step in range(6)]
 
 
 def _engine(folder: Path, **keys: Any) -> tuple[zero_core.Engine, Any]:
-    """Return an engine with states and parameters in files, and its tier of parameters."""
     made: list[Any] = []
 
     def factory(**arguments: Any) -> Any:
@@ -51,7 +47,7 @@ def _engine(folder: Path, **keys: Any) -> tuple[zero_core.Engine, Any]:
 
 
 def test_a_run_on_a_file_resumes_from_its_checkpoint_bit_for_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", 100)  # shards have several
+    monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", 100)  # several blocks per shard
     engine, tier = _engine(tmp_path)
     train(engine, BATCHES[:3])
     engine.save_checkpoint(tmp_path / "kept")
@@ -63,11 +59,11 @@ def test_a_run_on_a_file_resumes_from_its_checkpoint_bit_for_bit(tmp_path, monke
         other.load_checkpoint(tmp_path / "kept")
     host.save_checkpoint(tmp_path / "of the host")
     assert train(host, BATCHES[3:]) == expected
-    # The host gets gradients in bf16, the device's own tier in fp32.
+    # The host receives gradients in bf16, the device tier in fp32.
     assert train(device, BATCHES[3:]) == pytest.approx(expected, abs=0.07)
     for name, max_in_cpu in (("kept", 900), ("of the host", 0)):
         other, _ = _engine(tmp_path, max_in_cpu=max_in_cpu)
-        train(other, BATCHES[:1])  # its states are not the checkpoint's
+        train(other, BATCHES[:1])
         other.load_checkpoint(tmp_path / name)
         assert train(other, BATCHES[3:]) == expected
     report = engine.memory_report()
@@ -86,7 +82,7 @@ def _tied() -> nn.Module:
 
 
 def _weights(engine: Any) -> dict[str, Tensor]:
-    """Return the parameters that a forward pass computes with."""
+    """Return the parameter values that modules see in a forward."""
     found: dict[str, Tensor] = {}
 
     def note(module: nn.Module, _: Any) -> None:
@@ -117,7 +113,7 @@ def _weights(engine: Any) -> dict[str, Tensor]:
 def test_ranks_steps_loads_and_exports_round_ties_alike(
     stage: int, states: str, params: str | None, world_size: int, tmp_path: Path
 ) -> None:
-    """A learning rate of 0 keeps the masters as they are, so only a different rounding shows."""
+    """With a learning rate of 0 the master weights are constant, so only rounding can differ."""
     places: dict[str, Any] = {
         "stage3_param_persistence_threshold": 0,
         "offload_optimizer": {"device": states, "state_dtype": "int8", "nvme_path": str(tmp_path)},

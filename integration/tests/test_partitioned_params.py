@@ -1,4 +1,4 @@
-"""Parameters sharded from the start, read and changed before there is an engine."""
+"""Parameters that are sharded before an engine exists, and their reads and writes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ CONFIG = {
 
 
 class Model(nn.Module):
-    """A model with parameters of many kinds: odd, scalar, tied, bf16, integer and empty.
-
-    Two names share one buffer.
-    """
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 5)
@@ -63,7 +58,7 @@ class Model(nn.Module):
 
 
 class _Own(nn.Parameter):
-    """A user's parameter class, which can't be partitioned."""
+    pass
 
 
 def _make(seed: int = 0) -> Model:
@@ -93,10 +88,6 @@ def _check_built(model: nn.Module, expected: nn.Module) -> None:
 
 
 def _is_all_partitioned(model: nn.Module) -> bool:
-    """Return whether all floating-point parameters are partitioned, and no others.
-
-    Integers stay whole: there is no NaN that would mark missing values.
-    """
     return all(is_partitioned(p) == p.is_floating_point() for p in model.parameters())
 
 
@@ -104,7 +95,7 @@ def _read(rank: int, world_size: int) -> None:
     expected = _make()
     generator_state = torch.get_rng_state()
     with partitioned_init() as made:
-        model = _make(seed=0 if rank == 0 else 100 + rank)  # rank 0's values count
+        model = _make(seed=0 if rank == 0 else 100 + rank)  # ranks get rank 0's values
     if rank == 0:
         assert torch.equal(torch.get_rng_state(), generator_state)
     assert sorted(map(id, made.params)) == sorted(
@@ -114,7 +105,7 @@ def _read(rank: int, world_size: int) -> None:
     assert [p.shape for p in model.parameters()] == [p.shape for p in expected.parameters()]
     assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
     assert model.codes.tolist() == list(range(6))
-    for _ in range(2):  # first they are recorded, then in parts
+    for _ in range(2):  # first from recorded initialisations, then from shards
         with gathered_params([*model.parameters(), None, model.table, nn.Parameter(torch.ones(1))]):
             _check_values(model, expected)
             _check_values(copy.deepcopy(model), expected)
@@ -130,7 +121,7 @@ def _read(rank: int, world_size: int) -> None:
 def _closes_as_it_was(rank: int, world_size: int) -> None:
     model, expected = _make_sharded(), _make()
     weight, bias = model.blocks[0].weight, model.blocks[0].bias
-    with gathered_params([weight]):  # read only
+    with gathered_params([weight]):
         weight.data = torch.ones(6, 3)
     assert is_partitioned(weight)
     assert weight.shape == (5, 5)
@@ -139,9 +130,9 @@ def _closes_as_it_was(rank: int, world_size: int) -> None:
         raise ZeroDivisionError
     with gathered_params([weight]):
         assert torch.equal(weight, expected.blocks[0].weight)
-    scale = copy.deepcopy(model.scale)  # parked last, and opened last
+    scale = copy.deepcopy(model.scale)
     with torch.no_grad():
-        torch._foreach_zero_([scale])  # of one element, and past what refuses writes
+        torch._foreach_zero_([scale])  # bypasses the check that refuses writes
     with pytest.raises(RuntimeError, match="written to"):
         gathered_params([weight, bias, scale]).__enter__()
     assert is_partitioned(weight)
@@ -163,7 +154,7 @@ def _change(rank: int, world_size: int) -> None:
     with gathered_params([weight]):
         with gathered_params([weight], modifier_rank=0):
             weight.data[1] = 5.0 + rank
-        weight.data.fill_(10.0 + rank)  # after the inner one: read only
+        weight.data.fill_(10.0 + rank)  # read only, although the inner context was not
     bias = model.blocks[0].bias
     with suppress(ZeroDivisionError), gathered_params([bias]):
         with gathered_params([bias], modifier_rank=0):
@@ -185,7 +176,7 @@ def _change(rank: int, world_size: int) -> None:
 
 def _copy_and_convert(rank: int, world_size: int) -> None:
     model, expected = _make_sharded(), _make().half().float()
-    with gathered_params([model.blocks[0].weight]):  # one in parts, the others recorded
+    with gathered_params([model.blocks[0].weight]):  # other weights stay recorded
         pass
     copied = copy.deepcopy(model)
     assert copied.head.weight is copied.embed.weight is not model.embed.weight
@@ -199,7 +190,6 @@ def _copy_and_convert(rank: int, world_size: int) -> None:
 
 
 def _train(rank: int, world_size: int) -> None:
-    """Train with an optimizer that fills its state when it is made."""
     model, expected = _make_sharded().float(), _make().float()
     model.codes.requires_grad_(False)
     optimizers = [
@@ -225,10 +215,7 @@ def _train(rank: int, world_size: int) -> None:
 
 
 def _left_by_engines(rank: int, world_size: int) -> None:
-    """Check the parameters that engines leave behind, which the next engine starts from.
-
-    They are whole if every rank had all of them, and sharded as in the engine otherwise.
-    """
+    """Parameters after an engine are complete if each rank had all, and sharded otherwise."""
     model = _make()
     model.own = _Own(torch.linspace(0, 1, 3))
     for stage in (3, 1, 0, 3):
@@ -238,7 +225,7 @@ def _left_by_engines(rank: int, world_size: int) -> None:
         engine.step()
         values = engine.full_state_dict()
         leave_partitioned(engine)
-        leave_partitioned(engine)  # nothing left to do
+        leave_partitioned(engine)
         assert zero_core.engine_of(model.scale) is None
         is_whole = world_size == 1 or stage < 3
         for param in model.parameters():
@@ -263,7 +250,7 @@ def _whole_after_builds_that_fail(rank: int, world_size: int) -> None:
     params = [p for p in model.parameters() if is_partitioned(p) and p is not model.low]
     file = sys.modules["zero_core.building"].__file__
     for call in ("UnitSet.publish", "release_free_pages"):
-        with gathered_params(params):  # no longer recorded
+        with gathered_params(params):
             pass
         with pytest.raises(Failure), failing((call, 0), "call", file):
             zero_core.build(model, CONFIG)
@@ -275,7 +262,7 @@ def _whole_after_builds_that_fail(rank: int, world_size: int) -> None:
 
 
 def _drawn() -> nn.Module:
-    """Draw parameters of layers after they were made, as many models of transformers do."""
+    """Initialise parameters after the layers' construction, like many transformers models."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False))
     nn.init.normal_(model[1].weight, std=0.02)
     nn.init.zeros_(tensor=model[0].bias)
@@ -285,7 +272,7 @@ def _drawn() -> nn.Module:
 
 def _initialize(rank: int, world_size: int) -> None:
     def make() -> nn.Module:
-        torch.manual_seed(5 + rank)  # rank 0's count
+        torch.manual_seed(5 + rank)  # ranks get rank 0's values
         return _drawn()
 
     torch.manual_seed(5)
@@ -295,7 +282,7 @@ def _initialize(rank: int, world_size: int) -> None:
     assert _is_all_partitioned(model)
     _check_built(model, expected)
     torch.manual_seed(5)
-    again = make()  # and of what is sharded later
+    again = make()
     partition_module(again)
     for draw in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.zeros_, nn.init.kaiming_normal_):
         torch.manual_seed(9)
@@ -337,7 +324,7 @@ def _refuse(rank: int, world_size: int) -> None:
         bare = nn.Linear(2, 2)
     with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
         partition_module(bare)
-    scale.data.fill_(1.0)  # torch lets it through: it is seen when the value is wanted
+    scale.data.fill_(1.0)  # torch allows this write, so the next gather detects it
     with pytest.raises(RuntimeError, match="written to while it is sharded"):
         gathered_params([scale]).__enter__()
 
@@ -374,7 +361,7 @@ def _load_quantized(rank: int, world_size: int) -> None:
         model(x)
     with GatheredParameters(params):
         assert model(x).item() == exact(x).item()
-        absmax.zero_()  # lost: it is read only
+        absmax.zero_()  # discarded, because the context is read only
     with GatheredParameters(params, modifier_rank=world_size - 1):
         if rank == world_size - 1:
             absmax.mul_(2.0)
@@ -413,13 +400,13 @@ def test_parameters_sharded_from_the_start_are_read_changed_copied_and_built(wor
 WIDTH, DEPTH = 1024, 16
 UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
 MODEL_BYTES = DEPTH * UNIT_BYTES  # 67 MB
-# What the process does besides: threads, messages between ranks, the allocator's fragments.
-SLACK_BYTES = 8 * 1024**2
+SLACK_BYTES = 8 * 1024**2  # for threads, messages between ranks and allocator fragmentation
 
 
 def _measure(rank: int, world_size: int) -> None:
-    """Measure memory while values are written before the build, one module at a time."""
-    with zero_core.deferred_init():  # what torch and gloo allocate when first used is there before
+    """Measure memory while values are written before build(), one module at a time."""
+    # Make torch and gloo allocate their memory before the measurement.
+    with zero_core.deferred_init():
         small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero_core.build(small, CONFIG).close()
     with PeakMemory() as peak:

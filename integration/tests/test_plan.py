@@ -1,4 +1,4 @@
-"""``zero-engine plan``, closed forms of the papers, placements, and plans against real packages."""
+"""``zero-engine plan``: the papers' formulas, placements, and plans against real packages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T5.decoder_start_token_id = 0
 
 def make_config(stage: int, dtype: str, **zero: Any) -> dict[str, Any]:
     state_dtype = zero.get("offload_optimizer", {}).get("state_dtype", "float32")
-    is_compact = state_dtype != "float32"  # which a kernel alone serves
+    is_compact = state_dtype != "float32"  # only a kernel supports compact states
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": not is_compact}}
     return Case(stage, dtype, zero=zero, top={"optimizer": optimizer}).config()
 
@@ -43,7 +43,6 @@ def offload(ratio: float, state_dtype: str = "float32") -> dict[str, Any]:
 
 
 def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
-    """Bytes of zero-offload's two halves by kind."""
     tier: Any = engine.sharded_state.tier
     found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
     for part in tier.report():
@@ -78,12 +77,12 @@ def test_offload_takes_what_was_planned(world_size: int) -> None:
         make_config(stage, dtype, **offload(ratio))
         for stage, dtype, ratio in itertools.product(range(4), DTYPES, (0.0, 0.37, 1.0))
     ]
-    # An element has 18 bytes: a master, two moments, a 16-bit gradient and its fp32 copy.
+    # An element has 18 bytes: a master weight, two moments, a 16-bit gradient and its fp32 copy.
     whole += [
         make_config(2, "bf16", offload_optimizer={"device": "cpu", "device_budget": n})
         for n in (18_000, 10**6)
     ]
-    # The host keeps gradients of several micro-steps.
+    # The host holds gradients of several micro-steps.
     whole += [{**whole[-1], "gradient_accumulation_steps": steps} for steps in (2, 4, 5)]
     compact = [
         make_config(stage, dtype, **offload(0.37, state_dtype))
@@ -96,7 +95,7 @@ def test_offload_takes_what_was_planned(world_size: int) -> None:
         for size in (None, 5_000)
     ]
     for rank, found in enumerate(simulate(measure_offload, world_size, whole + compact)):
-        # Planned is rank 0's cut; another's blocks begin elsewhere.
+        # The plan describes rank 0. Quantization blocks of other ranks start at other offsets.
         for config, held in zip(whole if rank else whole + compact, found, strict=False):
             memory = zero_core.plan(GPT2, config, world_size, device_type="cpu").memory
             assert memory.host == held["host"], config
@@ -153,7 +152,7 @@ def test_program_ends_with_1_where_nothing_fits() -> None:
     assert "nothing fits 1 MB of device memory" in " ".join(said.split())
 
 
-# Without dropout: with it, torch's kernel for CPUs takes attention apart, and others do not.
+# No dropout, because torch's CPU kernel decomposes attention with dropout and others do not.
 STILL = {**GPT2.to_diff_dict(), "n_positions": 64, "vocab_size": 512, "use_cache": False}
 STILL |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
@@ -265,9 +264,9 @@ def test_page_locked_buffers_of_a_plan_and_host_memory_of_a_node() -> None:
     config = config_of(3, "bf16", offload_optimizer={**HOST})
     host = zero_core.plan(wide_blocks(1, 160), config, 2).memory.host
     numel = 12 * 160 * 160 // 2
-    assert host["gradient copies"] == 2 * numel  # as powers of two
+    assert host["gradient copies"] == 2 * numel  # pinned sizes are powers of two
     assert host["parameter copies"] == 2 * 2**19 > 2 * 2 * numel > 2 * 2**18
-    # The bf16 half of a split master weight is sent as it is: no staging.
+    # The bf16 half of a split master weight is uploaded without a staging copy.
     config["zero_optimization"]["offload_optimizer"]["state_dtype"] = "int8"
     host = zero_core.plan(wide_blocks(1, 160), config, 2).memory.host
     assert host["parameter copies"] == 2**19 > 2 * numel > 2**18
@@ -290,14 +289,13 @@ def test_an_optimizer_of_whole_parameters_is_planned_on_the_device_or_on_the_hos
     config = config_of(2) | {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     planned = zero_core.plan(wide_blocks(2, 64), config, 4, device_memory=10**9)
     assert planned.best == planned.configured
-    assert {choice.ratio for choice in planned.choices} == {0.0, 1.0}  # nothing in between
+    assert {choice.ratio for choice in planned.choices} == {0.0, 1.0}  # Muon is never split
 
 
 DISK = "/nvme"
 
 
 def sizes_of(config: dict[str, Any], words: str) -> list[Choice]:
-    """Return all choices of one placement in a plan in which nothing fits."""
     found = zero_core.plan(wide_blocks(8, 1024), config, 2, device_memory=1, nvme_path=DISK)
     return [choice for choice in found.choices if choice.placement.words == words]
 

@@ -1,4 +1,4 @@
-"""Examples train as they are printed: configurations, and the documentation's Python."""
+"""Printed examples, configurations and the documentation's Python, train as they are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _train_all(rank: int, world_size: int, examples: dict[str, Any], folder: str
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of both steps of every example, trained on two ranks that are two nodes."""
+    """Return two losses of every example, trained on two ranks that are two nodes."""
     folder = tmp_path_factory.mktemp("losses")
     printed = {name: run_here("config", "--example", name) for name in EXAMPLES}
     examples = {
@@ -53,7 +53,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 def test_example_trains_as_it_is_printed(name: str, losses: dict[str, list[float]]) -> None:
     first, second = losses[name]
     assert second < first
-    # Host and device round differently in a last bit; quantization changes more.
+    # Host and device differ in the last bit. Quantization changes more.
     tolerance = 0.05 if name == "stage3-zeropp" else 0.01
     assert losses[name] == pytest.approx(losses["stage3"], rel=tolerance)
 
@@ -73,5 +73,4 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 def test_example_runs(block: Block, tmp_path: Path) -> None:
-    """It runs as it stands, on one process."""
     run_alone(run_example, block, tmp_path)

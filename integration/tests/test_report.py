@@ -1,4 +1,4 @@
-"""Reports: one file that names what limits a run and trusts no text of it."""
+"""Reports: one HTML file that names a run's bottleneck and escapes all text of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zero_engine.report.measured import kept_bytes
 from zero_engine.report.run import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
-# As the recorder writes it: all keys, with their defaults.
+# The recorder writes all keys with their defaults.
 CONFIG: dict[str, Any] = load_config(
     {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, world_size=2
 ).model_dump(mode="json")
@@ -87,8 +87,6 @@ def _write(
 
 
 class _Tags(html.parser.HTMLParser):
-    """A parser that collects tags with attributes."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
@@ -99,7 +97,7 @@ class _Tags(html.parser.HTMLParser):
 
 
 def test_a_page_is_one_file_and_trusts_no_text(tmp_path: Path) -> None:
-    """It names no other file or host, runs no text of a run, and has less than 2 MB."""
+    """The page refers to no other file or host, escapes the run's text, and has at most 2 MB."""
     run = _write(tmp_path / HOSTILE.replace("/", "_"), lambda rank, step: {"why_skipped": HOSTILE,
                  "is_taken": step != 5, "loss": math.nan if step == 5 else 2.0})  # fmt: skip
     page = write_report(run, tmp_path / "report.html")
@@ -120,7 +118,7 @@ def test_a_page_is_one_file_and_trusts_no_text(tmp_path: Path) -> None:
 
 
 def test_a_start_that_loads_a_checkpoint_goes_on_from_its_step(tmp_path: Path) -> None:
-    """A configuration records the start before it loads: earlier steps belong to the run."""
+    """The start is recorded before the checkpoint is loaded, so earlier steps belong to the run."""
     file = RecordFile(tmp_path, 0, 1 << 20)
     for first, last in ((0, 15), (10, 20)):
         file.write(replace(RUN, world_size=1))
@@ -128,7 +126,7 @@ def test_a_start_that_loads_a_checkpoint_goes_on_from_its_step(tmp_path: Path) -
             file.write(EventRecord(1e9, first, "loaded", "checkpoint-10"))
         for step in range(first + 1, last + 1):
             file.write(replace(STEP, step=step, samples=first))
-    file.write(replace(RUN, world_size=1, first_step=20))  # has nothing left to do
+    file.write(replace(RUN, world_size=1, first_step=20))  # a start with no steps left
     file.close()
     (rank,) = read_run(tmp_path).ranks
     assert [start.first_step for start in rank.starts] == [0, 10, 20]
@@ -189,10 +187,7 @@ def test_the_first_sentence_names_the_cause_and_its_gain(tmp_path, changes, word
 def test_threads_are_named_where_cores_are_free(
     tmp_path: Path, threads: int, cores: int, num_ranks: int, device: str, scaling: float | None
 ) -> None:
-    """The gain is that of all own work on as many threads as a rank has cores.
-
-    A step is nine tenths the processor's own work and otherwise waits for data.
-    """
+    """A step computes nine tenths of its time. The predicted gain is linear in the threads."""
     environment = ENVIRONMENT | {"cores": cores, "threads": threads, "device": device}
     places = {"forward": 0.03, "backward": 0.05, "step": 0.01, "loader": 0.01}
     ranks = {"num_ranks": num_ranks, "environment": environment}
@@ -204,7 +199,6 @@ def test_threads_are_named_where_cores_are_free(
 
 
 def test_a_failed_run_says_which_rank_and_why(tmp_path: Path) -> None:
-    """Rank 1 raises, and the launcher kills the others."""
     for rank in range(2):
         file = RecordFile(tmp_path, rank, 1 << 20)
         file.write(replace(RUN, rank=rank))
@@ -259,7 +253,6 @@ def _of_gpt(folder: Path, stage: int, **of_run: Any) -> Path:
 
 
 def _section(page: Path, title: str) -> str:
-    """Return the text of a section, a line for each cell."""
     text = page.read_text(encoding="utf-8")
     found = re.search(rf"<h2>{title}</h2>(.*?)</section>", text, re.S)
     assert found is not None, title
@@ -278,7 +271,7 @@ def test_a_page_has_a_move_for_each_cause(tmp_path: Path) -> None:
 
 
 def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -> None:
-    """The run is on one node, where quantized messages are shorter as well."""
+    """The run is on one node, where quantized messages are shorter too."""
     run = _of_gpt(tmp_path / "run", 3)
     page = write_report(run, tmp_path / "page.html")
     assert "no lane of copies: ranks compute on the host" in _section(page, "One step")
@@ -286,7 +279,7 @@ def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -
     lines = text.splitlines()
     assert lines[:4] == ["collective", "link", "planned", "measured"]
     first = {name: lines[lines.index(name, 5) + 1] for name in ("measured", *FLAGS)}
-    assert first["measured"] == "1 kB"  # as the step's record says
+    assert first["measured"] == "1 kB"  # the same number is in the step's record
     kept = [first[name] for name in FLAGS]
     sizes = [float(size.split()[0]) for size in kept]
     assert all(size.endswith("kB") for size in kept)
@@ -297,10 +290,7 @@ def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -
     "zero", [{}, {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}]
 )
 def test_records_of_an_engine_have_its_configuration(tmp_path: Path, zero: Any) -> None:
-    """The configuration is the one in effect, which a plan accepts.
-
-    Shares include the tier's padding.
-    """
+    """A plan accepts the recorded configuration. Recorded shares include the tier's padding."""
 
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     config |= {"optimizer": {"type": "AdamW"}, "step_records": {"folder": str(tmp_path)}}

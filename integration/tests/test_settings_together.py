@@ -1,8 +1,4 @@
-"""Combinations of settings, which the configuration refuses or the engine trains.
-
-Each pair of settings that is accepted with some others is trained with them, on four ranks as two
-nodes. `AXES` is the whole product; docs/support-matrix.md is the page for users.
-"""
+"""Combinations of settings: each accepted pair of values of `AXES` is trained at least once."""
 
 from __future__ import annotations
 
@@ -93,8 +89,8 @@ TOP: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """Axes of keys at the top of the configuration."""
 AXES = {axis: tuple(values) for axis, values in (ZERO | TOP).items()}
-# The largest difference of a loss (of 3 to 4) from the reference. The host's kernels round in
-# another order; DDP adds gradients in 16 bits; quantized messages are not exact.
+# Largest difference of a loss (of 3 to 4) from the reference: host kernels round in another order,
+# DDP sums gradients in 16 bits, quantized messages are inexact.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 QUANTIZED_BOUND = 0.4
 EXACT = ("plain", "hpZ", "lossless weights", "lossless gradients")
@@ -104,7 +100,6 @@ Choice = tuple[str, ...]
 
 
 def case_of(choice: Choice, folder: str) -> Case:
-    """Return the configuration of a choice, with a folder for files."""
     settings = dict(zip(AXES, choice, strict=True))
     zero: dict[str, Any] = {}
     top: dict[str, Any] = {}
@@ -121,7 +116,6 @@ def case_of(choice: Choice, folder: str) -> Case:
 
 
 def is_accepted(choice: Choice) -> bool:
-    """Return whether the configuration of four ranks accepts a choice. Other errors are raised."""
     try:
         load_config(case_of(choice, "/nvme").config(), world_size=RANKS)
     except ConfigError:
@@ -130,10 +124,7 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Draw accepted choices until each pair that is accepted with some others is in one of them.
-
-    Pairs of the choices that the caller adds to ``refused`` are drawn again, with others.
-    """
+    """Yield choices until they cover all acceptable pairs. Pairs of ``refused`` are redrawn."""
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {
@@ -148,7 +139,7 @@ def covering(refused: Collection[Choice]) -> Iterator[Choice]:
             found = []
             for number in range(60):
                 drawn = [draw.choice(of) for of in values]
-                if number % 2:  # most pairs are refused together with few of the others
+                if number % 2:  # defaults make most pairs acceptable
                     drawn[1:] = [of[0] for of in values[1:]]
                 choice = tuple(fixed.get(n, value) for n, value in enumerate(drawn))
                 if choice not in refused and is_accepted(choice):
@@ -162,7 +153,6 @@ def covering(refused: Collection[Choice]) -> Iterator[Choice]:
 
 
 def _train_all(rank: int, world_size: int, folder: str) -> None:
-    """Train each choice, and compare its losses with DDP's or those of stage 0."""
     mesh = init_device_mesh("cpu", (2, 2))
     references: dict[str, list[float]] = {}
     refused: set[Choice] = set()
@@ -175,7 +165,7 @@ def _train_all(rank: int, world_size: int, folder: str) -> None:
         try:
             losses = run_engine(case, rank, STEPS, resume_from=resume_from, mesh=mesh).losses
         except ConfigError:
-            refused.add(choice)  # by build(), with the model at hand
+            refused.add(choice)  # build() refuses more, because it knows the model
             continue
         trained.append(choice)
         gap = _gap(case, losses, references, rank)

@@ -1,7 +1,4 @@
-"""Hugging Face models under zero.Init and with adapters that are merged as they are exported.
-
-Values are those without shards, and no rank holds a whole model.
-"""
+"""Sharded Hugging Face models under zero.Init, and exports with merged adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from zero_core.testing import (
 from zero_core.testing.quantized import WrappedCodes
 from zero_engine.hf.merged import export_merged
 
-# As Trainer hands it over: with values that are still open.
+# Trainer passes a config whose values are still "auto".
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "auto",
     "bf16": {"enabled": "auto"},
@@ -51,12 +48,11 @@ Make = Callable[[], nn.Module]
 
 
 def _serve_deepspeed() -> None:
-    """Serve the deepspeed modules in this process, as ``zero-engine run`` does."""
     from zero_engine.script.hook import ON_PATH, install
 
     sys.path.insert(0, str(ON_PATH))
     install()
-    # transformers asks once, at import, whether there is a deepspeed; the ranks' server had none.
+    # transformers looks for deepspeed once, at import. The ranks' server imported it without one.
     module = sys.modules.get("transformers.integrations.deepspeed")
     if module is not None:
         importlib.reload(module)
@@ -71,10 +67,7 @@ def _constructed(kind: str) -> nn.Module:
 
 
 def _flows(folder: Path) -> dict[str, Make]:
-    """Return ways in which scripts make a model before there is an engine.
-
-    The same code runs with and without zero.Init.
-    """
+    """Return functions that make a model before an engine exists, with and without zero.Init."""
     import transformers as hf
     from peft import LoraConfig, get_peft_model
 
@@ -93,7 +86,7 @@ def _flows(folder: Path) -> dict[str, Make]:
     return {
         "load gpt2": lambda: load("gpt2"),
         "load t5": lambda: load("t5", hf.AutoModelForSeq2SeqLM),
-        # Normalises a weight in its constructor, within a gather of its own.
+        # The constructor normalises a weight within its own gather.
         "load wav2vec2": lambda: load("wav2vec2", hf.Wav2Vec2Model),
         "load with a new head": lambda: load(
             "gpt2", hf.AutoModelForSequenceClassification, num_labels=3
@@ -113,7 +106,6 @@ def _seeded(make: Make) -> nn.Module:
 
 
 def _check(name: str, expected: nn.Module, model: nn.Module, *, has_loss: bool) -> None:
-    """Build an engine of ``model``, and compare it with ``expected``."""
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
     engine = zero_core.build(model, CORE)
     found = engine.full_state_dict()
@@ -142,7 +134,7 @@ def _compare(rank: int, world_size: int, folder: Path) -> None:
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     def construct_whole(kind: str) -> nn.Module:
-        with no_init_weights():  # else modules draw values first that nobody gets
+        with no_init_weights():  # avoids initialisations that are overwritten later
             model: Any = _constructed(kind)
         model.initialize_weights()
         model.tie_weights()
@@ -166,7 +158,7 @@ def _compare(rank: int, world_size: int, folder: Path) -> None:
         _check(kind, whole[kind], model, has_loss=False)
     for name, make in flows.items():
         _check(name, expected[name], _seeded(make), has_loss=name != "load wav2vec2")
-    with deepspeed.zero.Init():  # the script's own, around that of transformers
+    with deepspeed.zero.Init():  # the script's context, around transformers' context
         model = flows["load gpt2"]()
     _check("load within", expected["load gpt2"], model, has_loss=False)
     del keep
@@ -181,7 +173,7 @@ MakeAdapted = Callable[[], peft.PeftModel]
 
 
 def _adapted(base: nn.Module, kind: type = peft.LoraConfig, **options: Any) -> peft.PeftModel:
-    """Adapt a model with nonzero values, since fresh adapters change nothing."""
+    """Add an adapter with nonzero values, since fresh adapters change nothing."""
     options = {"target_modules": ["q_proj", "down_proj"]} | options
     with seeded(1):
         model = peft.get_peft_model(base, kind(**options))
@@ -201,10 +193,6 @@ def _tied() -> Any:
 
 
 def _quantized(*, is_whole: bool = False) -> Any:
-    """Quantize all linear layers but the head.
-
-    ``is_whole`` stores the dequantized values instead.
-    """
     base = _llama()
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
@@ -233,7 +221,7 @@ def _merged_by_peft(name: str) -> Any:
     if name == "quantized":
         return _adapted(_quantized(is_whole=True)).merge_and_unload()
     model = KINDS[name]()
-    # A configuration of bf16 casts adapters, too.
+    # A bf16 configuration casts the adapters too.
     return (model.bfloat16() if name == "bf16" else model).merge_and_unload()
 
 
@@ -333,16 +321,16 @@ def test_every_rank_hears_of_a_folder_that_cannot_be_written(tmp_path: Path) -> 
 
 def _measure_export(rank: int, world_size: int, folder: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024}
-    for depth in (1, 20):  # the small one first, as a warm-up of torch and peft
+    for depth in (1, 20):  # the small model is a warm-up of torch and peft
         model = _adapted(make_lm("llama", **sizes, num_hidden_layers=depth))
         largest = sum(p.nbytes for p in model.get_base_model().model.layers[0].parameters())
         whole = sum(p.nbytes for p in model.parameters())
         engine = zero_core.build(model, Case(3).config())
-        engine.idle_forward()  # pages that ranks share count for each, once it has read them
+        engine.idle_forward()  # counts shared pages before the measurement
         with PeakMemory() as peak:
             export_merged(engine.module, folder / str(depth))
         engine.unwrap().to("meta")
-    bound = 3 * largest + 8 * 1024**2  # threads, messages, the allocator's fragments
+    bound = 3 * largest + 8 * 1024**2  # plus threads, messages, allocator fragmentation
     assert bound < whole / 2, "half a model would be seen"
     assert peak.nbytes <= bound, (rank, peak.nbytes, bound)
 

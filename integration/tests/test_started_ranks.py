@@ -1,4 +1,4 @@
-"""Ranks of ``zero-engine run``: of srun or mpirun, their numbers, and the end of their group."""
+"""Ranks that srun or mpirun starts under ``zero-engine run``, and their process group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
 }
-# SLURM's pmi2 plugin, MpiDefault at some sites, sets variables of MPI's, too.
+# SLURM's pmi2 plugin, the default at some sites, also sets MPI's variables.
 PMI2 = {**SLURM, "PMI_FD": "7", "PMI_JOBID": "40007.0", "PMI_RANK": "5", "PMI_SIZE": "8"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}RANK": "3" for name in ("", "LOCAL_")}
 OPEN_MPI |= {f"OMPI_COMM_WORLD_{name}SIZE": "4" for name in ("", "LOCAL_")}
@@ -72,7 +72,7 @@ def test_mpiruns_process_is_a_rank_and_a_given_port_wins_over_that_of_slurms_job
     [
         (MPICH, r"mpirun started 4 ranks.*set MASTER_ADDR to the addr"),
         ({"PMI_RANK": "1", "PMI_SIZE": "4", "MASTER_ADDR": "host1"}, "set LOCAL_RANK"),
-        # SLURM is not asked where its tasks are mpirun's proxies.
+        # SLURM's variables are ignored where its tasks are mpirun's proxies.
         ({**PMI2, "PMI_SIZE": "16"}, "set LOCAL_RANK"),
         ({**PMI2, "PMI_RANK": "6"}, "set LOCAL_RANK"),
     ],
@@ -124,7 +124,7 @@ def test_first_host_of_slurms_list(nodes: str, host: str) -> None:
 
 
 def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) -> None:
-    # mpirun's variables are covered by rank_variables' own tests above. What follows is shared.
+    # Other tests cover mpirun's variables. The code that follows is the same.
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     variables = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
@@ -141,7 +141,7 @@ def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) 
         assert sorted(pool.map(start, range(2))) == ["0 2 0 1.0", "1 2 1 1.0"]
 
 
-# As DeepSpeed-Chat's programs begin.
+# DeepSpeed-Chat's programs declare arguments in this way.
 DECLARES = """
 import argparse, os, sys
 parser = argparse.ArgumentParser()
@@ -229,7 +229,7 @@ def test_option_may_be_declared_by_a_module_that_is_imported(tmp_path, script, p
     assert _declares(path)
 
 
-# As a program of transformers' HfArgumentParser.
+# transformers' HfArgumentParser declares arguments in this way.
 FIELDS = """
 import dataclasses, os
 @dataclasses.dataclass(frozen=True)
@@ -257,8 +257,8 @@ def test_of_an_installed_module_its_own_package_alone_counts(tmp_path, monkeypat
     assert declares(source, OPTION)
 
 
-# Its threads are looked at last of all, after what ends the group: neither an optimizer, for which
-# torch imports its compiler, nor something in a cycle may keep it.
+# The test counts threads at exit, after the hook destroyed the group. Neither a new optimizer, for
+# which torch imports its compiler, nor a reference cycle may keep the group alive.
 LEAVES_A_CYCLE = """
 import atexit, pathlib, torch, torch.distributed as dist
 
@@ -293,7 +293,6 @@ def _script(folder: Path, text: str) -> str:
 
 
 def _run_ranks(script: str) -> str:
-    """Run two Python processes as a launcher starts ranks, and return what they print."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {**hooked(environment()), **local_address_only()}
     ranks = [
@@ -328,7 +327,7 @@ def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> 
 def test_timeout_is_the_environments_in_minutes_and_must_be_a_number(monkeypatch):
     made: list[dict[str, object]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_args, **options: made.append(options))
-    # Engines of other tests of this process may have left one.
+    # Engines of earlier tests in this process may have created a group.
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", "soon")

@@ -1,4 +1,4 @@
-"""Predicted step times: rates, lanes against closed forms, real tiers, choices and placements."""
+"""Predicted step times: rates, closed forms of lanes, real tiers, choices and placements."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ NAMES = (
 
 
 class Blocks(nn.Sequential):
-    """Blocks of one size, whose operations and saved bytes are counted on paper."""
-
     def __init__(self) -> None:
         super().__init__(
             *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS))
@@ -46,7 +44,7 @@ def make_config(stage: int, *, micro_batch: int = 2, **further: Any) -> dict[str
 
 
 def planned(config: dict[str, Any], world_size: int = 2, **how: Any) -> Any:
-    """Plan the blocks. Return the plan, as `Any`: what is None without rates is read unchecked."""
+    """Plan `Blocks`. Returns `Any`, because fields may be None without rates."""
     with torch.device("meta"):
         model = Blocks()
         x = torch.zeros(config["train_micro_batch_size_per_gpu"], TOKENS, WIDTH)
@@ -54,7 +52,7 @@ def planned(config: dict[str, Any], world_size: int = 2, **how: Any) -> Any:
 
 
 def calibration(**curves: Curve) -> Calibration:
-    """Return an accelerator on which everything else takes no time."""
+    """Return an accelerator on which everything except ``curves`` takes no time."""
     named = {name.replace("__", "."): curve for name, curve in curves.items()}
     rates = Rates(1, 1, None, {**dict.fromkeys(NAMES, FREE), "matmul.float32": FREE, **named})
     return Calibration("an accelerator", "by hand", (rates,))
@@ -68,12 +66,12 @@ def test_recomputation_adds_a_forward_of_the_blocks_but_saves_bytes() -> None:
         for c in (config, {**config, "activation_checkpointing": {}})
     )
     forward = 2 * 2 * TOKENS * WIDTH**2 * BLOCKS / 1e9
-    # The first product has no gradient of its input.
+    # The first product computes no gradient of its input.
     assert plain.step_time.total_s == pytest.approx((3 - 1 / BLOCKS) * forward)
     assert plain.step_time.bound == "compute"
     assert again.step_time.total_s - plain.step_time.total_s == pytest.approx(forward)
     saved = 2 * TOKENS * WIDTH * 4  # bytes of one tensor between two modules
-    # What the loss saves, each block's input, and one block's own: the input of its GELU.
+    # The loss saves its input. Recomputation saves each block's input, and one block's GELU input.
     assert plain.memory.device["activations"] == (2 * BLOCKS + 1) * saved
     assert again.memory.device["activations"] == (BLOCKS + 2) * saved
 
@@ -90,7 +88,7 @@ def test_communication_hides_behind_computation_where_it_is_shorter() -> None:
     sent = sum(t.sent_bytes for t in found.traffic if t.collective != "all_reduce")
     assert lanes["gather"] + lanes["reduce"] == pytest.approx(sent / 1e9)
     assert lanes["gather"] > 0
-    # The first gather and the last reduction have nothing beside them.
+    # The first gather and the last reduction overlap with nothing.
     first_and_last = (lanes["gather"] + lanes["reduce"]) / BLOCKS
     assert found.step_time.total_s <= lanes["compute"] + first_and_last
     spans = found.step_time.spans
@@ -116,7 +114,7 @@ def test_the_fastest_that_fits_is_chosen_with_reasons_else_the_smallest() -> Non
         matmul__float32=Curve.of_rate(1e9), gather__within=slow_link, reduce__within=slow_link
     )
     found = planned(make_config(3), calibration=rates)
-    assert found.best.stage < 3  # which gathers less
+    assert found.best.stage < 3  # stages 0 to 2 gather less
     timed = [c for c in found.choices if c.step_time is not None]
     assert found.best.sample_s * (1 - WORTH) <= min(c.sample_s for c in timed)
     said = " ".join(found.reasons)
@@ -130,7 +128,7 @@ def test_the_fastest_that_fits_is_chosen_with_reasons_else_the_smallest() -> Non
     content = json.loads(found.to_json())
     assert content["configured"]["step_time"]["spans"]
     assert [table.title for table in found.tables()][-2] == "Predicted step"
-    # The host's update takes nothing, and the device's less than a plan can know.
+    # The host's update is free. The device's update costs less than the plan's tolerance WORTH.
     free_host = {"update__device__float32": Curve.of_rate(1e9)}
     rates = calibration(gather__within=slow_link, reduce__within=slow_link, **free_host)
     found = planned(make_config(3), calibration=rates)
@@ -181,7 +179,7 @@ def timed(config: dict[str, Any], cores: int | None, **how: Any) -> Any:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("cores", [None, 2])
 def test_a_placement_is_predicted_as_its_configuration(cores: int | None) -> None:
-    """One simulation for all: written as a configuration, each choice takes what it says."""
+    """Planning each choice as a configuration predicts the same step time."""
     offload = {"device": "cpu", "ratio": 0.5}
     config = placed_config(3, offload_optimizer=offload)
     found = timed(config, cores)
@@ -199,7 +197,7 @@ def test_a_placement_is_predicted_as_its_configuration(cores: int | None) -> Non
     eight, sixteen = (placed[f"{bits} moments"].step_time for bits in ("8-bit", "bf16"))
     assert eight.lanes["host"] == pytest.approx(sixteen.lanes["host"] / 2)
     late = placed["the host updates after backward"].step_time
-    assert late.total_s > found.step_time.total_s  # which updates in backward
+    assert late.total_s > found.step_time.total_s  # the configured placement updates in backward
 
 
 def test_shares_between_are_predicted_on_a_cpu_and_a_disk_only_if_measured() -> None:
@@ -225,8 +223,9 @@ def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule:
     assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
     without = timed_at(1e5, is_on_host=False)
     assert without.lanes["copies"] == 0
-    assert quick.total_s == pytest.approx(without.total_s, rel=0.01)  # all but the last block's
-    assert slow.total_s > moved / 1e5 > 2 * without.total_s  # each way is a lane
+    # Only the last block's copies do not overlap with computation.
+    assert quick.total_s == pytest.approx(without.total_s, rel=0.01)
+    assert slow.total_s > moved / 1e5 > 2 * without.total_s  # each direction is a separate lane
 
 
 def test_step_that_gathers_bound_takes_one_pass_of_gathers() -> None:
@@ -285,7 +284,7 @@ def test_another_file_is_refused(change: dict[str, Any], cause: str) -> None:
 
 
 def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
-    """Return the seconds of a step of equal blocks, of which the host has the last ones."""
+    """Return the seconds of a step of equal blocks, the last of which are on the host."""
     first = round(times.blocks * (1 - ratio))
 
     def unit(index: int) -> UnitTime:
@@ -315,7 +314,7 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
-    # The host bounds the first at one ratio, the others at none and at both.
+    # The first times are host-bound at one of the two ratios, other times at none or at both.
     for times in (replace(Times(), log_s=3.0), *random_times(3)[1:]):
         for ratio in (1.0, 0.4):
             real = Job(times, mode, ratio, chunks_per_block=4).run()

@@ -1,4 +1,4 @@
-"""Runs that save when they are stopped, and resume as if nothing had happened."""
+"""Runs that save when they are stopped, and resume as if they had never stopped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def _numbers(folder: RunFolder) -> list[dict[str, object]]:
 
 
 def _train_until_stopped(folder: RunFolder, *arguments: str) -> None:
-    """Start the program, and send SIGTERM when its log has three entries."""
     python = forked_python()
     program = subprocess.Popen(
         [python, "-m", "zero_engine", "train", *arguments, f"--output={folder.root}"],
@@ -110,7 +109,7 @@ def test_ranks_that_torchrun_starts_anew_are_of_the_launch_that_began_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path)
-    assert launch_numbers(torch.device("cpu")) == []  # without torchrun nobody starts them anew
+    assert launch_numbers(torch.device("cpu")) == []  # without torchrun no launcher restarts ranks
     note_launch(folder, [])
     assert not belongs_to(folder, [])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -119,9 +118,9 @@ def test_ranks_that_torchrun_starts_anew_are_of_the_launch_that_began_the_run(
         (own,) = launch_numbers(torch.device("cpu"))
     finally:
         destroy_process_group()
-    note_launch(folder, [own, 7])  # two nodes
-    assert belongs_to(folder, [own])  # one has left
-    assert belongs_to(folder, [own, 8])  # another has come
+    note_launch(folder, [own, 7])
+    assert belongs_to(folder, [own])  # one node has left
+    assert belongs_to(folder, [own, 8])  # a new node has joined
     assert not belongs_to(folder, [8])
 
 
@@ -139,7 +138,7 @@ def test_a_lock_that_outlives_its_program_is_named(tmp_path, monkeypatch, capsys
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", flock)  # as on Lustre without its option
+    monkeypatch.setattr(fcntl, "flock", flock)  # Lustre raises this error unless mounted with flock
     folder = RunFolder(tmp_path)
     lock, other = (RunLock(folder) for _ in range(2))
     lock.acquire(wait_s=0)
@@ -151,7 +150,7 @@ def test_a_lock_that_outlives_its_program_is_named(tmp_path, monkeypatch, capsys
 
 
 def test_checkpoints_at_a_url_outlive_the_machine(tmp_path, tiny_options):
-    """The other machine has the checkpoints and the command line, but no folder of the run."""
+    """The second machine has the checkpoints and the command line, but no folder of the run."""
     store = tmp_path / "store"
     url = f"dir://run::file://{store}"
     folders = [RunFolder(tmp_path / name) for name in ("first", "other")]
@@ -160,7 +159,7 @@ def test_checkpoints_at_a_url_outlive_the_machine(tmp_path, tiny_options):
     for folder in folders:
         train_forked(*options, f"--checkpoints={url}", f"--output={folder.root}", ranks=1)
         assert not (folder.root / "checkpoint").exists()
-        (store / "run" / "latest").write_text("step-2")  # the first one was lost after that
+        (store / "run" / "latest").write_text("step-2")  # simulates a lost machine
     steps = [[entry["step"] for entry in _numbers(f) if "loss" in entry] for f in folders]
     assert steps == [[1, 2, 3, 4], [3, 4]]
     first, other = ((f.hf / "model.safetensors").read_bytes() for f in folders)
@@ -188,7 +187,7 @@ time.sleep(600)
         assert program.stderr
         assert program.stdout.readline() == "watches\n"
         program.kill()
-        # The pipe has an end when the rank, which has it too, has ended.
+        # The rank holds the pipe too, so the pipe closes when the rank has ended.
         assert f"the launcher (process {program.pid}) is gone" in program.stderr.read()
 
 
@@ -196,7 +195,7 @@ def test_ranks_that_start_again_agree_on_a_store_without_entries_of_before() -> 
     store = HashStore()
 
     def start(num_ranks: int) -> str:
-        with ThreadPoolExecutor(num_ranks) as pool:  # the others come first
+        with ThreadPoolExecutor(num_ranks) as pool:
             ranks = reversed(range(num_ranks))
             found = pool.map(lambda rank: agree_on_prefix(store, rank, num_ranks), ranks)
             (prefix,) = set(found)

@@ -1,4 +1,4 @@
-"""The train program: its data, and the files that it leaves behind."""
+"""The train program: its data, and its output files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def _held_out_losses(folder: RunFolder) -> list[float]:
 
 
 def _loss_of_exported_model(folder: RunFolder) -> float:
-    """Return the held-out loss of the model that transformers loads from the run's folder."""
     model = AutoModelForCausalLM.from_pretrained(folder.hf).eval()
     windows = Corpus.open(folder.data, seed=0).held_out[:16].long()
     with torch.no_grad():
@@ -49,7 +48,7 @@ def _loss_of_exported_model(folder: RunFolder) -> float:
 
 def test_run_leaves_its_files_figures_settings_and_losses(finished_run):
     folder, output = finished_run
-    kept = [f"step-{STEPS - back}" for back in (40, 20, 0)]  # of a save every 20 steps
+    kept = [f"step-{STEPS - back}" for back in (40, 20, 0)]  # the run saved every 20 steps
     assert sorted(path.name for path in folder.checkpoint.iterdir()) == ["latest", *kept]
     assert (folder.checkpoint / "latest").read_text() == kept[-1]
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -65,7 +64,7 @@ def test_run_leaves_its_files_figures_settings_and_losses(finished_run):
     engine, zero = resolved["engine"], resolved["engine"]["zero_optimization"]
     assert (zero["stage"], zero["zero_quantized_weights"]) == (3, True)
     assert zero["offload_optimizer"]["ratio"] == 0.5
-    assert zero["offload_optimizer"]["pin_memory"] is True  # a default
+    assert zero["offload_optimizer"]["pin_memory"] is True
     assert engine["train_batch_size"] == 8
     assert engine["scheduler"]["params"]["total_num_steps"] == STEPS
     run = (resolved["run"]["seed"], resolved["model"]["n_layer"], resolved["world_size"])
@@ -110,7 +109,7 @@ def test_transformers_loads_the_model_and_a_report_reads_the_run(finished_run):
     assert dict(loss_series(run.ranks)) == pytest.approx(logged, rel=1e-6)
     assert [rank.end and rank.end.what for rank in run.ranks] == ["ended", "ended"]
     assert not run.failures
-    # The program computed with weights rounded to 8 bits; the export is not rounded.
+    # Training rounded the weights to 8 bits. The exported weights are not rounded.
     losses = _held_out_losses(folder)
     assert losses[-1] < 0.9 * losses[0]
     assert _loss_of_exported_model(folder) == pytest.approx(losses[-1], rel=0.02)
@@ -158,7 +157,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def windows(corpus: Corpus, micro_steps: range, *, world_size: int, size: int) -> torch.Tensor:
-    """Return the windows of these micro-steps, in the order of the ranks."""
     batches = [
         corpus.batch(step, rank=rank, world_size=world_size, micro_batch_size=size)
         for step in micro_steps
@@ -212,7 +210,7 @@ def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_unasked(tmp_path:
     settings = fresh_run(options, Start.NEW)
     folder.root.mkdir()
     write_resolved(folder, settings, config={})
-    fresh_run(options, Start.NEW)  # it was cut short: there is nothing to keep
+    fresh_run(options, Start.NEW)  # the earlier start wrote no result
     folder.loss_plot.touch()
     with pytest.raises(ConfigError, match="holds a run already"):
         fresh_run(options, Start.NEW)
@@ -223,8 +221,6 @@ NUM_STEPS = 4
 
 
 class Net(Tower):
-    """A tower that is called as a language model of transformers."""
-
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
         return SimpleNamespace(loss=super().forward(input_ids))
 
@@ -237,7 +233,7 @@ def _take_steps(ranks: Any) -> list[int]:
         late_device.reset_counters(with_stacks=True)
         take_step(engine, corpus, step)
         kinds = [kind for kind, _ in late_device.counters(ranks.device.index).stacks]
-        counts.append(len(kinds) - kinds.count("copy"))  # without the uploads of batches
+        counts.append(len(kinds) - kinds.count("copy"))  # uploads of batches do not count
     engine.close()
     return counts
 

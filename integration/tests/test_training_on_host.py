@@ -1,8 +1,4 @@
-"""Training with states on the host, as far as no row of test_equalities.py states it.
-
-It follows DDP, can be left at any moment, is read, followed by patches, saved beside and offloaded,
-and by the vertical schedule it has the bits of the horizontal one, with models of transformers too.
-"""
+"""Training with states on the host, in cases that test_equalities.py does not cover."""
 
 from __future__ import annotations
 
@@ -44,11 +40,11 @@ from zero_core.testing.readers import AFTER, BEFORE, Watched, check_truth, read_
 from zero_core.testing.training import assert_same
 
 STEPS = 3
-# The host kernel rounds in another order than torch's loop: an ulp per step in fp32. In bf16, DDP
-# adds the ranks' gradients in bf16 and the engine in fp32.
+# The host kernel rounds differently from torch, by an ulp per step in fp32. DDP sums bf16 gradients
+# in bf16, the engine in fp32.
 LOSS = {"fp32": 4e-6, "bf16": 0.07}
 VALUE = {"fp32": 2e-6, "bf16": 0.04}
-RATIOS = (1.0, 0.4, 1.0, 0.4)  # by stage; more in test_equalities.py
+RATIOS = (1.0, 0.4, 1.0, 0.4)  # by stage; test_equalities.py covers further ratios
 
 
 def _train(
@@ -68,14 +64,14 @@ def _train(
 )
 def test_offloaded_steps_follow_ddp(dtype: str, accumulation: int, clipping: float) -> None:
     for (first, *others), expected in simulate(_train, 3, dtype, accumulation, clipping):
-        for other in others:  # neither stage nor ratio may change a bit
+        for other in others:
             assert other.losses == first.losses
             torch.testing.assert_close(other.values, first.values, rtol=0.0, atol=0.0)
         torch.testing.assert_close(first.losses, expected.losses, rtol=0.0, atol=LOSS[dtype])
         torch.testing.assert_close(first.values, expected.values, rtol=0.0, atol=VALUE[dtype])
 
 
-UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}  # as updates in backward need it
+UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}  # for updates in backward
 HOST = {"offload_optimizer": {"device": "cpu"}}
 EARLY_ON_HOST = {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}
 
@@ -191,14 +187,14 @@ def _train_between(engine: zero_core.Engine, first: int, last: int) -> None:
 def _restart(
     ranks: SimulatedRanks, folder: Path, config: dict[str, Any]
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Train as a program that is started anew after step 6 if there are copies in memory."""
+    """Train like a program that restarts after step 6 if in-memory checkpoints exist."""
     gated = GatedRanks(**vars(ranks))
     engine = zero_core.build(make_model(), config, process_group=gated)
     first = (engine.resume(folder / "beside") or {"step": 0})["step"]
     if first:
         gated.gate.set()
     else:
-        # Steps overtake the save of step 3 before anything is written.
+        # Later steps change the states before the save of step 3 has written a file.
         _train_between(engine, 0, 3)
         pending = engine.async_save(folder / "beside")
         _train_between(engine, 3, 5)
@@ -207,11 +203,11 @@ def _restart(
         pending.result()
     has_copies = "memory_checkpoint" in config
     if first or not has_copies:
-        again = engine.async_save(folder / "beside")  # written while the next steps are computed
+        again = engine.async_save(folder / "beside")
         _train_between(engine, 6, 8)
         again.result()
     values = engine.full_state_dict()
-    with engine.rewriting() if has_copies else nullcontext():  # the last copy is whole
+    with engine.rewriting() if has_copies else nullcontext():  # waits for the last copy
         pass
     engine.close()
     return first, values
@@ -239,7 +235,7 @@ def _straight(ranks: SimulatedRanks, folder: Path, config: dict[str, Any]) -> di
 def test_a_save_that_updates_overtake_has_the_bytes_of_one_at_once(
     tmp_path, world_size, stage, dtype, offload, has_copies
 ):
-    """A restart goes on from the last copies in memory, if there are any."""
+    """A restart continues from the last in-memory checkpoint, if there is one."""
     block = offload and {"nvme_path": str(tmp_path), **offload}
     config = Case(stage, dtype, zero={"offload_optimizer": block}).config()
     copies = {"memory_checkpoint": {"path": str(tmp_path / "memory")}} if has_copies else {}
@@ -286,7 +282,8 @@ def _train_asleep(
             before = torch.accelerator.memory_allocated(ranks.device)
             engine.offload_states()
             done.wait()
-            assert torch.accelerator.memory_allocated(ranks.device) < 0.3 * before  # tiny tensors
+            # Only tiny tensors remain on the device.
+            assert torch.accelerator.memory_allocated(ranks.device) < 0.3 * before
             engine.reload_states()
             done.wait()
     values = engine.full_state_dict()
@@ -318,7 +315,7 @@ DROPOUT = {
 
 
 def _model(kind: str, *, is_checkpointed: bool = False) -> nn.Module:
-    """Make a model with dropout, as they have by default. T5 has two stacks of blocks."""
+    """Make a model with the architecture's default dropout. T5 has two stacks of blocks."""
     model: Any = make_lm(kind, **DROPOUT.get(kind, {})).train()
     if is_checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -326,7 +323,6 @@ def _model(kind: str, *, is_checkpointed: bool = False) -> nn.Module:
 
 
 def _batches(step: int, rank: int, number: int) -> list[dict[str, Any]]:
-    """Return micro-batches of other sizes each, with padding on the left, without a cache."""
     found = []
     for micro in range(number):
         generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)

@@ -1,7 +1,4 @@
-"""A user's mistake ends a command with a code, one line that names the option, and no traceback.
-
-Nothing is written.
-"""
+"""A wrong command ends with an exit code and one line that names the option, and writes no file."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ FILES = {
     "number.json": '{"model_type": 5}',
     "sizes.json": '{"model_type": "gpt2", "n_layer": "x"}',
 }
-# The arguments, and what the one line must hold; None where typer or torchrun's parser answers.
-# "@" stands for the folder of the files above.
+# Arguments and the expected line, or None where a parser prints the error. "@" is the folder above.
 TRAIN = [
     *((f"--{name} 0", f"--{name} 0: must be at least 1") for name in ("steps", "layers", "width")),
     *((f"--{name} -1", f"--{name} -1: must be") for name in ("heads", "eval-every", "save-every")),
@@ -163,7 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("verb", "arguments", "expected"), LINES)
 def test_a_mistake_is_one_line_and_a_code(verb, arguments, expected, folder, monkeypatch):
     assert not dist.is_initialized()
-    monkeypatch.chdir(folder.parent)  # where no run is
+    monkeypatch.chdir(folder.parent)
     before = {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*")}
     done = CliRunner().invoke(app, [verb, *arguments.replace("@", str(folder)).split()])
     assert isinstance(done.exception, SystemExit), done.exception
@@ -205,4 +201,4 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
     done = run_program(*command, expected_code=2, more={"PYTHON_EXEC": forked_python()})
     assert "too short for one window of 128" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    fresh_run({"output": str(output)}, Start.NEW)  # nothing there to be kept
+    fresh_run({"output": str(output)}, Start.NEW)  # the failed command created no run

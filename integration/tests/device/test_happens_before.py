@@ -1,4 +1,4 @@
-"""Ordering of all accesses to memory that streams and threads share, by waits that are needed."""
+"""Ordering of accesses to memory shared by streams and threads, and necessity of each wait."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ it publishes) do not. They must run, and leave no race."""
 
 
 class _PinnedAccesses(TorchDispatchMode):
-    """A dispatch mode that traces what torch does to pinned memory on the host."""
+    """Traces host accesses of torch operators to pinned memory."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -112,7 +112,7 @@ _send, _receive = partial(_hand, "send"), partial(_hand, "receive")
 
 
 def _handed(job: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
-    """Return ``job`` for another thread, and an object that is sent at its end."""
+    """Return ``job`` for another thread, and a token that the trace marks as sent at its end."""
     start, end = object(), object()
     _send(start)
 
@@ -138,9 +138,9 @@ class _Launched(NamedTuple):
 
 @contextmanager
 def _host_kernels() -> Iterator[None]:
-    """Add host kernels and hand-overs between threads to the trace, which cannot see them."""
-    ends: dict[int, tuple[Future[Any], object]] = {}  # of jobs, by future
-    entries: dict[tuple[int, int, int], Published] = {}  # the last of each run
+    """Add host kernels and waits between threads, which the device cannot see, to the trace."""
+    ends: dict[int, tuple[Future[Any], object]] = {}
+    entries: dict[tuple[int, int, int], Published] = {}
     update, submit, launch = MemoryStepper.update, ThreadPoolExecutor.submit, HostQueues.launch
 
     def noted_update(
@@ -262,7 +262,7 @@ def _train_on_ranks(config: dict[str, Any], per_node: int) -> None:
 
 
 def _offloaded_optimizer(ratio: float) -> None:
-    """Train in a plain loop, and drop the model while new values are still being copied."""
+    """Train in a plain loop, and drop the model while updated values are still being copied."""
     net = _net().bfloat16()
     optimizer = OffloadedOptimizer(optim.AdamW, net.parameters(), lr=1e-2, ratio=ratio)
     for step in range(3):
@@ -288,18 +288,16 @@ class _SmallSteps:
         late_device.note_host_access("encode", reads=[new], writes=[out])
         out[: steps.numel()].view(torch.int8).copy_(steps)
         is_small = bool((steps.abs() < 128).all())
-        return steps.numel() if is_small else 2 * steps.numel()  # that is sent whole
+        return (
+            steps.numel() if is_small else 2 * steps.numel()
+        )  # twice the size makes the tier send whole values
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
         values.view(torch.int16).add_(difference.view(torch.int8))
 
 
 def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> None:
-    """Offer gradients on another stream, read parameters before a step and drop them after it.
-
-    With ``codec`` new values go up as differences. A single unit is updated in one run, and nobody
-    waits for the first step's new values.
-    """
+    """Step a tier twice, with gradients on another stream. ``codec`` uploads differences."""
     side = torch.Stream("late:0")
     numel = 4096 if units > 1 else 900
     flat = (1.0 + torch.rand(units * numel)).to("late:0", torch.bfloat16)
@@ -335,7 +333,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
 
 
 def _device_tier() -> None:
-    """Run two steps and a write of a device tier whose shards are on the host, without a wait."""
+    """Run two steps and a write of a device tier with shards on the host, without synchronising."""
     shard = torch.zeros(1024, dtype=torch.bfloat16).pin_memory()
     tier = DeviceTier(
         numel=1024,
@@ -353,13 +351,12 @@ def _device_tier() -> None:
 
 
 def _fill(sizes: range) -> None:
-    """Allocate, write and free buffers of so many bytes."""
     for nbytes in sizes:
         torch.empty(nbytes, dtype=torch.uint8, device="late:0").fill_(1)
 
 
 def _reused_memory() -> None:
-    """Gather all units into buffers whose memory was just used for something else."""
+    """Gather all units into buffers whose memory was just freed by other work."""
     engine = zero_core.build(_net(), RESTING)
     _fill(range(512, 32768, 512))
     with engine.gathered():
@@ -368,7 +365,7 @@ def _reused_memory() -> None:
 
 
 def _offloaded_states() -> None:
-    """Offload states whose memory another stream allocated and reuses while they are copied."""
+    """Offload states whose memory another stream allocated and reuses during the copy."""
     other = torch.Stream(device="late:0")
     with other:
         engine = zero_core.build(_net(), _config(3))
@@ -381,7 +378,7 @@ def _offloaded_states() -> None:
 
 
 def _edited_parameters() -> None:
-    """Overwrite values on the host right after a forward that they were fetched for."""
+    """Overwrite values on the host right after a forward that fetched them."""
     engine = zero_core.build(_net(), RESTING)
     with torch.no_grad():
         engine(_batch(0))
@@ -391,13 +388,10 @@ def _edited_parameters() -> None:
 
 
 def _inputs_on_the_host() -> None:
-    """Keep inputs of calls on the host.
-
-    Those of one call are fetched ahead and never used.
-    """
+    """Keep saved inputs on the host. One input is fetched ahead and never used."""
     inputs = HostInputs(torch.device("late:0"))
     kept = []
-    for is_kept in (True, False):  # whether the inputs' own memory stays in use
+    for is_kept in (True, False):  # whether the input's device memory stays in use
         xs = [torch.ones(1024, device="late:0", requires_grad=True) for _ in range(2)]
         outs = []
         for x in xs:
@@ -406,13 +400,12 @@ def _inputs_on_the_host() -> None:
                 outs.append(y.square())
             kept += [y] * is_kept
         del y
-        torch.ones(1024, device="late:0").square()  # memory that what is fetched may reuse
+        torch.ones(1024, device="late:0").square()  # may reuse fetched memory
         outs.pop().sum().backward()
         outs.clear()
 
 
 def _gradients_on_the_host() -> None:
-    """Keep partial gradients of three micro-batches on the host, and add to each in its turn."""
     sums = PartialGrads(3, HostInputs(torch.device("late:0")).copies)
     for _ in range(2):
         for number in range(3):
@@ -427,7 +420,7 @@ def _gradients_on_the_host() -> None:
 
 
 def _saved_beside_training() -> None:
-    """Save asynchronously: threads copy the states of a step while the next ones change them."""
+    """Save asynchronously: threads copy a step's states while the next steps change the states."""
     engine = zero_core.build(_net(), _config(3))
     with TemporaryDirectory() as folder:
         for step in range(2):
@@ -464,17 +457,17 @@ done depends on how fast the threads are."""
 
 def _check() -> None:
     late_device.load()
-    geometry.PUBLISHED_NUMEL = 1024  # several chunks per unit
+    geometry.PUBLISHED_NUMEL = 1024
     differences.SHORTEST_NBYTES = 256
-    gc.freeze()  # what imports made is not searched by each collection
-    ran = {name: set[str]() for name in PROGRAMS}  # lines that waited
-    shown, names = set[str](), list(PROGRAMS)  # lines that leave a race if they do not wait
+    gc.freeze()  # excludes imported objects from each collection
+    ran = {name: set[str]() for name in PROGRAMS}
+    shown, names = set[str](), list(PROGRAMS)
     for _ in range(NUM_TRIES):
         for name in names:
             with _host_kernels():
                 late_device.start_trace()
                 PROGRAMS[name]()
-                gc.collect()  # memory that a cycle holds is freed within the trace
+                gc.collect()  # frees memory held by reference cycles within the trace
                 trace = late_device.stop_trace()
             sites, hints = _sites(trace)
             races = list(_races(trace, hints))
@@ -490,11 +483,11 @@ def _check() -> None:
 
 
 def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int]]:
-    """Return the positions of waits in the trace by their line, and of those that are hints."""
+    """Return trace positions of waits by source line, and of event queries that are only hints."""
     sites: dict[str, list[int]] = defaultdict(list)
     hints = []
     for position, record in enumerate(trace):
-        # The device's own waits are none of the product's.
+        # Exclude the simulated device's own waits.
         site = wait_of(record, (*_ROOTS, late_device.__path__[0]))
         if record.kind == "event_query" and site.endswith(_HINTS):
             hints.append(position)
@@ -515,10 +508,7 @@ def _races(trace: Sequence[TraceRecord], without: list[int]) -> Iterator[Race]:
 def _shown(
     trace: Sequence[TraceRecord], sites: Mapping[str, list[int]], hints: list[int]
 ) -> set[str]:
-    """Return the sites of which each leaves a race if it does not wait, by halves of them.
-
-    Where all together leave none, no single one does.
-    """
+    """Return the sites whose removal alone leaves a race, found by bisection."""
     dropped = [*hints, *chain.from_iterable(sites.values())]
     if not sites or not any(True for _ in _races(trace, dropped)):
         return set()
@@ -531,10 +521,7 @@ def _shown(
 
 
 def _waits_in_source() -> set[str]:
-    """Return where the packages' sources have a stream wait, as ``file:line``.
-
-    Those of zero-comm are in its plug-ins for DDP and FSDP2, which need NCCL.
-    """
+    """Return each stream wait in the packages' sources as ``file:line``."""
     found: set[str] = set()
     waits = ("wait_event", "wait_stream", "record_stream")
     for path in chain.from_iterable(Path(root).rglob("*.py") for root in _ROOTS):

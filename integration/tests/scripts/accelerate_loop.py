@@ -1,8 +1,4 @@
-"""A training loop on accelerate's Accelerator in the style of its examples.
-
-It runs under `zero-engine run`. Arguments: the stage, and a folder for a saved state and
-``result.json``.
-"""
+"""Accelerate's training loop. Arguments: stage, and a folder for the state and ``result.json``."""
 
 import json
 import sys
@@ -77,7 +73,7 @@ def main():
     state = accelerator.get_state_dict(prepared[0])
     accelerator.save_model(prepared[0], str(folder / "model"))
     accelerator.free_memory()
-    # The same model with an optimizer and a schedule that are new, as for a smaller batch.
+    # Prepare the same model again with a new optimizer and schedule.
     anew = train(accelerator, *prepare(accelerator, bare))
     if accelerator.is_main_process:
         result = {

@@ -1,7 +1,6 @@
-"""A stand-alone DeepSpeed script: it uses ``deepspeed`` alone, and runs under either engine.
+"""A script that runs under DeepSpeed and under this project's engine.
 
-Arguments: stage, dtype ("fp32", "bf16"), folder, and what --deepspeed_config takes. Rank 0 writes
-``result.json`` into the folder: what a script can see of a training.
+Arguments: stage, dtype ("fp32" or "bf16"), folder of rank 0's ``result.json``, config.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Fabric's own loop as its documentation writes it: ``fabric_loop.py STAGE FOLDER``."""
+"""The training loop of Fabric's documentation: ``fabric_loop.py STAGE FOLDER``."""
 
 import json
 import sys

@@ -1,7 +1,4 @@
-"""Lightning's own DeepSpeedStrategy: trains, saves, goes on. Arguments: stage, folder.
-
-`zero-engine run` has it accept CPUs.
-"""
+"""Train, save and resume with Lightning's DeepSpeedStrategy. Arguments: stage, folder."""
 
 import sys
 
@@ -9,7 +6,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-SEEN = []  # batches, which Lightning shuffles
+SEEN = []  # the batches of each epoch, which Lightning shuffles
 
 
 class Model(L.LightningModule):

@@ -1,4 +1,4 @@
-"""A script as a reader of the documentation has it: it trains by DeepSpeed's interface."""
+"""A script like those of the documentation's readers, which trains by DeepSpeed's interface."""
 
 import argparse
 
@@ -11,7 +11,7 @@ parser.add_argument("--deepspeed")
 parser.add_argument("--deepspeed_config")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--local_rank", type=int)
-args, _ = parser.parse_known_args()  # with sizes of a model, which is another one
+args, _ = parser.parse_known_args()
 config = args.deepspeed or args.deepspeed_config
 if config is None:
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}}

@@ -1,7 +1,6 @@
-"""A training script for language models on the Trainer, in the style of transformers' run_clm.py.
+"""Train a tiny language model with the Trainer, in the style of transformers' run_clm.py.
 
-Nothing here knows of DeepSpeed or of zero-engine: ``--deepspeed FILE`` is the Trainer's own
-argument. The model is a tiny one in a folder, and the data are made here.
+The script names neither DeepSpeed nor zero-engine. ``--deepspeed FILE`` is Trainer's argument.
 """
 
 from __future__ import annotations
@@ -29,25 +28,18 @@ VOCABULARY, LENGTH = 64, 16
 
 @dataclass
 class ModelArguments:
-    """The model to train."""
-
     model_name_or_path: str
     lora: bool = field(default=False)
 
 
 @dataclass
 class DataArguments:
-    """Numbers of samples."""
-
     train_samples: int = field(default=64)
     eval_samples: int = field(default=8)
 
 
 class Walks(Dataset):
-    """Sequences that go through the vocabulary, each with a step size of its own.
-
-    If ``walks_on``, as for an encoder and a decoder, the labels continue the inputs.
-    """
+    """Sequences with a constant step. ``walks_on``: the labels continue the inputs."""
 
     def __init__(self, walks_on: bool, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -77,7 +69,7 @@ def make_model(arguments: ModelArguments):
         from peft import LoraConfig, TaskType, get_peft_model
 
         kind = TaskType.SEQ_2_SEQ_LM if config.is_encoder_decoder else TaskType.CAUSAL_LM
-        set_seed(0)  # loading draws random numbers, or not
+        set_seed(0)
         model = get_peft_model(model, LoraConfig(task_type=kind, r=4, target_modules=["q", "v"]))
         model.print_trainable_parameters()
     return model

@@ -1,4 +1,4 @@
-"""A script that prints its view of ``deepspeed`` as JSON."""
+"""Print facts about the imported ``deepspeed`` package as JSON."""
 
 from __future__ import annotations
 

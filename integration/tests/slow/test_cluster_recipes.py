@@ -1,4 +1,4 @@
-"""The files for clusters: SLURM's script, Ray and Kubernetes' probes run here."""
+"""The cluster recipes for SLURM, Ray and Kubernetes, run on this machine."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "srun starts 2 tasks" in done.stderr
-    (line,) = own_lines(done.stdout)  # of rank 0 alone
+    (line,) = own_lines(done.stdout)
     assert re.fullmatch(r"loss [\d.]+ -> [\d.]+", line)
 
 
-# `faults/ranks/test_restarts.py` sends the signal to the train program itself.
+# `faults/ranks/test_restarts.py` sends the signal to the real train program.
 @pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (1, True), (2, False), (0, False)])
 @pytest.mark.parametrize("is_array", [True, False])
 def test_slurm_script_is_requeued_after_its_warning(code, is_requeued, is_array, tmp_path):
     program = f"#!/bin/bash\ntrap 'exit {code}' USR1\necho \"$@\" > $SLURM_NODEID.arguments\n"
     environment = slurm_job(tmp_path, program + "while true; do sleep 0.05; done\n")
     job_id = environment["SLURM_JOB_ID"]
-    if is_array:  # its last task, which Slurm gives the array's own id
+    if is_array:  # the array's last task, whose job id equals the array's id
         environment |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": "7"}
     with subprocess.Popen(
         [tmp_path / "job.sh", "train.py", "--seed={task}"],
@@ -68,7 +68,6 @@ def test_slurm_script_is_requeued_after_its_warning(code, is_requeued, is_array,
 
 
 def _wait_for(job: subprocess.Popen[bytes], paths: list[Path]) -> None:
-    """Wait until ``paths`` are written, at most a minute and only while ``job`` runs."""
     end = time.monotonic() + 60
     while not all(path.exists() and path.read_text() for path in paths):
         assert job.poll() is None
@@ -95,11 +94,11 @@ def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: P
     (job,) = jobs["replicatedJobs"]
     spec = job["template"]["spec"]
     (rule,) = spec["podFailurePolicy"]["rules"]
-    (ending,) = jobs["failurePolicy"]["rules"]  # without it JobSet starts a Job that failed again
+    (ending,) = jobs["failurePolicy"]["rules"]  # without this rule JobSet restarts a failed Job
     assert (rule["action"], ending["action"]) == ("FailJob", "FailJobSet")
     assert ending["onJobFailureReasons"] == ["PodFailurePolicy"]
     (container,) = spec["template"]["spec"]["containers"]
-    assert rule["onExitCodes"]["containerName"] == container["name"] == "node"  # Kubeflow's own
+    assert rule["onExitCodes"]["containerName"] == container["name"] == "node"
     assert rule["onExitCodes"]["values"] == [2]
     (variable,) = container["env"]
     assert variable["name"] == VARIABLE
@@ -118,10 +117,9 @@ RAY_EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
 
 def _workers(program: Program) -> list[int]:
-    """Return the processes of Ray's workers, which are named after their class."""
     found = []
     for pid in program.descendants():
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):
             if b"ray::RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
@@ -133,7 +131,6 @@ def _weights(folder: Path) -> dict[str, bytes]:
 
 
 def test_run_goes_on_with_the_same_bits_after_a_worker_was_killed(tmp_path: Path) -> None:
-    """The oracle is a run in which nothing happens."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     with Program(str(RAY_EXAMPLE), str(straight)) as program:
         assert program.end() == 0, program.output

@@ -1,6 +1,6 @@
-"""Programs of ``zero-engine run``: the ranks that DeepSpeed would start, which find deepspeed.
+"""Programs under ``zero-engine run``: their ranks and their imported deepspeed.
 
-``integration/compat/checks/test_config_and_launcher.py`` compares host files with DeepSpeed's own.
+``integration/compat/checks/test_config_and_launcher.py`` compares host files with DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ HOSTS = "# two machines\nworker-0 slots=2\n\nworker-1 slots=4 # faster\n"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Write a script that prints its rank and arguments, beside a host file."""
     (tmp_path / "hosts").write_text(HOSTS, encoding="utf-8")
     path = tmp_path / "train.py"
     path.write_text(SEES, encoding="utf-8")
@@ -48,7 +47,6 @@ def script(tmp_path: Path) -> Path:
 
 
 def _ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return what the ranks printed, in the order of the ranks."""
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return sorted(found, key=lambda one: int(one[0]["RANK"]))
@@ -115,7 +113,7 @@ def test_shell_script_finds_the_program_deepspeed(script: Path, tmp_path: Path) 
     done = run_forked("run", str(shell_script))
     assert done.returncode == 7, done.stderr
     found = sorted(path.read_text(encoding="utf-8") for path in logs.rglob("stdout.log"))
-    # --save is the script's own, and no short form of --save_pid.
+    # --save is an argument of the script, not an abbreviation of --save_pid.
     assert [json.loads(text)[1] for text in found] == [["--save", "a"]] * 2
 
 
@@ -137,7 +135,6 @@ def _refusal(*arguments: str) -> str:
 
 @pytest.fixture
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the variables that `run_program` sets."""
     for name in ("PYTHONPATH", "PATH", "ZERO_ENGINE_PYTHON", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
@@ -245,7 +242,7 @@ def test_broken_host_file_is_refused_by_line(tmp_path: Path, lines: str, message
     ],
 )
 def test_chosen_slots_are_the_devices_that_ranks_see(visible, options, expected, monkeypatch):
-    # There is no machine with four devices here; all that is asked of it is their number.
+    # This machine lacks four devices. The code under test needs only their number.
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -265,7 +262,6 @@ SITECUSTOMIZE = "import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'was run'\n"
 
 @pytest.fixture
 def seen(tmp_path: Path) -> dict[str, Any]:
-    """Return what the script saw as one process, with a user's sitecustomize on the path."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), environment().get("PYTHONPATH", "")])
     found: dict[str, Any] = json.loads(
@@ -292,7 +288,7 @@ def test_script_and_its_children_find_deepspeed_as_one_module(seen: dict[str, An
         "arguments": ["--help", "-m", "x"],
         "child": "zero_engine.deepspeed",
         "hidden sitecustomize": "was run",
-        "instance": False,  # of a class that is not served
+        "instance": False,  # isinstance(3, PipelineModule), a class that the stand-in lacks
     }
     assert {name: seen[name] for name in expected} == expected
     assert seen["nonsense"].startswith("ModuleNotFoundError: ")

@@ -1,8 +1,4 @@
-"""Every command of the documentation is run, page by page, in a folder with what a reader has.
-
-`SMALLER` and `NOT_RUN` are the exceptions. Interpreters are forked ones; everything else is the
-shell's.
-"""
+"""Run every command of the documentation, except `NOT_RUN` and with the changes of `SMALLER`."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ TUTORIALS = {
 """Pages that show what their script prints."""
 TINY_RUN = " ".join((*TINY, "--steps=30"))
 SMALLER = {
-    "zero-engine --install-completion": "bash",  # a test need not have been started by a shell
+    "zero-engine --install-completion": "bash",
     "zero-engine doctor --measure": "--ranks=1",
     "zero-engine train": TINY_RUN,
     "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": TINY_RUN,
@@ -62,11 +58,11 @@ SMALLER = {
 }
 """What follows a command whose run as printed would take minutes."""
 NOT_RUN = re.compile(
-    r"(python -m )?(pip|nox|pytest)\b"  # installations, sessions and suites
-    r"|python integration/benchmarks/"  # hours; `nox -s nightly -- experiments` starts each
+    r"(python -m )?(pip|nox|pytest)\b"
+    r"|python integration/benchmarks/"
     r"|(torchrun|zero-engine run) --nnodes|zero-engine run accelerate launch .*--num_machines"
     r"|torchrun --nproc-per-node gpu"
-    r"|zero-engine plan .* --fit fit.json$"  # by rates that tests hide
+    r"|zero-engine plan .* --fit fit.json$"
 )
 """Commands that need other machines or a device, or that another test has."""
 BYTES = re.compile(r"^(.*?) {2,}[\d.]+ -> [\d.]+ +(\d+) +(\d+) +(\d+) +(\d+)$", re.M)
@@ -74,7 +70,6 @@ BYTES = re.compile(r"^(.*?) {2,}[\d.]+ -> [\d.]+ +(\d+) +(\d+) +(\d+) +(\d+)$", 
 
 
 def _commands(block: Block) -> Iterator[str]:
-    """Yield a block's commands as one line each, without comments."""
     for line in block.text.replace("\\\n", " ").splitlines():
         command = " ".join(re.sub(r"(^|\s)# .*$", "", line).split())
         if command and not NOT_RUN.match(command.removeprefix("OMP_NUM_THREADS=1 ")):
@@ -82,7 +77,7 @@ def _commands(block: Block) -> Iterator[str]:
 
 
 def _as_run(command: str) -> str:
-    """Return what a shell gets: the command, perhaps smaller."""
+    """Return the command, with smaller settings where its run would take minutes."""
     what, mark, target = command.partition(" > ")
     lesson = "--steps=4 --plot=picture.png" if "examples/tutorials/" in what else ""
     return f"{what} {SMALLER.get(command, lesson)}{mark}{target}"
@@ -104,22 +99,20 @@ TO_RUN = {
 
 
 def _block(stem: str, language: str) -> str:
-    """Return the first block in this language of the page of this name."""
     return next(b.text for b in find_blocks(language) if b.page.stem == stem)
 
 
 def _interpreter() -> str:
-    """Return the interpreter of programs and of the ranks that they start.
+    """Return the interpreter for programs and their ranks.
 
-    Without DeepSpeed it is a new one: transformers has no place for an engine once it was imported
-    without one.
+    Without DeepSpeed, transformers decides at its first import that no engine exists, so the
+    interpreter must be new.
     """
     return forked_python() if find_spec("deepspeed") else sys.executable
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the repository's, scripts, configurations, models and checkpoints."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("integration", "packages"):
         (folder / name).symlink_to(ROOT / name)
@@ -143,7 +136,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("python", *MODULES):
         module = f"-m {MODULES[name]} " if name in MODULES else ""
         program = programs / name
-        # The process of `import` that reads files needs an interpreter with options of its own.
+        # `import` starts a process with interpreter options, which a forked interpreter lacks.
         choice = f'python="{_interpreter()}"; [ "$1" = import ] && python="{sys.executable}"'
         program.write_text(f'#!/bin/sh\n{choice}\nexec "$python" {module}"$@"\n', encoding="utf-8")
         program.chmod(0o755)
@@ -157,7 +150,7 @@ def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
     text = "\n".join(TO_RUN[page])
     if "report runs/mine" in text and "train " not in text:
         shutil.copytree(finished_run[0].root, folder / "runs" / "mine")
-    if page.stem in ("index", "clusters"):  # train.py is the quick start
+    if page.stem in ("index", "clusters"):  # train.py is the quick start of these pages
         (folder / "train.py").write_text(_block("index", "python"), encoding="utf-8")
     path = f"{folder / '.nox/train/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "HOME": str(folder), "SHELL": "/bin/bash", "GLOO_SOCKET_IFNAME": "lo"}
@@ -176,7 +169,7 @@ def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
     if page.stem in TUTORIALS:
         expected = _sizes(_block(page.stem, "text"))
         assert printed.keys() == expected.keys() != set()
-        # Messages of few bytes carry the number of the step.
+        # Small messages contain the step number, so their sizes vary slightly.
         assert all(printed[name] == pytest.approx(expected[name], rel=0.02) for name in printed)
         assert (folder / "picture.png").stat().st_size > 5000
 

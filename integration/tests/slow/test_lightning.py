@@ -1,4 +1,4 @@
-"""ZeRO as a Lightning strategy: Lightning's own DDP strategy is the oracle."""
+"""ZeRO as a Lightning strategy, compared with Lightning's DDP strategy."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ EPOCHS = 2
 
 
 class _Module(L.LightningModule):
-    """A regression that keeps its losses, perhaps by hand: two backwards and a step."""
+    """A regression that records its losses, optionally with manual optimization."""
 
-    earlier: Any = None  # engine of an earlier fit, which must be gone when the next one is built
+    earlier: Any = None  # weak reference to an earlier fit's engine
 
     def __init__(
         self,
@@ -109,8 +109,6 @@ def _trainer(strategy: Any, world_size: int, folder: Any, **options: Any) -> L.T
 
 
 class _Fit(NamedTuple):
-    """A fit: the module, its values in fp32, and the Trainer."""
-
     module: _Module
     values: dict[str, Tensor]
     trainer: L.Trainer
@@ -145,7 +143,7 @@ def _check_same(found: _Fit, expected: _Fit) -> None:
 
 
 def _trains(rank: int, world_size: int, folder: Path) -> None:
-    # 5 batches an epoch (10 on one rank) in steps of 3: each epoch ends with a shorter one.
+    # With 5 batches an epoch (10 on one rank) in steps of 3, each epoch ends with a shorter step.
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
     expected = _fit(DDPStrategy(), world_size, folder, **options)
     unclipped = _fit(DDPStrategy(), world_size, folder, accumulate_grad_batches=3)
@@ -154,7 +152,7 @@ def _trains(rank: int, world_size: int, folder: Path) -> None:
         found = _fit(f"zero_stage_{stage}{suffix}", world_size, folder, **options)
         _check_same(found, expected)
         assert found.trainer.strategy.engine.global_steps == found.trainer.global_step
-        # Stages 1 and 2 leave a module that holds its values; stage 3 says who has them.
+        # Stages 1 and 2 leave a module with complete values. At stage 3 a read raises an error.
         if stage < 3 or world_size == 1:
             torch.testing.assert_close(found.module.state_dict(), found.values)
         else:
@@ -206,7 +204,6 @@ def _has_named_optimizer(world_size: int, folder: Path) -> None:
 
 
 def _fits_twice(world_size: int, folder: Path) -> None:
-    """Fit twice, the second time from the first one's weights, with a test of them in between."""
     metrics, seconds = [], []
     for make in (DDPStrategy, lambda: "zero_stage_3"):
         module, _, trainer = _fit(make(), world_size, folder, _Module())
@@ -220,13 +217,12 @@ def _fits_twice(world_size: int, folder: Path) -> None:
         assert trainer.strategy.engine
     seconds.pop().trainer.strategy.engine.unwrap()
     module.earlier = None
-    _fit("zero_stage_3", world_size, folder, module)  # though the script has ended its engine
-    gc.collect()  # its Trainer and strategy are gone: the engine stays with the module
+    _fit("zero_stage_3", world_size, folder, module)  # the module's engine has ended
+    gc.collect()  # collects Trainer and strategy, while the module keeps the engine alive
     _trainer("zero_stage_3", world_size, folder).test(module, _loader(), verbose=False)
 
 
 def _refuses(world_size: int, folder: Path) -> None:
-    """Check that these settings are refused before anything is trained."""
     clipped = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
     with pytest.raises(zero_core.ConfigError, match="use 'norm'"):
         _fit("zero_stage_2", world_size, folder, **clipped)
@@ -256,7 +252,7 @@ def _resumes(rank: int, world_size: int, folder: Path) -> None:
     straight = _fit("zero_stage_3", world_size, folder, **options)
     place = folder / "epoch=1.ckpt"
     assert (place / "checkpoint" / "manifest.json").is_file()
-    # The checkpoint knows the rate better.
+    # The checkpoint's learning rate replaces the module's.
     again = _fit("zero_stage_3", world_size, folder, _Module(lr=0.5), ckpt_path=place, **options)
     torch.testing.assert_close(again.values, straight.values, rtol=0.0, atol=0.0)
     half = len(straight.module.train_losses) // 2
@@ -265,26 +261,26 @@ def _resumes(rank: int, world_size: int, folder: Path) -> None:
     best = trainer.checkpoint_callback.best_model_score
     assert best == straight.trainer.callback_metrics["loss"]
     assert trainer.global_step == straight.trainer.global_step
-    # An engine that only evaluates reads its shard of the weights, and no more.
+    # An engine that only evaluates reads only its shard of the weights.
     with patch.object(Reader, "read_parts", autospec=True, side_effect=Reader.read_parts) as read:
         _trainer("zero_stage_3", world_size, folder).test(
             _Module(), _loader(), ckpt_path=place, verbose=False
         )
     count = sum(part.numel for call in read.call_args_list for part in call.args[1])
     numel = sum(value.numel() for value in again.values.values())
-    assert 0 < count < 0.75 * numel  # half, and padding
+    assert 0 < count < 0.75 * numel
     (tested,) = trainer.test(again.module, _loader(), ckpt_path="best", verbose=False)
     assert tested["test_loss"] == pytest.approx(float(best), abs=1e-6)
 
 
 def _resumes_on(rank: int, world_size: int, folder: Path) -> None:
-    """Go on at stage 1 on one rank from what two ranks at stage 3 wrote, and evaluate with DDP."""
+    """Resume at stage 1 on one rank from two ranks at stage 3, and evaluate with DDP."""
     module, values, trainer = _fit(
         "zero_stage_1", 1, folder, ckpt_path=folder / "epoch=1.ckpt", max_epochs=3
     )
     assert len(module.train_losses) == NUM_SAMPLES // BATCH
     assert trainer.current_epoch == 3
-    # One file of weights, for any strategy.
+    # A weights-only checkpoint is one file that any strategy can load.
     file, shards = folder / "weights.ckpt", folder / "shards.ckpt"
     trainer.save_checkpoint(file, weights_only=True)
     trainer.save_checkpoint(shards)
@@ -298,7 +294,6 @@ def _resumes_on(rank: int, world_size: int, folder: Path) -> None:
         reader = _trainer("zero_stage_3_offload", 1, folder)
         (read,) = reader.test(_Module(lr=0.5), _loader(), ckpt_path=place, verbose=False)
         assert read == pytest.approx(expected, abs=1e-6)
-    # Another strategy's optimizer state is refused, and not left out in silence.
     _fit("ddp", 1, folder).trainer.save_checkpoint(folder / "ddp.ckpt")
     with pytest.raises(zero_core.CheckpointError, match="optimizer state of another strategy"):
         _fit("zero_stage_2", 1, folder, ckpt_path=folder / "ddp.ckpt", max_epochs=9)

@@ -1,7 +1,4 @@
-"""A script of Hugging Face's Trainer, unchanged, under ``zero-engine run``.
-
-The oracle is the same script as one process with plain torch and all ranks' samples in its batch.
-"""
+"""An unchanged Trainer script under ``zero-engine run``, compared with a single plain process."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from tests.support.script_server import run_script
 from zero_core.testing import run_alone
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_lm.py"
-# 44 samples are 11 micro-batches of 4: the last accumulation of an epoch has two, not three. The
-# best model is that of the middle, the one with the greater loss, so that reloading it shows.
+# 44 samples are 11 micro-batches of 4, so an epoch's last accumulation has two micro-batches, not
+# three. The best model is the middle one, with the greater loss, so a missing reload is detected.
 COMMON = (
     *("--do_train", "--num_train_epochs=2", "--train_samples=44", "--max_grad_norm=0.5"),
     *("--gradient_accumulation_steps=3", "--learning_rate=5e-3", "--warmup_steps=2"),
@@ -30,8 +27,7 @@ COMMON = (
     *("--logging_steps=1", "--eval_strategy=steps", "--eval_steps=4", "--save_strategy=steps"),
     *("--save_steps=4", "--load_best_model_at_end", "--metric_for_best_model=eval_loss"),
     *("--greater_is_better=true", "--report_to=none", "--disable_tqdm=true"),
-    # transformers' T5 leaves num_items_in_batch aside, for which the Trainer makes up by the number
-    # of ranks: with any engine, and with plain DDP, its loss would be that many times too large.
+    # The Trainer would multiply T5's loss by the world size, but T5 ignores num_items_in_batch.
     "--average_tokens_across_devices=false",
 )
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -53,15 +49,13 @@ STAGE_3 |= dict.fromkeys(SIZES, "auto")
 
 
 class Run(NamedTuple):
-    """A run under the engine: its kind, its configuration, and its number of ranks."""
-
     kind: str
     config: dict[str, Any]
     ranks: int = 2
 
 
 RUNS = {
-    # Loaded within zero.Init.
+    # The model is loaded inside zero.Init.
     "stage 3, all on the host": Run(
         "gpt2",
         {
@@ -69,9 +63,8 @@ RUNS = {
             "optimizer": ADAMW,
         },
     ),
-    # From the middle of the run before.
     "resumed": Run("gpt2", {"zero_optimization": {"stage": 2}, "optimizer": ADAMW}, ranks=1),
-    # By the Trainer's own optimizer.
+    # Uses the Trainer's default optimizer.
     "encoder-decoder": Run(
         "t5", {"zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": HOST}}
     ),
@@ -80,7 +73,6 @@ RUNS = {
 
 
 def _run_in_turn(lists: list[list[str]]) -> None:
-    """Run the script once per list of arguments."""
     for arguments in lists:
         sys.argv = [str(SCRIPT), *arguments]
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -93,7 +85,6 @@ def _arguments(root: Path, name: str, kind: str, ranks: int = 1) -> list[str]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a folder for each run, and one for each kind of run without engine."""
     root = tmp_path_factory.mktemp("runs")
     save_models(root)
     run_alone(_run_in_turn, [[*_arguments(root, f"plain {k}", k), "--use_cpu"] for k in OPTIONS])
@@ -109,7 +100,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _logged(folder: Path, name: str) -> dict[int, float]:
-    """Return what the Trainer logged under ``name``, by step."""
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     return {entry["step"]: entry[name] for entry in state["log_history"] if name in entry}
 
@@ -128,15 +118,15 @@ def test_run_trains_evaluates_and_saves_as_plain_torch(root: Path, name: str) ->
     assert sorted(_logged(folder, "loss")) == list(range(1, 9))
     found, expected = _result(folder), _result(plain)
     assert found["world_size"] == run.ranks
-    # The best model is reloaded.
     assert found["eval_loss"] == pytest.approx(_logged(folder, "eval_loss")[4], rel=1e-4)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-3)
-    if run.config["zero_optimization"]["stage"] == 3:  # else tied weights are stored twice
+    # At other stages the Trainer stores tied weights twice.
+    if run.config["zero_optimization"]["stage"] == 3:
         file = "adapter_model.safetensors" if run.kind == "lora" else "model.safetensors"
         weights, expected_weights = load_file(folder / file), load_file(plain / file)
         torch.testing.assert_close(weights, expected_weights, rtol=0.0, atol=2e-4)
     if run.kind != "gpt2":
-        # Seq2SeqTrainer keeps what fills the last batch of all ranks up.
+        # Seq2SeqTrainer keeps the samples that pad the last batch of all ranks.
         tokens = torch.tensor(found["generated"][: len(expected["generated"])])
-        # Weights differ in their last bits, so a token may fall on the other side of a tie.
+        # Weights differ in their last bits, which may change a token at a near-tie.
         assert (tokens == torch.tensor(expected["generated"])).float().mean() > 0.9

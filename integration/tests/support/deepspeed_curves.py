@@ -1,7 +1,4 @@
-"""Prints, as JSON, the curves of the schedules of a module: ``python deepspeed_curves.py MODULE``.
-
-Run in a process of its own, once for DeepSpeed and once for this engine's stand-in.
-"""
+"""Print the curves of a module's schedules as JSON: ``python deepspeed_curves.py MODULE``."""
 
 from __future__ import annotations
 
@@ -98,10 +95,7 @@ def record(optimizer):
 
 
 def curve(schedules, kind, name, params):
-    """Record the optimizer's groups and `get_last_lr` after each step of a schedule.
-
-    At a third of the steps a new schedule takes over with the saved state.
-    """
+    """Record each step. After a third of the steps a new schedule loads the saved state."""
     optimizer = make_optimizer(kind)
     fresh = [group["lr"] for group in optimizer.param_groups]
     schedule = getattr(schedules, name)(optimizer, **params)
@@ -124,7 +118,6 @@ def curve(schedules, kind, name, params):
 
 
 def tuning(schedules):
-    """Return schedules' settings from command-line arguments and from configurations."""
     import argparse
 
     parser = schedules.add_tuning_arguments(argparse.ArgumentParser())
@@ -137,7 +130,7 @@ def tuning(schedules):
 
 
 def main():
-    # DeepSpeed writes to standard output when it is imported.
+    # DeepSpeed prints to standard output on import.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     schedules = importlib.import_module(sys.argv[1])

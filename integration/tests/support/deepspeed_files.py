@@ -1,4 +1,4 @@
-"""Checkpoints in the form of DeepSpeed's, written with stand-ins of its classes."""
+"""Checkpoints in DeepSpeed's format, written with stand-ins for DeepSpeed's classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ SHAPES = {"first.weight": (3, 2), "first.bias": (3,), "last": (2,)}
 
 @contextmanager
 def deepspeed_classes() -> Iterator[dict[str, type]]:
-    """Make stand-ins of DeepSpeed's classes importable while files are written."""
     found: dict[str, type] = {}
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
@@ -45,7 +44,6 @@ def instance(cls: type, **attributes: Any) -> Any:
 
 
 def values() -> dict[str, dict[str, Tensor]]:
-    """Return distinct values of every state by parameter."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: {state: torch.rand(shape, generator=generator) for state in STATES}
@@ -82,7 +80,7 @@ def model_states(**more: Any) -> dict[str, Any]:
 
 
 def write_stage_2(folder: Path, classes: dict[str, type], num_ranks: int) -> None:
-    """Write a checkpoint of stage 2: see [Note: DeepSpeed's partitions]."""
+    """Write a checkpoint of stage 2. See [Note: DeepSpeed's partitions]."""
     folder.mkdir(parents=True)
     torch.save(model_states(), folder / "mp_rank_00_model_states.pt")
     folder.parent.joinpath("latest").write_text(folder.name)

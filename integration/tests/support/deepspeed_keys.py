@@ -1,4 +1,4 @@
-"""Prints, as JSON, every key that the installed DeepSpeed reads: by its models, and at the top."""
+"""Print every config key that the installed DeepSpeed reads as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS = {
 }
 
 
-# Blocks that no model describes: their keys are what is asked for.
+# Blocks without a pydantic model. `Recorder` records the keys that DeepSpeed reads from them.
 BLOCKS = (
     "activation_checkpointing",
     "aio",
@@ -49,7 +49,7 @@ BLOCKS = (
 
 
 class Recorder(dict):
-    """Remembers every key that it is asked for, by its path."""
+    """A dict that records the path of every requested key."""
 
     asked: ClassVar[set[str]] = set()
     prefix = ""

@@ -20,16 +20,12 @@ def served_modules() -> list[str]:
 
 
 def deepspeeds_folder() -> Path | None:
-    """Return DeepSpeed's own folder, or None if it is not installed."""
     spec = importlib.util.find_spec("deepspeed")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def public_names(root: Path) -> dict[str, list[str]]:
-    """Map each module that is both served and DeepSpeed's to the names that it has there.
-
-    Submodules are left out: a module that had them as names would keep Python from importing them.
-    """
+    """Map each module of DeepSpeed and the stand-in to DeepSpeed's names, without submodules."""
     found = {name: _file(root, name) for name in served_modules()}
     return {
         name: sorted(n for n in _names(root, file) if not _is_module(root, name, n))
@@ -67,14 +63,14 @@ def _names(root: Path, file: Path) -> frozenset[str]:
             found.add(node.target.id)
         elif isinstance(node, ast.ImportFrom):
             found |= _passed_on(root, file, node)
-    if file.parent.name == "op_builder" and file.stem == "__init__":  # it collects them as it runs
+    # The package collects its builders at run time.
+    if file.parent.name == "op_builder" and file.stem == "__init__":
         others = [_names(root, other) for other in file.parent.glob("*.py") if other != file]
         found |= {name for names in others for name in names if name.endswith("Builder")}
     return frozenset(name for name in found if not name.startswith("_"))
 
 
 def _at_the_top(tree: ast.AST) -> list[ast.AST]:
-    """Return the statements at a module's top, including those within if, try and with."""
     found: list[ast.AST] = []
     left = list(ast.iter_child_nodes(tree))
     while left:
@@ -87,7 +83,6 @@ def _at_the_top(tree: ast.AST) -> list[ast.AST]:
 
 
 def _passed_on(root: Path, file: Path, node: ast.ImportFrom) -> set[str]:
-    """Return names that are imported from another module of DeepSpeed's."""
     if node.level:
         base = file.parents[node.level - 1]
         dotted = ".".join(base.relative_to(root).parts)

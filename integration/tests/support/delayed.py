@@ -1,7 +1,4 @@
-"""Collectives that fall behind: threads sleep at random, on each rank differently.
-
-They sleep before and within every job of a queue, and before every wait.
-"""
+"""Collectives with random delays before and within every job, and before every wait."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ WIDTH = 33
 
 
 class Delayed:
-    """Native collectives whose threads fall behind now and then, without a change to the data."""
-
     def __init__(self, native: Any, chance: random.Random) -> None:
         self._native = native
         self._chance = chance
@@ -70,8 +65,6 @@ class Delayed:
 
 
 class Slow:
-    """A work whose wait is late."""
-
     def __init__(self, work: Any, fall_behind: Callable[[], None]) -> None:
         self._work = work
         self._fall_behind = fall_behind
@@ -82,10 +75,7 @@ class Slow:
 
 
 class SlowReduction(Slow):
-    """A reduction whose wait is late.
-
-    Its methods are spelled out because isinstance checks the class.
-    """
+    """A delayed reduction. Its members are declared because isinstance checks the class."""
 
     @property
     def contributions(self) -> Sequence[Tensor]:
@@ -110,7 +100,7 @@ def build(
     width: int = WIDTH,
     **top: Any,
 ) -> zero_core.Engine:
-    """Build an engine whose collectives fall behind, if it has any of zero-comm's."""
+    """Build an engine whose zero-comm collectives are delayed."""
     config = Case(stage=stage, dtype=dtype, zero=zero, top=top).config()
     collectives = delayed_collectives if zero else None
     return zero_core.build(make_model(width), config, collectives=collectives, process_group=ranks)

@@ -1,4 +1,4 @@
-"""The code blocks of the READMEs and of docs/, as they are printed there."""
+"""The code blocks of the READMEs and of docs/."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ FURTHER = ("bitsandbytes", "torchao")
 
 
 class Block(NamedTuple):
-    """A block of code: page and number, the page's file, the word after the fence, the lines.
-
-    An indented block is of "bash". One of Python that imports nothing goes on from the one before.
-    """
+    """A code block. An indented block is bash. Python without imports includes the block before."""
 
     name: str
     page: Path
@@ -37,12 +34,10 @@ class Block(NamedTuple):
 
     @property
     def needs_further(self) -> bool:
-        """Whether the block uses a library of `FURTHER`, also by way of BitsAndBytesConfig."""
         return any(name in self.text.lower() for name in FURTHER)
 
 
 def find_blocks(*languages: str) -> Iterator[Block]:
-    """Yield the blocks of all pages in ``languages``, or in any language if none is given."""
     for page in PAGES:
         tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
         found = [token for token in tokens if token.type in ("fence", "code_block")]
@@ -58,13 +53,12 @@ def find_blocks(*languages: str) -> Iterator[Block]:
 
 
 def documented_arguments(command: str) -> list[str]:
-    """Return an interpreter's arguments for a line of a page, to be run in any folder."""
+    """Return the interpreter's arguments for a documented command, usable in any folder."""
     program, *words = shlex.split(command)
     module = [] if program == "python" else ["-m", MODULES[program]]
     return [*module, *(str(ROOT / word) if (ROOT / word).is_file() else word for word in words)]
 
 
 def run_example(block: Block, folder: Path) -> None:
-    """Run a block of Python in ``folder``, for `run_alone`."""
     os.chdir(folder)
     exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})

@@ -1,4 +1,4 @@
-"""A small model under `zero_engine.deepspeed`, and its training by torch alone on one process."""
+"""A small model under `zero_engine.deepspeed`, and its training in plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 def config(stage: int = 0, **more: Any) -> dict[str, Any]:
-    """Return DeepSpeed's configuration with AdamW and without clipping."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
@@ -28,29 +27,24 @@ def config(stage: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    """Make the same small model every time."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
 def inputs(number: int, rank: int = 0, width: int = 3) -> Tensor:
-    """Return two rows, drawn from the arguments alone."""
     return torch.randn(2, width, generator=torch.Generator().manual_seed(70 * number + rank))
 
 
 def make(model: nn.Module | None = None, /, *, stage: int = 0, **arguments: Any) -> Any:
-    """Return the engine of ``model``, by default of `net` under `config` at ``stage``."""
     arguments.setdefault("config", config(stage))
     return deepspeed.initialize(model=net() if model is None else model, **arguments)[0]
 
 
 def square(model: Callable[..., Tensor], *given: Any) -> Tensor:
-    """Return the mean square of what the model returns."""
     return model(*given).square().mean()
 
 
 def train(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Train `net` one micro-step per number from ``first``. Return the losses."""
     losses = []
     for number in range(first, first + steps):
         loss = square(engine, inputs(number, engine.global_rank).to(next(_floats(engine)).dtype))
@@ -65,13 +59,11 @@ def _floats(engine: Any) -> Any:
 
 
 def adamw(model: nn.Module, **more: Any) -> torch.optim.AdamW:
-    """Return torch's optimizer as `config` names it, of the parameters that are trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, **{"lr": LR, "weight_decay": DECAY, **more})
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """Step, and drop the gradients."""
     optimizer.step()
     optimizer.zero_grad()
 
@@ -85,10 +77,7 @@ def add_gradients(
 
 
 def by_torch(ranks: int, counts: list[int], *, over: int = 1) -> dict[str, Tensor]:
-    """Train `net` on the mean over all ranks' inputs, with ``counts[i]`` backwards in step i.
-
-    ``over``: what each loss is divided by. Return the values.
-    """
+    """Train `net` on all ranks' inputs, with ``counts[i]`` backwards in step i."""
     model, number = net(), 0
     optimizer = adamw(model, fused=True)
     for count in counts:
@@ -102,20 +91,18 @@ def by_torch(ranks: int, counts: list[int], *, over: int = 1) -> dict[str, Tenso
 def check_values(
     engine: Any, expected: nn.Module | dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6
 ) -> None:
-    """Compare an engine's whole values with a model's or with ``expected``, by name."""
     values = dict(expected.state_dict()) if isinstance(expected, nn.Module) else expected
     found = engine.core.full_state_dict(dtype=torch.float32)
     torch.testing.assert_close(found, values, rtol=rtol, atol=atol)
 
 
 def run_each(rank: int, world_size: int, checks: list[Callable[..., None]], *args: Any) -> None:
-    """Run several checks on the same ranks: a rank's start takes longer than most of them."""
     for check in checks:
         check(rank, world_size, *args)
 
 
 def on_ranks(world_size: int, checks: list[Callable[..., None]], *args: Any) -> None:
-    """Run `run_each` on ranks. A single one is this process: `initialize` makes its group."""
+    """Run `run_each` on ranks. A single rank runs in this process."""
     if world_size == 1:
         run_each(0, 1, checks, *args)
     else:

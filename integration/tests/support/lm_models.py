@@ -1,4 +1,4 @@
-"""Tiny untrained language models without dropout, of odd sizes."""
+"""Tiny untrained language models without dropout, with odd sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero_core.testing import seeded
 __all__ = ["CLASSES", "lm_config", "make_lm", "save_models", "token_rows"]
 
 CLASSES: dict[str, Any] = {
-    "gpt2": GPT2LMHeadModel,  # has tied weights, as T5
+    "gpt2": GPT2LMHeadModel,
     "llama": LlamaForCausalLM,
     "t5": T5ForConditionalGeneration,
 }
@@ -39,24 +39,20 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def lm_config(kind: str, **changes: Any) -> Any:
-    """Return the configuration of a key of `CLASSES`, with ``changes`` to its sizes."""
     return _CONFIGS[kind](**{**_SIZES[kind], **changes})
 
 
 def make_lm(kind: str, seed: int = 0, **changes: Any) -> Any:
-    """Make the same model every time, with the arguments of `lm_config`."""
     with seeded(seed):
         return CLASSES[kind](lm_config(kind, **changes))
 
 
 def token_rows(count: int, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Return a data set of ``count`` random texts of 9 tokens."""
     ids = torch.randint(2, 61, (count, 9), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def save_models(root: Path, *, layers: int = 2, width: int = 32) -> None:
-    """Write ``root/gpt2`` and ``root/t5``, with a vocabulary of 64."""
     gpt2 = {"n_positions": 32, "n_embd": width, "n_layer": layers}
     t5 = {"d_model": width, "d_kv": 16, "d_ff": 2 * width, "num_layers": layers}
     for kind, sizes in {"gpt2": gpt2, "t5": t5}.items():

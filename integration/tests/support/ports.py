@@ -1,5 +1,3 @@
-"""Ports over which ranks meet."""
-
 import random
 import socket
 
@@ -8,7 +6,6 @@ FIRST, BEHIND_LAST = 10_000, 32_768
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nobody listens."""
     while True:
         port = random.SystemRandom().randrange(FIRST, BEHIND_LAST)
         with socket.socket() as probe:

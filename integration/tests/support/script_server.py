@@ -1,8 +1,6 @@
-"""Ranks of a script under the import hook, forked from one process that has imported libraries.
+"""Ranks of a script under the import hook, forked from a process that has imported the libraries.
 
-``zero-engine run`` starts a launcher and a new Python per rank, which import torch and transformers
-anew: most of the time of a short script. The few tests of the launcher itself do so. The others run
-their script by `run_script`, on ranks that are forked from a server with the hook.
+``zero-engine run`` starts a new Python per rank, which takes seconds. Most tests call `run_script`.
 """
 
 from __future__ import annotations
@@ -26,10 +24,7 @@ PRELOADED = (
 
 
 def run_script(script: Path, *arguments: str, ranks: int = 2, folder: Path | None = None) -> None:
-    """Run ``script`` as ``zero-engine run --nproc-per-node=RANKS`` does, on forked ranks.
-
-    They run in ``folder``, or in the current one.
-    """
+    """Run ``script`` in ``folder`` on forked ranks, like ``zero-engine run --nproc-per-node``."""
     from conftest import environment
 
     shared = {**hooked(environment()), "WORLD_SIZE": str(ranks)}

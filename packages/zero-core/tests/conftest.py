@@ -1,11 +1,9 @@
-"""Settings that all test files share."""
-
 import signal
 
 from hypothesis import HealthCheck, settings
 
 from zero_core.testing import preload
-from zero_core.testing.sampled_rows import (  # pytest finds them here
+from zero_core.testing.sampled_rows import (  # re-exported so that pytest finds the hook
     pytest_collection as pytest_collection,
 )
 from zero_core.testing.sampled_rows import (
@@ -15,12 +13,12 @@ from zero_core.testing.sampled_rows import (
     pytest_runtestloop as pytest_runtestloop,
 )
 
-# A busy machine must not fail a property by being slow.
+# Hypothesis must not fail a test because a busy machine is slow.
 settings.register_profile("zero-core", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("zero-core")
 
-# A shell starts programs in the background without it, and ranks inherit that.
+# Shells start background programs with SIGINT ignored, and the ranks inherit that setting.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Compiling imports it, seconds long; so ranks are forked from a server that has it.
+# Importing these takes seconds, so ranks fork from a server process that has imported them.
 preload("torch._inductor.compile_fx", "torch._dynamo.testing")

@@ -1,4 +1,4 @@
-"""Reads and writes of parameters at any moment: the right value, or an error on the spot."""
+"""Parameters that are read or written at any moment give the current value or raise an error."""
 
 import logging
 import threading
@@ -34,7 +34,6 @@ def _build(ranks, stage, dtype="fp32"):
 
 
 def _ddp(ranks):
-    """Train under DDP and read the weight before and after the last step."""
     model, losses = Watched(), []
     log, ddp = Log(model.blocks[1].inner.weight), SimulatedDDP(model, ranks)
     optimizer = adamw(model)
@@ -53,7 +52,7 @@ def test_each_reader_has_the_value_of_ddp_or_an_error_at_each_moment(ranks, stag
     here = {"forward of block 1", "forward of block 1, evaluating", BEFORE, AFTER}
     refused = {moment for moment, _ in found} - here if stage == 3 else set()
     check_truth(found, dict.fromkeys(refused, REFUSAL))
-    if ranks.size == 2:  # with more ranks DDP adds gradients in another order
+    if ranks.size == 2:  # with more ranks DDP sums gradients in another order
         expected, of_ddp = _ddp(ranks)
         assert losses == of_ddp
         for key, value in expected.items():
@@ -66,7 +65,7 @@ def test_integers_are_no_zeros_where_they_are_not(ranks, stage):
     engine, model = _build(ranks, stage)
     counts = model.blocks[1].counts
     refusal = pytest.raises(RuntimeError, match=r"blocks\.1\.counts was read where stage 3 holds")
-    if ranks.rank == 0:  # one rank is enough: a read starts no collective
+    if ranks.rank == 0:  # a read starts no collective, so one rank suffices
         with refusal if stage == 3 else nullcontext():
             assert counts.tolist() == [0, 1, 2]
     with engine.gathered(params=[counts]):
@@ -168,7 +167,7 @@ def test_an_edit_of_one_rank_is_refused_by_all_until_it_is_mended(ranks, stage, 
     engine.backward(engine(inputs(1, ranks.rank)))
     with pytest.raises(RankMismatchError, match=r"into blocks\.1\.inner\.weight since the last"):
         engine.step()
-    with engine.gathered(modifier_rank=0):  # the cure that it names
+    with engine.gathered(modifier_rank=0):  # the error message recommends this call
         pass
     engine.step()
     masters = engine.full_state_dict(dtype=torch.float32)
@@ -211,7 +210,7 @@ def test_zero_grad_of_the_module_drops_what_another_loss_has_left(ranks, stage):
     for is_left in (True, False):
         engine, model = _build(ranks, stage)
         if is_left:
-            (10 * model(inputs(5, ranks.rank))).backward()  # of another engine's loss
+            (10 * model(inputs(5, ranks.rank))).backward()
             model.zero_grad()
         train(engine, [inputs(0, ranks.rank)])
         trained.append(engine.full_state_dict())
@@ -301,7 +300,7 @@ def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks, stage):
 
 
 def test_what_needs_no_value_is_torchs_list_of_what_returns_none_of_it():
-    # A function that returns no tensor for a parameter on the meta device has read no value.
+    # A function that returns no tensor for a meta parameter does not read the parameter's values.
     reads = {"data_ptr", "const_data_ptr", "storage", "untyped_storage", "__repr__", "type"}
     reads |= {"storage_type", "_clear_non_serializable_cached_data", "_is_view"}
     unknown = []
@@ -342,4 +341,4 @@ def test_torchs_clipping_which_clips_nothing_is_told_once(stage, caplog):
     with caplog.at_level(logging.WARNING):
         simulate(_warns, 2, stage)
     told = [r for r in caplog.records if "clips nothing" in r.getMessage()]
-    assert len(told) == 2  # once on each rank
+    assert len(told) == 2

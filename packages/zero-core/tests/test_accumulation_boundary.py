@@ -1,4 +1,4 @@
-"""Accumulation over as many micro-steps as the training loop declares, against DDP."""
+"""Gradient accumulation whose boundaries the training loop sets, compared with DDP."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def _train(engine, rank, counts):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("configured", [1, 3])  # fewer micro-steps than are run, and more
+@pytest.mark.parametrize("configured", [1, 3])  # fewer and more micro-steps than the loop runs
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
@@ -79,7 +79,7 @@ def test_the_count_begins_anew_after_a_step_that_was_ended_early(tmp_path):
     _micro_step(engine)
     engine.set_gradient_accumulation_boundary(None)
     assert engine.micro_steps == 2
-    engine.save_checkpoint(tmp_path)  # between steps, though 2 is no multiple of 3
+    engine.save_checkpoint(tmp_path)
     seen = []
     for _ in range(6):
         seen.append(engine.is_gradient_accumulation_boundary())
@@ -98,8 +98,6 @@ def test_a_loss_over_no_micro_steps_is_refused():
 
 
 class _Keeper(MadeTier):
-    """A tier that stores gradients itself and leaves the engine only those on their way to it."""
-
     owns_grads = True
 
     def offer_grad(self, start, grad):

@@ -1,4 +1,4 @@
-"""The ``activation_checkpointing`` block: blocks are computed again, and nothing else changes."""
+"""The ``activation_checkpointing`` config block: recomputation changes no number."""
 
 import pytest
 import torch
@@ -32,8 +32,6 @@ def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradie
 
 
 class _Watched(nn.Module):
-    """A block with dropout that notes its calls and whether its activations are still there."""
-
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 8)
@@ -96,7 +94,7 @@ def test_cpu_checkpointing_frees_the_accelerators_memory():
         allocated.append(torch.accelerator.memory_allocated() - before)
         engine.backward(loss)
         engine.step()
-    # Two of the three blocks' inputs go; the first one is the caller's, who still has it.
+    # Inputs of the second and third block are freed. The caller still holds the first input.
     assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
 
 
@@ -117,7 +115,8 @@ def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():
 
 
 DEPTH, ROWS = 6, 1360
-INPUT_BYTES = ROWS * 8 * 4  # 43,520: page-locked alone 65,536, three of them 131,072
+# One input takes 65,536 bytes of pinned memory, three inputs take 131,072 bytes.
+INPUT_BYTES = ROWS * 8 * 4
 
 
 def _deep(ranks):
@@ -146,8 +145,8 @@ def test_inputs_on_the_host_fill_their_memory_and_come_up_one_block_ahead_withou
     launched = [(r.name, r.stream) for r in trace if r.kind == "launch"]
     up = [n for n, (name, _) in enumerate(launched) if name == "copy up"]
     assert len(up) == DEPTH
-    assert all(launched[n][1] != 0 for n in up)  # not on the stream that computes
-    # Inputs of the last block and of the one before it, then the last block is computed again.
+    assert all(launched[n][1] != 0 for n in up)
+    # The inputs of the last two blocks are copied up before the last block is recomputed.
     between = [n - up[0] for n in up[:3]]
     assert between[:2] == [0, 1]
     assert between[2] > 2
@@ -169,7 +168,7 @@ def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_
     lent = save(2000)
     (taken,) = [r.writes[0] for r in late_device.stop_trace() if r.kind == "pinned_alloc"]
     save(64, 1100)
-    save(4000)  # sizes that were idle are dropped, that of what is lent among them
+    save(4000)  # discards all idle buffers, and the lent buffer once ``lent`` is deleted
     del lent
     save(64, 1100)
     late_device.start_trace()

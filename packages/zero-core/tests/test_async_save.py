@@ -1,4 +1,4 @@
-"""Saves beside training: what they hold, what happens meanwhile, and how they fail."""
+"""Asynchronous checkpoint saves: contents, overlap with training, and failures."""
 
 import logging
 import multiprocessing
@@ -59,7 +59,7 @@ def test_an_overtaken_save_has_the_bytes_of_one_at_once(
         engine = _build(gated, stage, **keys)
         train_steps(engine, 0, 3)
         pending = engine.async_save(tmp_path / "beside", client_state={"epoch": 7})
-        train_steps(engine, 3, 5)  # nothing is written yet: every state is overtaken
+        train_steps(engine, 3, 5)  # changes the states while the gate blocks every write
         assert not pending.done()
         gated.gate.set()
         assert pending.result() == tmp_path / "beside" / "step-3"
@@ -109,7 +109,7 @@ def test_copies_are_bounded_if_asked_except_of_whole_states(tmp_path, monkeypatc
         if limit is None:
             train_steps(engine, 1, 2)
         gated.gate.set()
-        train_steps(engine, 1, 3)  # the step waits
+        train_steps(engine, 1, 3)  # waits until the save has copied these states
         pending.result()
         engine.close()
         return pending.peak_bytes
@@ -134,7 +134,7 @@ def test_copies_of_float64_states_are_bounded(tmp_path, monkeypatch):
 
         step()
         pending = engine.async_save(tmp_path, max_copy_bytes=2560)
-        threading.Timer(0.1, gated.gate.set).start()  # the step waits for the reader
+        threading.Timer(0.1, gated.gate.set).start()  # step() waits for the save
         step()
         pending.result()
         assert 0 < pending.peak_bytes <= 2560
@@ -147,7 +147,7 @@ def test_one_core_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(
         save, "write_file", lambda *args: found.add(torch.get_num_threads()) or write(*args)
     )
-    torch.set_num_threads(2)  # of the threads to come, too
+    torch.set_num_threads(2)
     try:
         Case(1).build().async_save(tmp_path).result()
     finally:
@@ -160,9 +160,9 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
         engine = _build(ranks, 3)
         train_steps(engine, 0, 2)
         engine.save_checkpoint(tmp_path, "a")
-        engine.async_save(tmp_path, "b").result()  # no step since
+        engine.async_save(tmp_path, "b").result()
         train_steps(engine, 2, 3)
-        engine.async_save(tmp_path, "c").result()  # frozen values and buffers have not changed
+        engine.async_save(tmp_path, "c").result()  # frozen values and buffers are unchanged
         with torch.no_grad():
             name = "frozen.0.up.weight"
             engine.states.set_full(name, engine.states.get_full(name) + 1.0)
@@ -190,7 +190,7 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
 
 @dataclass(frozen=True)
 class _Losing(SimulatedRanks):
-    """The exchange fails on rank 1 alone, when all have written: the others have the answers."""
+    """Ranks whose exchange fails on rank 1 after every rank has written its files."""
 
     def exchange_beside(self, watch):
         exchange = super().exchange_beside(watch)
@@ -223,7 +223,6 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
 
     @contextmanager
     def full_disk(rank):
-        """Let no large file be written between two meetings of both ranks."""
         meeting.wait()
         with files_up_to(2000) if rank == 0 else nullcontext():
             meeting.wait()
@@ -244,7 +243,7 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
         engine.save_checkpoint(tmp_path)
 
         pending = engine.async_save(tmp_path)
-        train_steps(engine, 1, 2)  # it overtakes the save
+        train_steps(engine, 1, 2)
         fill(pending)
         with pytest.raises(CheckpointError, match=message):
             pending.result()
@@ -254,7 +253,8 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
         pending = engine.async_save(tmp_path)
         fill(pending)
         if ranks.rank == 0:
-            pending.exception()  # the other rank has not asked: the next save raises it on both
+            # Only rank 0 reads the exception, so the next save raises the exception on each rank.
+            pending.exception()
         with pytest.raises(CheckpointError, match=message):
             engine.async_save(tmp_path)
         train_steps(engine, 2, 3)
@@ -277,11 +277,10 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
 
 
 def _exchange_after_a_failure(ranks):
-    """Fail on rank 1 alone. In the next use rank 0 sees that rank 1 has left."""
     control = ranks.connect()
     exchange = StoreExchange(ranks, "a save beside training")
     exchange.longest_wait_s = 0.0
-    longest, groups._LEAVE_S = groups._LEAVE_S, 0.01  # rank 1 leaves without a word
+    longest, groups._LEAVE_S = groups._LEAVE_S, 0.01  # rank 0 soon stops waiting for rank 1
     if ranks.rank == 1:
         with pytest.raises(CollectiveError, match=r"no answer of ranks \[0\]"):
             exchange.gather_bytes(b"late")
@@ -305,7 +304,7 @@ def _run_in_process(ranks, folder):
         train_steps(engine, step, step + 1)
     assert pending.result() == Path(folder) / "step-2"
     assert engine.load_checkpoint(folder)[0] == Path(folder) / "step-2"
-    engine.async_save(folder, "last")  # and the process ends
+    engine.async_save(folder, "last")  # the process ends while the save is pending
 
 
 def test_the_threads_of_processes_agree_through_the_store(tmp_path):
@@ -325,9 +324,9 @@ def _end_beside_a_dead_rank(rank, folder):
     engine.save_checkpoint(folder / "saved")
     train_steps(engine, 1, 2)
     if rank == 1:
-        save.write_file = _be_killed  # while the other rank waits for its files
+        save.write_file = _be_killed  # rank 1 dies while rank 0 waits for its files
     engine.async_save(folder / "saved")
-    # Rank 0 ends its program without a word; its interpreter waits for the thread.
+    # Rank 0 returns here. Its interpreter waits for the saving thread.
 
 
 def test_a_rank_that_is_killed_in_a_save_keeps_no_other_from_ending(tmp_path):
@@ -336,7 +335,7 @@ def test_a_rank_that_is_killed_in_a_save_keeps_no_other_from_ending(tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)  # the group's own limit is 30 minutes
+        process.join(120)  # the process group's own timeout is 30 minutes
     assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
     said = (tmp_path / "log-0").read_text()
     assert "rank 0: the save of step-2 failed" in said

@@ -1,4 +1,4 @@
-"""Buffers follow rank 0's, when and as they do in DDP."""
+"""Module buffers, which are broadcast from rank 0 at the same moments as in DDP."""
 
 from contextlib import nullcontext
 
@@ -16,8 +16,6 @@ from zero_core.testing.training import adamw, assert_same, train
 
 
 class _Normed(nn.Module):
-    """Batch normalisation in two blocks, and buffers that are replaced, not persistent, shared."""
-
     def __init__(self):
         super().__init__()
         with seeded(7):
@@ -137,9 +135,9 @@ def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(ranks, odd, 
         alter()
     with pytest.raises(zero_core.RankMismatchError, match=r"buffer (first.more|more|seen)"):
         step()
-    engine.backward(engine(torch.ones(1, 7)))  # the broadcast still fits
+    engine.backward(engine(torch.ones(1, 7)))  # the changed buffers still fit the broadcast
     if rank != odd:
         alter()
-    engine.step()  # all ranks have the same again
+    engine.step()  # the ranks' buffers are equal again
     step()
     assert {name: b.tolist() for name, b in model.named_buffers()} == CHANGES[change]

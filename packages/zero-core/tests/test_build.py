@@ -1,4 +1,4 @@
-"""Units that build() finds, what it adopts and what it refuses."""
+"""Units that build() finds, and models and arguments that build() refuses."""
 
 import io
 import logging
@@ -65,7 +65,7 @@ def test_a_state_tier_is_told_the_name_of_each_piece(stage):
 
 
 class _LateTier(MadeTier):
-    """A tier whose update ends when somebody waits for it."""
+    """A tier whose update completes only when a caller waits for it."""
 
     update = None
 
@@ -91,8 +91,6 @@ def test_values_wait_for_a_state_tier_that_updates_late(stage):
 
 
 class _LackingTier:
-    """A tier that lacks ``owns_grads``."""
-
     def __init__(self, tier):
         for name in vars(StateTier):
             if not name.startswith("_") and name != "owns_grads":
@@ -208,7 +206,7 @@ def test_a_frozen_model_and_ranks_without_a_process_group_are_refused(monkeypatc
 @pytest.mark.parametrize(
     ("is_terminal", "rank", "takes_s", "shown"),
     [
-        (True, "0", 1.8, "\x1b\\[Kzero_core.build: 1 s.*\r\x1b\\[K"),  # the line is removed
+        (True, "0", 1.8, "\x1b\\[Kzero_core.build: 1 s.*\r\x1b\\[K"),
         *((True, "0", 0.0, ""), (True, "1", 1.5, ""), (False, "0", 1.5, "")),
     ],
 )
@@ -229,7 +227,7 @@ def test_long_build_is_shown_on_a_terminal_by_rank_0(
 
 def _net():
     model = nn.Module()
-    model.below, model.mixture = nn.Linear(5, 5), Mixture()  # whose experts are found by their name
+    model.below, model.mixture = nn.Linear(5, 5), Mixture()  # build() finds experts by this name
     model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
     return model
 

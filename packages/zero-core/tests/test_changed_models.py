@@ -1,4 +1,4 @@
-"""A model that is changed after build() is refused by the parameter's name, or followed."""
+"""Models that change after build(): an error names the parameter, or the engine uses the change."""
 
 import copy
 import pickle
@@ -105,7 +105,7 @@ AT_3 = "(read|written) where stage 3 holds only"
 @on_ranks()
 def test_a_parameter_that_changes_after_build_is_refused_by_name(ranks, stage, which):
     change, message = REFUSED[which]
-    if stage == 3 and which != "swapped":  # which no class can see
+    if stage == 3 and which != "swapped":  # the parameter's class sees all but swaps
         message = message.replace(MOVED, f"was {AT_3}").split(" .*")[0]
     for has_stepped in (False, True):
         engine = _build(ranks, stage)
@@ -168,7 +168,7 @@ def test_copies_of_the_engine_are_refused_with_what_to_do(how):
 
 
 class _FlatLSTM(nn.LSTM):
-    """Moves its weights as torch's does on a GPU."""
+    """An LSTM that moves its weights to new storage, as torch's LSTM does on a GPU."""
 
     def flatten_parameters(self):
         for param in self._flat_weights:
@@ -227,7 +227,6 @@ def _wrap(engine):
 
 
 def _evaluate_others(engine):
-    """Exchange values for an evaluation, and put the old ones back."""
     with engine.gathered(), torch.no_grad():
         before = [p.data for p in engine.module.parameters()]
         for param in engine.module.parameters():

@@ -1,4 +1,4 @@
-"""Checkpoints: written at any stage and world size, read at any other, whole or in part."""
+"""Checkpoints: saved at any stage and world size, and loaded in full or in part at any other."""
 
 import json
 import shutil
@@ -42,7 +42,6 @@ def _rate(engine):
 
 
 def _everything(engine):
-    """Return all values, and the moments of every parameter that was updated."""
     found = _values(engine)
     for name, param in engine.module.named_parameters():
         if param.requires_grad and name != "never":
@@ -66,11 +65,11 @@ def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loa
         engine = _build(saved[0], ranks, dtype, [WeightAverage(0.9)])
         train_steps(engine, 0, 3)
         found = _everything(engine)
-        # Two ranks share a folder, as on a machine, and the third has its own.
+        # Ranks 0 and 1 share a folder like ranks of one machine. Rank 2 has a separate folder.
         own = tmp_path / f"machine-{ranks.rank // 2}"
         if saved[0] == 3:
             pending = engine.async_save(own, client_state={"epoch": 7})
-            train_steps(engine, 3, 4)  # what is saved has been copied
+            train_steps(engine, 3, 4)  # the pending save has its own copy of the states
             pending.result()
         else:
             engine.save_checkpoint(own, client_state={"epoch": 7})
@@ -79,7 +78,7 @@ def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loa
 
     def load(ranks):
         engine = _build(loaded[0], ranks, dtype, [WeightAverage(0.9)])
-        train_steps(engine, 5, 6)  # whatever was there is replaced
+        train_steps(engine, 5, 6)  # load_checkpoint() must replace the states of this step
         place, client_state = engine.load_checkpoint(tmp_path)
         assert place == tmp_path / "step-3"
         assert client_state == read_client_state(tmp_path) == {"epoch": 7}
@@ -115,10 +114,9 @@ def test_resume_continues_with_the_same_bits_when_a_program_starts_again(
 
 
 def test_states_of_any_optimizer_and_of_the_generator_come_back(tmp_path):
-    # Those of SGD, Adagrad and NAdam are in test_dtypes.py.
     optimizer = partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True)
     engine, other = (_build_with(optimizer, lambda _: None) for _ in range(2))
-    train_steps(engine, 0, 1)  # `sometimes` has not been used yet
+    train_steps(engine, 0, 1)  # no step has used the parameter `sometimes` yet
     engine.save_checkpoint(tmp_path)
     drawn = torch.rand(3)
     train_steps(other, 1, 2)
@@ -137,13 +135,13 @@ def test_save_without_room_keeps_the_checkpoint_before(tmp_path):
     with files_up_to(300), room:
         engine.save_checkpoint(tmp_path, tag="second")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest"]
-    (tmp_path / "first").rename(tmp_path / ".first.old")  # as a kill between two renames leaves it
+    (tmp_path / "first").rename(tmp_path / ".first.old")  # left by a kill between two renames
     other = _build()
     assert other.load_checkpoint(tmp_path)[0] == tmp_path / ".first.old"
     assert_same(_values(other), before)
     engine.save_checkpoint(tmp_path, tag="second")
     train_steps(engine, 2, 3)
-    engine.save_checkpoint(tmp_path, tag="second")  # in the place of the one before
+    engine.save_checkpoint(tmp_path, tag="second")
     other.load_checkpoint(tmp_path, "second")
     assert other.global_steps == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest", "second"]
@@ -264,18 +262,19 @@ def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path
     saved = load_file(tmp_path / "model.safetensors")
     full = engine.full_state_dict()
     assert full["head.weight"] is full["embed.weight"]
-    del full["head.weight"]  # tied: stored once
+    del full["head.weight"]
     assert_same(saved, full)
     make_model().load_state_dict(_values(engine))
     assert saved["embed.weight"].dtype == torch.bfloat16
     for path in engine.save_checkpoint(tmp_path / "saved").iterdir():
-        json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)  # no pickle
+        # A checkpoint has JSON and safetensors files only, no pickle.
+        json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
 
 
 def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, monkeypatch):
     monkeypatch.setattr("zero_core.checkpoint.safetensors_files.MAX_FILE_BYTES", 3000)
     engine = _build()
-    # "export failed on": every rank has come as far as that, and hears of it.
+    # Every rank raises "export failed on rank 0": no rank waits for rank 0 forever.
     failed = pytest.raises(CheckpointError, match=r"export failed on rank 0.*part-\d.tmp")
     with files_up_to(2000), failed:
         engine.export_safetensors(tmp_path)
@@ -287,7 +286,7 @@ def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, m
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], full[name])
     monkeypatch.undo()
-    engine.export_safetensors(tmp_path)  # in the place of one of another size
+    engine.export_safetensors(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -322,7 +321,7 @@ def test_weights_without_elements_are_read(tmp_path, world_size):
     def save(ranks):
         model = nn.Linear(3, 3)
         model.register_parameter("low", nn.Parameter(torch.empty(0).half(), requires_grad=False))
-        model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))  # behind rank 0's slice
+        model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))  # outside rank 0's shard
         engine = Case(3).build(ranks, model)
         engine.save_checkpoint(tmp_path)
 
@@ -390,7 +389,7 @@ def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_ev
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, without=WEIGHTS_ALONE)
     assert_same(_values(other), expected)
-    model = make_model()  # the other way round: what was frozen is trained, and the reverse
+    model = make_model()
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("frozen"))
     tuned = Case(3).build(ranks, model)
@@ -469,7 +468,7 @@ def test_schedule_continues_when_the_optimizer_starts_anew(tmp_path, scheduler, 
     straight = _build(scheduler=scheduler)
     train_steps(straight, 0, 3)
     straight.save_checkpoint(tmp_path)
-    if scheduler["type"] == "WarmupLR" and without:  # as torch's LambdaLR saves its state
+    if scheduler["type"] == "WarmupLR" and without:  # the state format of torch's LambdaLR
         form = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
         _rewrite_schedule(tmp_path, form)
     resumed = _build(scheduler=scheduler, **({"optimizer": LION} if without else {}))
@@ -489,7 +488,7 @@ def test_a_schedule_that_only_the_checkpoint_or_the_engine_has_is_logged(tmp_pat
         engines[number].save_checkpoint(place)
         for loading in engines:
             loading.load_checkpoint(place)
-        (line,) = caplog.messages  # of the engine that differs, and not of the other
+        (line,) = caplog.messages  # only the engine with another schedule warns
         assert told in line
         assert line.endswith("load without the schedule"), "front ends name arguments otherwise"
         caplog.clear()

@@ -1,16 +1,15 @@
-"""The number and order of collectives: as counted on paper, and equal on all ranks.
+"""Number and order of collectives: derived by hand, and equal on all ranks.
 
-Here B = 4 blocks (units 1 to 4, one segment each) and the root (unit 0).
+The model has B = 4 blocks (units 1 to 4, one segment each) and the root (unit 0).
 
-[Note: counts on paper]
-Parameters. At stage 0 every rank holds and updates everything: no gather. At stages 1 and 2 a rank
-updates its slice alone: each unit is gathered once after an update, at the end of the step.
-At stage 3 a unit is gathered before its forward and released after it, and again before its
-backward, but for two: the root, which stays from forward to backward, and the last block, with
-which backward begins. Forward: B + 1 gathers, 0 1 2 3 4; backward: B - 1, 3 2 1.
-Gradients. Each backward outside ``no_sync`` reduces every unit once, B + 1 reductions, the blocks
-from the last to the first and the root last: 4 3 2 1 0. At stage 0 alone the sum of an accumulation
-boundary is then gathered, unit by unit in that order.
+[Note: derived counts]
+Parameters. Stage 0 gathers none, because every rank holds and updates all values. At stages 1 and 2
+a rank updates only its shard, so each unit is gathered once at the end of a step.
+Stage 3 gathers a unit before its forward, releases it afterwards and gathers it again before its
+backward. Two units stay gathered from forward to backward: the root, and the last block, where
+backward begins. Forward: B + 1 gathers, 0 1 2 3 4. Backward: B - 1 gathers, 3 2 1.
+Gradients. Each backward outside ``no_sync`` reduces every unit once, which is B + 1 reductions in
+the order 4 3 2 1 0. At an accumulation boundary, stage 0 gathers the sums in the same order.
 """
 
 import dataclasses
@@ -25,22 +24,20 @@ from zero_core.comm.meter import Links, Meter
 from zero_core.testing import Case, batch, make_model, make_tower, on_ranks, rows, simulate, train
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
-BACKWARD = ["b3", "b2", "b1"]  # gathers; the last block and the root are still there
+BACKWARD = ["b3", "b2", "b1"]  # the last block and the root stay gathered after forward
 REDUCED = ["r4", "r3", "r2", "r1", "r0"]
 SUMS = ["g4", "g3", "g2", "g1", "g0"]
 
 
 class _Run:
-    """An engine, and what it sends."""
-
     def __init__(self, stage, ranks, accumulation=1):
         self.log = []
         self.stage = stage
         self.rank = ranks.rank
-        self.published = FORWARD if stage in (1, 2) else []  # gathers that an update launches
+        self.published = FORWARD if stage in (1, 2) else []
         self.forward = FORWARD if stage == 3 else []
-        self.back = BACKWARD if stage == 3 else []  # gathers of a backward after its forward
-        self.sums = SUMS if stage == 0 else []  # gathers of gradients at a boundary
+        self.back = BACKWARD if stage == 3 else []
+        self.sums = SUMS if stage == 0 else []
         logged = LoggedCollectives.factory(self.log)
         self.engine = Case(stage, accumulation=accumulation).build(
             ranks, make_tower(), collectives=logged
@@ -54,7 +51,6 @@ class _Run:
         self.engine.step()
 
     def expect(self, gathers, reductions, sums):
-        """Gathers of parameters, reductions and gathers of gradients since the last call."""
         log, self.log[:] = [str(launch) for launch in self.log], []
         found = [[entry for entry in log if entry[0] in kinds] for kinds in ("fb", "r", "g")]
         assert found == [gathers, reductions, sums], (self.stage, log)
@@ -72,11 +68,11 @@ def _accumulation(run):
 def _no_sync(run):
     for _ in range(2):
         for micro in range(3):
-            if micro < 2:  # gradients stay on the rank
+            if micro < 2:
                 with run.engine.no_sync():
                     run.micro_step()
                 run.expect(run.forward + run.back, [], [])
-            else:  # one reduction per unit and step
+            else:
                 run.micro_step()
                 run.expect(run.forward + run.back + run.published, REDUCED, run.sums)
 
@@ -84,12 +80,12 @@ def _no_sync(run):
 def _two_forwards(run):
     for _ in range(2):
         losses = run.loss() + run.loss()
-        # The root is still there; the last block, which stayed, gives way to the second forward.
+        # The root stays gathered. The second forward releases and regathers the last block.
         again = ["f1", "f2", "f3", "f4"] if run.stage == 3 else []
         run.expect(run.forward + again, [], [])
         run.engine.backward(losses)
         run.engine.step()
-        # Backward of the second forward, then of the first, for which the last block comes back.
+        # Backward runs the second forward first. The first forward then needs the last block again.
         twice = [*BACKWARD, "b4", *BACKWARD] if run.stage == 3 else []
         run.expect(twice + run.published, REDUCED, run.sums)
 
@@ -98,7 +94,7 @@ def _two_backwards(run):
     for _ in range(2):
         for _ in range(2):
             run.engine.backward(run.loss())
-            # Each backward is reduced; each is at the boundary, so at stage 0 each sum is gathered.
+            # Each backward is at an accumulation boundary, so stage 0 gathers each sum.
             run.expect(run.forward + run.back, REDUCED, run.sums)
         run.engine.step()
         run.expect(run.published, [], [])
@@ -111,7 +107,7 @@ def _evaluation(run):
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             run.loss()
-        # A forward's gathers and nothing else: without gradients everything is released at its end.
+        # A forward without gradients gathers each unit once and releases all units at its end.
         run.expect(run.forward, [], [])
     run.engine.train()
     run.micro_step()
@@ -122,7 +118,7 @@ def _gathered(run):
     run.micro_step()
     run.log.clear()
     with run.engine.gathered() as module:
-        run.expect(run.forward, [], [])  # once each
+        run.expect(run.forward, [], [])
         with torch.no_grad():
             for _ in range(3):
                 module(rows(0, 0))
@@ -157,8 +153,6 @@ SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
 
 
 class _Optional(nn.Module):
-    """A block that a rank may call without using it, which no shared model has."""
-
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -179,7 +173,6 @@ def _launches(ranks, model, batches, case):
 
 
 def _with_branches(ranks, case):
-    # Ranks leave out parts of blocks.
     return _launches(ranks, make_model(), [batch(n, 0, ranks.rank) for n in range(7)], case)
 
 
@@ -197,7 +190,7 @@ def _with_skipped_blocks(ranks, case):
 
 
 def _with_blocks_left_out(ranks, case):
-    # The first rank runs all blocks. Each other one leaves out one, and another one in each step.
+    # Rank 0 runs all blocks. Every other rank leaves out a block, a different one in each step.
     batches = []
     for number in range(6 * case.accumulation):
         left_out = (number + 3 * ranks.rank) % 6 if ranks.rank else None
@@ -206,7 +199,7 @@ def _with_blocks_left_out(ranks, case):
     return _launches(ranks, make_tower(6), batches, case)
 
 
-# NCCL asks for it: communicators may share a hardware queue.
+# NCCL requires equal orders on all ranks: communicators may share a hardware queue.
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Parts of ``zero_core.collectives`` and the nodes, frozen segments and changes they learn of."""
+"""Plug-ins for ``zero_core.collectives``, and the notifications that the engine sends them."""
 
 from collections.abc import Collection
 
@@ -15,15 +15,13 @@ CONFIG = Case(3).config()
 
 
 class _Part:
-    """Collectives that run ``native`` in jobs of the lanes and count calls of ``forget_values``."""
-
     private_nbytes = {"secondary shards": 4711}  # noqa: RUF012
 
     def __init__(self, native):
         self.native = native
         self.num_forgotten = 0
         self.failure = None
-        self.lost = []  # buffers of gathers that failed
+        self.lost = []
         self.versions = set()
 
     def all_gather(self, out, shard, *, version, **further):
@@ -98,7 +96,7 @@ def test_a_part_is_told_the_nodes_and_what_is_frozen_and_may_use_the_lanes(ranks
     assert sorted(told["frozen"]) == frozen != []
     assert told["config"]["stage"] == 3
     assert engine.memory_report()["secondary shards"] == 4711
-    # Jobs of both lanes in a training: the bits of one without.
+    # Training with jobs on each lane is bit-identical to training without a plug-in.
     plain = zero_core.build(make_model(), CONFIG, process_group=ranks)
     for step in range(4):
         _step(engine, step)
@@ -130,7 +128,7 @@ def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(rank
         (read, 0),
         (lambda: engine.states.set_full(name, values), 1),
         (lambda: engine.states.set_full("frozen.0.norm.weight", values), 1),
-        (lambda: engine.states.set_full(name, values, "exp_avg"), 0),  # no value
+        (lambda: engine.states.set_full(name, values, "exp_avg"), 0),  # no parameter value
         (lambda: engine.export_safetensors(tmp_path / "export"), 0),
     ):
         part.num_forgotten = 0

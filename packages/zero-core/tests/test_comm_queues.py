@@ -1,4 +1,4 @@
-"""Queues of collectives: order of the jobs, threads and streams, and what a job raises."""
+"""Queues of collectives: job order, threads and streams, and exceptions raised by jobs."""
 
 import threading
 from functools import partial
@@ -79,11 +79,10 @@ def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for
         outs[number].copy_(source * 2)
 
     made = mock.patch.object(torch, "Stream", wraps=torch.Stream)
-    with made as make, late_device.held("kernels"):  # the host waits for none of them
-        source.add_(1)  # the jobs read it
+    with made as make, late_device.held("kernels"):  # a host wait would hang
+        source.add_(1)  # the jobs read the new value of source
         works = [queues.launch(lambda n=n: job(n), is_reduction=n > 0) for n in range(2)]
         inner = partial(queues.launch, lambda: job(2), is_reduction=False)
-        # A job may launch another of its queue.
         works.append(queues.launch(lambda: inner().wait(), is_reduction=False))
         with reader:
             works[0].wait()

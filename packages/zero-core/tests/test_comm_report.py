@@ -1,4 +1,4 @@
-"""Bytes that a step sends, as reported, as planned, and as counted at the process's boundary."""
+"""Bytes that a step sends: reported, planned, and counted at the process boundary."""
 
 import threading
 from collections import Counter
@@ -30,8 +30,6 @@ def _train(engine, steps):
 
 
 class _Postman:
-    """Counts of bytes that leave this process point to point, within its node and beyond."""
-
     def __init__(self, rank, per_node):
         self.bytes = Counter()
         group = dist.ProcessGroup
@@ -76,7 +74,7 @@ def test_a_step_sends_what_was_planned(case, world_size, per_node):
 
 
 def _check_on_the_wire(rank, world_size, per_node):
-    zero_core.comm.device.SharedMemory = _NothingShared  # or bytes would not travel
+    zero_core.comm.device.SharedMemory = _NothingShared  # or bytes would bypass the counter
     postman = _Postman(rank, per_node)
     for stage in range(4):
         engine = Case(stage).build(model=_net())
@@ -92,7 +90,7 @@ def _check_on_the_wire(rank, world_size, per_node):
         expected = Counter({"sent within": within, "sent between": between})
         expected.update({"received within": within, "received between": between})
         assert postman.bytes == expected, stage
-        # Where all ranks or none share a node, gathers have no second hop and need no thread.
+        # Gathers need no second hop, and no thread, where all ranks share a node or none do.
         has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
         assert has_thread == (1 < per_node < world_size)
         engine.close()
@@ -110,13 +108,13 @@ def test_bytes_sent_between_steps_count_for_the_second(ranks):
     whole = engine.comm_report()
     with torch.no_grad():
         engine(rows(0, engine.rank))
-    assert engine.comm_report() == whole  # still the last step's
+    assert engine.comm_report() == whole  # the report still describes the last step
     _train(engine, 1)
     (before, *others), (after, *same) = whole, engine.comm_report()
     assert after.num_calls == before.num_calls + len(engine.layout.segments)
     assert others == same
     engine.backward(engine(rows(0, engine.rank)))
-    engine.clip_grad_norm_(1.0)  # ranks agree on the gradient's statistics here, and not again
+    engine.clip_grad_norm_(1.0)  # step() need not repeat the all-reduce
     engine.step()
     assert engine.comm_report()[-1].num_calls == 1
     engine.close()

@@ -1,4 +1,4 @@
-"""Failures of collectives, which name the collective, its unit and the rank."""
+"""Failed collectives: the error names the collective, its unit and the rank."""
 
 import gc
 import json
@@ -102,8 +102,6 @@ def test_acknowledgements_are_named_when_they_fail_or_are_missing():
 
 
 class _Event:
-    """An event of a stream that a collective holds up until ``has_fired``."""
-
     def __init__(self):
         self.has_fired = False
         self.error = None
@@ -116,7 +114,6 @@ class _Event:
 
 @pytest.fixture
 def events(monkeypatch):
-    """Collect the events recorded on the current stream of a device that does not exist."""
     made = []
 
     def record():
@@ -167,13 +164,13 @@ def test_a_watch_ends_when_the_device_has_failed(events, caplog):
     (record,) = caplog.records
     named = "xpu:1 has failed: an illegal memory access was encountered. These collectives may "
     assert record.getMessage() == f"{named}not have ended: all_gather of unit 3 (blocks.2)"
-    _gather(communicator).wait()  # what failed is raised elsewhere
+    _gather(communicator).wait()  # the failure is raised elsewhere, not here
     communicator.close()
     assert len(caplog.records) == 1
 
 
 def test_nothing_is_noted_while_a_cuda_graph_is_captured(events, monkeypatch):
-    # Events of a captured graph cannot be queried, and the host waits for none of them.
+    # Events of a captured graph cannot be queried.
     communicator, _, _ = _watched("cuda:1")
     for is_capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=is_capturing: c)
@@ -219,6 +216,6 @@ def test_the_thread_of_a_watch_touches_no_other_device():
     for _ in range(5):
         values.add_(1)
         waits.note("a collective")
-    waits.close()  # waits for what is under way
+    waits.close()
     assert torch.accelerator.current_stream().query()
     assert late_device.contexts() == [1]

@@ -1,4 +1,4 @@
-"""Blocks may be compiled, before or after build(): same numbers, and no graph is broken."""
+"""Compiled blocks: the same numbers as uncompiled ones, without graph breaks."""
 
 import itertools
 
@@ -47,18 +47,17 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("world_size", "choices"),
-    # One rank gathers nothing; a third is another sum, not another graph.
+    # One rank gathers nothing. Three ranks change the sum's rounding, not the graph.
     [(2, ({}, ON_HOST)), pytest.param(2, (None,), marks=SLOW), pytest.param(1, ({},), marks=SLOW)],
     ids=["recomputed", "saved", "alone"],
 )
 @on_processes()
 def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
     expected = _reference(ranks)
-    # What keeps inputs on the host cannot be within a graph.
+    # Offloaded inputs are copied to the host, which cannot happen within a graph.
     ways = ("before", "after", "wrapped")
     for again, how in ((a, way) for a in choices for way in (ways[2:] if a == ON_HOST else ways)):
-        # Graphs are the same whoever made them when, so one way goes through the stages: one where
-        # values are whole, and one where they are sharded.
+        # The way of compiling does not change the graphs, so only one way runs at stage 0 too.
         for stage in (0, 3) if (ranks.size, how, again) == (2, "before", None) else (3,):
             torch._dynamo.reset()
             counters.clear()
@@ -70,14 +69,13 @@ def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
             found = _train(engine, ranks.rank)
             assert_same(found, expected)
             assert not counters["graph_break"]
-            assert counters["stats"]["unique_graphs"] == 1  # of all blocks: never again
+            assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow
 @on_processes(2)
 def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_same_numbers(ranks):
     expected = _reference(ranks)
-    # Values are whole, and sharded.
     for stage, recompute in itertools.product((0, 3), ("none", "blocks", "reentrant")):
         torch._dynamo.reset()
         counters.clear()
@@ -92,10 +90,10 @@ def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_s
         assert counters["stats"]["unique_graphs"] >= 1
 
 
-# Dynamo warns about itself in the process that pytest watches.
+# Dynamo itself triggers the warning in pytest's process.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_an_exception_in_a_compiled_block_does_no_harm():
     engine = _build("before", {**Case().config(), "activation_checkpointing": {}})
     with pytest.raises(RuntimeError):
-        engine(torch.ones(5, 5))  # two columns too few
+        engine(torch.ones(5, 5))  # the input has two columns too few
     simulate(lambda ranks: assert_same(_train(engine, 0), _reference(ranks)), 1)

@@ -1,4 +1,4 @@
-"""The configuration: what is resolved, which error says what to do, and its JSON Schema."""
+"""Config resolution, error messages and the JSON Schema."""
 
 import copy
 import json
@@ -165,7 +165,6 @@ def test_what_is_wrong_or_not_served_is_refused_by_name(block, match):
 
 
 def _with_default(config, path):
-    """Put the key at ``path`` into ``config``, with its default or another value that is valid."""
     model, block = Config, config
     *parents, name = path.split(".")
     for key in parents:
@@ -240,7 +239,7 @@ def test_keys_are_logged_where_they_have_no_effect(caplog, zero, logged):
         *((stage, {"zero_quantized_gradients": True}, 3) for stage in range(4)),
         *((3, {"zero_hpz_partition_size": size}, 6) for size in (1, 2, 3, 6)),
         (3, {"zero_hpz_partition_size": 4}, 1),
-        # axolotl's files have zeros here, and DeepSpeed takes each of them.
+        # axolotl's config files contain zeros here, which DeepSpeed accepts.
         *((3, {f"{kind}_size": 0}, 1) for kind in ("sub_group", "reduce_bucket")),
         (3, {"allgather_bucket_size": 0}, 1),
     ],
@@ -301,7 +300,7 @@ def test_check_grad_overflow_is_taken_from_deepspeeds_place_where_it_has_an_effe
 
 
 def test_whole_floats_are_whole_numbers():
-    # Much used files say 5e8 and 1e9.
+    # Common config files contain 5e8 and 1e9.
     zero = {"stage": 3, "reduce_bucket_size": 5e8, "offload_param": {"max_in_cpu": 1e9}}
     given = {"train_micro_batch_size_per_gpu": 2.0, "zero_optimization": zero}
     config = load_config({**given, "gradient_clipping": 1.0}, world_size=1)
@@ -319,7 +318,7 @@ def test_settings_of_an_optimizer_are_finite_but_for_limits_of_its_own(key, valu
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0][key] = value
-    is_limit = key == "growth_rate" and value == math.inf  # as in Prodigy
+    is_limit = key == "growth_rate" and value == math.inf  # Prodigy's default for growth_rate
     refusal = pytest.raises(ConfigError, match=rf"param_groups\[0\]\['{key}'\] of SGD")
     with nullcontext() if is_limit else refusal:
         build(model, SMALL, optimizer=optimizer).close()
@@ -341,7 +340,7 @@ def test_settings_of_an_optimizer_are_finite_but_for_limits_of_its_own(key, valu
 def test_an_optimizer_or_scheduler_that_does_not_fit_is_refused_before_and_by_the_ranks(
     block, match
 ):
-    load_config({**SMALL, **block}, world_size=2)  # another one may be passed to build()
+    load_config({**SMALL, **block}, world_size=2)  # build() may receive another optimizer
     with pytest.raises(ConfigError, match=match):
         check_config({**SMALL, **block}, world_size=2)
     with pytest.raises(ConfigError, match=match):
@@ -390,11 +389,11 @@ REQUIRED = {
     "scheduler": {"type": "WarmupLR"},
     "step_records": {"folder": "records"},
 }
-# Validators look at the values of these more closely than a schema does.
+# The validators of these keys are stricter than the JSON Schema.
 LOOSER = {
     "zero_optimization.offload_optimizer.parameters",  # a list must not be empty
     "name_waits_within_s",  # 0, or at least 0.5
-    "torch_autocast.dtype",  # several names of two dtypes
+    "torch_autocast.dtype",  # several names for two dtypes
 }
 
 
@@ -450,7 +449,7 @@ def test_values_of_every_key_are_accepted_where_the_loader_takes_them(schema):
             config = _config_with(path, value)
             is_taken = _has_its_type(config)
             assert schema.is_valid(config) or not is_taken, (path, value)
-            # A list with one value in it stands for the value.
+            # A list with one value is accepted in place of the value.
             if schema.is_valid(config) and not is_taken and path[-2:-1] != ("params",):
                 differences.add(".".join(path))
         assert schema.is_valid(_config_with(path, None)), path

@@ -1,4 +1,4 @@
-"""The control group's collectives among hosts: torch's results, and errors where ranks differ."""
+"""Collectives of the control group across hosts: torch's results, and errors on a mismatch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from zero_core.testing import Case, make_tower, spawn
 
 CPU = torch.device("cpu")
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-# Gloo has no type for some of these.
+# Gloo does not support some of these dtypes.
 DTYPES = (*SUMMED, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
@@ -58,7 +58,6 @@ def _check(library, rank, world_size, *, is_of_hosts):
     single = torch.tensor(float(rank))
     library.all_reduce(single).wait()
     assert single.item() == sum(range(world_size))
-    # Slices of different lengths, of which some are empty.
     sent = [(3 * rank + target) % 4 for target in range(world_size)]
     received = [(3 * source + rank) % 4 for source in range(world_size)]
     parts = torch.arange(sum(sent)) + 100 * rank
@@ -77,7 +76,8 @@ def test_libraries_do_what_torchs_collectives_do(world_size):
 
 def _differ(rank, world_size):
     ranks = find_ranks(None, None)
-    controls = [ranks.connect() for _ in range(1 + rank)]  # as after a build that failed on some
+    # Rank 1 connects once more, like after a build that failed on rank 1 alone.
+    controls = [ranks.connect() for _ in range(1 + rank)]
     assert controls[-1].gather_bytes(str(rank).encode()) == [b"0", b"1", b"2"]
     control = ranks.limited(0.5).connect(0.3)
     control.barrier()
@@ -92,7 +92,7 @@ def test_ranks_meet_whatever_groups_they_made_and_exchanges_of_different_sizes_r
 
 def _build_alone(rank, world_size):
     if rank > 0:
-        find_ranks(None, None).connect()  # as build() does first, and then it ends
+        find_ranks(None, None).connect()  # rank 1 leaves build() after the first connection
         return
     with pytest.raises(CollectiveError, match=r"control exchange .* in build\(\)"):
         zero_core.build(make_tower(1), Case(top={"collective_timeout_s": 1.0}).config())

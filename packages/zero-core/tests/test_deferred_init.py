@@ -1,4 +1,4 @@
-"""Models made without memory, which get the values of an ordinary construction in shards."""
+"""Models built by deferred_init(), whose shards get the values of ordinary construction."""
 
 import copy
 import threading
@@ -16,8 +16,6 @@ from zero_core.testing import Case, Hard, assert_same, make_model, on_ranks, sim
 
 
 class Odd(nn.Module):
-    """A model with everything constructors do: initialisers, buffers, numbers, copies and views."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(5, 7)
@@ -71,7 +69,7 @@ def test_every_value_and_the_generator_are_those_of_an_ordinary_construction(dty
     assert list(found) == list(expected)
     assert all(p.is_meta for p in model.parameters())
     initial = InitialValues(model)
-    for name in reversed(list(expected)):  # any order will do
+    for name in reversed(list(expected)):
         value = initial.of(found[name])
         assert value.dtype == expected[name].dtype, name
         assert torch.equal(value, expected[name]), name
@@ -111,8 +109,6 @@ def test_what_cannot_be_recorded_is_refused(act, message):
 
 
 class Buffered(Hard):
-    """`Hard` with batch normalisation, a computed buffer, and a frozen part."""
-
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(6).requires_grad_(False)
@@ -146,7 +142,7 @@ def _build_both(ranks, case, models):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_shards_masters_and_training_are_those_of_an_ordinary_model(world_size, dtype, stage):
-    # Not made by ranks, which are threads. The values of rank 0 are taken, as ever.
+    # Simulated ranks are threads, and deferred_init() records all threads, so it runs before.
     models = [
         (_seeded(Buffered, 4, is_deferred=False), _seeded(Buffered, 4 + rank, is_deferred=True))
         for rank in range(world_size)
@@ -178,7 +174,7 @@ def test_a_plain_meta_model_is_refused_with_both_cures():
 
 
 def _change(model):
-    nn.init.ones_(model.bias.data)  # what .data hides is known to nobody
+    nn.init.ones_(model.bias.data)  # deferred_init() cannot record what runs on .data
     nn.init.uniform_(model.weight)
     return model
 
@@ -250,7 +246,7 @@ def test_every_rank_starts_from_rank_zeros_values_and_they_need_not_defer_alike(
 
     def build(ranks):
         engine = zero_core.build(models[ranks.rank], CONFIG, process_group=ranks)
-        assert_same(engine.full_state_dict(), expected)  # rank 0's values count
+        assert_same(engine.full_state_dict(), expected)  # ranks get rank 0's values
 
     simulate(build, 3)
 

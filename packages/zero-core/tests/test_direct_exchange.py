@@ -1,4 +1,4 @@
-"""Memory that ranks of a host share: who may read it, for how long, and wrong descriptions."""
+"""Memory shared by ranks of one host: access rights, lifetime, and mismatched sizes."""
 
 import gc
 import mmap
@@ -20,19 +20,17 @@ from zero_core.errors import CollectiveError
 from zero_core.testing import spawn
 from zero_core.watch.watch import process_state
 
-NUMEL = 96  # of a shard
+NUMEL = 96  # elements of a shard
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
 
 
 def _start_gather(direct, shared):
-    """Start a gather of two ranks from newly allocated memory. Returns its work and its output."""
     shard = shared.zeros(NUMEL, torch.float32).fill_(direct.rank + 1.0)
     out = torch.zeros(2 * NUMEL)
     return direct.all_gather(out, shard, unit=0, version=0, backward=False), out
 
 
 def _ends_first(rank, world_size, how):
-    """End rank 1 after its part of a gather, before rank 0 reads its memory."""
     direct, shared = connect(rank, world_size)
     pids = [torch.empty(1, dtype=torch.int64) for _ in range(world_size)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
@@ -42,7 +40,7 @@ def _ends_first(rank, world_size, how):
         if how == "is killed":
             os._exit(0)
         del work, direct, shared
-        gc.collect()  # it waits for no reader: this one waits for it
+        gc.collect()  # must not wait for readers, because the reader waits for this rank
         if how == "drops":
             dist.barrier()
             dist.barrier()
@@ -75,7 +73,7 @@ def _maps_windows(rank, world_size):
         work, out = _start_gather(direct, shared)
         work.wait()
         assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
-    assert len(_windows()) == world_size  # buffers carved from one need no descriptor
+    assert len(_windows()) == world_size  # buffers of one window share its file descriptor
     for path in _windows():
         with pytest.raises(PermissionError):
             os.truncate(path, 0)
@@ -86,7 +84,7 @@ def _maps_windows(rank, world_size):
     with pytest.raises(CollectiveError, match=r"rank \d: no more shared memory: \d+ bytes asked"):
         shared.zeros(2**46, torch.float32)
     small = shared.zeros(3, torch.float32)
-    assert small.untyped_storage().nbytes() < mmap.PAGESIZE  # what torch.save would write
+    assert small.untyped_storage().nbytes() < mmap.PAGESIZE  # torch.save writes the whole storage
     full = shared.zeros(2 * NUMEL, torch.float32 if rank == 0 else torch.bfloat16)
     with pytest.raises(CollectiveError, match=r"expects \d+ bytes of rank"):
         direct.reduce_scatter(torch.empty(NUMEL), full, unit=0).wait()
@@ -155,8 +153,8 @@ def _fills_pipes(rank, world_size):
     peers = [peer for peer in range(world_size) if peer != rank]
     letters = [(n, p, mailbox.expect(p, 3)) for n in range(10_000) for p in peers]
     with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # it reads for the others
-        for number, peer, _ in letters:  # nobody waits before all have posted what no pipe holds
+        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # reads for all waiters
+        for number, peer, _ in letters:  # posts more than a pipe holds before any wait
             mailbox.post(peer, 3, number, rank)
         for number, peer, letter in letters:
             assert mailbox.wait(letter) == (number, peer)
@@ -210,7 +208,7 @@ def _waits_in_vain(rank, world_size):
         mailbox.post(1, 8, 0, 0)
     else:
         mailbox.post(0, 7, 5, 6)
-        if os.fork() == 0:  # as a loader's worker, which outlives its parent
+        if os.fork() == 0:  # such as a data loader's worker, which outlives its parent
             time.sleep(40)
             os._exit(0)
         dist.barrier()
@@ -223,14 +221,14 @@ def test_waiting_for_a_rank_that_ended_or_sends_nothing_fails():
 
 
 class _Interrupted(Exception):
-    """Raised by the handler of a signal, as KeyboardInterrupt is."""
+    pass
 
 
 def _is_interrupted(rank, world_size):
     is_waiting = False
 
     def interrupt(signum, frame):
-        if is_waiting:  # the kernel may deliver it late, through another thread
+        if is_waiting:  # the kernel may deliver the signal late, through another thread
             raise _Interrupted
 
     mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox

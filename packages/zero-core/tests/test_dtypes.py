@@ -1,4 +1,4 @@
-"""Dtypes of parameters, communicated gradients, their sums and buffers, each as asked for."""
+"""Dtypes of parameters, communicated gradients, accumulated gradients and buffers."""
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ STEPS = 3
 
 
 def _lora():
-    """Return frozen bf16 layers beside trained fp32 ones, as adapters are."""
     model = _Mixed(MIXES["fp32 and bf16"])
     for param in model.parameters():
         param.requires_grad_(param.dtype is torch.float32)
@@ -36,11 +35,11 @@ def test_a_bf16_block_casts_adapters_too_and_keeps_fp32_master_weights():
     initial = _lora().first.weight
     assert not torch.equal(initial.bfloat16().float(), initial)
     found = engine.full_state_dict(dtype=torch.float32)["first.weight"]
-    assert torch.equal(found, initial)  # the fp32 bits that the model came with
+    assert torch.equal(found, initial)
 
 
 class _Shifted(nn.Module):
-    """A block whose buffer, a running mean, needs more bits than its parameters."""
+    """A block whose running-mean buffer needs more precision than its parameters."""
 
     def __init__(self):
         super().__init__()
@@ -72,10 +71,7 @@ def _wide(param):
 
 
 def _train_masters(model, masters, optimizer, ranks, batches, accumulation=1):
-    """Train with torch alone, with sums and master weights of at least 32 bits.
-
-    Returns the losses.
-    """
+    """Train without an engine, in at least 32 bits. Returns the losses."""
     control, params, losses = ranks.connect(), dict(model.named_parameters()), []
     for number, inputs in enumerate(batches, start=1):
         for buffer in model.buffers():
@@ -109,7 +105,7 @@ APART = {
 def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(ranks, stage):
     plain, batches = _Running(), [rows(number, ranks.rank, 6) for number in range(2 * STEPS)]
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in plain.named_parameters()}
-    for block in plain.blocks:  # bf16 parameters, fp32 everything else
+    for block in plain.blocks:
         block.linear.to(torch.bfloat16)
     inputs = [x.bfloat16() for x in batches]
     losses = _train_masters(plain, masters, OPTIMIZERS["AdamW"](masters.values()), ranks, inputs, 2)
@@ -123,7 +119,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(rank
     own = dict(engine.module.named_buffers())
     assert own["blocks.0.mean"].dtype == torch.float32
     assert own["blocks.0.count"].dtype == torch.int64
-    if ranks.rank == 0:  # the others take rank 0's before the next forward
+    if ranks.rank == 0:  # other ranks receive rank 0's buffers before the next forward
         assert_same(own, dict(plain.named_buffers()))
     trained = sum(s.shard_numel for s in engine.layout.segments)
     shards = engine.memory_report()["gradient shards"]
@@ -132,7 +128,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(rank
     planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
     assert planned.memory.device["gradient shards"] == shards
-    # Beside those of all units, what one unit's second micro-step is reduced into.
+    # In addition to all shards, one unit's second micro-step is reduced into a buffer.
     largest = max(s.shard_numel for s in engine.layout.segments)
     assert 0 <= shards - 4 * trained <= 4 * largest * (ranks.size > 1)
 
@@ -158,11 +154,11 @@ def test_a_model_cast_before_build_keeps_its_dtype(ranks, stage):
     for dtype, case in ((torch.bfloat16, Case(stage)), (torch.float32, Case(stage, "bf16"))):
         model = _Running().to(torch.bfloat16)
         engine = case.build(ranks, model)
-        assert engine(rows(0, ranks.rank, 6).to(dtype)).dtype == torch.float32  # of the loss
+        assert engine(rows(0, ranks.rank, 6).to(dtype)).dtype == torch.float32
         train(engine, [rows(step, ranks.rank, 6).to(dtype) for step in range(STEPS)])
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         values.append(engine.full_state_dict(dtype=torch.float32))
-    # Cast before build() or by it: the same, down to the fp32 master weights.
+    # Casting before build() and casting by build() agree, master weights included.
     assert_same(*values)
     weight = values[0]["blocks.0.linear.weight"]
     assert not torch.equal(weight, weight.bfloat16())
@@ -184,11 +180,6 @@ MIXES = {
 
 
 class _Mixed(nn.Module):
-    """A model whose blocks have a linear map of each dtype.
-
-    The root has a linear map of the first dtype and a scalar of the last one.
-    """
-
     def __init__(self, dtypes, depth=2):
         super().__init__()
         with seeded(0):

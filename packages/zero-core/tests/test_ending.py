@@ -1,7 +1,4 @@
-"""Ends of an engine: one rank closes its own alone, or all ranks return the model together.
-
-A parameter whose value is gone never seems to have one.
-"""
+"""Engines that end: close() on a single rank, and unwrap() on all ranks."""
 
 from __future__ import annotations
 
@@ -43,13 +40,13 @@ def _closed(ranks: SimulatedRanks) -> None:
     for stage in (1, 2):
         engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
         train_steps(engine, 0, 1)
-        engine.close()  # its values are whole on every rank
+        engine.close()
         found = engine.module.state_dict()
         assert_same({name: found[name] for name in expected}, expected)
     engine = zero_core.build(make_model(), Case(2).config(), process_group=ranks)
     train_steps(engine, 0, 1)
     if ranks.rank == 0:
-        engine.close()  # the others have gone
+        engine.close()  # other ranks have already left
 
 
 @pytest.mark.parametrize("run", [simulate, run_on_processes])
@@ -84,7 +81,7 @@ def test_a_trained_model_is_given_back_between_two_steps_alone(ranks, stage):
     train_steps(engine, 0, 1)
     expected = engine.full_state_dict()
     model = engine.unwrap()
-    engine.close()  # a second time
+    engine.close()
     assert_same(dict(model.state_dict()), expected)
     again = zero_core.build(model, config, process_group=ranks)
     assert_same(again.full_state_dict(), expected)
@@ -98,7 +95,7 @@ def test_a_trained_model_is_given_back_between_two_steps_alone(ranks, stage):
     again.unwrap(drops_partial=True)
     assert_same(dict(model.state_dict()), expected)
     with torch.no_grad():
-        model.gain.fill_(5.0)  # as a plain loop after the engine does
+        model.gain.fill_(5.0)
     with pytest.raises(RuntimeError, match="engine that has ended"):
         again.unwrap(drops_partial=True)
     assert (model.gain == 5.0).all()
@@ -108,7 +105,7 @@ def _dropped(rank: int, world_size: int) -> None:
     def held() -> tuple[int, int, int]:
         gc.collect()
         windows = sum(isinstance(found, SharedMemory) for found in gc.get_objects())
-        # That of heartbeats ends with the next beat.
+        # The thread of heartbeats ends with its next beat.
         threads = [t for t in threading.enumerate() if t.name != "zero_core watch"]
         assert not any(p2p._under_way.values())
         return len(os.listdir("/proc/self/fd")), len(threads), windows
@@ -125,7 +122,7 @@ def _dropped(rank: int, world_size: int) -> None:
     deadline = time.monotonic() + 60.0
     while any(now > then for now, then in zip(held(), before, strict=True)):
         assert time.monotonic() < deadline, f"{held()} held, {before} before"
-        time.sleep(0.05)  # the thread of heartbeats is at work
+        time.sleep(0.05)
 
 
 def test_engines_that_are_dropped_without_close_are_freed():
@@ -189,7 +186,7 @@ def test_a_model_can_be_built_again_after_its_engine(ranks, stage, end):
             model.state_dict()
         with pytest.raises(ConfigError, match=r"closed or dropped\. Have the values read from a f"):
             zero_core.build(model, Case(stage).config(), process_group=ranks)
-        # As the message says.
+        # Follow the advice of the error message.
         for param in model.parameters():
             param.data = torch.empty(param.shape)
         model.load_state_dict(expected)
@@ -248,7 +245,7 @@ def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
     }
 
     def use(owner: Any, verb: str) -> None:
-        with getattr(owner, verb)(**arguments.get(verb, {})):  # some check when they are entered
+        with getattr(owner, verb)(**arguments.get(verb, {})):  # some raise only on entry
             pass
 
     named = {verb for verb in verbs if not verb.startswith("_")} - READERS

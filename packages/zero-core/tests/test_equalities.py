@@ -1,4 +1,4 @@
-"""Stages, recomputation and records change no bit, whatever a program does with the engine.
+"""Stages, recomputation and records do not change any bit of a training run.
 
 The oracle is the engine at stage 0, which test_equivalence.py compares with DDP.
 """

@@ -1,8 +1,7 @@
 """Training follows DDP with torch.optim.AdamW.
 
-The model, the oracle and the comparison are in zero_core.testing. The whole grid runs on simulated
-ranks, each case at one stage: that stages give the same bits is in test_equalities.py. On
-processes, beside DDP itself, each dtype runs for ten steps.
+On simulated ranks each case runs at one stage, because test_equalities.py compares stages. On
+processes, each dtype is compared with torch's own DDP for ten steps.
 """
 
 import itertools
@@ -16,13 +15,11 @@ from zero_core.testing.oracle import Case, compare_with_ddp, read_gaps, run_ddp,
 from zero_core.testing.ranks import spawn
 from zero_core.testing.simulated import on_ranks
 
-SIMULATED_STEPS = 5  # the fifth step's branches differ between the ranks
+SIMULATED_STEPS = 5  # ranks take different branches in step 5
 WAYS = [(1, False), (3, False), (3, True)]
 """Micro-steps of a step, and whether they add up locally."""
-# Three ranks, with uneven shards, run what clips and, of each dtype, what does not. Two, whose sums
-# are exact, run what does not clip in fp32. Of the rest one case of each kind is enough: one rank
-# has nothing to partition. In fp16 some steps overflow and are skipped, those that torch's
-# GradScaler skips. (Locally torch adds micro-steps up in fp16, and skips others.)
+# Sums of three ranks round, sums of two ranks are exact, and one rank has nothing to shard. Torch's
+# GradScaler and the engine skip the same fp16 steps, unless torch accumulates locally in fp16.
 GRID_OF = {
     1: [
         Case(accumulation=3, is_local=True),
@@ -44,7 +41,6 @@ GRID_OF = {
         Case(dtype="fp16", clipping=0.5),
     ],
 }
-# On processes: each dtype and stage, each way to accumulate, clipped and not.
 ON_PROCESSES = {
     2: [
         Case(stage=3),
@@ -57,18 +53,16 @@ ON_PROCESSES = {
     ],
 }
 
-# fp32: clipping and three ranks add in another order than DDP; a few ulps, grown over ten steps.
-# bf16: DDP adds the ranks' gradients in bf16, the engine in fp32: half an ulp of 8 bits, of
-# gradients that Adam normalises to steps of 1e-2. fp16: the same with 11 bits.
-# Each bound is twice the largest gap measured.
+# fp32: with clipping or three ranks, DDP sums in another order, which differs by a few ulps that
+# grow over ten steps. bf16: DDP sums gradients in bf16, the engine in fp32, which differs by half
+# an ulp of 8 bits in gradients that Adam normalises to steps of 1e-2. fp16: the same with 11 bits.
+# Each bound is twice the largest measured gap.
 LOSS = {"fp32": 4e-6, "bf16": 0.07, "fp16": 0.0045}
 VALUE = {"fp32": 1e-6, "bf16": 0.04, "fp16": 4.5e-4}
 
 
 @pytest.fixture(scope="module")
 def gaps_of(tmp_path_factory):
-    """The gaps of so many ranks, which run once."""
-
     @cache
     def run(world_size):
         folder = tmp_path_factory.mktemp("gaps")
@@ -111,7 +105,7 @@ def test_ten_steps_on_processes_follow_ddp(gaps_of, world_size, index):
 )
 @on_ranks()
 def test_five_steps_follow_ddp(ranks, case):
-    # A third of a sum and a sum of thirds differ.
+    # With three ranks, the average of a sum and the sum of averages round differently.
     is_exact = not case.clipping and not (ranks.size == 3 and case.is_local)
     is_exact &= case.dtype == "fp32" or (case.dtype == "fp16" and ranks.size == 1)
     expected = run_ddp(case, ranks.rank, SIMULATED_STEPS, ranks)

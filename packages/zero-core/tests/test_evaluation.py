@@ -1,4 +1,4 @@
-"""Engines that only evaluate, with sharded values and the plain module's results."""
+"""Engines without an optimizer, which evaluate like the plain module."""
 
 import logging
 
@@ -42,7 +42,7 @@ def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(ranks, st
         numel = sum(p.numel() for p in plain.parameters())
         shares = ranks.size if stage == 3 else 1
         kept = report["parameters"] / (4 if dtype == "fp32" else 2)
-        assert numel / shares <= kept < 2 * numel / shares + 1000  # and the padding
+        assert numel / shares <= kept < 2 * numel / shares + 1000
 
 
 def test_what_trains_is_refused():
@@ -59,7 +59,7 @@ def test_what_trains_is_refused():
         with pytest.raises(EvaluationOnlyError, match=name):
             getattr(engine, name)
     with pytest.raises(RuntimeError, match="requires a gradient now"):
-        engine.module(**batch(0, 0, 0))  # with gradients, past the engine
+        engine.module(**batch(0, 0, 0))  # the call bypasses the engine and enables gradients
 
 
 def test_a_missing_attribute_of_an_engine_that_trains_is_a_plain_attribute_error():

@@ -1,4 +1,4 @@
-"""Extensions that a program gives to build(): `WeightAverage` is the one that stands for all."""
+"""Extensions passed to build(), with `WeightAverage` as the example."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_average_is_that_of_torch_beside_ddp_at_every_stage(ranks):
     ddp = SimulatedDDP(model, ranks)
     optimizer = adamw(model)
     reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    reference.update_parameters(model)  # the first one copies
+    reference.update_parameters(model)
     for step in range(3):
         step_ddp(ddp, optimizer, batch(step, 0, ranks.rank))
         reference.update_parameters(model)
@@ -42,7 +42,8 @@ def test_average_is_that_of_torch_beside_ddp_at_every_stage(ranks):
         engine = _build(ranks, stage=stage)
         train_steps(engine, 0, 3)
         for name, found in _averages(engine).items():
-            rtol, atol = (0.0, 0.0) if ranks.size == 2 else (1e-4, 1e-6)  # another order in DDP
+            # DDP sums three ranks' gradients in another order
+            rtol, atol = (0.0, 0.0) if ranks.size == 2 else (1e-4, 1e-6)
             torch.testing.assert_close(found, params[name].detach(), rtol=rtol, atol=atol)
 
 
@@ -65,7 +66,7 @@ def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(tmp
         averaged.load_checkpoint(tmp_path, "plain")
     averaged.load_checkpoint(tmp_path, "plain", without=(AVERAGE,))
     loaded = {name: plain.states.get_full(name) for name in NAMES}
-    assert_same(_averages(averaged), loaded)  # it begins anew
+    assert_same(_averages(averaged), loaded)  # the average restarts from the loaded values
     train_steps(averaged, 1, 2)
     averaged.save_checkpoint(tmp_path, "averaged")
     assert zero_core.verify_checkpoint(tmp_path, "averaged") > 0
@@ -90,7 +91,7 @@ def test_memory_checkpoint_has_the_average_of_its_step(tmp_path):
 
 
 class _Faulty(Extension):
-    """Raises at the place that it is given, and counts its ends."""
+    """An extension that raises in the method ``where`` and counts calls of its end."""
 
     def __init__(self, where="", **states):
         self.where, self.own, self.num_ends = where, states, 0

@@ -1,4 +1,4 @@
-"""A build that fails leaves model and optimizer as they were, and another one may follow."""
+"""A failed build() leaves model and optimizer unchanged, and build() can be called again."""
 
 from unittest import mock
 
@@ -30,14 +30,15 @@ def _model():
 
 def _make(ranks, kind):
     if kind == "deferred":
-        with seeded(0), zero_core.deferred_init():  # it notes the modules of all threads
+        # seeded() locks out other threads, whose modules deferred_init() would record.
+        with seeded(0), zero_core.deferred_init():
             model = _model()
     elif kind == "pretrained":
         with torch.device("meta"):
             model = _model()
     else:
         model = _model()
-        model(**batch(3, 0, 0))["loss"].backward()  # gradients that nobody has dropped
+        model(**batch(3, 0, 0))["loss"].backward()
     model.register_forward_hook(lambda module, args, output: None)
     if kind == "sliced":
         put_in_slices(list(model.parameters()), ranks.connect())
@@ -57,7 +58,6 @@ def _schedule(optimizer):
 
 
 def _result(engine):
-    """The weights after two steps of a fresh engine."""
     if isinstance(engine, zero_core.Engine):
         train_steps(engine, 0, 2)
     found = engine.full_state_dict()
@@ -81,7 +81,7 @@ def _each_call(ranks, calls, event, *case):
     stage, kind, _ = case
     expected = _result(_build(ranks, *case))
     made = _make(ranks, kind)
-    kept = []  # as notebooks keep tracebacks, and so a failed engine
+    kept = []  # keeps tracebacks alive like a notebook does, and thereby the failed engine
     for call in calls:
         has_places = stage < 3 and call[0] not in GIVING_UP
         before = described(*made, has_places=has_places)
@@ -99,11 +99,11 @@ def _each_call(ranks, calls, event, *case):
 @pytest.mark.parametrize("event", ["call", "return"])
 def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path, stage, kind, event):
     values = _model().state_dict()
-    del values["head.weight"]  # tied
+    del values["head.weight"]  # tied to embed.weight
     save_file(values, tmp_path / "model.safetensors")
     case = stage, kind, str(tmp_path)
     first, second = simulate(_calls, 2, *case)
-    calls = [call for call in first if call in second]  # rank 0 alone warns
+    calls = [call for call in first if call in second]  # rank 0 alone calls the functions that warn
     assert len(calls) > 40
     simulate(_each_call, 2, calls[5 * stage % 8 :: 8], event, *case)
 

@@ -1,4 +1,4 @@
-"""Freezing and unfreezing of parameters in the middle of a run, with the numbers of DDP."""
+"""Parameters frozen and unfrozen during training, compared with DDP."""
 
 from contextlib import nullcontext
 
@@ -16,11 +16,7 @@ STEPS_PER_PHASE = 2
 
 
 def _freeze(model, phase):
-    """Freeze the parameters of a phase.
-
-    Phase 0 freezes the lower half. Phase 2 freezes a block, half of another one and the first
-    layer. Phases 1 and 3 freeze nothing.
-    """
+    """Freeze the parameters of a phase. Phases 1 and 3 freeze nothing."""
     model.requires_grad_(True)
     if phase == 0:
         model.blocks[:3].requires_grad_(False)
@@ -86,7 +82,7 @@ def test_frozen_and_unfrozen_parameters_follow_ddp(ranks, stage, accumulation, a
     engine = _build(case.config() | {"activation_checkpointing": again}, process_group=ranks)
     for phase in range(4):
         _run(engine, ranks.rank, phase)
-    # A third of a sum or a sum of thirds: other roundings.
+    # With three ranks, the average of a sum and the sum of averages round differently.
     atol = 4e-6 if ranks.size == 3 and accumulation > 1 else 0.0
     torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
 
@@ -123,7 +119,7 @@ def _in_phase(phase, optimizer):
 
 
 def _staged_in_torch(ranks, name):
-    """Train with one torch optimizer per phase, each starting from the last one's states."""
+    """Train with one torch optimizer per phase, each initialised with the previous one's states."""
     values, states = _tower().state_dict(), {}
     for phase in range(4):
         model, optimizer = _in_phase(phase, name)
@@ -146,7 +142,7 @@ def _resumes_in_stages(ranks, stage, name, folder):
             ranks, model, optimizer=optimizer
         )
         if phase:
-            _run(engine, ranks.rank, phase)  # its states are not the checkpoint's
+            _run(engine, ranks.rank, phase)
             engine.load_checkpoint(folder)
         _run(engine, ranks.rank, phase)
         engine.save_checkpoint(folder)
@@ -157,7 +153,7 @@ def _resumes_in_stages(ranks, stage, name, folder):
 @pytest.mark.parametrize(
     ("stage", "optimizer"),
     [
-        *((0, "AdamW"), (2, "AdamW")),  # each goes through all stages
+        *((0, "AdamW"), (2, "AdamW")),
         *((0, "momentum"), (3, "Adagrad"), (3, "whole AdamW"), (0, "whole Adagrad")),
     ],
 )
@@ -180,7 +176,6 @@ _PAIRED = ("blocks.1.0.weight", "blocks.4.0.weight", "blocks.3.0.weight")
 
 
 def _read_after(ranks, phase, stage, name, folder, memory):
-    """Return values and a moment, read after resuming or after a first phase that is saved."""
     model, optimizer = _in_phase(phase, name)
     config = Case(stage, "bf16").config()
     if memory is not None:
@@ -218,7 +213,7 @@ def test_states_pair_by_name_at_another_number_of_ranks(
 @on_ranks(2)
 def test_unfreezing_what_no_optimizer_group_holds_is_refused_by_name(ranks, stage):
     model = _tower(0)
-    engine = Case(stage).build(ranks, model)  # of the rest
+    engine = Case(stage).build(ranks, model)
     model.blocks[1].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"blocks\.1\.0\.weight requires .* Freeze it"):
         engine(rows(0, ranks.rank))

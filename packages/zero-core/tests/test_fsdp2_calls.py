@@ -1,4 +1,4 @@
-"""FSDP2's methods as calls of the engine: they change when units are gathered and released."""
+"""FSDP2's methods on the engine, which control when units are gathered and released."""
 
 from contextlib import nullcontext
 
@@ -160,7 +160,7 @@ def test_parts_are_without_hooks_while_all_blocks_stay_gathered(ranks):
         with torch.enable_grad():
             engine.backward(engine(x))
         engine.step()
-        found = part(x)  # a part that is called by itself has the new values
+        found = part(x)
         engine(x)
         assert not part._forward_pre_hooks
     assert part._forward_pre_hooks

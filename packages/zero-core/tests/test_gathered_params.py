@@ -1,4 +1,4 @@
-"""Whole parameters in one place: ``gathered``, exports in pieces, reads of one rank alone."""
+"""Whole parameters: ``gathered()``, exports in pieces, and reads on a single rank."""
 
 from contextlib import ExitStack
 
@@ -17,11 +17,6 @@ from zero_core.testing.training import assert_same, train, train_steps
 
 
 def _some(model):
-    """Return parameters of the root, a block and a frozen block.
-
-    The tied weight appears under both of its names, a bias of the block twice. ``gain`` can have
-    fewer elements than there are ranks.
-    """
     block = model.blocks[1]
     found = [block.up.bias, model.embed.weight, model.gain, model.frozen[0].down.weight]
     return [*found, block.down.weight, model.head.weight, block.up.bias]
@@ -39,9 +34,9 @@ def test_they_hold_their_exact_values_and_others_do_not(ranks, stage):
         assert_same([p.detach() for p in found], expected)
         if stage == 3 and ranks.size > 1:
             assert access.is_refused(model.blocks[1].up.weight)
-            for param in found:  # no more memory than its own
+            for param in found:
                 assert param.untyped_storage().nbytes() == param.nbytes
-        with torch.no_grad():  # a forward in between takes nothing away
+        with torch.no_grad():  # a forward inside the context leaves the parameters gathered
             engine(**batch(0, 0, ranks.rank))
         assert_same([p.detach() for p in found], expected)
     if stage == 3 and ranks.size > 1:
@@ -53,7 +48,7 @@ def _change(param, name):
         if name == "embed.weight":
             param[3:20] *= 1.5
         elif name == "blocks.1.up.bias":
-            param.data = torch.full_like(param, 0.25)  # replaced, not changed in place
+            param.data = torch.full_like(param, 0.25)
         elif name == "frozen.0.down.weight":
             param.add_(0.125)
         else:
@@ -65,7 +60,7 @@ CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 
 def _reaches_all(ranks, modifier, stages=range(4)):
     model = make_model()
-    if ranks.rank == 0:  # whose values build() takes
+    if ranks.rank == 0:
         for name in CHANGED:
             _change(model.get_parameter(name), name)
     oracle = Case().build(ranks, model)
@@ -79,7 +74,7 @@ def _reaches_all(ranks, modifier, stages=range(4)):
                 if ranks.rank == modifier:
                     _change(param, name)
                 elif not is_whole:
-                    param.mul_(-3.0)  # of another rank: does not count
+                    param.mul_(-3.0)
         assert train_steps(engine, 0, 2) == losses
         assert_same(engine.full_state_dict(), values)
 
@@ -131,7 +126,7 @@ def test_it_nests(ranks, stage):
             with engine.gathered(params=params[inner], modifier_rank=0), torch.no_grad():
                 if ranks.rank == 0:
                     up[1] = 3.0
-            assert torch.equal(up, expected)  # on both ranks
+            assert torch.equal(up, expected)
             with engine.gathered(params=[other]):
                 assert torch.equal(other, torch.ones(1))
             assert torch.equal(up, expected)
@@ -144,7 +139,7 @@ def test_within_a_forward_it_takes_nothing_away(ranks):
     for is_asking in (False, True):
         engine = Case(3).build(ranks, make_tower())
         block, other = engine.module.blocks[1], engine.module.blocks[2][0].weight
-        wanted = [*block.parameters(), other]  # of its own unit, and of another
+        wanted = [*block.parameters(), other]
 
         def ask(module, args, engine=engine, wanted=wanted):
             with engine.gathered(params=wanted):
@@ -163,7 +158,6 @@ def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(ranks):
     engine = Case(3).build(ranks)
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     expected = engine.full_state_dict()["blocks.0.up.weight"]
-    # None: the whole model.
     for number, (one, other) in enumerate(
         [([weight], [bias, weight]), (None, None), (None, [weight]), ([weight], None)]
     ):
@@ -179,7 +173,7 @@ def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(ranks):
         if number > 0:
             with torch.no_grad():
                 engine(**batch(0, 0, ranks.rank))
-        assert all(map(access.is_refused, engine.module.parameters()))  # sharded as before
+        assert all(map(access.is_refused, engine.module.parameters()))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -213,17 +207,15 @@ def test_wrong_parameters_shapes_and_ranks_are_refused(ranks, stage):
     refuses(mixed, 0, rf"{who}.*{('gain', 'not this engine')[ranks.rank]}")
     for params in ([gain], None):
         refuses(params, ranks.rank, rf"{who}.*modifier_rank \(here {ranks.rank}\)")
-    train_steps(engine, 0, 1)  # whatever was refused, all goes on
+    train_steps(engine, 0, 1)
 
 
 class _Projection(torch.autograd.Function):
-    """The mean square of a projection, which gathers a teacher's weight by itself."""
-
     @staticmethod
     def forward(ctx, hidden, weight, teacher):
         with teacher.gathered(params=[weight]):
             out = hidden @ weight.t()
-        ctx.save_for_backward(out, weight)  # which torch does when this has returned
+        ctx.save_for_backward(out, weight)  # torch saves the tensors after forward has returned
         return out.square().mean()
 
     @staticmethod

@@ -1,5 +1,3 @@
-"""The plan of a gradient's memory, as a table."""
-
 import pytest
 import torch
 
@@ -45,8 +43,7 @@ NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
         ({"owns_grads": True, "is_accumulated": True}, GradientCase.SHARD, SHARDS, (FP32, BF16)),
         ({**ALONE, "owns_grads": True}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
         ({**ALONE, **ADDED, "adds_grads": False}, GradientCase.ALONE, SHARDS, (FP32, BF16)),
-        # A tier adds what is communicated unless the user says otherwise. At stage 0 the engine
-        # adds up the whole sum of such terms.
+        # By default a tier accumulates in the communicated dtype, and stage 0 the reduced sums.
         ({"stage": 0, **ADDED}, GradientCase.WHOLE_SUM, BOTH, (BF16, FP32)),
         ({"stage": 0, **ADDED, **ASKED}, GradientCase.WHOLE_SUM, BOTH, (FP32, FP32)),
         ({"stage": 1, **ADDED}, GradientCase.PASS_ON_EACH, FULL, (BF16, BF16)),
@@ -55,7 +52,7 @@ NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
         ({**ADDED, "communicated": FP32}, GradientCase.PASS_ON_EACH, NOTHING, (FP32, FP32)),
         ({**ALONE, "stage": 0, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING, (BF16, BF16)),
         ({**ADDED, "is_accumulated": False}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
-        # A narrower sum than the tier's is what the user asked for.
+        # The user chose a sum narrower than the tier's.
         ({**ADDED, "asked": "bf16"}, GradientCase.SHARD, SHARDS, (BF16, BF16)),
     ],
     ids=str,
@@ -65,9 +62,9 @@ def test_gradients_are_kept_or_borrowed_rounded_and_offered_when(given, case, ke
     found = plan.case, plan.is_full_kept, plan.is_shard_kept
     assert found == (case, "full" in kept, "shard" in kept)
     assert (plan.rounded, plan.offered) == dtypes
-    # The sum takes the memory of the gradient when dtypes agree.
+    # When dtypes agree, the sum uses the gradient's memory.
     is_whole = case is GradientCase.WHOLE_SUM
     assert plan.is_sum_in_full == (is_whole and given.get("communicated") is FP32)
-    # Sums of a tier's own have norms in double precision.
+    # The norm of a tier's sums is computed in double precision.
     is_tiers = given.items() >= ADDED.items() and given.get("asked") != "bf16"
     assert plan.normed is (torch.float64 if is_tiers else None)

@@ -1,4 +1,4 @@
-"""Models and runs that leave the usual path: the numbers stay right, or an error says why not."""
+"""Unusual models and loops: the numbers stay right, or an error gives the reason."""
 
 import gc
 import time
@@ -25,7 +25,6 @@ def _build(ranks, stage, **case):
 
 
 def _calls(model, way, step, rank):
-    """Return the losses that a step runs backward from."""
     x, y = rows(step, rank), rows(step + 50, rank)
     if way == "a loss of two forwards":
         return [model(x) + model(y)]
@@ -49,7 +48,7 @@ def test_a_step_follows_ddp_when_its_backward_is(ranks, stage, way):
         for loss in _calls(engine, way, step, ranks.rank):
             loss.backward() if way == "a plain backward" else engine.backward(loss)
         engine.step()
-    close = 0.0 if way == "a plain backward" else 1e-5  # DDP adds up in another order
+    close = 0.0 if way == "a plain backward" else 1e-5
     expected = dict(reference.state_dict())
     torch.testing.assert_close(engine.full_state_dict(), expected, rtol=close, atol=close)
 
@@ -76,7 +75,7 @@ def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(ran
 
 
 def _late(ranks, stage):
-    """A backward after the reduced one, within no_sync, on one rank only."""
+    """Run a backward under no_sync after a reduced backward, at stages below 3 on rank 0 only."""
     engine = _build(ranks, stage)
     engine.backward(engine(rows(0, ranks.rank)))
     with engine.no_sync():
@@ -139,7 +138,7 @@ def test_a_lost_peer_is_named_by_rank_unit_and_collective(ranks):
     engine = Case(stage=3).build()
     if ranks.rank == 1:
         dist.destroy_process_group()
-        store = dist.HashStore()  # of a group for the caller to destroy
+        store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return
     with pytest.raises(zero_core.CollectiveError, match=r"rank 0: all_gather of unit 0 \(root\)"):
@@ -263,7 +262,7 @@ def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks):
     engine.close()
     part = weakref.ref(engine.sharded_state.params[0])
     del engine, model
-    for _ in range(100):  # one that another rank's thread has begun ends this one at once
+    for _ in range(100):  # gc.collect() does nothing while another thread collects
         gc.collect()
         if part() is None:
             break

@@ -1,4 +1,4 @@
-"""Ranks without data, which join the steps of the others as under DDP's Join."""
+"""Ranks without data, which take part in the steps of other ranks as under DDP's Join."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, check_like_ddp, train
 
-# By step: how many micro-batches of two each rank has.
+# micro-batches of each of the three ranks, by step
 NUM_MICRO = [(2, 2, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0), (0, 0, 2)]
 
 
@@ -52,7 +52,7 @@ def test_the_average_is_that_of_join(ranks):
             optimizer.zero_grad()
             ddp(rows(step, ranks.rank)).backward()
             optimizer.step()
-    # As Join leaves it: every rank has the weights of those that ended last.
+    # Join copies the weights of the ranks that ended last to all ranks.
     expected = {name: value.detach() for name, value in model.state_dict().items()}
     del ddp
     for stage in (1, 3):
@@ -87,7 +87,7 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
         ranks, nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
     )
     used, other, x = engine.module["used"], engine.module["other"], torch.ones(1, 3)
-    if ranks.rank == 0:  # a rank without data has missed nothing
+    if ranks.rank == 0:  # a rank without data skipped no parameter
         engine.idle_step()
     else:
         engine.backward((used(x) + other(x)).sum())
@@ -120,7 +120,6 @@ def test_a_rank_is_idle_after_a_forward_that_failed(ranks):
 
 @on_ranks(2, timeout_s=20.0)
 def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(ranks):
-    # Evaluations skip a block that training uses.
     results = []
     for stage in (2, 3):
         model = make_tower()

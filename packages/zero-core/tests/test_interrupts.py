@@ -1,4 +1,4 @@
-"""Ctrl-C and exceptions anywhere in a step: training goes on, or the engine says how."""
+"""Ctrl-C and exceptions at any point of a step: training continues, or the error gives the cure."""
 
 import random
 import signal
@@ -96,8 +96,6 @@ def _values_after(num_steps):
 
 
 def _interrupt_update(engine, num_signals=1):
-    """Have the optimizer's update begin with so many SIGINT, once."""
-
     def interrupt(*args):
         handle.remove()
         for _ in range(num_signals):
@@ -127,7 +125,6 @@ def test_sigint_on_one_of_two_ranks_changes_no_bit(ranks):
 
 @pytest.fixture
 def handled():
-    """The signals that a handler of the program got."""
     found = []
 
     def handle(signum, frame):
@@ -185,8 +182,6 @@ def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path):
 
 
 class _Failing(MadeTier):
-    """A tier whose update, or the write of a load, runs out of memory."""
-
     fails = ""
 
     def step(self, *args, **kwargs):
@@ -229,12 +224,7 @@ def test_a_step_that_is_refused_needs_no_load():
 
 
 def _run(engine, program):
-    """Run a program of one letter per call.
-
-    F(orward), B(ackward of the oldest loss), R(etain its graph), N(o sync: forward and backward),
-    E(valuate), S(tep, which no loss of before it outlives: torch refuses its backward),
-    Z(ero the gradient).
-    """
+    """Run a program of one letter per call. "S" drops all earlier losses."""
     losses = []
     for number, verb in enumerate(program):
         inputs = batch(number, 0, 0)
@@ -270,7 +260,7 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
     assert "the gradient of 1 that no step() has taken" in text
     _run(engine, "SFBS" + "FBFBS")
     assert len(_told(caplog)) == 1
-    engine = _build(stage)  # a notebook tells of a first step, too
+    engine = _build(stage)  # notebooks report a first step too
     _run(engine, "FB")
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
     _run(engine, "FBS")
@@ -280,16 +270,16 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
 @pytest.mark.parametrize(
     ("program", "num_told"),
     [
-        ("FBFBS" * 4, 0),  # two losses, each with its forward, or accumulation by hand
+        ("FBFBS" * 4, 0),  # two losses, each with a forward, or accumulation in the loop
         ("FFBBS" * 4, 0),
         ("FRBS" * 4, 0),
         ("NNFBS" * 4, 0),
-        ("FBFBFBS" * 3 + "FBS" + "FBFBFBS", 0),  # the last group of an epoch is short
+        ("FBFBFBS" * 3 + "FBS" + "FBFBFBS", 0),  # the last accumulation group of an epoch is short
         ("FBSFBEESEFBSEE", 0),
-        ("FBS" * 3 + "FBZFBS", 0),  # told by the program itself
+        ("FBS" * 3 + "FBZFBS", 0),
         ("FBS" * 3 + "F" + "FBS" * 3, 0),
         ("FBS" * 3 + "NFBS", 0),
-        ("FBFBS" + "FBS" * 3, 1),  # a first step that began again: by those after it
+        ("FBFBS" + "FBS" * 3, 1),  # the first step has more backwards than later steps
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: older ones are pruned, and killed saves leave nothing."""
+"""Retention of checkpoints: old ones are pruned, and killed saves leave no files."""
 
 import os
 import stat
@@ -39,8 +39,8 @@ def test_last_ones_multiples_and_other_names_stay(tmp_path):
     tried = zero_core.prune_checkpoints(tmp_path, keep_last=1, is_trial=True)
     assert tried == ["step-3", "step-5"]
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == tried
-    tmp_path.joinpath("step-6", "manifest.json").write_text("{")  # it cannot be read
-    engine.save_checkpoint(tmp_path, "step-99", keep_last=1)  # not of step 99
+    tmp_path.joinpath("step-6", "manifest.json").write_text("{")
+    engine.save_checkpoint(tmp_path, "step-99", keep_last=1)  # the tag is not the step's number
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1, prefixes=["best-"]) == best[:5]
     assert _names(tmp_path) == ["best", "best-6", "latest", "run1-6", "step-6", "step-99"]
     with pytest.raises(CheckpointError, match="keep_last = 0: expected 1 or more"):
@@ -53,7 +53,7 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path)
         train_small(engine)
         if step > 7:
             engine.save_checkpoint(tmp_path)
-    for age, step in enumerate((9, 8, 11, 10)):  # the times of a copy
+    for age, step in enumerate((9, 8, 11, 10)):  # modification times after the folder was copied
         os.utime(tmp_path / f"step-{step}" / "manifest.json", (age, age))
     opened, is_on = set(), [True]
 
@@ -67,7 +67,7 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path)
     finally:
         is_on.clear()
     assert opened == {"step-8", "step-9"}
-    # The training goes back: what it had saved beyond is older than what it saves now.
+    # Resume from step 10. The checkpoint of step 11 then counts as older than new saves.
     (tmp_path / "latest").write_text("step-10\n")
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == ["step-11"]
 
@@ -76,17 +76,17 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
     engine = build_small()
     for tag in ("one", "two"):
         engine.save_checkpoint(tmp_path, tag)
-    (tmp_path / "one").rename(tmp_path / ".one.old")  # between the two renames
+    (tmp_path / "one").rename(tmp_path / ".one.old")  # left by a kill between two renames
     (tmp_path / ".three.saving").mkdir()
     (tmp_path / ".three.saving" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".latest.saving").write_text("x")
-    (tmp_path / ".two.old").mkdir()  # half removed: its manifest is gone
+    (tmp_path / ".two.old").mkdir()  # half removed, without its manifest
     (tmp_path / ".two.old" / "exp_avg-00000.safetensors").write_bytes(b"x")
-    (tmp_path / ".mine.old").mkdir()  # no checkpoint
+    (tmp_path / ".mine.old").mkdir()
     marks = [tmp_path / f".{letter * 32}-0" for letter in "ab"]
     for mark in marks:
         mark.touch()
-    os.utime(marks[0], (0, 0))  # the other may be of a save under way
+    os.utime(marks[0], (0, 0))  # the recent marker may belong to a save in progress
     live = Aside(tmp_path, "live")
     live.make()
     engine.save_checkpoint(tmp_path, "four")
@@ -132,7 +132,7 @@ def test_links_are_neither_written_through_nor_read(tmp_path):
     assert len({stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()}) == 1
     reader = Reader(place)
     parts = reader.parts("master_weight", "0.weight", 0, 9)
-    reader.read_parts(parts)  # the file is checked, and replaced after it
+    reader.read_parts(parts)
     weights = parts[0].path
     weights.rename(tmp_path / "moved")
     weights.symlink_to(tmp_path / "moved")
@@ -145,7 +145,7 @@ def test_links_are_neither_written_through_nor_read(tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_a_stored_checkpoint_of_version_2_loads(ranks):
-    # Two ranks wrote it on 28 November 2026, at stage 3 with bf16.
+    # Written by two ranks on 28 November 2026, at stage 3 with bf16.
     stored = Path(__file__).parent / "data" / "checkpoint-version-2"
     zero_core.verify_checkpoint(stored)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))

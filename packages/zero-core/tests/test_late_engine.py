@@ -1,4 +1,4 @@
-"""Engines on a simulated device with random delays, against the bits of simulated CPU ranks."""
+"""Engines on a simulated device with random delays, bit-identical to CPU ranks."""
 
 import itertools
 
@@ -20,14 +20,14 @@ GRID = [
         range(4), [("fp32", 1, 0.0), ("bf16", 2, 0.5), ("fp16", 1, 0.0)]
     )
 ]
-CHOSEN = [GRID[n] for n in (1, 5, 6, 7, 9, 10, 11)]  # each dtype at stage 3, and below
+CHOSEN = [GRID[n] for n in (1, 5, 6, 7, 9, 10, 11)]  # each dtype at stage 3 and below
 WHOLE = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}
 
 
 def train(ranks, case):
-    """Train without reading any loss before the end, so that the host runs ahead.
+    """Train without reading a loss before the end, so that the host runs ahead of the device.
 
-    Where there are several nodes, CPU ranks sum in the order of the device's collectives.
+    On several nodes, CPU ranks sum in the order of the device's collectives.
     """
 
     def collectives(native, **_):

@@ -1,5 +1,3 @@
-"""The layout's arithmetic: every element has one place, on every rank, at every world size."""
-
 import pytest
 import torch
 from hypothesis import given

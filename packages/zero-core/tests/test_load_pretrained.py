@@ -1,4 +1,4 @@
-"""Weights from safetensors: which of them each rank reads, and which files are refused."""
+"""Weights loaded from safetensors: byte ranges that each rank reads, and refused files."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ from zero_core.testing import Case, Hard, assert_same, batch, simulate
 
 
 class Model(Hard):
-    """`Hard` with buffers, one of which is in no file."""
+    """A model with buffers. The buffer ``scale`` is not persistent, so no file holds it."""
 
     base_model_prefix = "base"
 
@@ -37,14 +37,12 @@ def _source(seed=1):
 
 
 def _weights(model):
-    """Return the state dict with the tied weight under its second name only."""
     state = model.state_dict()
     del state["embed.weight"]
     return {name: value.clone() for name, value in state.items()}
 
 
 def _write_folder(folder, weights):
-    """Write several files and an index, as large models are distributed."""
     folder.mkdir()
     where = {}
     for index in range(3):
@@ -81,7 +79,7 @@ def _load(ranks, case, how, folder, model, source):
         assert zero_core.load_pretrained(engine, folder) == zero_core.Loaded((), ())
     else:
         engine = zero_core.build(model, config, pretrained=folder, process_group=ranks)
-    # The masters are the file's values unrounded, frozen values in the compute dtype.
+    # Master weights equal the file's fp32 values. Frozen values are rounded to the compute dtype.
     for name, value in engine.full_state_dict(dtype=torch.float32).items():
         is_rounded = "frozen" in name or name == "seen"
         expected = want[name].to(rounded).float() if is_rounded else want[name]
@@ -90,7 +88,7 @@ def _load(ranks, case, how, folder, model, source):
     with engine.gathered(), torch.no_grad():
         for name, param in engine.module.named_parameters():
             assert torch.equal(param, want[name].to(rounded)), name
-    engine(**batch(0, 0, ranks.rank))  # what is computed with is the same
+    engine(**batch(0, 0, ranks.rank))
     engine.close()
 
 
@@ -105,7 +103,7 @@ def test_the_values_of_the_files_are_in_masters_parameters_and_buffers(
 ):
     source = _source().to(torch.bfloat16) if stored == "bf16" else _source()
     folder = _write_folder(tmp_path / "weights", _weights(source))
-    # Not made by ranks, which are threads: torch's hooks that record a model are global.
+    # Made outside the simulated ranks, which are threads: torch's recording hooks are global.
     models = [_fresh(how) for _ in range(world_size)]
 
     def load(ranks):
@@ -202,7 +200,7 @@ def test_a_damaged_folder_is_refused_before_anything_changes(tmp_path, damage, m
 
 
 def test_several_files_are_read_as_one_and_none_has_a_tensor_of_another(tmp_path):
-    tied = _source().embed.weight.detach()  # under both of its names
+    tied = _source().embed.weight.detach()
     weights = list((_weights(_source()) | {"embed.weight": tied}).items())
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     engine = _engine()
@@ -272,7 +270,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path):
 def test_a_rank_reads_no_more_than_its_shards(tmp_path, monkeypatch):
     save_file(_weights(_source()), tmp_path / "model.safetensors")
     models, read_range = [_fresh("real") for _ in range(3)], weight_files.StoredTensor.read
-    read = Counter()  # by the thread of each rank
+    read = Counter()
 
     def counted(tensor, first, last):
         read[threading.current_thread().name] += last - first
@@ -290,8 +288,8 @@ def test_a_rank_reads_no_more_than_its_shards(tmp_path, monkeypatch):
 
 
 def test_a_range_of_every_dtype_is_read_as_it_was_written(tmp_path):
-    values = torch.arange(12).remainder(2)  # what every dtype has
-    kinds = set(_TYPES.values())  # all that safetensors writes
+    values = torch.arange(12).remainder(2)  # 0 and 1 exist in every dtype
+    kinds = set(_TYPES.values())  # every dtype that safetensors writes
     save_file({str(kind): values.view(3, 4).to(kind) for kind in kinds}, tmp_path / "all")
     stored = weight_files.read_header(tmp_path / "all")
     assert {tensor.dtype for tensor in stored.values()} == kinds

@@ -1,4 +1,4 @@
-"""One rank of 1024, alone: a process group that answers without sending anything."""
+"""A single process as one rank of 1024, in a process group that sends nothing."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ WORLD_SIZE, WIDTH = 1024, 96
 
 
 class SilentRanks(Ranks):
-    """Ranks whose exchanges are collectives of the backend, which answers none of single ranks."""
+    """Ranks whose control group uses the backend's collectives, not point-to-point messages."""
 
     def connect(self, named_within_s=None):
         return ControlGroup(self.library(), self.device)
@@ -23,7 +23,7 @@ class SilentRanks(Ranks):
 @pytest.fixture(params=[0, 1023], ids=lambda rank: f"rank{rank}")
 def rank(request, monkeypatch):
     rank = request.param
-    # The fake backend sums nothing, and a step needs ranks that have the same settings.
+    # The fake backend sums nothing. A step compares the ranks' settings by a sum.
     monkeypatch.setattr(ControlGroup, "sum", lambda _, values: values.mul_(WORLD_SIZE))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
     yield rank
@@ -33,7 +33,7 @@ def rank(request, monkeypatch):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
-    # What 1023 silent ranks send is undefined.
+    # The fake backend leaves received values undefined.
     config = Case(stage, "bf16", top={"check_grad_overflow": False}).config()
     with torch.device("meta"):
         planned = zero_core.plan(
@@ -51,7 +51,7 @@ def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
     assert held["gradient shards"] == 4 * numel
     assert planned["optimizer states"] == 8 * numel
     owned = engine.layout.pieces(rank, is_sharded=True)
-    assert bool(owned) == (rank == 0)  # the last rank's shards are padding
+    assert bool(owned) == (rank == 0)  # the shards of the last rank are padding
     tier = engine.sharded_state.tier
     names = tier.state_names()[1:]
     states = [tier.read_state(name, 0, numel) for name in names]

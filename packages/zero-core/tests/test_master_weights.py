@@ -1,4 +1,4 @@
-"""Master weights in bf16 and rounded ones, and autocast over fp32 weights, beside plain torch."""
+"""bf16 master weights, rounded master weights, and autocast over fp32 weights, against torch."""
 
 import copy
 import gc
@@ -34,7 +34,6 @@ def adafactor(model):
 
 
 def in_bf16(ranks, make=adamw):
-    """A model and an optimizer in bf16, nothing else."""
     model = make_model().bfloat16()
     optimizer = make(model)
     losses = []
@@ -50,7 +49,7 @@ def in_bf16(ranks, make=adamw):
 @pytest.mark.parametrize("make", [adamw, adafactor])
 def test_bf16_masters_are_a_bf16_model_and_optimizer_at_all_stages(make):
     top = dict(BF16_MASTERS)
-    if make is adafactor:  # it updates whole parameters
+    if make is adafactor:  # Adafactor updates whole parameters
         top["optimizer"] = {"type": "Adafactor", "params": {"lr": LR}}
     expected = simulate(in_bf16, 1, make)
     first, *others = (simulate(by_engine, 3, stage, top) for stage in (1, 2, 3))
@@ -70,7 +69,7 @@ def test_bf16_masters_take_no_further_memory():
 
 
 def from_rounded(ranks):
-    """An fp32 copy of a bf16 model, as DeepSpeed has it, updated by hand."""
+    """Train an fp32 copy of a bf16 model, whose gradients and values are copied by hand."""
     low = make_model().bfloat16()
     masters = copy.deepcopy(low).float()
     optimizer = adamw(masters)
@@ -96,8 +95,7 @@ def test_masters_from_rounded_weights_are_deepspeeds(stage):
 
 
 def under_autocast(ranks, dtype):
-    """DDP under autocast, in float16 with torch's GradScaler."""
-    torch.set_autocast_cache_enabled(False)  # the simulated ranks are threads, and share it
+    torch.set_autocast_cache_enabled(False)  # simulated ranks share autocast's cache
     model = make_model()
     ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
@@ -126,7 +124,6 @@ def test_autocast_is_ddp_under_autocast(world_size, stage, dtype):
 
 
 def _halves():
-    """Return all tensors in 16 bits, of other tests too."""
     return [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.bfloat16]
 
 
@@ -135,8 +132,8 @@ def _forward_under_autocast(ranks, done):
     model.forward = lambda x: nn.Sequential(*model)(x)
     top = {"torch_autocast": {"enabled": True}}
     engine = Case(stage=3, top=top).build(ranks, model)
-    done.wait()  # both ranks have built: the other one's build makes 16-bit tensors too
-    before = _halves()  # alive, so that no id is another one's later
+    done.wait()  # the other rank's build() also creates 16-bit tensors
+    before = _halves()  # keeps the tensors alive, so that no id is reused
     done.wait()
     loss = engine(torch.ones(2, 64)).sum()
     done.wait()

@@ -1,4 +1,4 @@
-"""Copies in memory after every step: a job that is started anew loses at most one step."""
+"""Checkpoints in memory after every step: a restarted job loses at most one step."""
 
 import fcntl
 import os
@@ -24,7 +24,6 @@ STEPS = 5
 
 
 def _build(ranks, stage, memory=None, dtype="fp32", **keys):
-    """``memory``: folder of the copies, with further ``keys`` of "memory_checkpoint"."""
     top = {} if memory is None else {"memory_checkpoint": {"path": str(memory), **keys}}
     return Case(stage=stage, dtype=dtype, top=top).build(ranks)
 
@@ -37,25 +36,22 @@ def _run(engine, first, stop):
 
 
 def _start(ranks, folder, stage, stop, dtype="fp32"):
-    """Train up to step ``stop`` as a program does whenever it is started.
-
-    Returns the first step, and the values at the end. Each node has a folder of its own.
-    """
+    """Train up to step ``stop`` like a restarted program. Returns the first step and the values."""
     node = ranks.rank // (ranks.per_node or ranks.size)
     engine = _build(ranks, stage, folder / f"node-{node}", dtype)
     first = (engine.resume(folder / "disk") or {"step": 0})["step"]
     assert engine.global_steps == first
     values = _run(engine, first, stop)
-    with engine.rewriting():  # the last copy is whole: nothing else here tells when
+    with engine.rewriting():  # waits until the last copy is complete
         pass
     engine.close()
     return first, values
 
 
 def _tear(folder, victim):
-    """Leave what a rank leaves that is killed within its third copy."""
+    """Create the files of a rank that was killed while writing its third copy."""
     (marker,) = folder.glob(f"node-0/*/{3 % 2}/rank-{victim:05d}.json")
-    marker.unlink()  # a rank removes it before it overwrites the files
+    marker.unlink()  # a rank removes its marker before it overwrites the files
     marker.with_name(f"master_weight-{victim:05d}.safetensors").write_bytes(b"torn")
 
 
@@ -93,7 +89,7 @@ def test_restart_loses_at_most_the_step_of_a_torn_copy(lost, stage, dtype, world
     )
     assert_same(found, [(first, values) for values in straight])
     assert not (tmp_path / "disk").exists()
-    if per_node == 1 < world_size:  # its own and its neighbour's
+    if per_node == 1 < world_size:  # the rank's own copy and its neighbour's
         assert len(list(tmp_path.glob("node-1/*/0/rank-*.json"))) == 2
 
 
@@ -101,7 +97,7 @@ def test_states_that_were_loaded_replace_the_copies(tmp_path, monkeypatch):
     commit = Slot.commit
 
     def commit_late(slot, rank, marker):
-        time.sleep(0.1)  # a copy is under way when the load begins
+        time.sleep(0.1)  # keeps a copy running when the load begins
         commit(slot, rank, marker)
 
     monkeypatch.setattr(Slot, "commit", commit_late)
@@ -123,7 +119,7 @@ def test_states_that_were_loaded_replace_the_copies(tmp_path, monkeypatch):
         again.close()
         ranks.connect().barrier()
         for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
-            path.unlink()  # of a checkpoint on the disk only the manifest is read
+            path.unlink()  # resume() reads only the manifest of the checkpoint on disk
         last = _build(ranks, 3, memory, every=2)
         assert last.resume(tmp_path / "disk") == {"step": 2}
         assert_same(last.full_state_dict(), expected)
@@ -184,10 +180,9 @@ def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(monkeypatch):
         assert shell.stdout.readline() == b"\n"
         monkeypatch.setattr(os, "getppid", lambda: shell.pid)
         above = snapshots.find_launcher()
-        # It may be a launcher, too, that another one has started.
+        # A launcher may itself be started by another launcher.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/1/error.json")
         assert snapshots.find_launcher() == shell.pid
-        # It ends between the two reads.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/0/error.json")
         monkeypatch.setattr(keeper, "status", lambda process: [])
         assert snapshots.find_launcher() == shell.pid
@@ -234,7 +229,7 @@ def test_copy_under_way_at_close_has_the_values_of_the_last_step(ranks, tmp_path
     engine.resume(tmp_path / "disk")
     expected = _run(engine, 0, 2)
     engine.close()
-    with torch.no_grad():  # they are the program's own again
+    with torch.no_grad():
         for param in engine.module.parameters():
             param.zero_()
     again = _build(ranks, 0, memory)

@@ -1,9 +1,4 @@
-"""Resident host memory: its peak in steps and in construction, its growth, and its arenas.
-
-Each measurement runs in a process of its own, so that the peak is its own. glibc is configured to
-return large tensors to the system when they are freed: memory that it would keep otherwise is the
-allocator's, not the engine's.
-"""
+"""Resident host memory: peaks of construction and of steps, growth, and arenas."""
 
 import ctypes
 import os
@@ -29,7 +24,7 @@ from zero_core.testing.ranks import PeakMemory, alone, spawn
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
 WIDTH, DEPTH = 384, 40
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+M_MMAP_THRESHOLD = -3  # constant of glibc's malloc.h
 
 
 def status(name):
@@ -40,7 +35,7 @@ def status(name):
 
 def train(depth, dtype, rows, steps):
     engine = Case(3, dtype).build(model=RootAndBlocks(WIDTH, depth, 1))
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
     for _ in range(steps):
         engine.backward(engine(torch.ones(rows, WIDTH)))
         engine.step()
@@ -48,7 +43,7 @@ def train(depth, dtype, rows, steps):
 
 
 def measure(dtype, rows):
-    train(2, dtype, rows, 2)  # libraries and kernels are there from now on
+    train(2, dtype, rows, 2)  # loads libraries and kernels before the measurement
     before = status("VmRSS")
     engine = train(DEPTH, dtype, rows, 3)
     early = status("VmRSS") - before
@@ -64,7 +59,6 @@ def measure(dtype, rows):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @alone
 def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
-    # Large tensors go back to the system when they are freed.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     found = measure(dtype, rows)
     with torch.device("meta"):
@@ -75,15 +69,14 @@ def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
     ).memory.device_bytes
     print(f"{dtype}, {rows} rows: peak {found['peak'] / planned:.3f} of the plan, {found}")
     assert 0.95 < found["peak"] / planned < 1.05
-    # A leak of a block grows by more; what the allocator keeps on a busy machine by less.
+    # A leaked block exceeds this bound. Allocator noise on a busy machine stays below.
     assert found["late"] - found["early"] < 0.02 * planned, found
 
 
 LARGE, NUM_UNITS = 1024, 25
 UNIT_BYTES = 4 * LARGE * (LARGE + 1)
 MODEL_BYTES = NUM_UNITS * UNIT_BYTES  # 105 MB
-# What the process does besides: threads, messages between ranks, the allocator's fragments.
-SLACK_BYTES = 8 * 1024**2
+SLACK_BYTES = 8 * 1024**2  # for threads, messages between ranks and allocator fragmentation
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3},
@@ -96,7 +89,7 @@ def _model():
 
 
 def _warm_up():
-    """Build a small engine, so that torch and gloo have made their first allocations."""
+    """Build a small engine, so that torch and gloo make their first allocations."""
     with zero_core.deferred_init():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero_core.build(model, CONFIG).close()
@@ -109,10 +102,10 @@ def _measure_construction(rank, world_size, folder):
         with zero_core.deferred_init():
             model = _model()
         engine = zero_core.build(model, CONFIG)
-    kept = engine.memory_report()["parameters"]  # nothing else has been written to
+    kept = engine.memory_report()["parameters"]  # the engine has written no other buffer yet
     assert kept < MODEL_BYTES / world_size * 1.01, "this rank's shards"
     assert peak.nbytes >= kept * 0.9, "the measurement sees what is there"
-    # A unit whole, and on the rank that computes values the parameter that is being made.
+    # One whole unit, and one parameter on the rank that computes initial values.
     bound = kept + 2 * UNIT_BYTES + SLACK_BYTES
     assert bound < kept + MODEL_BYTES / 3, "a whole model would be seen"
     assert peak.nbytes <= bound, ("deferred", rank, peak.nbytes, bound)
@@ -136,8 +129,7 @@ def _measure_construction(rank, world_size, folder):
         engine = zero_core.build(model, CONFIG)
     kept = engine.memory_report()["parameters"]
     assert kept < MODEL_BYTES / 4 / world_size * 1.05, "this rank's shards, one byte an element"
-    # A block in full precision, and two temporaries of its size that quantize it.
-    bound = kept + 3 * UNIT_BYTES + SLACK_BYTES
+    bound = kept + 3 * UNIT_BYTES + SLACK_BYTES  # a block and two temporaries of its size
     assert bound < MODEL_BYTES / 4 + 2 * UNIT_BYTES, "a whole quantized model would be seen"
     assert peak.nbytes <= bound, ("quantized", rank, peak.nbytes, bound)
 
@@ -197,7 +189,7 @@ def test_new_threads_share_the_arenas_unless_the_user_has_set_them():
 
 
 ROOT_WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
-PIECE_BYTES = 1 << 14  # of what full_state_dict moves at once: these models are small
+PIECE_BYTES = 1 << 14  # full_state_dict gathers pieces of this size
 
 
 def config(stage, dtype, **further):
@@ -216,7 +208,6 @@ JOBS = [
 
 
 def measure_on_device(ranks, job):
-    """Return the bytes held after build and steps, and the peaks of steps and of an export."""
     device = ranks.device
     accelerator.synchronize(device)
     before = accelerator.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Copies of an engine's model, which are plain models with its values or refused."""
+"""Copies of an engine's model: plain models with the same values, or an error."""
 
 import copy
 
@@ -15,8 +15,7 @@ from zero_core.testing.training import adamw, train
 
 
 def _net():
-    """Return a tower with buffers, a frozen parameter and tied ones."""
-    with seeded(1):  # drawn by one simulated rank at a time
+    with seeded(1):  # simulated ranks draw one after another
         model = make_tower(3)
         for block in model.blocks:
             block.insert(0, nn.BatchNorm1d(7))
@@ -46,7 +45,6 @@ def _assert_is_plain(model):
 
 
 def _trains_alone(model, state):
-    """Check that ``model`` trains like a plain model with the values of ``state``."""
     plain = _net()
     plain.load_state_dict(state)
     for each in (model, plain):
@@ -83,7 +81,7 @@ def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(ranks, stage)
             assert not each.first.bias.requires_grad
         _assert_is_plain(part)
         assert torch.equal(part[1].weight, state["blocks.1.1.weight"])
-        if ranks.rank == ranks.size - 1:  # nobody else is needed
+        if ranks.rank == ranks.size - 1:
             _trains_alone(copied, state)
 
 

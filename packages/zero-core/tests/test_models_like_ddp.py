@@ -1,4 +1,4 @@
-"""Models used in unusual ways, which train with the bits of DDP at every stage."""
+"""Unusual models, which train like under DDP, bit for bit, at every stage."""
 
 from __future__ import annotations
 
@@ -33,12 +33,8 @@ from zero_core.testing.training import Inputs, adamw, assert_same, check_like_dd
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 
-# The modules below are the unusual models, each used here alone.
-
 
 class _Odd(Tower):
-    """A tower with blocks that share a layer with the root, run in parts, or recompute in pairs."""
-
     def __init__(self, way):
         super().__init__()
         self.way = way
@@ -50,7 +46,7 @@ class _Odd(Tower):
         if self.way == "shared":
             return super().forward(x) + self.last(x).square().mean()
         x = self.first(x)
-        if self.way == "in parts":  # and in an order of its own
+        if self.way == "in parts":
             for block in (*self.blocks[2:], *self.blocks[:2]):
                 for part in block:
                     x = part(x)
@@ -64,8 +60,6 @@ class _Odd(Tower):
 
 
 class _NoInput(nn.Module):
-    """A model whose root has no parameters and whose forward takes no input."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
@@ -83,8 +77,6 @@ class _State:
 
 
 class _Part(nn.Linear):
-    """A block that takes and returns dicts, tuples, dataclasses and None, by its ``place``."""
-
     def __init__(self, place):
         super().__init__(7, 7)
         self.place = place
@@ -108,13 +100,11 @@ class _Structured(nn.Module):
     def forward(self, given):
         start, middle, end = self.blocks
         out = end(middle(start(given)), scale=0.5)
-        assert out.extra is not None  # an output that no loss uses
+        assert out.extra is not None
         return {"loss": out.hidden.square().mean(), "state": out}
 
 
 class _Alone(nn.Module):
-    """A model with a list of experts outside of all blocks. ``leaf``: a module marked as a leaf."""
-
     def __init__(self, leaf=None):
         super().__init__()
         self.mixture = Mixture()
@@ -128,15 +118,13 @@ class _Alone(nn.Module):
 
 
 class _AtRoot(Mixture):
-    """A model with a list of experts directly under the root."""
-
     def forward(self, x, allowed):
         return super().forward(x, allowed[0]).square().mean()
 
 
 WIDTH, DEPTH, TWICE = 33, 7, 4  # block number TWICE is called twice in a row
-# Per step: the blocks whose branch rank 1 leaves out. A reduction that waited for the end of that
-# rank's backward would keep its peers from gathering what it needs to get there.
+# Blocks whose branch rank 1 leaves out, by step. If a reduction waited for the end of rank 1's
+# backward, other ranks could not start the gathers that rank 1 waits for.
 LEFT_OUT = [set(), {6}, {5}, {3}, {0}, {5, 6}, set(range(DEPTH))]
 SKIPPED = [set(), {6}, {2}, {0}, {0, 1}, {1, 2, 3, 4, 5}, set(range(DEPTH))]
 
@@ -149,14 +137,12 @@ class _Branch(nn.Module):
 
     def forward(self, x, has_branch):
         if has_branch is None:
-            return x  # stochastic depth: backward has nothing to do here
+            return x  # stochastic depth: the block has no gradient
         x = x + torch.tanh(self.always(x))
         return x + self.branch(x) if has_branch else x
 
 
 class _Branches(nn.Module):
-    """Blocks of which an input may leave out parts or the whole."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(_Branch() for _ in range(DEPTH))
@@ -173,8 +159,6 @@ class _Branches(nn.Module):
 
 
 class _Scaled(nn.Module):
-    """A parametrization that scales a weight, by a trained parameter if ``is_trained``."""
-
     def __init__(self, is_trained=False):
         super().__init__()
         self.factor = nn.Parameter(torch.tensor(0.5)) if is_trained else 2.0
@@ -204,7 +188,6 @@ CHANGES = {
 
 
 def _layered():
-    """Return a tower of which two blocks are linear maps themselves."""
     model = make_tower()
     with seeded(2):
         model.blocks.extend(nn.Linear(7, 7) for _ in range(2))
@@ -212,7 +195,7 @@ def _layered():
 
 
 def _changed(model, which):
-    with seeded(4):  # spectral norms draw, too
+    with seeded(4):
         for module in list(model.modules()):
             if isinstance(module, nn.Linear):
                 CHANGES[which](module)
@@ -240,16 +223,14 @@ def _with_hooks_of_root():
 
 
 def _with_tensor_hooks():
-    """Return a tower whose hooks halve and clamp gradients, as gradient surgery does."""
     model = make_tower()
     model.blocks[0][0].weight.register_hook(lambda grad: grad * 0.5)
     model.blocks[1][3].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    model.blocks[1][0].requires_grad_(False)  # and half a block is frozen for good
+    model.blocks[1][0].requires_grad_(False)
     return model
 
 
 def _routed(number, rank, counts=(8, 1, 2)):
-    """Draw inputs that each rank routes by itself, to one of so many experts by step."""
     return routed_batch(number, rank, counts[number % len(counts)])
 
 
@@ -262,7 +243,6 @@ def _without_blocks(step, rank):
 
 
 def _skipping(number, rank):
-    """Draw inputs with which each rank leaves out a different block."""
     return rows(number, rank), [block for block in range(4) if block != (rank + number // 2) % 4]
 
 
@@ -275,8 +255,6 @@ def _in_dict(number, rank, dtype=torch.float32):
 
 
 class Use(NamedTuple):
-    """A model, its inputs by number and rank, and additional configuration."""
-
     make: Callable[[], nn.Module]
     draw: Callable[[int, int], Inputs] = rows
     top: Mapping[str, Any] = {}
@@ -315,7 +293,7 @@ USES = {
     "mixtures": Use(MixtureModel, _routed),
     "mixture alone": Use(_of(_Alone), _routed),
     "mixture as a leaf": Use(_of(_Alone, "mixture"), _routed),
-    "experts as a leaf": Use(_of(_Alone, "mixture.experts"), _routed),  # without a forward
+    "experts as a leaf": Use(_of(_Alone, "mixture.experts"), _routed),
     "mixture at the root": Use(_of(_AtRoot), _routed),
     "mixtures left out": Use(MixtureModel, MIXTURES_LEFT_OUT, steps=4, accumulation=2),
     "mixtures left out, recomputed": Use(MixtureModel, MIXTURES_LEFT_OUT, RECOMPUTED, steps=4),
@@ -326,7 +304,7 @@ USES = {
 }
 
 
-# The gate has each model at stage 3 on two ranks, and at another stage on three.
+# The gate runs each model at stage 3 on two ranks, and at another stage on three ranks.
 GRID = [
     pytest.param(stage, size, name, marks=[] if (stage, size) in gate else pytest.mark.slow)
     for number, name in enumerate(USES)
@@ -340,7 +318,7 @@ GRID = [
 def test_losses_and_values_are_those_of_ddp(ranks, name, stage):
     make, draw, top, steps, accumulation = USES[name]
     case = Case(stage, accumulation=accumulation, top=top)
-    # Two reentrant checkpoints bring a block's gradient in two parts, each with a sum over ranks.
+    # Two reentrant checkpoints split a block's gradient into two separately reduced parts.
     atol = 1e-7 if name == "in pairs" and ranks.size > 1 else 0.0
     check_like_ddp(ranks, make, draw, case, steps=steps, atol=atol)
 
@@ -372,13 +350,12 @@ def test_accumulation_hook_sees_the_gradient_only_when_registered_before_build(r
     engine = Case(stage).build(ranks, model)
     hook(lambda param: seen.append(param.grad))
     train(engine, [rows(0, ranks.rank)])
-    assert seen[0] is not None  # this rank's own, which the engine has taken over after it
+    assert seen[0] is not None  # the rank's local gradient, before the engine takes ownership
     assert seen[0].shape == (3, 7)
     assert seen[1] is None
 
 
 def _penalized(model, number, rank):
-    """Return a loss with penalties on the gradient and on a gradient of that."""
     x = rows(number, rank).requires_grad_()
     out = model(x)
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
@@ -387,7 +364,6 @@ def _penalized(model, number, rank):
 
 
 def _of_two_forwards(model, number, rank):
-    """Return a loss of two forwards, of which each leaves out a block on all ranks but one."""
     left_out = [(3, None), (None, 3), (1, 3), (0, 2)][number]
     used = [[b for b in range(4) if b != block or rank == 0] for block in left_out]
     return sum(model(rows(number, rank), blocks) for blocks in used)

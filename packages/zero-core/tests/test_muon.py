@@ -1,4 +1,4 @@
-"""Muon by name, against torch's own Muon and AdamW under DDP."""
+"""The optimizer named Muon, compared with torch's Muon and AdamW under DDP."""
 
 import pytest
 import torch
@@ -21,14 +21,12 @@ def config_of(stage, **more):
 
 
 def halves(model):
-    """Return the matrices and the other parameters that ``model`` trains."""
     tag_matrices(model.named_parameters())
     params = [p for p in model.parameters() if p.requires_grad]
     return ([p for p in params if p.use_muon == flag] for flag in (True, False))
 
 
 def train_whole(ranks):
-    """Train with torch's optimizers."""
     model = make_model()
     matrices, rest = halves(model)
     adamw = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "fused": True}
@@ -88,7 +86,7 @@ class WithoutSlices(Muon):
         return False
 
 
-WithoutSlices.__name__ = "Muon"  # a checkpoint names it
+WithoutSlices.__name__ = "Muon"  # checkpoints store the class name
 
 
 @on_ranks(2)
@@ -108,7 +106,7 @@ def test_states_of_an_optimizer_that_declares_otherwise_are_refused(ranks, tmp_p
 
 
 class Branches(nn.Module):
-    """A model so small that one rank's slice is in the second block alone."""
+    """A model with two blocks, so small that one rank's shard lies in the second block."""
 
     def __init__(self):
         super().__init__()

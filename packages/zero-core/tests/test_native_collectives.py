@@ -1,7 +1,4 @@
-"""The engine's own collectives among nodes: gathers, all-to-alls, subgroups and jobs of lanes.
-
-The oracles are torch.distributed's own collectives, and values that any rank can compute.
-"""
+"""The engine's collectives among nodes: gathers, all-to-alls, subgroups and queued jobs."""
 
 import itertools
 import time
@@ -19,7 +16,7 @@ from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import HostQueues
 from zero_core.testing import on_processes
 
-NUMEL = 37  # of a shard: odd, and divides by nothing
+NUMEL = 37  # elements of a shard: odd and prime, so that nothing divides evenly
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 
 
@@ -29,7 +26,7 @@ def _values(numel, dtype, seed):
 
 
 def _gathers(native, seed):
-    """Gather two units, one of them in shared memory, and wait for them in reverse order."""
+    """Gather a shared-memory unit and a private one, and wait for them in reverse order."""
     size = native.world_size
     for turn, dtype in enumerate(DTYPES):
         works, outs = [], []
@@ -65,7 +62,7 @@ def _swaps(native, seed):
 
 
 def _late_readers(native):
-    """Overwrite values that have been sent, while one rank has yet to read them."""
+    """Reuse a sent buffer while one rank has yet to read the sent values."""
     size, rank = native.world_size, native.rank
     parts, out = native.zeros(size * NUMEL, torch.float32, CPU), torch.empty(size * NUMEL)
     for turn in range(3):
@@ -108,7 +105,7 @@ def _sums(native):
 
 
 def _jobs(native):
-    """Exchange on both lanes and in the caller at once, in several subgroups."""
+    """Exchange on each lane and in the caller at once, in several subgroups."""
     size, rank = native.world_size, native.rank
     stride = 2 if size % 2 == 0 else size
     within = native.subgroup(range(rank // stride * stride, (rank // stride + 1) * stride))
@@ -136,7 +133,7 @@ def _jobs(native):
             native.launch(lambda t=turn: swap(within, f"swap within {t}"), is_reduction=True),
             native.launch(lambda t=turn: gather(across, f"across {t}"), is_reduction=False),
             native.launch(lambda t=turn: swap(across, f"swap across {t}"), is_reduction=True),
-            # The whole group's gather may be a job of this lane itself.
+            # A job of the subgroup's lane may run a gather of the whole group.
             native.launch(lambda t=turn: gather(native, f"all {t}"), is_reduction=False),
         ]
         gather(turned, f"turned {turn}")
@@ -167,7 +164,7 @@ def _refusals(native):
 
 
 def _twins(rank, world_size):
-    """Gather with two sets of collectives over one group, in the opposite order on rank 0."""
+    """Gather with two sets of collectives over one group, in opposite orders on ranks 0 and 1."""
     messages, meter = ProcessMessages(None), Meter(Links(world_size, world_size, is_ring=False))
     twins = [HostCollectives(messages, rank, None, HostQueues(), meter) for _ in range(2)]
     outs = [torch.empty(world_size) for _ in twins]
@@ -200,13 +197,13 @@ def test_hosts_exchange_what_torch_distributed_would(ranks, per_node):
     native, _ = connect(rank, world_size, per_node)
     _check(native)
     _jobs(native)
-    if world_size > per_node > 1:  # groups that do not fit the nodes
+    if world_size > per_node > 1:  # groups that do not match the nodes
         size = per_node + 1
         group = native.subgroup(range(size) if rank < size else range(size, world_size))
         _gathers(group, seed=7 * group.world_size)
         _swaps(group, seed=7 * group.world_size)
     _twins(rank, world_size)
-    if world_size > 1:  # others may still read this rank's part of the last gather
+    if world_size > 1:  # other ranks may still read this rank's part of the last gather
         dist.barrier()
 
 

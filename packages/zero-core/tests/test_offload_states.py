@@ -1,4 +1,4 @@
-"""States that are offloaded from the device and reloaded with the same bits."""
+"""States offloaded from the device and reloaded with the same bits."""
 
 import itertools
 from contextlib import contextmanager
@@ -34,7 +34,6 @@ def micro_step(engine, ranks, step, micro=0):
 
 
 def train(ranks, case, parts, non_blocking, done):
-    """Train, with ``parts`` offloaded and reloaded after every micro-step."""
     engine = case.build(ranks)
     losses = []
     for step, micro in itertools.product(range(2), range(case.accumulation)):
@@ -61,7 +60,7 @@ def test_training_goes_on_with_the_same_bits(device, world_size):
         late_device.load()
         late_device.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
     choices = itertools.cycle([ALL, *(frozenset([part]) for part in zero_core.StatePart), ALL])
-    # Ranks are threads, and torch's empty_cache waits for the devices of all of them.
+    # Simulated ranks are threads, and torch's empty_cache waits for the devices of all ranks.
     done = Barrier(world_size)
     for number, case in enumerate(CASES):
         expected = run(train, world_size, case, None, False, done)
@@ -83,7 +82,7 @@ def _measure(ranks, stage, done):
     done.wait()
     assert _allocated(ranks) - before < 0.01 * held
     engine.reload_states()
-    assert 0.9 * held < _allocated(ranks) - before <= 1.01 * held  # pools as they were built
+    assert 0.9 * held < _allocated(ranks) - before <= 1.01 * held
     for part in zero_core.StatePart:
         engine.offload_states([part])
         done.wait()
@@ -106,7 +105,7 @@ def test_what_needs_the_states_says_so(ranks, stage):
     inputs = batch(1, 0, ranks.rank)
     loss = engine(**inputs)["loss"]
     engine.offload_states()
-    engine.offload_states()  # again: nothing
+    engine.offload_states()
     advice = "parameters.* are offloaded: call reload_states"
     verbs = [
         lambda: engine(**inputs),
@@ -136,13 +135,13 @@ def test_what_needs_the_states_says_so(ranks, stage):
     with pytest.raises(RuntimeError, match=f"inplace operation|{advice}"):
         loss.backward()
     engine.reload_states()
-    engine.reload_states()  # again: nothing
+    engine.reload_states()
     with pytest.raises(ValueError, match=r"lp_params.*optimizer_states"):
         engine.offload_states(["lp_params"])
     with engine.gathered(), pytest.raises(RuntimeError, match=r"within .*gathered"):
         engine.offload_states()
     engine.offload_states(["optimizer_states"])
-    assert torch.isfinite(engine(**inputs)["loss"])  # it needs the parameters alone
+    assert torch.isfinite(engine(**inputs)["loss"])  # a forward needs only the parameters
     with pytest.raises(RuntimeError, match="optimizer_states are offloaded"):
         engine.step()
     engine.reload_states()
@@ -152,7 +151,6 @@ def test_what_needs_the_states_says_so(ranks, stage):
 
 @contextmanager
 def _without_memory(method, number):
-    """Have the call of a number, from 0, of a method of what is copied to the host fail."""
     calls, plain = itertools.count(), getattr(device_states._HostCopy, method)
 
     def fail(self, *args, **keys):

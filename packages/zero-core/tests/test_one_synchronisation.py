@@ -1,4 +1,4 @@
-"""Steps that synchronise the host with the device once, with the updates of those that wait."""
+"""Steps in which the host waits for the device once, and still updates correctly."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 @dataclass(frozen=True)
 class Training(Case):
-    """A case with an optimizer and ways to clip.
+    """A case with an optimizer and settings for clipping.
 
-    ``is_twice``: a block is used twice. ``max_norm``: of ``clip_grad_norm_`` in each step.
+    ``is_twice`` uses a block twice. ``max_norm`` is passed to ``clip_grad_norm_`` in each step.
     """
 
     optimizer: str = "AdamW"
@@ -33,15 +33,11 @@ class Training(Case):
     def config(self):
         optimizer = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
         config = {**super().config(), "optimizer": optimizer}
-        config["fp16"]["initial_scale_power"] = 17  # it overflows in the first steps
+        config["fp16"]["initial_scale_power"] = 17
         return config
 
 
 def make(*, is_twice=False):
-    """Make a tower of three blocks.
-
-    ``is_twice``: with reentrant checkpoints, whose gradients arrive late.
-    """
     return make_tower(3, WIDTH, recompute="reentrant" if is_twice else "none")
 
 
@@ -55,7 +51,7 @@ WAYS = [
     *(("fp32", {"clipping": 0.05}), ("bf16", {"accumulation": 2})),
     *(("fp16", {"clipping": 0.05}), ("bf16", {"max_norm": 0.1})),
 ]
-# Two ranks run each stage and each way.
+# Two ranks run each stage and each kind of clipping.
 TOGETHER = [
     Training(stage, dtype, **how)
     for stage, numbers in enumerate([(0,), (1,), (0, 2), (1, 3)])
@@ -64,12 +60,10 @@ TOGETHER = [
 
 
 def blocks_of(number, *, is_twice=False):
-    """Return the blocks that a call uses: all, or in every other call all but the last one."""
     return (0, 1, 2, 1) if is_twice else (0, 1, 2)[: 3 - number % 2]
 
 
 def train(ranks, case):
-    """Return how often each step that was taken waited, and the results of all steps."""
     model = make(is_twice=case.is_twice)
     engine = case.build(ranks, model)
     is_late = ranks.device.type == "late"
@@ -79,10 +73,10 @@ def train(ranks, case):
         inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(case.accumulation)]
         inputs[0][0, 0] = torch.nan if step == 2 and ranks.rank == 0 else 1.0
         inputs = [x.to(ranks.device).requires_grad_(case.is_twice) for x in inputs]
-        # Not on all ranks: where the last block is used here alone, it is updated there, too.
+        # Where the last block is used on one rank only, it is still updated on each rank.
         used = blocks_of(step + ranks.rank, is_twice=case.is_twice)
         before = count_waits(ranks) if is_late else 0
-        if step == 2 and case.optimizer == "SGD":  # whose states begin behind a step not taken
+        if step == 2 and case.optimizer == "SGD":  # SGD creates its momentum after a skipped step
             engine.optimizer.param_groups[0]["momentum"] = 0.9
         for x in inputs:
             engine.backward(engine(x, used))
@@ -123,13 +117,12 @@ def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size
         found = simulate_late(train, world_size, case)
         for (waits, results), (_, on_cpu) in zip(found, expected, strict=True):
             assert len(waits) >= 2, case
-            budget = 2 if case.is_twice else 1  # they agree again on gradients that came late
+            budget = 2 if case.is_twice else 1  # late gradients need a second all-reduce
             assert max(waits) <= budget, (case, waits)
             assert all(map(same, results, on_cpu)), (case, results[:NUM_STEPS], on_cpu[:NUM_STEPS])
 
 
 def _order_of_a_step(engine):
-    """Return the update's kernel and the host's wait in their order."""
     engine.backward(engine(torch.ones(2, WIDTH, device="late")))
     late_device.start_trace()
     engine.step()
@@ -143,13 +136,13 @@ def test_the_update_is_enqueued_before_the_host_reads_the_decision():
     late_device.load()
     engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
-    engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change the groups
+    engine.optimizer.register_step_pre_hook(lambda *_: None)
     assert _order_of_a_step(engine) == ["wait", "aten::_fused_adamw_"]
     engine.close()
 
 
 class BrokenOff(MadeTier):
-    """A tier whose second update ahead of the decision is interrupted by Ctrl-C."""
+    """A tier whose second early update raises KeyboardInterrupt."""
 
     num_updates = 0
 

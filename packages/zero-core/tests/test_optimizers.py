@@ -1,4 +1,4 @@
-"""Named optimizers beside their papers and torch, and groups with settings of their own."""
+"""Named optimizers compared with their papers and torch, and parameter groups with own settings."""
 
 from functools import partial
 
@@ -19,7 +19,6 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 
 
 def adam_of_the_paper(start, grads, *, is_adamw):
-    """Adam's moments without their correction, in float64."""
     value = start.double()
     first = second = torch.zeros_like(value)
     for grad in grads:
@@ -43,7 +42,6 @@ def stepped(optimizer, grads):
 
 
 def draw():
-    """Return a parameter, its values, and gradients."""
     torch.manual_seed(0)
     start = torch.randn(13, 7)
     return nn.Parameter(start.clone()), start, [torch.randn(13, 7) for _ in range(6)]
@@ -145,7 +143,7 @@ def test_keys_of_a_named_optimizer_are_taken_or_refused():
 )
 @on_ranks()
 def test_named_optimizer_trains_as_under_ddp(ranks, stage, optimizer):
-    # Some parameters join later, and start their momentum then.
+    # Some parameters get their first gradient late and start their momentum then.
     case = Case(stage, top={"optimizer": optimizer})
     ours = run_engine(case, ranks.rank, 4, process_group=ranks)
     theirs = run_ddp(case, ranks.rank, 4, ranks)

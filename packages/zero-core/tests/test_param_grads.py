@@ -1,4 +1,4 @@
-"""``param.grad`` at stage 0 between the last backward of a step and ``step``: DDP is the oracle."""
+"""``param.grad`` at stage 0 between a step's last backward and ``step()``, compared with DDP."""
 
 import math
 
@@ -104,10 +104,10 @@ def test_grad_reads_and_counts_as_with_ddp(ranks, name):
 
 
 def _step_with_late_ranks(ranks, steps, case, edits):
-    """Change gradients while peers have not read them yet, step after step.
+    """Edit gradients on rank 0 while other ranks have not read them yet.
 
-    All ranks but the first wait where they read ``param.grad``, until the first one has read and
-    changed it, and is in the sum of the step's statistics, having done all that it does before.
+    Other ranks wait to read ``param.grad`` until rank 0 is in the all-reduce of the step's
+    statistics.
     """
     wanted, model = make_model(), make_model()
     ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
@@ -136,7 +136,7 @@ def _step_with_late_ranks(ranks, steps, case, edits):
         values = control.gather(own).view(ranks.size, -1)
         assert (values == values[0]).all(), (step, edit)
     if case == Case():
-        close = 0.0 if ranks.size == 2 else 1e-5  # gloo adds three ranks' parts in another order
+        close = 0.0 if ranks.size == 2 else 1e-5
         found, values = (dict(m.named_parameters()) for m in (model, wanted))
         torch.testing.assert_close(found, values, rtol=close, atol=close)
     engine.close()
@@ -148,7 +148,7 @@ def _step_with_late_ranks(ranks, steps, case, edits):
 def test_changes_do_not_reach_peers_that_read_later(ranks):
     _step_with_late_ranks(ranks, 30, Case(), list(EDITS.values()))
     edits = (_clip_norm, _zero_and_assign)
-    # Where the ranks' shards are parts of the sum, and where both are of two dtypes.
+    # a narrower communication dtype, and gradients of two dtypes
     _step_with_late_ranks(ranks, 4, Case(top={"communication_data_type": "bf16"}), edits)
     _step_with_late_ranks(ranks, 4, Case(dtype="bf16"), edits)
 
@@ -180,7 +180,7 @@ def _reads(ranks, case, *, is_read):
     engine = case.build(ranks)
     for step in range(STEPS):
         for micro in range(case.accumulation):
-            if case.num_backwards == 2:  # two graphs, of which the first is read in between
+            if case.num_backwards == 2:  # the gradient is read before the second backward
                 engine.scale(engine(**batch(step, 5, ranks.rank))["loss"]).backward()
             if is_read and micro < case.accumulation - 1:
                 assert not any(_read(engine.module).values())
@@ -217,7 +217,7 @@ def test_reading_on_one_rank_changes_no_bit(ranks, case):
 @on_ranks()
 def test_a_further_backward_adds_to_what_was_changed(ranks):
     model, engine = make_model(), _build(ranks)
-    for micro in range(2):  # without the engine's backward, as scripts do
+    for micro in range(2):  # a plain backward outside the engine
         losses = [model(**batch(0, micro, rank))["loss"] for rank in range(ranks.size)]
         (sum(losses) / ranks.size).backward()
         engine(**batch(0, micro, ranks.rank))["loss"].backward()
@@ -233,7 +233,6 @@ def test_a_further_backward_adds_to_what_was_changed(ranks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks(2)
 def test_grad_of_16_bit_parameters_has_their_dtype(ranks, dtype):
-    """The step uses the gradients of the parameters' dtype once they were changed."""
     fp16 = {"fp16": {"enabled": dtype == torch.float16, "loss_scale": 64.0}}
     engine = _build(ranks, dtype="bf16" if dtype == torch.bfloat16 else "fp16", top=fp16)
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])

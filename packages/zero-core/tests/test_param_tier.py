@@ -1,8 +1,4 @@
-"""Parameter shards that rest off the device: streamed ahead of use, with the same numbers.
-
-The tier here keeps them in a dict and fills a buffer only when it is waited for, so that reading
-the buffer too early gives NaN.
-"""
+"""Parameter shards outside device memory, fetched ahead of use."""
 
 from functools import partial
 from pathlib import Path
@@ -32,10 +28,7 @@ class _Late:
 
 
 class Shelf:
-    """A `ParamTier` that keeps its shards in a dict, and a factory of it.
-
-    ``has_homes``: whether its memory may be written from outside.
-    """
+    """A `ParamTier` that fills a buffer only in wait(), so that an early read gives NaN."""
 
     def __init__(self, *, shards, device, config, has_homes=False):
         self.shards = {s: torch.full((n,), float("nan"), dtype=d) for s, n, d in shards}
@@ -74,7 +67,6 @@ def test_offloaded_shards_follow_ddp_where_ranks_share_memory(ranks):
 
 
 def _tower(dtype="fp32", process_group=None, **zero):
-    """Return an engine of five blocks and the tiers made for it."""
     made = []
 
     def make(**given):
@@ -107,7 +99,7 @@ def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed():
     for index in range(1, 5):
         assert order["fetch", index + 1] < order["forward", index]
     again = shelf.log[order["forward", 5] :]
-    assert ("fetch", 5) not in again  # backward begins with the last one, which is still there
+    assert ("fetch", 5) not in again  # the last block stays gathered after forward
     for index in range(1, 4):
         assert again.index(("fetch", index)) < again.index(("backward", index + 1))
     with torch.no_grad():
@@ -154,12 +146,12 @@ def _construct(ranks, folder, models):
         engine = _case().build(ranks, model, param_tier=Shelf, **keys)
         engine.export_safetensors(Path(folder) / "again")
         assert_same(load_file(Path(folder) / "again" / "model.safetensors"), expected)
-        assert engine.memory_report()["gathered units"] == 0  # nothing was gathered for it
+        assert engine.memory_report()["gathered units"] == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_deferred_and_pretrained_models_never_lie_on_the_device(world_size, tmp_path):
-    # Not made by ranks, which are threads: torch's hooks that record a model are global.
+    # Made outside the simulated ranks, which are threads: torch's recording hooks are global.
     models = [_deferred() for _ in range(world_size)]
     simulate(_construct, world_size, str(tmp_path), models)
 
@@ -217,7 +209,7 @@ def test_a_plan_counts_what_rests_and_what_travels(ranks):
             held.pop("exchange buffers", None)  # simulated ranks share no memory
             assert held == {k: plan.memory.device[k] for k in held}
             root, block, *_ = engine.layout.segments
-            if not threshold:  # two blocks and the root
+            if not threshold:
                 whole = [root.padded_numel, block.padded_numel, block.padded_numel]
                 assert held["gathered units"] == block.dtype.itemsize * sum(whole)
 

@@ -1,4 +1,4 @@
-"""A plan against what a real engine allocates and sends, and against ZeRO's closed forms."""
+"""Plans compared with the bytes that an engine allocates and sends, and with ZeRO's formulas."""
 
 import dataclasses
 import json
@@ -23,8 +23,6 @@ from zero_core.testing.training import train
 
 
 class Frozen(Tower):
-    """A tower of uneven blocks, of which one is frozen, with a buffer."""
-
     def __init__(self):
         super().__init__(4, 23)
         for number, inner in ((1, 115), (2, 69)):
@@ -34,7 +32,7 @@ class Frozen(Tower):
 
 
 class Tailed(Frozen):
-    """A `Frozen` with a head that is a tail larger than the root."""
+    """A `Frozen` with a head that forms a tail unit larger than the root."""
 
     def __init__(self):
         super().__init__()
@@ -53,13 +51,13 @@ CONFIGS = [
     make_config(3, optimizer={"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}),
     make_config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
 ]
-# Of three ranks, whose shards are uneven: each stage in bf16 with an accumulation, and SGD.
+# Three ranks have uneven shards. They run each stage in bf16 with accumulation, and SGD.
 CASES_OF = {
     1: [(Frozen, config) for config in CONFIGS],
     2: [*((Frozen, config) for config in CONFIGS), *((Tailed, c) for c in CONFIGS[1:8:2])],
     3: [(Frozen, config) for config in (*CONFIGS[8:12], *CONFIGS[-2:])],
 }
-PASSING = {"parameter gradient", "micro-step gradient"}  # freed before a step ends
+PASSING = {"parameter gradient", "micro-step gradient"}
 
 
 def _tier_bytes(engine):
@@ -77,7 +75,6 @@ def _tier_bytes(engine):
 
 
 def _check_all(ranks, plans):
-    """Compare plans with what engines hold after two steps, and sent in the second."""
     for (model, config), planned in zip(CASES_OF[ranks.size], plans, strict=True):
         engine = zero_core.build(model(), config, process_group=ranks)
         num_micro_steps = 2 * engine.gradient_accumulation_steps
@@ -98,13 +95,13 @@ def test_plan_is_what_a_real_engine_holds_and_sends(world_size):
             zero_core.plan(model(), config, world_size, device_type="cpu")
             for model, config in CASES_OF[world_size]
         ]
-    # Processes share memory, which simulated ranks do not.
+    # Real processes share memory. Simulated ranks do not.
     run = simulate if world_size == 1 else run_on_processes
     run(_check_all, world_size, plans)
 
 
 def saved_by_autograd(model, inputs):
-    """Count the bytes that a real forward saves, each storage once and without parameters."""
+    """Count the bytes that autograd saves, each storage once, without parameters."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = {}
 
@@ -118,8 +115,6 @@ def saved_by_autograd(model, inputs):
 
 
 class Attention(nn.Module):
-    """A model with causal, masked and grouped-query attention."""
-
     def __init__(self):
         super().__init__()
         self.project = nn.Linear(32, 32)
@@ -139,7 +134,7 @@ class Attention(nn.Module):
     ("make", "inputs", "dtype", "tolerance"),
     [
         (make_model, batch(0, 0, 0), "fp32", 0.0),
-        # On a CPU bf16 LayerNorm keeps its statistics in bf16, on meta and accelerators in fp32.
+        # bf16 LayerNorm saves its statistics in bf16 on a CPU, in fp32 on meta and on accelerators.
         (make_model, batch(0, 0, 0), "bf16", 0.05),
         (Attention, {"x": torch.ones(2, 64, 32)}, "fp32", 0.0),
         (Attention, {"x": torch.ones(2, 64, 32, dtype=torch.bfloat16)}, "bf16", 0.0),
@@ -158,7 +153,7 @@ def test_activations_are_what_autograd_saves(make, inputs, dtype, tolerance):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_casts_of_weights_that_autocast_keeps_are_counted(stage):
-    # A trained matrix before a frozen norm, which autocast leaves in fp32, and a frozen matrix.
+    # A trained matrix, a frozen norm that autocast runs in fp32, and a frozen matrix.
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 24))
     x = torch.ones(3, 8)
     model[1:].requires_grad_(False)
@@ -178,8 +173,6 @@ def test_casts_of_weights_that_autocast_keeps_are_counted(stage):
 
 
 class _Casts(TorchDispatchMode):
-    """A dispatch mode that records the shape, storage and bytes of each tensor made by a cast."""
-
     def __init__(self):
         super().__init__()
         self.made = []
@@ -194,21 +187,21 @@ class _Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_traffic_is_that_of_the_paper(stage):
-    # Two model sizes per step, three at stage 3 (but the last unit is gathered once).
+    # Two model sizes per step, or three at stage 3, where the last unit is gathered only once.
     depth, width, ranks = 40, 1024, 64
     size = 2 * 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
     planned = zero_core.plan(wide_blocks(depth, width), config, ranks, ranks_per_node=8)
     share = size * (ranks - 1) // ranks
     (reduced,) = [t for t in planned.traffic if t.collective == "reduce_scatter"]
-    # Slices for 8 nodes to 7 ranks of the own one, then partial sums in fp32 to 7 other nodes.
+    # Each rank sends 8 nodes' slices to 7 ranks of its node, then fp32 sums to 7 other nodes.
     assert reduced.within_node_bytes == 8 * 7 * size // ranks
     assert reduced.between_nodes_bytes == 7 * 2 * size // ranks
     gathers = [t for t in planned.traffic if t.collective == "all_gather"]
     sent = sum(t.sent_bytes for t in gathers)
     assert sent == (share if stage < 3 else 2 * share - share // depth)
     for gathered in gathers:
-        # One of a node's eight ranks passes everything on to the next node.
+        # One of a node's eight ranks forwards all shards to the next node.
         assert gathered.between_nodes_bytes == gathered.sent_bytes // 8
 
 
@@ -224,7 +217,7 @@ def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte():
     assert planned.num_parameters == 128 * 12 * 25600**2 > 10**12
     sharded = zero_core.plan(model, make_config(1, "bf16"), 4096).memory.device
     assert sharded["gradient shards"] == 4 * planned.num_parameters // 4096
-    # Whole: as reduced, and their sum.
+    # the reduced gradient and the accumulated sum
     assert planned.memory.device["gradients"] == 6 * planned.num_parameters
     assert peak.nbytes < 10**9
     assert seconds < 10
@@ -247,7 +240,6 @@ def test_advice_raises_the_stage_before_it_offloads_and_has_numbers_where_nothin
 
 
 def _plan_tower(config, world_size=2, **how):
-    """Plan blocks of one size. Return the plan, as `Any`: that ``best`` exists is unchecked."""
     with torch.device("meta"):
         model, x = Tower(4, 64), torch.zeros(config["train_micro_batch_size_per_gpu"], 32, 64)
     return zero_core.plan(model, config, world_size, example_inputs=[x], **how)
@@ -264,13 +256,13 @@ def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fit
     smaller = _plan_tower(config, device_memory=least - 1)
     assert smaller.best.micro_batch < 64
     assert smaller.best.micro_batch * smaller.best.micro_steps == 64
-    for best in (found.best, smaller.best):  # written as a configuration, each takes what it says
+    for best in (found.best, smaller.best):
         again = dataclasses.replace(_plan_tower(best.apply(config)).configured, is_fitting=True)
         assert dataclasses.replace(again, is_varied=True) == best
 
 
 def test_a_choice_takes_the_same_whatever_stage_is_configured():
-    # At stage 3 alone "auto" is the vertical schedule, which keeps more activations.
+    # Only at stage 3 does "auto" choose the vertical schedule, which saves more activations.
     block = {"gradient_accumulation_steps": 4, "activation_checkpointing": {}}
     plans = [_plan_tower(make_config(n, accumulation_schedule="auto", **block)) for n in (0, 3)]
     zero, three = ({c.key: c.device_bytes for c in p.choices if not c.is_varied} for p in plans)
@@ -291,7 +283,7 @@ def test_json_and_tables_hold_the_same_plan():
     content = json.loads(planned.to_json())
     assert content["memory"]["device"] == planned.memory.device
     assert content["best"]["stage"] == 3
-    memory, traffic, *_, choices = planned.tables()  # one more with zero-comm installed
+    memory, traffic, *_, choices = planned.tables()  # zero-comm adds another table
     assert [row[0] for row in memory.rows][:-2] == list(planned.memory.device)
     assert len(traffic.rows) == len(content["traffic"]) == len(planned.traffic)
     assert {row[choices.headings.index("fits")] for row in choices.rows} == {"yes"}

@@ -1,4 +1,4 @@
-"""Pools: as many buffers as are needed at once, and the same one for the same use in each step."""
+"""Buffer pools: their number of buffers, and the same buffer for the same use in each step."""
 
 from collections import defaultdict
 
@@ -13,7 +13,7 @@ from zero_core.testing import Case, RootAndBlocks, on_ranks, seeded, train
 
 CPU = torch.device("cpu")
 WIDTH = 16
-ROOT, BLOCK = 512, 160  # elements of their shards on two ranks, padding included
+ROOT, BLOCK = 512, 160  # elements of each unit's shard on two ranks, padding included
 
 
 def net(num_blocks):
@@ -43,12 +43,12 @@ def test_a_unit_has_the_same_memory_in_every_step(ranks, num_blocks):
         train(engine, [torch.ones(2, WIDTH)])
         steps.append(dict(found))
         found.clear()
-    # torch.compile(mode="reduce-overhead") would record a new CUDA graph otherwise.
+    # A changed address would make torch.compile(mode="reduce-overhead") record a new CUDA graph.
     assert steps[1] == steps[2] == steps[3]
 
 
 def test_the_root_has_no_spare_gradient():
-    # It is borrowed once a step, and its copy to the host has ended before the next one.
+    # The root's gradient is used once a step, and its copy to the host ends before the next step.
     asked = config(stage=2, offload_optimizer={"device": "cpu"})
     planned = zero_core.plan(net(1), asked, 2, device_type="accelerator").memory.device
     assert planned["gradient shards"] == 4 * (ROOT + BLOCK)

@@ -1,5 +1,3 @@
-"""Loss scaling, overflow and clipping by any p-norm."""
-
 import math
 import threading
 from contextlib import nullcontext
@@ -56,7 +54,7 @@ def test_floating_inputs_are_cast_to_the_compute_dtype():
     assert engine(rows(0, 0)).dtype == torch.bfloat16
 
 
-# A factor on the gradient shows in the weights, which Adam would hide.
+# Unlike Adam, SGD shows a factor of the gradient in the weights.
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
 
 
@@ -89,7 +87,7 @@ def test_the_declared_dtype_is_communicated_after_no_sync(ranks, name, dtype):
 
 
 class _Scaled(nn.Module):
-    """Two blocks whose outputs are summed, so that one can be spoilt without the other."""
+    """Two blocks whose outputs are summed, so that one gradient alone can become non-finite."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +99,6 @@ class _Scaled(nn.Module):
 
 
 def _told_here(caplog):
-    """Return what this rank, which is a thread, has logged."""
     return [r.getMessage() for r in caplog.records if r.thread == threading.get_ident()]
 
 
@@ -148,7 +145,7 @@ def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
 @on_ranks(2)
 def test_a_sum_that_overflows_blames_no_rank(ranks, caplog):
     engine = Case(stage=1).build(ranks, _Scaled())
-    big = torch.full((1, 3), 3e38)  # what each rank contributes: four backwards of a quarter
+    big = torch.full((1, 3), 3e38)  # each rank's contribution: four backwards, each divided by four
     for _ in range(3):
         with engine.no_sync():
             engine.backward(engine(torch.ones(1, 3), big) * 0.5)
@@ -160,7 +157,7 @@ def test_a_sum_that_overflows_blames_no_rank(ranks, caplog):
 
 
 class _Reticent:
-    """Collectives that do not show each rank's part of a sum."""
+    """Collectives that hide each rank's contribution to a sum."""
 
     def __init__(self, native, **_):
         self.all_gather = native.all_gather
@@ -174,7 +171,7 @@ class _Reticent:
 
 
 CULPRITS = {
-    # Ranks, how many of them share a node, who spoils, on accelerators, what is said.
+    # Values: world size, ranks per node, ranks with non-finite input, on an accelerator, message.
     "several": (3, 3, (0, 2), False, "batches of ranks 0, 2"),
     "of two nodes": (4, 2, (1, 2), True, "batches of ranks 1, 2"),
     "of one node": (4, 4, (1, 2), True, "batches of ranks 1, 2"),
@@ -236,7 +233,7 @@ def test_each_norm_clips_as_torch_does_on_ddp(ranks, norm_type):
             found = engine.clip_grad_norm_(_max_norm(norm_type, step), norm_type)
             assert found == pytest.approx(norm, rel=1e-5)
             engine.step()
-    # Both sum powers in fp32, in another order.
+    # The compared runs sum powers in fp32 in different orders.
     found = [engine.full_state_dict() for engine in engines]
     torch.testing.assert_close(found[0], values, rtol=1e-5, atol=1e-6)
     for one, other in pairwise(found):
@@ -255,7 +252,7 @@ def test_clippings_follow_one_another_and_last_for_one_step(ranks):
     moved = [
         (value - start[name]).flatten()
         for name, value in engine.full_state_dict().items()
-        if name != "head.weight"  # tied
+        if name != "head.weight"  # tied to embed.weight
     ]
     assert torch.cat(moved).norm().item() == pytest.approx(0.5 * 0.05, rel=1e-3)
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])

@@ -1,4 +1,4 @@
-"""Process groups of engines: none hangs, they are shared, and they end with their last user."""
+"""Process groups of engines: created without a hang, shared, and destroyed with their last user."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def _connect(group: dist.ProcessGroup | None) -> DeviceCollectives:
 
 
 def _check(collectives: Any) -> None:
-    """Gather and sum over all ranks, or over a subgroup."""
     rank, size = collectives.rank, collectives.world_size
     out = torch.empty(size)
     shard = torch.full((1,), float(rank))
@@ -49,7 +48,7 @@ def _check(collectives: Any) -> None:
 
 
 def _groups_of_its_own(rank: int, ranks: list[int], num: int) -> list[Any]:
-    """Groups that only ``ranks`` are in, made by them alone: all others count fewer."""
+    """Create groups on ``ranks`` only, so that the other ranks' group counters differ."""
     if rank not in ranks:
         return []
     return [dist.new_group(ranks, use_local_synchronization=True) for _ in range(num)]
@@ -69,7 +68,7 @@ def _some_ranks_with_different_numbers_of_groups_build(rank: int, world_size: in
     kept = _groups_of_its_own(rank, [2], 2)
     if rank != 1:
         num_groups = count_groups()
-        for _ in range(3):  # by the same name, the second would meet what the first has left
+        for _ in range(3):  # a reused group name would find stale keys of the previous group
             collectives = _connect(group)
             _check(collectives)
             _check(collectives.subgroup([collectives.rank]))
@@ -95,9 +94,9 @@ def _meshes_over_some_ranks_build(rank: int, world_size: int) -> None:
         num_groups = count_groups()
         assert _build(mesh=mesh).world_size == 4
         assert count_groups() == num_groups
-    if rank in (0, 1, 3, 4):  # 3 is in fewer groups than the others
+    if rank in (0, 1, 3, 4):  # rank 3 is in fewer groups than the other ranks
         assert _build(mesh=other).world_size == 4
-    dist.barrier(dist.new_group())  # by a name that all ranks count alike
+    dist.barrier(dist.new_group())  # a default group name, which all ranks count equally
 
 
 def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) -> None:
@@ -105,7 +104,7 @@ def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) 
     for _ in range(2):
         first, second = _connect(None), _connect(None)
         assert count_groups() == num_groups + 2
-        for _ in range(2):  # two plug-ins that split the ranks alike
+        for _ in range(2):  # two plug-ins may split the ranks in the same way
             _check(first.subgroup([0, 1] if rank < 2 else [2]))
         assert count_groups() == num_groups + 4
         descriptions = {g.group_desc for g in dist.distributed_c10d._world.pg_names}
@@ -115,7 +114,7 @@ def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) 
         assert count_groups() == num_groups + 2
         second.close()
         assert count_groups() == num_groups
-    # One rank ends its engine and another does not: a new one gets groups that all of them have.
+    # Rank 1 closes its engine and rank 0 does not. A new engine gets groups that all ranks have.
     kept = _connect(None)
     if rank == 1:
         kept.close()
@@ -131,7 +130,6 @@ def _connect_on(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
 def _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails(
     rank: int, world_size: int
 ) -> None:
-    """Engines run the collectives of accelerators over gloo."""
     build: Any = import_module("zero_core.building")
     build.make_transport = _connect_on
     num_groups = count_groups()
@@ -142,7 +140,7 @@ def _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails(
         engine.backward(engine(torch.ones(1, 5)).square().sum())
         engine.step()
         getattr(engine, end)()
-        dist.barrier()  # an engine that closes waits for no other
+        dist.barrier()
         assert count_groups() == num_groups
 
     def no_tier(**own: Any) -> Any:
@@ -167,19 +165,19 @@ def _the_groups_of_an_engine_that_is_dropped_end_later(rank: int, world_size: in
     num_groups = count_groups()
     dropped = _connect(None)
     if rank == 1:
-        del dropped  # on another rank the garbage is not collected yet
+        del dropped  # garbage collection differs between ranks
     again = _connect(None)
     _check(again)
     assert count_groups() == num_groups + (4 if rank != 1 else 2)
     if rank != 1:
         del dropped
-    assert count_groups() == num_groups + (4 if rank != 1 else 2)  # a finalizer ends nothing
+    assert count_groups() == num_groups + (4 if rank != 1 else 2)
     again.close()
     assert count_groups() == num_groups
 
 
 def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> None:
-    """NCCL is not here: gloo's class takes its place, with two members more."""
+    """A patched gloo class stands in for NCCL's, which has methods that group aborts."""
     calls: list[str] = []
     gloo: Any = dist.ProcessGroupGloo
     with pytest.MonkeyPatch.context() as patch:
@@ -199,10 +197,7 @@ def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> 
 
 
 def _some_ranks_with_a_bound_device_split_their_group(rank: int, world_size: int) -> None:
-    """A device is bound: only ``split_group`` asks none of the ranks outside.
-
-    Its place is taken by what names a group in the same way.
-    """
+    """A bound device requires ``split_group``, which is faked here because it needs NCCL."""
     group = dist.new_group([0, 2])
     kept = _groups_of_its_own(rank, [2], 2)
     world = dist.group.WORLD
@@ -242,7 +237,7 @@ def _subgroups_that_overlap_are_refused_by_name(rank: int, world_size: int) -> N
 
 
 class _PluginGroup(dist.ProcessGroup):
-    """A group of another package, without options."""
+    pass
 
 
 def _a_backend_without_options_has_the_default_timeout(rank: int, world_size: int) -> None:

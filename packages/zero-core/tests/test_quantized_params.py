@@ -1,4 +1,4 @@
-"""Quantized frozen parameters shard as bytes, and a training of adapters on them follows DDP."""
+"""Quantized frozen parameters, sharded as bytes, with adapters that train like under DDP."""
 
 import copy
 
@@ -43,7 +43,6 @@ def _bytes(tensor):
 
 
 def _assert_same_base(model, expected):
-    """Compare the bits, dtypes and strides that modules see."""
     own = dict(model.named_modules())
     for path, module in expected.named_modules():
         weight = getattr(module, "weight", None)
@@ -72,7 +71,7 @@ def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(ranks, stage, top):
     model = Adapted(WIDTH)
     engine = _build(ranks, stage, top=top)
     engine.eval()
-    with torch.no_grad():  # each forward repacks weights, which are put back behind it
+    with torch.no_grad():  # each forward repacks the weights and restores them afterwards
         assert {engine(batches[0]).item() for _ in range(2)} == {model(batches[0]).item()}
     engine.train()
     expected = train_ddp(model, ranks, batches)
@@ -93,8 +92,7 @@ def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(ranks, stage, top):
 
 @on_ranks(2)
 def test_two_forwards_before_a_backward_read_each_units_own_bytes(ranks):
-    # As preference losses have them.
-    model = Adapted(WIDTH)
+    model = Adapted(WIDTH)  # preference losses use two forwards
     (model(_x(0, 0)) + model(_x(1, 0), is_reversed=True)).backward()
     engine = _build(ranks)
     engine.backward(engine(_x(0, 0)) + engine(_x(1, 0), is_reversed=True))
@@ -120,7 +118,7 @@ def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
         ("places", torch.arange(4).view(1, 4)),
     ):
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
-    module.register_buffer("tied", module.head.weight)  # a parameter twice
+    module.register_buffer("tied", module.head.weight)
     Case(3, "bf16").build(model=module)
     assert module.weight.dtype == module.head.weight.dtype == torch.bfloat16
     assert module.count.dtype == module.places.dtype == torch.int64
@@ -161,7 +159,7 @@ def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_me
     assert engine(_x(0, 0)).item() == Adapted(WIDTH)(_x(0, 0)).item()
     module.weight = merged = PackedParam.of(torch.ones(WIDTH, WIDTH))
     with torch.no_grad():
-        engine(_x(0, 0))  # with other values: it stays
+        engine(_x(0, 0))  # the forward must keep the newly assigned weight
     assert module.weight is merged
 
 
@@ -246,7 +244,8 @@ def _deferred():
 def _loaded(ranks, folder, models):
     model = models[ranks.rank]
     zero_core.quantize_blocks(model, _quantize, pretrained=folder, process_group=ranks)
-    assert bool(model.blocks[1][3].weight.state.absmax.isnan().all())  # in slices
+    # Sharded parameters read as NaN.
+    assert bool(model.blocks[1][3].weight.state.absmax.isnan().all())
     model.adapter = nn.Linear(WIDTH, WIDTH)
     engine = _build(ranks, 3, model)
     return engine(_x(0, 0)).item()
@@ -260,7 +259,7 @@ def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_pat
     for block in model.blocks:
         _quantize(block)
     for world_size in (1, 3):
-        # Not by threads: torch's hooks are global.
+        # Made outside the ranks, which are threads: torch's recording hooks are global.
         models = [_deferred() for _ in range(world_size)]
         found = simulate(_loaded, world_size, str(tmp_path) if has_file else None, models)
         assert set(found) == {model(_x(0, 0)).item()}

@@ -1,4 +1,4 @@
-"""Ranks of which one needs no gradient of any block, or of which one fails in its forward."""
+"""Ranks that differ: one rank's blocks need no gradient, or one rank's forward fails."""
 
 import os
 import re
@@ -25,10 +25,7 @@ class _Failing(nn.Linear):
         return torch.tanh(super().forward(x))
 
 
-# Blocks that fail on NaN, or that one rank detaches: no shared model has them.
 class _Net(nn.Module):
-    """Frozen blocks between a trainable first layer and a trainable head, both in the root."""
-
     def __init__(self):
         super().__init__()
         with seeded(5):
@@ -52,7 +49,7 @@ def _make(is_frozen):
     return net
 
 
-# By step: whether the blocks need no gradient on the last rank, and on the others.
+# Whether the blocks need no gradient, by step: on the last rank, and on other ranks.
 WITHOUT = [(True, False), (False, False), (True, False), (True, True), (True, True), (False, False)]
 
 
@@ -82,7 +79,7 @@ def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_
         log.clear()
         train(engine, [(_inputs(step, ranks, False)[0], True)])
         found.append(sum(launch.kind == "b" for launch in log))
-    assert found == [3, 0, 0]  # at first the last block is still there
+    assert found == [3, 0, 0]  # in the first step the last block is still gathered
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -97,14 +94,14 @@ def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(ranks):
         expected = r"rank 1: the forward of unit 1 \(blocks.0\) raised ArithmeticError: a batch of"
         with pytest.raises(zero_core.CollectiveError, match=expected):
             engine.backward(engine(x))
-    os._exit(0)  # as a rank ends that has failed: without the others
+    os._exit(0)
 
 
 @on_processes(2)
 def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
     engine = Case(3).build(model=_Net())
     with pytest.raises(ArithmeticError):
-        engine(torch.full((3, WIDTH), float("nan")))  # on every rank
+        engine(torch.full((3, WIDTH), float("nan")))
     train(engine, [torch.ones(3, WIDTH)])
     if ranks.rank == 0:
         found = "failed or timed out: the process of rank 1 has ended, last seen in"
@@ -114,8 +111,6 @@ def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
 
 
 class _Keeping(nn.Linear):
-    """A block that returns None."""
-
     def forward(self, kept):
         kept.append(super().forward(kept[-1]))
 

@@ -1,5 +1,3 @@
-"""The README's examples run, one after another."""
-
 import re
 from pathlib import Path
 

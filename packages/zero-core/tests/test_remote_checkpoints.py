@@ -1,4 +1,4 @@
-"""Checkpoints at URLs: the files of a local one, committed by the writing of one object."""
+"""Checkpoints at URLs: the files of a local checkpoint, committed by writing one object."""
 
 import itertools
 import json
@@ -74,7 +74,7 @@ def test_second_save_of_a_tag_replaces_the_first(objects, tmp_path):
     engine = build_small()
     place = engine.save_checkpoint(objects, "best")
     train_small(engine)
-    # A save that has just made its folder. Killed saves: one is under way perhaps, one is past.
+    # Folders without a manifest: a save that just began, a recent killed save, and an old one.
     (tmp_path / "store" / "run" / "best" / f"data-{'2' * 32}").mkdir()
     for age_s, name in ((0, "data-" + "0" * 32), (2 * 24 * 3600, "data-" + "1" * 32)):
         file = tmp_path / "store" / "run" / "best" / name / "x"
@@ -141,7 +141,7 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     dies = pytest.raises(ProcessExitedException) if last < NUM_WRITES else nullcontext()
     with dies:
         run_alone(_save_and_die, root, last)
-    # The manifest is the last write but one, and `latest` the last.
+    # The last two writes are the manifest and then `latest`.
     assert read_latest(objects) == ("two" if last == NUM_WRITES else "one")
     whole = ["one", "two"] if last >= NUM_WRITES - 1 else ["one"]
     assert zero_core.inspect_checkpoint(str(objects))["tags"] == whole
@@ -150,7 +150,7 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     engine = build_small()
     assert engine.resume(objects) == {}
     assert engine.global_steps == (1 if last == NUM_WRITES else 0)
-    engine.save_checkpoint(objects, "two")  # beside what the killed one left
+    engine.save_checkpoint(objects, "two")
     assert zero_core.verify_checkpoint(str(objects))
 
 

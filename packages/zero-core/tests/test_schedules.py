@@ -1,4 +1,4 @@
-"""Schedules by name: the closed forms of their curves, and what is refused."""
+"""Named schedules: their closed forms, and refused settings."""
 
 import inspect
 import math
@@ -40,7 +40,7 @@ CURVES = {
         {"warmup_min_lr": [0.0, 1.0], "warmup_max_lr": [1.0, 3.0], "warmup_num_steps": 2, **LINEAR},
         [[0.0, 0.0, 0.5, 1.0, 1.0], [1.0, 1.0, 2.0, 3.0, 3.0]],
     ),
-    # Trainers ask for 0 steps by default; 1 is what transformers gives DeepSpeed for it.
+    # Trainers pass 0 steps by default. transformers turns 0 into 1 for DeepSpeed.
     "no warm-up is the shortest": ("WarmupLR", {"warmup_num_steps": 0}, [[0.0, 0.0, 0.9, 0.9]]),
     "a warm-up of 1 step is the shortest": (
         "WarmupLR",
@@ -79,7 +79,7 @@ def test_rates_are_those_of_the_closed_form(name, params, expected, caplog):
     for step, _ in enumerate(expected[0]):
         found.append([group["lr"] for group in optimizer.param_groups])
         assert schedule.get_last_lr() == found[-1]
-        if step == 2:  # a loaded one continues the curve
+        if step == 2:
             saved = optimizer.state_dict(), schedule.state_dict()
             optimizer = optimizer_of(*(0.9 for _ in expected))
             schedule = make_scheduler(optimizer, name, params)
@@ -105,7 +105,8 @@ def test_schedule_goes_on_from_a_given_iteration():
     optimizer = optimizer_of(8.0)
     params = {"warmup_num_steps": 4, "last_batch_iteration": 1, **LINEAR}
     schedule = make_scheduler(optimizer, "WarmupLR", params)
-    assert optimizer.param_groups[0]["lr"] == 8.0  # the checkpoint brings it
+    # unchanged, because loading a checkpoint sets the rate
+    assert optimizer.param_groups[0]["lr"] == 8.0
     with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
         schedule.get_last_lr()
     schedule.step()
@@ -159,7 +160,7 @@ def test_every_parameter_of_a_named_optimizer_or_schedule_has_its_type_and_range
     kinds = [*SCHEDULERS.values(), *(getattr(lr_scheduler, name) for name in TORCH_BY_NAME)]
     for kind, known, others in (
         (OPTIMIZER_PARAMS, [getattr(torch.optim, n) for n in OPTIMIZERS], {"params"}),
-        (SCHEDULER_PARAMS, kinds, {"optimizer", "scale_fn"}),  # no JSON
+        (SCHEDULER_PARAMS, kinds, {"optimizer", "scale_fn"}),  # excluded keys have no JSON form
     ):
         for made in known:
             assert set(inspect.signature(made).parameters) - others <= set(kind.model_fields), made

@@ -1,4 +1,4 @@
-"""Several engines in one process, and the one that a parameter knows."""
+"""Several engines in one process, and the lookup of a parameter's engine."""
 
 import gc
 import weakref
@@ -17,7 +17,6 @@ STEPS = 5
 
 
 def model(factor):
-    """Return the shared model with weights scaled by ``factor``."""
     made = make_model()
     with torch.no_grad():
         for param in made.parameters():
@@ -26,8 +25,6 @@ def model(factor):
 
 
 class Plain:
-    """A model under `SimulatedDDP` and torch's AdamW, with the methods of an engine."""
-
     def __init__(self, module, ranks, *, is_training=True):
         self.module, self._ranks = module, ranks
         self._ddp = SimulatedDDP(module, ranks)
@@ -67,9 +64,9 @@ def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
     losses = []
     for step in range(STEPS):
         inputs = batch(step, 0, ranks.rank)
-        if not step % 2:  # one backward through two engines: no branches that differ by rank
+        if not step % 2:  # a backward through two engines needs the same branches on all ranks
             inputs["use_side"] = True
-        if sleeps:  # generation by another program
+        if sleeps:  # another program generates samples meanwhile
             for one in everyone:
                 one.offload_states()
             for one in reversed(everyone):
@@ -78,11 +75,11 @@ def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
             anchor = reference(**inputs)["logits"]
             advantage = reward(**inputs)["logits"].mean() - critic(**inputs)["logits"].mean()
         of_policy = divergence(policy(**inputs)["logits"], anchor) - advantage * 0.1
-        if step % 2:  # one after the other
+        if step % 2:
             policy.backward(of_policy)
             policy.step()
         of_critic = (critic(**inputs)["logits"].mean() - advantage).square()
-        loss = of_critic if step % 2 else of_policy + of_critic  # or in one loss
+        loss = of_critic if step % 2 else of_policy + of_critic
         critic.backward(loss)
         if not step % 2:
             policy.step()
@@ -112,7 +109,7 @@ def test_the_engine_of_a_parameter_is_found(ranks, stage):
     train_steps(engine, 0, 1)
     assert zero_core.engine_of(engine.module.embed.weight) is engine
     assert engine.owns(other.module.embed.weight) is None
-    assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name
+    assert engine.owns(engine.module.head.weight) == "embed.weight"
 
 
 def test_a_model_has_one_engine_at_a_time():

@@ -1,4 +1,4 @@
-"""Simulated ranks have the bits of processes, and a late device has CUDA's traps."""
+"""Simulated ranks compute like real ones. A simulated device has CUDA's stream hazards."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from zero_core.testing.ranks import alone, run_on_processes
 from zero_core.testing.simulated import SimulatedRanks, simulate
 from zero_core.testing.training import assert_same
 
-STEPS = 5  # in the fifth the branches differ between the ranks
+STEPS = 5  # ranks take different branches in step 5
 CASE = Case(stage=3, accumulation=2, clipping=0.5)
 OF_DDP = [
     Case(accumulation=2),
@@ -63,9 +63,9 @@ def test_a_missing_wait_or_record_stream_shows():
             if records:
                 value.record_stream(side)
             del value
-            for _ in range(3):  # takes the freed memory, in order
+            for _ in range(3):  # reuses the freed memory in stream order
                 _ = source * 3
-            (main if late == "copies" else side).synchronize()  # all but what is held
+            (main if late == "copies" else side).synchronize()  # all streams except the delayed one
         torch.accelerator.synchronize(DEVICE)
         return torch.equal(out.cpu(), torch.arange(1000.0) * 2)
 
@@ -86,12 +86,12 @@ def test_only_pinned_copies_do_not_block():
         device = host.to(DEVICE, non_blocking=True)
         address = host.data_ptr()
         del host
-        other = torch.zeros(100, pin_memory=True)  # not the memory that the copy still reads
+        other = torch.zeros(100, pin_memory=True)
         assert other.data_ptr() != address
         assert late_device.counters(1).syncs == {}
     assert device.tolist() == list(range(100))
     late_device.reset_counters()
-    torch.zeros(100).to(DEVICE, non_blocking=True)  # not pinned
+    torch.zeros(100).to(DEVICE, non_blocking=True)  # a source in pageable memory synchronises
     device.to("cpu", non_blocking=False)
-    device.to("cpu", torch.float64, non_blocking=True)  # another dtype
+    device.to("cpu", torch.float64, non_blocking=True)  # a dtype conversion synchronises
     assert late_device.counters(1).syncs["copy"] == 3

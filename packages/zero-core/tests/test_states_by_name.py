@@ -1,4 +1,4 @@
-"""``engine.states`` reads and sets what DDP and torch hold, by the names of the model."""
+"""``engine.states`` reads and writes states by parameter name, compared with DDP and torch."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _Reference:
-    """DDP with torch.optim.AdamW, taken to the backward of its third step."""
+    """DDP with torch.optim.AdamW, up to the backward of its third step."""
 
     def __init__(self, ranks):
         self.model = make_model()
@@ -58,7 +58,7 @@ def test_weights_gradients_and_moments_are_those_of_ddp(ranks):
         for name in NAMES:
             for what in ("master_weight", "grad", *MOMENTS):
                 if (name, what) == ("sometimes", "grad"):
-                    continue  # not used in this step: None there, zeros here
+                    continue  # unused in this step: None in torch, zeros in the engine
                 full = states.get_full(name, what)
                 assert_same(full, reference.read(name, what))
                 local = states.get_local(name, what)
@@ -98,7 +98,7 @@ def test_what_is_set_is_what_the_step_uses(ranks, is_local):
         engine = _engine(stage, ranks)
         for name, what in whats:
             value = _new(name, what, reference.params[name].shape)
-            if is_local:  # by way of a full one, of which each rank keeps its part
+            if is_local:  # reads this rank's part of a full value, and writes the part
                 engine.states.set_full(name, value, what)
                 part = engine.states.get_local(name, what)
                 engine.states.set_full(name, torch.zeros_like(value), what)
@@ -108,7 +108,7 @@ def test_what_is_set_is_what_the_step_uses(ranks, is_local):
             assert torch.equal(engine.states.get_full(name, what), value)
         engine.states.set_full("frozen.0.up.bias", torch.full((23,), 0.5))
         engine.step()
-        # Nothing is rounded differently: gradients were set, not reduced, where it matters.
+        # Rounding does not differ: gradients were set directly instead of reduced.
         after = engine.full_state_dict()
         for name in (*NAMES, "frozen.0.up.bias"):
             torch.testing.assert_close(
@@ -172,6 +172,6 @@ def test_wrapped_models_have_the_names_of_the_model(ranks, tmp_path):
         assert load_file(folder / "export" / "model.safetensors").keys() == state.keys()
         fresh = zero_core.build(_net(is_wrapped=True), config, pretrained=folder / "export")
         assert_same(fresh.full_state_dict(), state)
-        for name, param in engine.module.named_parameters():  # wrappers' names are known, too
+        for name, param in engine.module.named_parameters():
             own = zero_core.engine_of(param).owns(param)
             assert torch.equal(engine.states.get_full(name), state[own])

@@ -1,4 +1,4 @@
-"""Records of a training, which have a bounded line per step and rank and change no number."""
+"""Step records: bounded in size, one line per step and rank, without an effect on numbers."""
 
 import gc
 import itertools
@@ -68,7 +68,7 @@ def test_each_rank_records_its_losses_its_waits_and_why_a_step_was_skipped(tmp_p
         torch.testing.assert_close(torch.tensor([s.loss for s in steps]), means, equal_nan=True)
         assert [s.micro_steps for s in steps] == [2] * 4
         waited.append(sum(steps[3].waits.values()))
-    assert waited[0] - waited[1] > 0.2  # a busy host makes both wait
+    assert waited[0] - waited[1] > 0.2  # a busy host delays each of the two runs
 
 
 def test_times_of_places_and_waits_make_up_the_step(tmp_path):
@@ -99,7 +99,7 @@ def test_times_of_places_and_waits_make_up_the_step(tmp_path):
 def test_a_file_stays_within_its_bound_and_keeps_the_whole_course(tmp_path):
     bound = 2**16
     file = RecordFile(tmp_path, 0, bound)
-    # Details of a third of the bound: the file is rarely written anew for all that.
+    # Each record takes a third of the bound, and the file is still rewritten rarely.
     spans = [("compute", "backward of unit 12 (blocks.11)", 0.1, 0.2, False)] * 300
     num_rewrites, inode = 0, file.path.stat().st_ino
     for step in range(1, 2001):
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(tmp_pat
     engine.record(tmp_path)
     _step(engine)
     size = (tmp_path / FILE.format(rank=0)).stat().st_size
-    with files_up_to(size + 10):  # the file system refuses a line
+    with files_up_to(size + 10):
         _step(engine)
     _step(engine)
     engine.close()
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(tmp_pat
 
 
 def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path):
-    # The engine is not closed, and its steps are recorded in detail.
+    # The engine records details and is never closed.
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
 
@@ -214,7 +214,7 @@ def test_records_are_read_of_a_regular_file_of_bounded_size(tmp_path):
         read_records(path)
     path.unlink()
     with path.open("wb") as file:
-        file.truncate(2**30 + 1)  # sparse
+        file.truncate(2**30 + 1)
     with pytest.raises(ValueError, match="read up to 1073741824"):
         read_records(path)
 
@@ -242,7 +242,6 @@ def test_a_line_cut_short_and_a_later_version(tmp_path):
 def test_end_of_a_program_that_closes_no_engine_is_recorded(
     tmp_path, monkeypatch, error, what, text
 ):
-    # As at the interpreter's end, after an uncaught error or without one.
     engine = _build()
     engine.record(tmp_path)
     _step(engine)

@@ -17,8 +17,6 @@ STEPS = 3
 
 
 class _Convolutions(nn.Module):
-    """Convolutions, two of them in blocks, and a matrix stored by columns."""
-
     def __init__(self, *, is_channels_last=True):
         super().__init__()
         with seeded(7):
@@ -53,7 +51,7 @@ def _strides(model):
 
 
 class _Whole(torch.optim.AdamW):
-    """An AdamW that the engine does not know to be elementwise."""
+    """An AdamW that the engine does not recognise as elementwise."""
 
 
 def _adamw(model, kind):
@@ -82,7 +80,7 @@ def test_losses_weights_and_strides_are_those_of_ddp(ranks, stage, kind):
         assert _strides(engine.module) == _strides(model)
     assert _train(engine, ranks.rank, range(STEPS)) == losses
     full = engine.full_state_dict()
-    assert all(value.is_contiguous() for value in full.values())  # as files of safetensors need
+    assert all(value.is_contiguous() for value in full.values())  # required by safetensors
     assert_same(full, dict(model.state_dict()))
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -122,7 +120,7 @@ def _loads(ranks, folder, stage, kind, is_channels_last):
     with engine.gathered():
         module = {n: v.float() for n, v in engine.module.state_dict().items()}
     assert_same(module, {n: loaded[n] for n in module})
-    _train(engine, ranks.rank, range(2, 3))  # states fit the kernels
+    _train(engine, ranks.rank, range(2, 3))
     fresh = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
     zero_core.load_pretrained(fresh, folder / "export")
     return loaded, {n: v.float() for n, v in fresh.full_state_dict().items()}

@@ -1,4 +1,4 @@
-"""A step waits for its tail, its gradients and their sums where it uses them."""
+"""The tail unit: a step waits for its values, gradients and sums only where they are used."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class _Block(nn.Module):
         self.index = index
 
     def forward(self, x):
-        if self.log is None:  # whose length dynamo would guard
+        if self.log is None:  # dynamo would guard on the log's length
             return x + torch.tanh(self.inner(x))
         self.log.append(f"block {self.index}")
         out = x + torch.tanh(self.inner(x))
@@ -39,8 +39,6 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """``way`` is how a forward uses the head, with ``rank`` for what differs between ranks."""
-
     def __init__(self, way="plain", rank=0):
         super().__init__()
         self.way, self.rank = way, rank
@@ -92,7 +90,7 @@ def _units(model):
 def test_what_may_be_used_elsewhere_stays_in_the_root(monkeypatch):
     monkeypatch.setattr(discovery, "MIN_TAIL_NUMEL", 1)
     model = _Net()
-    model.gain = nn.Parameter(torch.ones(1))  # the model itself holds it
+    model.gain = nn.Parameter(torch.ones(1))
     model.embed = nn.Embedding(VOCAB, WIDTH)
     model.head.weight = model.embed.weight
     note_reader(model.blocks[0], model.other.weight)
@@ -123,8 +121,6 @@ class _Waited:
 
 
 class _Logging:
-    """Collectives, and a log of launches and waits."""
-
     def __init__(self, native, log):
         self.native, self.log = native, log
 
@@ -162,10 +158,10 @@ def test_the_tail_is_waited_for_behind_the_last_block_and_reduced_behind_the_blo
         *("backward of block 2", "reduce 2"),
         *("backward of block 1", "reduce 1", "reduce 4", "reduce 0"),
     ]
-    if stage == 0:  # nothing is gathered
+    if stage == 0:
         return
     before, after = (log[: log.index("block 1")], log[log.index("block 3") :])
-    # Forward waits for what the first block needs, and the next gather is under way meanwhile.
+    # Forward waits only for the first block's parameters, while the next gather runs.
     if stage == 3:
         assert before == [
             *("gather 0", "gather 1", "gather 4", "waited for gather 0"),
@@ -188,8 +184,8 @@ def _is_awaited(log, what):
 
 @pytest.mark.parametrize(
     ("stage", "accumulation", "num_late"),
-    # Nothing in backward uses a gathered gradient again, nor stage 1's full_grad, which is kept.
-    # Else a buffer is used again by the unit after the next.
+    # At stage 0, and for stage 1's full_grad, backward does not reuse the buffer of a launched
+    # reduction. Otherwise the unit after the next one reuses the buffer.
     [(0, 1, 4), (0, 2, 4), (1, 1, 4), (2, 1, 2), (3, 1, 2)],
 )
 @on_ranks(2)
@@ -202,7 +198,7 @@ def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage, accumul
         for micro in range(accumulation):
             engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
             launched = _launched(logged.log, "reduce" if stage else "gather of gradients")
-            assert len(launched) == 4 or not stage  # these gathers may start in `step`
+            assert len(launched) == 4 or not stage  # at stage 0 these gathers may start in `step`
             assert not any(_is_awaited(logged.log, one) for one in launched[-num_late:])
             engine.step()
         launched = _launched(logged.log, "reduce" if stage else "gather of gradients")
@@ -211,15 +207,13 @@ def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage, accumul
 
 
 class _LoggingTier(MadeTier):
-    """A tier that owns nothing but a log."""
-
     log, starts = [], [0]
 
     def _unit(self, start):
         return max(i for i, first in enumerate(self.starts) if first <= start)
 
     def are_params_ready(self, start, stop):
-        return False  # as of a tier that is behind
+        return False  # simulates a tier whose updates are pending
 
     def wait_params(self, start, stop):
         self.log.append(f"waited for unit {self._unit(start)}")
@@ -277,9 +271,9 @@ def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(ranks
         engine(_ids(0, ranks.rank))
     handle.remove()
     expected = _Net().head.weight
-    if ranks.rank == 0:  # alone: a read starts no collective
+    if ranks.rank == 0:  # rank 0 alone reads, because a read starts no collective
         assert torch.equal(model.head.weight, expected)
-    for _ in range(2):  # after that forward, and after one that no backward follows
+    for _ in range(2):
         engine.states.set_full("head.weight", expected.detach() / 2)
         with pytest.raises(RuntimeError, match="stage 3 holds only"):
             model.head.weight.sum()

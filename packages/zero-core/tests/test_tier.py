@@ -1,4 +1,4 @@
-"""The device tier against torch's optimizers on whole parameters, at once and in turns."""
+"""The device tier compared with torch's optimizers on whole parameters."""
 
 import pytest
 import torch
@@ -34,8 +34,6 @@ class InTurns(DeviceTier):
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of live tensors that operations within it made, and their peak."""
-
     def __init__(self):
         super().__init__()
         self._sizes = {}
@@ -62,7 +60,6 @@ def _drawn(seed):
 
 
 def _make(optimizer_class, options, kind=DeviceTier, dtype=torch.float32):
-    """Return a tier of two shards, a group for its steps, and the shards."""
     group = dict(optimizer_class([nn.Parameter(torch.zeros(1))], **options).defaults)
     shards = [torch.zeros(n, dtype=dtype) for n in (SPLIT, NUMEL - SPLIT)]
     tier = kind(
@@ -103,7 +100,7 @@ def test_slices_follow_torch_bit_by_bit_and_inactive_pieces_rest(
     for step in range(5):
         active = EVERY if step % 2 else [0, 2, 4, 5]
         _offer(tier, step, grad_dtype)
-        for some in (active[:2], active[2:]):  # a gradient is scaled once for all calls
+        for some in (active[:2], active[2:]):  # the gradient must be scaled once, not in each call
             tier.step([group], some, grad_scale=0.3)
         tier.discard_grads()
         for index, grad in enumerate(_parts(_drawn(10 + step).to(grad_dtype).float() * 0.3)):
@@ -120,7 +117,7 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
     params = [nn.Parameter(part.clone()) for part in _parts(_drawn(1))]
     plain = fused[0](params, **fused[1])
     for step in range(5):
-        if step == 3:  # as a load of a checkpoint does in which this one has no state
+        if step == 3:  # simulates loading a checkpoint that lacks this parameter's state
             tier.write_scalars(4, {"num_steps": 0.0})
             del plain.state[params[4]]
         _offer(tier, step)
@@ -128,7 +125,8 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
         for param, grad in zip(params, _parts(_drawn(10 + step)), strict=True):
             param.grad = grad
         beside = [p for p in params if p is not params[4]]
-        for some in (beside, params[4:5]):  # torch makes states of all in a call, or of none
+        # torch creates states for all parameters of a call, or for none
+        for some in (beside, params[4:5]):
             plain.param_groups[0]["params"] = some
             plain.step()
     for mine, theirs in zip(_parts(_read(tier)), params, strict=True):

@@ -1,4 +1,4 @@
-"""The ``tiled_compute`` block: the numbers of whole modules, the memory of one tile."""
+"""The ``tiled_compute`` block: results like untiled modules, in the memory of one tile."""
 
 import copy
 
@@ -16,16 +16,14 @@ from zero_core.tiled import TiledLogits
 
 VOCAB, WIDTH, TOKENS = 37, 12, 11
 TILED = {
-    "tile_tokens": 8,  # of two sequences: 4 of each, and a shorter tile at the end
+    "tile_tokens": 8,  # with two sequences: 4 tokens of each per tile, and a shorter last tile
     "modules": {"name_suffixes": ["mlp"]},
     "logits": {"names": ["head"]},
 }
 
 
-# A language model with a part to tile and untied logits, as no shared model has them.
+# A language model with modules that can be tiled and untied logits.
 class _Mlp(nn.Module):
-    """With a parameter of its own, beside those of its parts."""
-
     def __init__(self, width):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(width))
@@ -33,7 +31,7 @@ class _Mlp(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        flat = x.view(-1, x.shape[-1])  # as GPT-2's Conv1D has it
+        flat = x.view(-1, x.shape[-1])  # GPT-2's Conv1D flattens its input in the same way
         y = self.down(functional.gelu(self.up(flat * self.gain)))
         return y.view(x.shape)
 
@@ -49,7 +47,7 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """A language model that computes its loss as those of transformers do."""
+    """A language model that computes its loss like transformers' models."""
 
     def __init__(self, width=WIDTH, vocab=VOCAB):
         super().__init__()
@@ -198,7 +196,7 @@ def test_logits_are_read_on_one_rank_without_gradients_and_refused_by_name_too_l
     expected = _Model()(_ids(0, 0))
     with torch.no_grad():
         found = engine(_ids(0, 0))
-    if ranks.rank == 0:  # on one rank, when nothing is gathered any more
+    if ranks.rank == 0:  # one rank may read the output, because reading gathers nothing
         torch.testing.assert_close(found["logits"], expected["logits"])
         torch.testing.assert_close(found["loss"], expected["loss"])
     found = engine(_ids(0, ranks.rank))
@@ -283,7 +281,7 @@ def test_many_tokens_of_fp16_have_a_finite_mean():
     loss = functional.cross_entropy(
         TiledLogits(hidden, head, 4096), torch.zeros(20_000, dtype=torch.int64)
     )
-    assert loss.item() == pytest.approx(3.912, abs=1e-2)  # ln(50)
+    assert loss.item() == pytest.approx(3.912, abs=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +299,7 @@ def test_wrong_names_are_errors(block, message):
     with pytest.raises(ConfigError, match=message):
         zero_core.build(model, _config(3, tiled_compute=block))
     assert all("forward" not in vars(module) for module in model.modules())
-    zero_core.build(model, _config(3, tiled_compute=TILED))  # nothing was moved
+    zero_core.build(model, _config(3, tiled_compute=TILED))
 
 
 class _Mixing(nn.Module):

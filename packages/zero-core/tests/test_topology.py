@@ -1,4 +1,4 @@
-"""The nodes of ranks, from a mesh, the launcher or the hosts' names, and their devices."""
+"""The ranks' nodes, found from a mesh, the launcher or host names, and the ranks' devices."""
 
 import os
 import socket
@@ -27,10 +27,10 @@ from zero_core.testing import Case, alone, on_processes, spawn
         ("aabb", 2),
         ("abcd", 1),
         ("aaabbbcccddd", 3),
-        ("aaaabb", 2),  # unequal: two groups lie in the first node
+        ("aaaabb", 2),  # unequal nodes: the first node is split into two groups
         ("aaab", 1),
         ("aaaaaabbbbcc", 2),
-        ("abab", 1),  # not consecutive
+        ("abab", 1),  # ranks of a node are not consecutive
         ("aabbaa", 1),
     ],
 )
@@ -58,21 +58,22 @@ def _count(environment):
 @on_processes(4)
 def test_each_launcher_tells_its_nodes(ranks):
     rank, half = ranks.rank, str(ranks.rank // 2)
-    assert _count({}) == 4  # one host
+    assert _count({}) == 4
     assert _count({"LOCAL_WORLD_SIZE": "4"}) == 4
     assert _count({"LOCAL_WORLD_SIZE": "2"}) == 2
     assert _count({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": half, "RANK": str(rank)}) == 2
     assert _count({"LOCAL_WORLD_SIZE": "1"}) == 1
-    # torchrun tells of nodes of different size by the node's number alone.
+    # torchrun identifies nodes of unequal size by the node's number only.
     sizes = "3" if rank < 3 else "1"
     assert _count({"LOCAL_WORLD_SIZE": sizes, "GROUP_RANK": str(rank // 3)}) == 1
-    assert _count({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank % 2)}) == 1  # not consecutive
+    # ranks of a node are not consecutive
+    assert _count({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank % 2)}) == 1
     assert _count({"SLURM_NODEID": half}) == 2
-    # Open MPI numbers no nodes: ranks dealt out in turn look the same to it. The host's name does.
+    # Open MPI does not number nodes, so round-robin placement looks the same. Host names decide.
     assert _count({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank)}) == 4
-    # torchrun within an allocation of SLURM: who started the rank last knows best.
+    # torchrun inside a SLURM allocation: the innermost launcher's variables win.
     assert _count({"LOCAL_WORLD_SIZE": "2", "SLURM_NODEID": "0"}) == 2
-    # Ranks that were started differently are asked for their hosts.
+    # Ranks started by different launchers compare host names.
     assert _count({"SLURM_NODEID": "0"} if rank else {}) == 4
 
 
@@ -99,10 +100,9 @@ def test_a_mesh_tells_the_ranks_and_the_nodes(ranks):
     nodes = init_device_mesh("cpu", (2, 2))
     assert _sent(_build(mesh=nodes)) == (2 * shard, shard)
     assert _sent(_build(mesh=init_device_mesh("cpu", (4, 1)))) == (0, 3 * shard)
-    os.environ["LOCAL_WORLD_SIZE"] = "4"  # the mesh wins
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
     assert _sent(_build(mesh=nodes)) == (2 * shard, shard)
     assert _sent(_build(mesh=flat)) == (3 * shard, 0)
-    # A part of the ranks: each row is a training of its own.
     part = _build(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
     assert (part.world_size, part.rank) == (2, ranks.rank % 2)
     deep = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
@@ -132,10 +132,10 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         dist.init_process_group("cpu:gloo,late:gloo", store=store, rank=0, world_size=1)
     assert _found() == "late:0"
-    assert _found(LOCAL_RANK="2") == "late:2"  # torchrun, and nothing else was said
-    assert _found(LOCAL_RANK="3") == "late:2"  # the program chose one
+    assert _found(LOCAL_RANK="2") == "late:2"
+    assert _found(LOCAL_RANK="3") == "late:2"  # the device that the program selected wins
     torch.accelerator.set_device_index(0)
-    assert _found(LOCAL_RANK="7") == "late:0"  # as with CUDA_VISIBLE_DEVICES for each rank
+    assert _found(LOCAL_RANK="7") == "late:0"  # the launcher set CUDA_VISIBLE_DEVICES for each rank
     world = dist.group.WORLD
     assert world is not None
     world.bound_device_id = torch.device("late", 1)
@@ -145,11 +145,6 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
 
 
 def _devices(rank, world_size):
-    """Compare devices of ranks, of which two are on a host.
-
-    The group has no backend on them: none of its collectives would run, as on NCCL if ranks share a
-    device.
-    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host{rank // 2}")
         group = dist.new_group([0, 2, 3])
@@ -158,7 +153,6 @@ def _devices(rank, world_size):
             if rank != 1:
                 position = [0, 2, 3].index(rank)
                 check_devices(Ranks(group, position, 3, torch.device("xpu", rank)))
-        # Equal numbers on two hosts are different devices.
         check_devices(Ranks(None, rank, world_size, torch.device("xpu", rank % 2)))
         found = r"found ranks \[2, 3\] on xpu:0 of host1\. Start the ranks by torchrun"
         with pytest.raises(ConfigError, match=found):

@@ -1,4 +1,4 @@
-"""The fused sum's Triton kernels without a GPU: interpreted, or compiled but not run."""
+"""The fused sum's Triton kernels without a GPU: interpreted, or compiled only."""
 
 import importlib.util
 import json
@@ -39,7 +39,6 @@ def _run(act, slices, out_dtype):
 
 
 def _spoil(slices):
-    """NaN, Inf of both signs that cancel to NaN, and a sum that overflows where no part does."""
     num_slices, numel = slices.shape
     slices[0, numel // 2] = torch.inf
     slices[-1, numel // 2] = -torch.inf
@@ -50,13 +49,13 @@ def _spoil(slices):
 
 @alone
 def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch():
-    # Triton reads it as it is imported, which is done again here, but for what is compiled.
+    # Triton reads TRITON_INTERPRET on import. Import again everything except compiled modules.
     os.environ["TRITON_INTERPRET"] = "1"
     for name in [n for n in sys.modules if n.partition(".")[0] == "triton" and "._C" not in n]:
         del sys.modules[name]
     from zero_core.comm.triton_sum import TILE, sum_by_triton
 
-    # NumPy, which interprets, warns of NaN and of overflow, which are meant here.
+    # The interpreter runs on NumPy, which warns about the NaN and overflow of this test.
     warnings.simplefilter("ignore", RuntimeWarning)
     shapes = ((1, 1), (3, 37), (2, TILE), (5, 2 * TILE + 16), (8, 3 * TILE - 1))
     for (dtype, outs), shape in product(INPUTS.items(), shapes):

@@ -1,4 +1,4 @@
-"""Reductions on accelerators: the bits of one node on several, few operators and few bytes."""
+"""Two-level reductions on accelerators: results, operator counts and bytes."""
 
 from dataclasses import asdict
 from functools import reduce
@@ -27,7 +27,7 @@ def _full(rank, size, dtype):
 
 
 def _sum_by_tree(size, per_node, dtype):
-    """Sum of all ranks: within each node from the left, then the nodes from the left."""
+    """Sum over all ranks: left to right within each node, then left to right over the nodes."""
     wide = torch.promote_types(dtype, torch.float32)
     full = [_full(rank, size, dtype).to(wide) for rank in range(size)]
     nodes = [reduce(torch.add, full[at : at + per_node]) for at in range(0, size, per_node)]
@@ -62,7 +62,7 @@ def test_a_sum_is_taken_by_one_tree(size, per_node, dtype):
 
 
 def _send(ranks, config):
-    """Return what a rank sends in a step, and the bytes that it receives gradients into."""
+    """Return the bytes that a rank sends in a step, and the size of its receive buffers."""
     assert ranks.per_node is not None
     meter = Meter(Links(ranks.size, ranks.per_node, is_ring=True))
     device = device_collectives(ranks, meter)
@@ -88,8 +88,6 @@ def test_a_plan_counts_both_levels_and_their_buffer(dtype):
 
 
 class _Counter(TorchDispatchMode):
-    """A dispatch mode that counts operators that move data, and the bytes they read and write."""
-
     VIEWS = frozenset({"view", "slice", "select", "unbind", "transpose", "empty", "detach"})
 
     def __init__(self):
@@ -111,7 +109,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _device(rank, world_size, per_node):
-    """Return the collectives of a rank among many, whose library leaves buffers as they are."""
+    """Return the collectives of one rank whose communication library moves no data."""
 
     def library(rank, size):
         def subgroup(ranks, lane):
@@ -120,7 +118,7 @@ def _device(rank, world_size, per_node):
         return Mock(rank=rank, world_size=size, subgroup=subgroup)
 
     def launch(job, *, is_reduction):
-        job()  # in this thread, which the counter sees
+        job()
         return Mock()
 
     meter = Meter(Links(world_size, per_node, is_ring=True))
@@ -133,7 +131,7 @@ def test_a_reduction_takes_as_many_operators_at_any_size_and_moves_three_bytes_a
     for size in (16, 64, 512):
         device = _device(1, size, per_node or size)
         full, out = torch.ones(size * numel, dtype=torch.bfloat16), torch.empty(numel)
-        device.reduce_scatter(out, full, unit=0).wait()  # its scratch is there
+        device.reduce_scatter(out, full, unit=0).wait()  # allocates scratch buffers
         with _Counter() as counter:
             work = device.reduce_scatter(out, full, unit=0)
             work.wait()

@@ -1,4 +1,4 @@
-"""Checkpoints that were made up or damaged: no load takes what `verify` refuses."""
+"""Forged or damaged checkpoints: no load accepts a checkpoint that `verify` refuses."""
 
 import contextlib
 import json
@@ -39,7 +39,6 @@ def _train(engine):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return the folders of checkpoints of AdamW and of Muon."""
     folders = {}
     for optimizer in ("AdamW", "Muon"):
         engine = _build(optimizer)
@@ -84,7 +83,6 @@ _FILES = {
 
 
 def _make_up(source, folder, edit):
-    """Copy a checkpoint, and seal it again after the ``edit``."""
     shutil.copytree(source, folder)
     (place,) = (path for path in folder.iterdir() if path.is_dir())
     content = json.loads((place / MANIFEST).read_bytes())
@@ -120,7 +118,7 @@ def test_what_no_engine_can_load_is_refused_and_not_whole(saved, tmp_path, edit)
             zero_core.verify_checkpoint(tmp_path / "made-up")
     engine = _build(optimizer)
     _train(engine)
-    # A load changes nothing: the next save has the bytes of one before.
+    # A refused load changes nothing: the next save writes the same bytes.
     before = engine.save_checkpoint(tmp_path / "own", "before")
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(tmp_path / "made-up")

@@ -1,4 +1,4 @@
-"""Memory of the vertical schedule, its inputs and gradients in host memory, and its plan."""
+"""Host memory of the vertical schedule's activations and gradients, compared with its plan."""
 
 import pytest
 import torch
@@ -10,14 +10,11 @@ import zero_core
 from zero_core.testing import Case, alone, assert_same, seeded, simulate
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
-GRADIENT_BYTES, INPUT_BYTES = VOCAB * WIDTH * 4, ROWS * WIDTH * 4  # 160,000 and 96,000
+GRADIENT_BYTES, INPUT_BYTES = VOCAB * WIDTH * 4, ROWS * WIDTH * 4  # 160,000 and 96,000 bytes
 
 
 class _Net(nn.Module):
-    """A model with tied weights.
-
-    ``is_shared``: the blocks, too, contribute to the embedding's gradient.
-    """
+    """A model with tied weights. ``is_shared``: the blocks use the embedding's weight too."""
 
     def __init__(self, *, is_shared=False):
         super().__init__()
@@ -90,7 +87,7 @@ def test_host_memory_is_what_was_planned(ranks):
     blocks = [r.writes[0] for r in trace if r.kind == "pinned_alloc"]
     taken = sum(stop - start for start, stop in blocks if stop - start >= INPUT_BYTES)
     planned = plan.memory.host["activations"] + plan.memory.host["gradients of tied weights"]
-    # Page-locked are powers of two. Here that is what buffers, and pieces of several, fill.
+    # Pinned buffers have power-of-two sizes. Buffers and groups of small tensors fill them.
     least = STEPS * (DEPTH * INPUT_BYTES + GRADIENT_BYTES)
     assert least <= taken <= planned <= 1.7 * least
     copies = [r for r in trace if r.kind == "launch" and r.name == "copy up"]
@@ -101,7 +98,6 @@ def test_host_memory_is_what_was_planned(ranks):
 
 
 def _rise(ranks, steps):
-    """Return how far the device's memory rises in a step."""
     config = _config(steps=steps, accumulation_schedule="vertical")
     engine = zero_core.build(_Net(), config, process_group=ranks)
     batches = _batches(1, ranks, steps)
@@ -118,9 +114,9 @@ def _rise(ranks, steps):
 @alone
 def test_device_has_two_gradients_however_many_micro_batches():
     late_device.load()
-    late_device.set_delays(seed=1, copy_s=1e-2)  # copies take longer than everything else
+    late_device.set_delays(seed=1, copy_s=1e-2)  # copies are the slowest operation
     (few,), (many,) = (simulate_late(_rise, 1, steps) for steps in (4, 8))
-    # But for those between two blocks, which have the size of an input.
+    # The allowance covers gradients between two blocks, which have the size of an input.
     assert many - few < 4 * INPUT_BYTES + GRADIENT_BYTES / 2
 
 
@@ -149,11 +145,6 @@ def test_plan_counts_gradients_of_all_micro_batches_or_two_beside_the_host():
 
 
 class _Narrowing(nn.Module):
-    """Blocks whose inputs are of different sizes: 64, 32 and 16 numbers per sample.
-
-    The code between blocks saves the second block's input, which stays on the device.
-    """
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64 >> n, 32 >> n) for n in range(3))

@@ -1,4 +1,4 @@
-"""The vertical schedule: the horizontal one's bits, two passes of gathers, and what it refuses."""
+"""The vertical schedule: bit-identical to the horizontal one, with two passes of gathers a step."""
 
 import re
 from types import SimpleNamespace
@@ -29,8 +29,6 @@ def _mlp():
 
 
 class _Net(nn.Module):
-    """Blocks that ``way`` connects: the code between them is this schedule's difficulty."""
-
     def __init__(self, way, block):
         super().__init__()
         with seeded(1):
@@ -47,8 +45,6 @@ class _Net(nn.Module):
 
 
 class _UnevenBlock(nn.Module):
-    """A block that returns a mapping with a second entry for the loss, as a router does."""
-
     def __init__(self):
         super().__init__()
         self.inner, self.side = _mlp(), nn.Linear(WIDTH, WIDTH)
@@ -59,8 +55,6 @@ class _UnevenBlock(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """A block with a second input by name, which returns a tuple."""
-
     def __init__(self):
         super().__init__()
         self.own, self.cross = _mlp(), nn.Linear(WIDTH, WIDTH)
@@ -79,7 +73,6 @@ def _plain(net, x):
 
 
 def _drops(net, x):
-    """Apply dropout before, around and behind the blocks."""
     x = nn.functional.dropout(net.first(x), 0.3)
     for block in net.blocks:
         x = x + nn.functional.dropout(block(nn.functional.dropout(x, 0.2)), 0.3)
@@ -87,7 +80,6 @@ def _drops(net, x):
 
 
 def _branches(net, x):
-    """Leave out a parameter and the head in some micro-batches."""
     is_even = x.shape[0] % 2 == 0
     x = net.first(x) + net.bias if is_even else net.first(x)
     for block in net.blocks:
@@ -103,7 +95,6 @@ def _adds_the_first(net, x):
 
 
 def _hooks(net, x):
-    """Change gradients by hooks between the blocks and use the head twice."""
     x = net.first(x)
     for block in net.blocks:
         x = x + block(x)
@@ -121,7 +112,6 @@ def _sums_gates(net, x):
 
 
 def _crosses(net, x):
-    """Pass the encoder's output to each block of the decoder."""
     memory = x
     for block in net.encoder:
         memory = memory + block(memory)
@@ -132,7 +122,7 @@ def _crosses(net, x):
 
 
 def _boxes(net, x):
-    box = SimpleNamespace(held=net.first(x))  # an object of no known type that hides a tensor
+    box = SimpleNamespace(held=net.first(x))  # an object of unknown type that hides a tensor
     for block in net.blocks:
         x, _ = block(x, memory=box)
     return x
@@ -156,7 +146,6 @@ def _reads_another(net, x):
 
 
 def _ties(net, x):
-    """Use a weight before the blocks and behind them."""
     return nn.functional.linear(_adds_the_first(net, x), net.first.weight)
 
 
@@ -172,7 +161,7 @@ WAYS = {
     "reversed": _in_order(3, 2, 1, 0),
     "left out": _in_order(0, 1),
     "boxed": _boxes,
-    "stashed": lambda net, x: _plain(net, x) + net.stashed,  # by a block, beside its output
+    "stashed": lambda net, x: _plain(net, x) + net.stashed,
     "reads another": _reads_another,
     "a weight with a hook": _ties,
     "a weight with a hook and dropout": lambda net, x: _drops(net, x) + net.first.weight.sum(),
@@ -203,18 +192,16 @@ def _make(kind):
 
 
 def _batches(step, rank=0, number=3):
-    """Draw micro-batches of different sizes."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randn(2 + micro, 4, WIDTH, generator=generator) for micro in range(number)]
 
 
 def _train(model, config, ranks):
-    """Train and return losses and norms, skipped steps, and values."""
     engine = zero_core.build(model, config, process_group=ranks)
     seen = []
     for step in range(STEPS):
         loss = engine.train_batch(_batches(step, engine.rank)).item()
-        seen.append((loss, repr(engine.get_global_grad_norm())))  # NaN is NaN
+        seen.append((loss, repr(engine.get_global_grad_norm())))
     values = engine.full_state_dict(dtype=torch.float32)
     engine.close()
     return seen, engine.skipped_steps, values
@@ -260,7 +247,7 @@ SETTINGS = {
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_are_the_same_with(world_size, stage, name):
-    # Below stage 3 autocast keeps one cast of a weight for both of its uses, which is refused.
+    # Below stage 3 autocast caches the cast of a tied weight for both uses, which is refused.
     kind = "plain" if name == "autocast" else "tied"
     config = _config(stage) | SETTINGS[name]
     skipped = simulate(_same_bits, world_size, kind, config)
@@ -271,7 +258,7 @@ CASES_OF = {
     1: [("compiled", {"activation_checkpointing": again}, "vertical") for again in (None, {})],
     2: [
         *(("dropout", {"world_size_invariant": is_so}, "vertical") for is_so in (False, True)),
-        ("a weight with a hook and dropout", {}, "auto"),  # which auto refuses
+        ("a weight with a hook and dropout", {}, "auto"),  # the hook makes "auto" fall back
     ],
 }
 
@@ -331,7 +318,7 @@ def test_memory_has_the_blocks_inputs_of_all_micro_batches_and_the_logits_of_one
         block.register_forward_pre_hook(note_input)
     engine.module.out.register_forward_hook(note_logits)
     engine.train_batch(_batches(0))
-    # The last block and the head take one micro-batch after the other.
+    # The last block and the head process micro-batches one after the other.
     assert num_alive == [[3 * (NUM_BLOCKS - 1) + number, 1] for number in (1, 2, 3)]
     assert all(ref.expired() for ref in (*inputs, *logits))
 
@@ -430,7 +417,7 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
     ("kind", "further", "said"),
     [
         ("plain", {}, "auto chose vertical: gathers are saved"),
-        # Seen within a forward, and when it has ended.
+        # The reason is detected within a forward, or after it.
         ("called again", {}, "auto chose horizontal: rank 0: accumulation_schedule = 'vertical'"),
         ("a weight with a hook", {}, "auto chose horizontal: rank 0: accumulation_schedule ="),
         *(

@@ -21,7 +21,7 @@ FORWARD = [f"forward of unit {u} (blocks.{u - 1})" for u in range(1, 5)]
 
 
 class _Ranks:
-    """Ranks that follow a program of places. Each collective ends when all ranks are in it."""
+    """Ranks that follow a scripted program. Each collective ends when all ranks have entered it."""
 
     def __init__(self, size, *, within_s=WITHIN_S):
         self.now = 0.0
@@ -38,7 +38,6 @@ class _Ranks:
             self.watches.append(watch)
 
     def tick(self, until):
-        """Let time pass up to ``until``, with the beats of the time between."""
         step = self.watches[0].interval_s
         while self.now + step <= until:
             self.now += step
@@ -47,7 +46,7 @@ class _Ranks:
                     watch.tick(self.now)
 
     def run(self, stages):
-        """Run stages: each has a rank's place, the collective behind it, and its seconds."""
+        """Run stages. A stage has each rank's activity, next wait, and seconds until the wait."""
         for stage in stages:
             start = self.now
             for place, (doing, _, _) in zip(self.places, stage, strict=True):
@@ -62,7 +61,7 @@ class _Ranks:
 
 
 class _Stalled:
-    """A store whose host stops when it is read."""
+    """A store whose host is suspended while the store is read."""
 
     def __init__(self):
         self.has_resumed = threading.Event()
@@ -77,7 +76,7 @@ class _Stalled:
 
 @pytest.fixture(autouse=True)
 def far(monkeypatch):
-    """Hide the ranks' processes from each other, as on different hosts."""
+    """Hide the ranks' processes from each other, like on different hosts."""
     monkeypatch.setattr(watches, "process_state", lambda pid: "")
 
 
@@ -86,14 +85,14 @@ def healthy(num_steps, size):
     chance = random.Random(1)
     for step in range(num_steps):
         for number, doing in enumerate(FORWARD):
-            compiled = 60.0 if step == 0 else 0.0  # on all ranks
+            compiled = 60.0 if step == 0 else 0.0
             wait = f"all_gather of unit {number + 1}"
             yield [(doing, wait, compiled + chance.random() / 9) for _ in range(size)]
-            # A rank goes from unit to unit, slowly: the others wait for 24 s.
+            # Rank 1 is slow in four units in a row. The other ranks wait for 24 s.
             for _ in range(4 if step % 1000 == 7 else 0):
                 wait = f"all_gather of unit {number}"
                 yield [(doing, wait, 6.0 if rank == 1 else 0.1) for rank in range(size)]
-        if step % 500 == 499:  # all ranks save; rank 0 writes for 50 s
+        if step % 500 == 499:  # all ranks save, and rank 0 writes for 50 s
             seconds = [50.0, *[1.0] * (size - 1)]
             yield [("save_checkpoint()", "control exchange", each) for each in seconds]
         yield [("step()", "sum of the step's statistics", chance.random() / 9)] * size
@@ -179,7 +178,7 @@ def test_a_store_that_does_not_answer_is_named_and_blocks_neither_thread(caplog)
     watch.tick(begin + 1.0)
     assert watch.explain().startswith("rank 0 of the job has not answered for ")
     assert not caplog.records
-    watch.tick(begin + 10.0)  # the thread of the engines goes on
+    watch.tick(begin + 10.0)
     (record,) = caplog.records
     assert "all_gather of unit 1 has not ended for 10.0 s: rank 0 of the job has" in record.message
     store.has_resumed.set()
@@ -208,18 +207,18 @@ def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(size, caplog, 
     text = f"no sign of life of rank {size // 2} for"
     assert [text in record.message for record in caplog.records] == [True] * 8
     before = [board.num_read for board in ranks.boards]
-    assert max(before) <= 9 * 8  # its own, and those of a window
+    assert max(before) <= 9 * 8  # its own heartbeats and those of a window of ranks
     ranks.tick(ranks.now + 20 * WITHIN_S)
     more = [board.num_read - num for board, num in zip(ranks.boards, before, strict=True)]
     assert max(more) <= 9 * 60
-    assert len(caplog.records) == size - 1  # each rank that waits has named it
+    assert len(caplog.records) == size - 1
 
 
 def test_heartbeat_file_has_the_last_step(tmp_path, monkeypatch):
     path = tmp_path / "heartbeat"
     monkeypatch.setenv("ZERO_HEARTBEAT_FILE", str(path))
     for local_rank in ("1", "0"):
-        assert not path.exists()  # the node's first rank writes it
+        assert not path.exists()  # only the node's first rank writes the file
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         for file in HeartbeatFile.wanted(rank=8):
             file.stepped(EndedStep(3, "", [], 1, {}))
@@ -227,4 +226,4 @@ def test_heartbeat_file_has_the_last_step(tmp_path, monkeypatch):
     engine = Case().build(model=make_tower(1))
     train(engine, [rows(0, 0), rows(1, 0)])
     engine.close()
-    assert json.loads(path.read_text())["step"] == 1  # at most once a second
+    assert json.loads(path.read_text())["step"] == 1  # written at most once a second

@@ -1,4 +1,4 @@
-"""Patches of the weights: a receiver has the engine's bits, and positions are encoded exactly."""
+"""Weight patches, which make a receiver's weights bit-identical to the engine's."""
 
 import copy
 
@@ -55,7 +55,7 @@ def _assert_same(engine, receiver):
 def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype):
     steps = 11
     engine = _case(stage, dtype).build(ranks)
-    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
+    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # all versions, or every fifth
     versions = [0, 0]
     for step in range(steps):
         train_steps(engine, step, step + 1)
@@ -115,10 +115,10 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     for _ in range(5):
         _train(engine, width=512)
         shares.append(engine.weight_patch(since=engine.patch_version).nbytes / whole)
-    # Of five versions; at most what the plan says.
+    # The log has five versions.
     held = engine.memory_report()["weight patches"]
     assert 0 < held < 0.15 * whole / ranks.size
-    # The plan counts marks of a quarter of a byte and eight versions of five bits per element.
+    # The plan counts a quarter of a byte per element for marks, and eight versions of five bits.
     most, bounded = (
         zero_core.plan(_mlp(0, 512), _mlp_config(3, **more), ranks.size).memory.host
         for more in ({}, {"weight_patches": {"versions": 8, "max_bytes": 1000}})
@@ -128,7 +128,7 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     assert held <= most["weight patches"]
     assert bounded["weight patches"] < numel * 2 / 7
     if ranks.rank == 0:
-        # In Adam's first step every value moves by the whole rate.
+        # Adam's first step moves each value by the full learning rate.
         assert shares[0] < 0.04
         assert sum(shares) / len(shares) < 0.03
 
@@ -148,7 +148,7 @@ def test_a_receiver_that_is_too_far_behind_takes_all(ranks):
     if ranks.size > 1:
         with pytest.raises(ValueError, match="differs between ranks"):
             engine.weight_patch(since=9 * ranks.rank)
-    assert engine.weight_patch(since=3).version == 3  # nothing has changed
+    assert engine.weight_patch(since=3).version == 3
     late = engine.weight_patch(since=1)
     whole = engine.weight_patch()
     if ranks.rank != 0:
@@ -162,7 +162,7 @@ def test_a_receiver_that_is_too_far_behind_takes_all(ranks):
     with pytest.raises(zero_core.CheckpointError, match="newer"):
         zero_core.apply_patch(receiver, late, version=9)
     assert zero_core.apply_patch(receiver, whole) == 3
-    assert zero_core.apply_patch(receiver, late) == 3  # again
+    assert zero_core.apply_patch(receiver, late) == 3
     expected = {n: p.detach() for n, p in engine.module.named_parameters()}
     if engine.world_size == 1:
         assert all(torch.equal(p, expected[n]) for n, p in receiver.named_parameters())
@@ -209,7 +209,7 @@ def test_a_damaged_or_foreign_patch_changes_nothing():
             zero_core.apply_patch(other, taken, version=None if other is larger else 0)
     assert_same(receiver.state_dict(), before)
     with torch.no_grad():
-        receiver[0].weight.mul_(1.5)  # not by a patch
+        receiver[0].weight.mul_(1.5)
     before = copy.deepcopy(receiver.state_dict())
     with pytest.raises(zero_core.CheckpointError, match="something else has changed it"):
         zero_core.apply_patch(receiver, patch, version=0)
@@ -232,11 +232,11 @@ def _to_folder(ranks, folder, num_files):
         version = patch.version
         if ranks.rank == 0:
             there = set(folder.iterdir())
-            given = None if number else 0  # then the folder knows
+            given = None if number else 0  # for later patches the folder records the version
             zero_core.apply_patch(folder, folder.parent / "patch.safetensors", version=given)
             if num_files > 1 and number:
-                assert len(set(folder.iterdir()) - there) == num_files  # none is written in place
-            assert zero_core.apply_patch(folder, patch) == version  # again
+                assert len(set(folder.iterdir()) - there) == num_files
+            assert zero_core.apply_patch(folder, patch) == version
             assert len(list(folder.glob("*.safetensors"))) == num_files
             assert not list(folder.glob("*.tmp"))
         values = engine.full_state_dict(rank=0)
@@ -247,7 +247,7 @@ def _to_folder(ranks, folder, num_files):
 
 
 def _whole_into_folder(ranks, folder):
-    """Two engines without a log: their patches have one number, 0."""
+    """Patch a folder with whole weights of two engines without a patch log, both at version 0."""
     for seed in range(2):
         engine = _build_mlp(ranks, 0, weight_patches=None)
         if not seed:
@@ -342,7 +342,7 @@ def test_a_comparison_finds_every_differing_bit(bits, data):
     for place, flip in zip(where, flips, strict=True):
         new[place] ^= flip
     shift = data.draw(st.integers(0, min(3, numel - 1)))
-    for dtype in (torch.bfloat16, torch.float16):  # NaNs of all kinds among them
+    for dtype in (torch.bfloat16, torch.float16):  # random bits include NaNs of all kinds
         changed, far = compare(old.view(dtype)[shift:], new.view(dtype)[shift:])
         found = changed.nonzero().view(-1).tolist()
         assert found == [place - shift for place in where if place >= shift]
@@ -351,7 +351,7 @@ def test_a_comparison_finds_every_differing_bit(bits, data):
 
 
 def test_values_that_changed_their_sign_are_far():
-    """The largest NaN and the smallest negative number are neighbours as 16-bit integers."""
+    """As 16-bit integers, the largest NaN and the smallest negative number are neighbours."""
     ends = torch.tensor([0x7FFF, 0x7FFE, -0x7FFF, -0x8000], dtype=torch.int32).to(torch.int16)
     changed, far = compare(ends, ends.flip(0))
     assert changed.tolist() == far.tolist() == [True, True, True, True]
@@ -396,7 +396,7 @@ def test_low_bits_lead_to_the_new_value_from_any_old_one_nearby(new, distance, b
 
     for form, limit in ((Form.LOW4, 7), (Form.LOW8, 127)):
         old = min(max(new + max(-limit, min(limit, distance)), -(2**15)), 2**15 - 1)
-        nearer = new + (old - new) * between // 127  # of a receiver on the way
+        nearer = new + (old - new) * between // 127  # a receiver between the old and the new value
         for start in (old, nearer):
             found = from_low_bits(value(start), to_low_bits(value(new), form), form)
             assert torch.equal(found.view(torch.int16), value(new).view(torch.int16))

@@ -1,4 +1,4 @@
-"""Optimizers that update whole parameters, against their own step under DDP."""
+"""Optimizers that update whole parameters, compared with their own step under DDP."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 class Own(torch.optim.Optimizer):
-    """An optimizer as users write them: without declarations, in Python per parameter."""
+    """A typical user-written optimizer, with a Python loop over parameters."""
 
     def __init__(self, params, lr=1e-2, decay=0.1):
         super().__init__(params, {"lr": lr, "decay": decay, "num_calls": 0})
@@ -27,7 +27,7 @@ class Own(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            group["num_calls"] += 1  # a counter in the group
+            group["num_calls"] += 1
             for param in group["params"]:
                 if param.grad is not None:
                     self.update(param, self.state[param], group)
@@ -41,16 +41,11 @@ class LionLike(Own):
         average = state.setdefault("exp_avg", torch.zeros_like(param))
         update = (0.9 * average + 0.1 * param.grad).sign_()
         average.mul_(0.99).add_(param.grad, alpha=0.01)
-        # Some assign new memory instead of writing in place.
+        # Some optimizers assign new memory instead of writing in place.
         param.data = param.data - group["lr"] * (update + group["decay"] * param.data)
 
 
 class Shampoo(Own):
-    """An optimizer with a list of factors, one per dimension.
-
-    Its step is scaled by the norm of the gradient.
-    """
-
     def update(self, param, state, group):
         if not state:
             state["factors"] = [torch.eye(n) * 1e-2 for n in param.shape]
@@ -116,7 +111,7 @@ def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(ranks, name
     moved = [n for n, value in expected.items() if not torch.equal(value, start[n])]
     assert len(moved) > 5
     grid = [(2, {}), (3, HOST)]
-    if name == "Shampoo":  # one is enough: what they differ in is their own
+    if name == "Shampoo":  # one optimizer is enough for the other stages
         grid += [(0, {}), (1, {}), (3, {})]
     for stage, zero in grid:
         engine = trained(engine_of(make, stage, ranks, **zero), ranks.rank, range(STEPS))
@@ -128,7 +123,7 @@ def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(ranks, name
 
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 13, "hysteresis": 1}}
-CASES = [  # and a bound of the gap from DDP, which sums gradients in their dtype
+CASES = [  # with the tolerated gap from DDP, which sums gradients in their dtype
     (Case(dtype="bf16", accumulation=2, clipping=0.5, top=ADAFACTOR), 2e-3),
     (Case(dtype="fp16", zero=HOST, top={**ADAFACTOR, **FP16}), 2e-4),
     (Case(accumulation=2, is_local=True, clipping=0.5, top=ADAFACTOR), 1e-6),
@@ -160,14 +155,14 @@ def _resumes(ranks, name, stages, folder, sizes):
         return
     if sizes == (2, 2):
         expected, _ = train_whole(make, ranks, 4)
-    else:  # stage 0 from the same checkpoint: no rank lacks anything there
+    else:  # the reference resumes at stage 0, where every rank has complete states
         engine = engine_of(make, 0, ranks)
         engine.load_checkpoint(folder)
         expected = trained(engine, ranks.rank, range(2, 4)).full_state_dict()
     engine = engine_of(make, stages[1], ranks)
     engine.load_checkpoint(folder)
     assert engine.optimizer.param_groups[0].get("num_calls", 2) == 2
-    if name == "of two kinds":  # numbers beside slices stay numbers
+    if name == "of two kinds":
         counts = [repr(state["count"]) for state in engine.optimizer.state.values()]
         assert max(counts) == "2"
     assert_same(trained(engine, ranks.rank, range(2, 4)).full_state_dict(), expected)
@@ -180,9 +175,9 @@ def _resumes(ranks, name, stages, folder, sizes):
         ("Shampoo", (1, 3), (3, 2)),
         ("Adafactor", (0, 2), (1, 2)),
         ("LionLike", (2, 3), (2, 1)),
-        ("Shampoo", (3, 1), (2, 2)),  # as if there had been no break
+        ("Shampoo", (3, 1), (2, 2)),  # compared with an uninterrupted run
         ("Adafactor", (3, 1), (2, 2)),
-        ("of two kinds", (3, 1), (2, 3)),  # slices, and states of a whole parameter
+        ("of two kinds", (3, 1), (2, 3)),  # sliced states, and states of a whole parameter
     ],
 )
 def test_checkpoint_resumes_with_other_ranks_and_another_stage(tmp_path, name, stages, sizes):
@@ -190,7 +185,8 @@ def test_checkpoint_resumes_with_other_ranks_and_another_stage(tmp_path, name, s
     simulate(_resumes, sizes[1], name, stages, str(tmp_path), sizes)
 
 
-@pytest.mark.parametrize("name", ["LionLike", "Adafactor"])  # whose states have shapes of their own
+# The states' shapes differ from the parameters'.
+@pytest.mark.parametrize("name", ["LionLike", "Adafactor"])
 @on_ranks(3)
 def test_states_are_read_and_set_by_name_and_each_is_on_one_rank(ranks, name):
     _, theirs = train_whole(OPTIMIZERS[name], ranks)
@@ -263,8 +259,6 @@ def test_state_that_is_no_tensor_is_refused_by_what_it_is():
 
 
 class Deep(nn.Module):
-    """Blocks with matrices of one size that cross the bounds of shards."""
-
     def __init__(self, depth=6, width=48):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
@@ -284,15 +278,15 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     for num_blocks in (6, 2):
         train(engine, [(torch.ones(2, 48), num_blocks)])
         (row,) = [row for row in engine.comm_report() if row.content == "whole parameters"]
-        assert row.num_calls == 12  # each block apart, to its owner and back
+        assert row.num_calls == 12  # two calls per block: gradient to the owner, values back
         found.append(row.sent_bytes)
     matrix = model.blocks[0].weight.nbytes
-    # 2/3 of a matrix with its gradient go to the owner, 2/3 of the new values to the others.
+    # 2/3 of a matrix and of its gradient go to the owner, 2/3 of the new values to other ranks.
     sent = ranks.connect().sum(torch.tensor(found)).tolist()
     assert sent == pytest.approx([6 * 2 * matrix, 2 * 2 * matrix], rel=0.03)
     settings = {**config_of(3), **ADAFACTOR}
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
-    owned = 2 * matrix  # by each rank
+    owned = 2 * matrix  # elements per rank
     numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
     assert 4 * sum(numels) == owned
     assert 2 * owned < planned <= 2 * (owned + 2 * matrix)
@@ -331,8 +325,6 @@ def test_a_class_that_nobody_knows_is_warned_of_where_ranks_update_different_one
 
 
 class Sliced(Own):
-    """An optimizer with momentum in slices and a count of its own."""
-
     def is_elementwise_group(self, group):
         return group["decay"] == 0
 

@@ -1,4 +1,4 @@
-"""``world_size_invariant``: the bits of one rank, at any number of ranks."""
+"""``world_size_invariant``: results do not depend on the number of ranks, bit for bit."""
 
 import itertools
 
@@ -17,7 +17,6 @@ MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
 
 
 def batch(step, number):
-    """Return a micro-batch by its number in the step. Not all use all parameters."""
     generator = torch.Generator().manual_seed(100 * step + number)
     return {
         "ids": torch.randint(0, 37, (2, 9), generator=generator),
@@ -66,7 +65,6 @@ def assert_same_bits(one, other):
 
 
 def plain_torch(_):
-    """One process without an engine: the oracle."""
     model = make_model(WIDTH)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(params.values(), lr=1e-2, weight_decay=0.1, fused=True)
@@ -78,7 +76,7 @@ def plain_torch(_):
     return {name: param.detach().view(torch.int32) for name, param in params.items()}
 
 
-# A case per way of a gradient; integration/faults has all combinations on processes.
+# One case per gradient path. integration/faults runs all combinations on processes.
 KINDS = {
     "fp32": {},
     "clipped": {"gradient_clipping": 0.5},
@@ -100,7 +98,7 @@ def test_losses_norms_and_weights_have_the_bits_of_one_rank(kind):
         changed = {**KINDS[kind], "zero_optimization": {"stage": stage}}
         assert_same_bits(run(world_size, changed), alone)
     if kind == "fp32":
-        # On a thread as the ranks are: torch computes with as many threads there.
+        # A simulated rank is a thread too, and torch's thread count changes the bits.
         (expected,) = simulate(plain_torch, 1)
         assert all(torch.equal(alone[2][name], expected[name]) for name in expected)
 
@@ -132,9 +130,9 @@ def test_accelerators_on_nodes_have_the_bits_of_one_host():
 def test_sums_of_powers_are_exact_in_any_order_and_show_what_is_not_finite():
     numel = 40 * CHUNK_NUMEL
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    values *= torch.logspace(-12, 3, numel)  # chunks of very different size
+    values *= torch.logspace(-12, 3, numel)
     whole = bin_powers(chunk_norms(values))
-    for num_chunks in (20, 14, 1):  # of a rank
+    for num_chunks in (20, 14, 1):  # chunks per rank
         shards = values.split(num_chunks * CHUNK_NUMEL)
         parts = [bin_powers(chunk_norms(shard.clone())) for shard in reversed(shards)]
         assert torch.equal(sum(parts), whole)
@@ -164,7 +162,6 @@ def test_backwards_that_would_be_added_in_another_order_are_refused():
 
 
 def _dropping():
-    """Return an engine with dropout, and the masks that its forwards draw."""
     model, masks = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)), []
     model[1].register_forward_hook(lambda module, args, output: masks.append(output == 0))
     return zero_core.build(model, config(1, seed=3)), masks
@@ -217,6 +214,6 @@ def test_a_micro_batch_that_is_repeated_draws_the_same_numbers():
 def test_two_gradients_of_a_parameter_in_one_backward_are_refused(ranks):
     model = make_tower(1, recompute="reentrant")
     engine = zero_core.build(model, config(ranks.size), process_group=ranks)
-    out = engine(torch.ones(1, 7, requires_grad=True), (0, 0))  # its only block twice
+    out = engine(torch.ones(1, 7, requires_grad=True), (0, 0))
     with pytest.raises(RuntimeError, match="two gradients in one backward"):
         engine.backward(out.sum())

@@ -1,4 +1,4 @@
-"""A board of heartbeats that is a table in memory."""
+"""An in-memory table of heartbeats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Board:
-    """`zero_core.watch.watch.ThreadedBoard` of one rank over a table that all ranks share."""
+    """`zero_core.watch.watch.ThreadedBoard` of one rank, stored in a table that all ranks share."""
 
     host = "the table"
     is_lost = False

@@ -11,7 +11,7 @@ from zero_core.checkpoint.manifest import MANIFEST, seal
 
 
 def rewrite(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Have ``change`` edit a manifest, and put the right digest under it."""
+    """Apply ``change`` to a manifest and recompute its digest."""
     path = place / MANIFEST
     content = json.loads(path.read_bytes())
     change(content)

@@ -1,5 +1,3 @@
-"""A disk without room: files of this process cannot grow beyond a size."""
-
 from __future__ import annotations
 
 import resource
@@ -9,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
-    """Let writes beyond ``num_bytes`` of a file fail with an `OSError`."""
+    """Make writes beyond ``num_bytes`` of a file fail with an `OSError`, like on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:

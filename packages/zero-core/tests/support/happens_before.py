@@ -1,13 +1,12 @@
-"""Accesses to the same memory that nothing orders, found in a trace of streams and threads.
+"""Unordered accesses to the same memory, found in a trace of streams and threads.
 
-The rules are those of ``torch.cuda._sanitizer``: every stream has a vector clock, events carry
-clocks from one stream to another, and two accesses of which one writes must be ordered. Memory is
-compared part by part, because views of one buffer overlap: a **part** lies between two neighbouring
-bounds of the ranges of memory in the trace.
+The rules are those of ``torch.cuda._sanitizer``. Every stream has a vector clock, and events carry
+clocks between streams. Two accesses must be ordered if one of them writes. The bounds of all
+address ranges in the trace split memory into **parts**, which are checked separately.
 
-A thread of the host is one more stream. What a thread launches is ordered after what the thread did
-before. A thread that synchronizes with an event is ordered after it, and no other thread is. Where
-threads order themselves (a queue, a lock), the trace says so by records "send" and "receive".
+A host thread counts as one more stream. A job is ordered after everything its launching thread did
+before. Synchronising with an event orders only the calling thread. Trace records "send" and
+"receive" describe synchronisation between threads, such as a queue or a lock.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Range = tuple[int, int]
 
 
 class _Access(NamedTuple):
-    """An operation's place in the trace."""
+    """An access by an operation, with the operation's position in the trace."""
 
     stream: int
     number: int
@@ -36,40 +35,33 @@ class _Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same memory that nothing orders."""
-
     address: int  # of the first byte
-    first: str  # operation that is first in the trace, with its stream
-    second: str  # the other one
+    first: str  # the earlier operation in the trace, with its stream
+    second: str  # the later operation, with its stream
 
     def __str__(self) -> str:
         return f"{self.second} is not ordered after {self.first} (memory at {self.address:#x})"
 
 
 class HappensBefore:
-    """Checks a trace, record by record, in the order in which the host made the calls.
-
-    Streams, threads and events are named by any integers. Those of streams and of threads may
-    coincide.
-    """
+    """Checks trace records in call order. Any integers identify streams, threads and events."""
 
     def __init__(self, ranges: Iterable[Range]) -> None:
-        """Prepare for accesses to ``ranges`` of memory."""
-        self.races: list[Race] = []  # found so far, one for each pair of operations
+        self.races: list[Race] = []  # one per pair of operations
         self._bounds = sorted({bound for a, numel in ranges for bound in (a, a + numel)})
         self._handler = EventHandler()
         self._numbers: dict[tuple[str, int], int] = {}
         self._fresh = count(1)
         self._seen: set[tuple[str, str]] = set()
-        self._last_write: dict[int, _Access] = {}  # of each part
-        self._reads: dict[int, list[_Access]] = {}  # since that
-        self._readers: dict[Range, set[int]] = {}  # streams that `record_stream` named
+        self._last_write: dict[int, _Access] = {}  # by part
+        self._reads: dict[int, list[_Access]] = {}  # reads since the part's last write
+        self._readers: dict[Range, set[int]] = {}  # streams passed to `record_stream`
 
     def feed(self, record: TraceRecord, thread: int, streams: Iterable[int]) -> None:
-        """Check the next record, a call of ``thread``. ``streams`` are all of its device."""
+        """Check the next record, a call of ``thread``. ``streams`` are all of the device's."""
         reads, writes = _sized(record.reads), _sized(record.writes)
         host, stream = self._number("thread", thread), self._number("stream", record.stream)
-        # An event stands for one of its records.
+        # each recording of an event gets a separate clock
         event = self._number("event", record.event * 1_000_000 + record.version)
         handover = self._number("handover", record.event)
         handler = self._handler
@@ -97,17 +89,13 @@ class HappensBefore:
                 self._free(host, record.stream, writes[0])
             case "pinned_free":
                 self._forget(writes[0])
-            case "send":  # what receives is ordered after all that the thread did so far
+            case "send":  # the receiver is ordered after everything the sender did before
                 handler._handle_event_record(handover, host)
             case "receive":
                 handler._handle_event_wait(handover, host)
 
     def _free(self, host: int, stream: int, memory: Range) -> None:
-        """Memory goes back to the pool of the stream that it was allocated on.
-
-        That stream may overwrite it at once. If `record_stream` has named others, the allocator
-        waits for them first, and no stream does.
-        """
+        """Return memory to its allocating stream, which waits for `record_stream`'s users."""
         readers = self._readers.pop(memory, set())
         reuse = self._number("stream", stream)
         if readers:
@@ -120,7 +108,7 @@ class HappensBefore:
             self._forget(memory)
 
     def _forget(self, memory: Range) -> None:
-        """Memory that nothing uses any more has new contents from now on."""
+        """Forget accesses to freed memory, whose next contents are unrelated."""
         for part in self._parts(memory):
             self._last_write.pop(part, None)
             self._reads.pop(part, None)
@@ -132,7 +120,7 @@ class HappensBefore:
     def _access(
         self, stream: int, operation: str, reads: Iterable[Range], writes: Iterable[Range]
     ) -> None:
-        # Not by the handler's own method, which takes the Python stack of each operation.
+        # Bypasses the handler's method, which records a Python stack for each operation.
         self._handler.seq_num += 1
         now = _Access(stream, self._handler.seq_num, operation)
         self._handler.syncs.update_seq_num(stream, now.number)
@@ -184,10 +172,7 @@ _WAITS = {
 
 
 def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
-    """Return the line that waited, as ``file:line function``. Empty: no line of ``roots`` did.
-
-    What an operator waits for by itself (a copy that blocks) is no wait of a line.
-    """
+    """Return the line of an explicit wait as ``file:line function``, or "" if not in ``roots``."""
     if record.kind not in _WAITS or record.name:
         return ""
     return next(
@@ -198,12 +183,12 @@ def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
 def find_races(
     trace: Sequence[TraceRecord], *, workers: Collection[int] = (), without: Collection[int] = ()
 ) -> Iterator[Race]:
-    """Yield the races of a trace of the late device.
+    """Yield the races of a trace of the late device. ``without``: positions of waits to ignore.
 
-    Threads of one device take turns (a thread of autograd's works while its caller waits), except
-    for ``workers``. Records at positions ``without``, waits that are to be missed, are left out.
+    Threads of a device never run at the same time, except ``workers``. For example, a caller waits
+    for its autograd thread.
     """
-    devices: dict[int, int] = {}  # the first that each thread used
+    devices: dict[int, int] = {}  # the first device that each thread used
     for record in trace:
         if record.device >= 0:
             devices.setdefault(record.thread, record.device)
@@ -222,7 +207,7 @@ def find_races(
         if device < 0:
             device = devices.get(record.thread, -1)
         if device not in checkers or position in dropped:
-            continue  # a device on which nobody works may be waited for, too
+            continue  # a thread may synchronise with an unused device
         if record.stream >= 0:
             streams[device].add(record.stream)
         thread = record.thread if record.thread in workers else 0

@@ -1,4 +1,4 @@
-"""Collectives of hosts over gloo ranks, some of which share memory."""
+"""Host collectives over gloo ranks, with shared memory within a node."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ CPU = torch.device("cpu")
 
 
 def control_of(rank: int, world_size: int) -> ControlGroup:
-    """Return a control group over torch's own collectives."""
     return ControlGroup(ProcessLibrary(Ranks(None, rank, world_size, CPU)), CPU)
 
 
 def connect(
     rank: int, world_size: int, per_node: int | None = None
 ) -> tuple[HostCollectives, SharedMemory]:
-    """Connect ranks of which ``per_node`` share memory. None: all."""
+    """Connect ranks in nodes of ``per_node`` ranks that share memory. None: a single node."""
     per_node = per_node or world_size
     shared = SharedMemory(control_of(rank, world_size), timeout_s=300, ranks_per_node=per_node)
     node = rank // per_node * per_node

@@ -1,4 +1,4 @@
-"""Tests on an accelerator that is late, in processes of their own."""
+"""Tests on a simulated accelerator with delays, in separate processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def simulate_late(
     ranks_per_node: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[_T]:
-    """Run ``program`` as `simulate` does, on `LateRanks`. It needs a process of its own."""
+    """Run ``program`` like `simulate`, on `LateRanks`. Needs a separate process."""
 
     def run(ranks: LateRanks) -> _T:
         result = program(ranks, *args)
-        torch.accelerator.synchronize(ranks.device)  # what its jobs raise is raised here
+        torch.accelerator.synchronize(ranks.device)  # raises errors of asynchronous jobs here
         return result
 
     world = LateWorld(world_size, timeout_s)
@@ -35,7 +35,7 @@ def simulate_late(
 
 
 def on_late_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on one simulated rank with a late device, which is its first argument."""
+    """Run a test on one simulated rank with a late device, the test's first argument."""
 
     def run(size: int, arguments: dict[str, Any]) -> None:
         late_device.load()

@@ -1,4 +1,4 @@
-"""The engine's own collectives, with a log of what is launched."""
+"""The engine's collectives with a log of launches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 
 
 class Launch(NamedTuple):
-    """A collective that an engine launched.
+    """A launched collective. Its string form is kind and unit, such as "f0".
 
-    ``kind`` is "f" for a gather of parameters in forward, "b" in backward, "g" for a gather of
-    gradients, and "r" for a reduction. As text, a launch is its kind and its unit: "f0".
+    Kinds: parameters gathered in forward "f", backward "b"; gradients gathered "g", reduced "r".
     """
 
     kind: str
@@ -28,10 +27,7 @@ class Launch(NamedTuple):
 
 
 class LoggedCollectives:
-    """The engine's own collectives, and a log of what is launched.
-
-    Passed to ``build()`` as ``collectives=LoggedCollectives.factory(log)``.
-    """
+    """The engine's collectives with a log. Use: ``collectives=LoggedCollectives.factory(log)``."""
 
     def __init__(self, native: TransportCollectives, log: list[Launch]) -> None:
         self.native = native

@@ -19,8 +19,6 @@ LAST = "OBJECTS_LAST"
 
 
 class Objects(DirFileSystem):  # type: ignore[misc]
-    """File system of the protocol "objects"."""
-
     protocol = "objects"
     num_written = 0
     is_down = False
@@ -38,7 +36,8 @@ class Objects(DirFileSystem):  # type: ignore[misc]
         if "w" in mode:
             self._count()
         file = super().open(path, mode, **options)
-        size = self._sizes.get(self._join(path))  # as s3fs: of a listing, if there was one
+        # Like in s3fs, a replaced object is read with its old size if a listing cached it.
+        size = self._sizes.get(self._join(path))
         return file if "w" in mode or size is None else io.BytesIO(file.read(size))
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
@@ -63,7 +62,7 @@ class Objects(DirFileSystem):  # type: ignore[misc]
         raise NotImplementedError("a store has no renames")
 
     def _count(self) -> None:
-        """Count a write, the one of which is the last that is complete."""
+        """Count a write. Kill the process once the limit in ``LAST`` is exceeded."""
         Objects.num_written += 1
         if Objects.num_written > int(os.environ.get(LAST, "1000000")):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A small engine for tests of its checkpoints' files."""
+"""A small engine for tests of checkpoint files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import zero_core
 
 
 def build_small(stage: int = 2) -> zero_core.Engine:
-    """Build an engine of a linear map and batch normalization, the same one every time."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -20,6 +19,5 @@ def build_small(stage: int = 2) -> zero_core.Engine:
 
 
 def train_small(engine: zero_core.Engine) -> None:
-    """Train a step on ones."""
     engine.backward(engine(torch.ones(2, 3)).square().mean())
     engine.step()

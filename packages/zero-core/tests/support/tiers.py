@@ -1,5 +1,3 @@
-"""State tiers that are a `DeviceTier` with a difference."""
-
 from __future__ import annotations
 
 from typing import Any

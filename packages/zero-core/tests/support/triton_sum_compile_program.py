@@ -1,7 +1,4 @@
-"""A program that compiles a reduction's Triton kernels for GPUs that need not be present.
-
-Started as ``python triton_sum_compile_program.py``, it prints a JSON object of assembly by kernel.
-"""
+"""Compile a reduction's Triton kernels for absent GPUs, and print the assembly as JSON."""
 
 import json
 from typing import Any
@@ -17,7 +14,6 @@ POINTER = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16", "fp64": "*fp64"}
 
 
 def assembly(kernel: Any, arguments: dict[str, str], constants: dict[str, Any], gpu: str) -> str:
-    """Return PTX or AMD assembly, compiled for pointers and lengths known to be aligned."""
     names = list(kernel.arg_names)
     signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
     aligned = {
@@ -58,7 +54,6 @@ def compile_norm() -> str:
 
 
 def main() -> None:
-    """Compile the kernels and print their assembly."""
     pairs = [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")]
     cuda = {f"{dtype} to {out}": compile_sum(dtype, out, "cuda") for dtype, out in pairs}
     hip = {"bf16 to fp32": compile_sum("bf16", "fp32", "hip")}

@@ -1,26 +1,25 @@
 """An accelerator made of threads: device ``"late"`` (torch's PrivateUse1), for tests without a GPU.
 
-`load` compiles and registers it. Then ``torch.device("late:1")``, `torch.Stream`, `torch.Event` and
-`torch.accelerator` work as on CUDA, and what is wrong on a GPU goes wrong here:
+`load` compiles and registers the device. Then ``torch.device("late:1")``, `torch.Stream`,
+`torch.Event` and `torch.accelerator` work like on CUDA, with the same hazards:
 
-- An operator is a **job** on the current stream: a thread runs the CPU's kernel later, with the
-  CPU's bits. A job holds addresses, no tensors. Only operators whose result the host needs
-  (``item``, ``nonzero``, ...) and copies other than ``non_blocking`` ones of pinned memory wait.
-- Device memory is the device's own. A host that reads it dies of SIGSEGV, with a line that says so.
-- Freed memory goes back to the stream that it was allocated on, as in CUDA's caching allocator, and
-  is overwritten with NaN in that stream's order: a missing ``wait_event`` or ``record_stream``
-  shows. New memory is NaN, too, pinned memory included.
-- Pinned memory is reused when the copies that were enqueued with it are done.
-- A new thread's device is 0. `contexts` says which devices were touched.
-- An error in a job is raised by the next synchronization with its device.
-- `set_delays` makes every job wait for a random time first, `held` until a test goes on; the order
-  within a stream stays.
+- An operator is a **job** on the current stream: a thread runs the CPU kernel later, with the
+  CPU's bits. A job holds addresses, not tensors. The host waits only for operators whose result it
+  needs (``item``, ``nonzero``, ...) and for copies, unless they are ``non_blocking`` and pinned.
+- The host cannot access device memory. An access ends the process with SIGSEGV and a message.
+- Freed memory returns to its allocating stream, like in CUDA's caching allocator. That stream then
+  overwrites it with NaN, which reveals a missing ``wait_event`` or ``record_stream``. New memory is
+  NaN too, pinned memory included.
+- Pinned memory is reused after the copies that were enqueued with it are done.
+- A new thread's device is 0. `contexts` returns the devices that were used.
+- An error in a job is raised by the next synchronisation with its device.
+- `set_delays` delays every job by a random time, and `held` blocks jobs within a context. The order
+  within a stream is preserved.
 
-The process has no other accelerator from then on, so tests that load it run in a process of their
-own: `zero_core.testing.run_alone`. Random numbers differ from the CPU's; they depend on the seed
-and the order of the calls only. `reset_counters` and `counters` count launches and
-synchronisations; `start_trace` and `stop_trace` record what happened in the order of the host's
-calls, as `TraceRecord` s.
+After `load` the process has no other accelerator, so tests must run in separate processes: see
+`zero_core.testing.run_alone`. Random numbers differ from the CPU's. They depend only on the seed
+and the order of calls. `reset_counters` and `counters` count launches and synchronisations.
+`start_trace` and `stop_trace` record host calls, in order, as `TraceRecord` objects.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from torch.utils import backend_registration
 from support.late_device.build import built_library
 
 NAME = "late"
-_loaded: list[int] = []  # the number of devices, once they are there
+_loaded: list[int] = []  # the number of devices, after load()
 
 
 def load(num_devices: int = 4) -> None:
-    """Register ``num_devices`` devices. Again with the same number: nothing."""
+    """Register ``num_devices`` devices. A second call with the same number does nothing."""
     if _loaded:
         if _loaded[0] != num_devices:
             raise RuntimeError(
@@ -58,11 +57,11 @@ def load(num_devices: int = 4) -> None:
     torch._register_device_module(NAME, _module())  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend()
     _loaded.append(num_devices)
-    atexit.register(torch.ops.late.drain)  # waits for all jobs: torch is torn down after this
+    atexit.register(torch.ops.late.drain)  # waits for all jobs before torch is torn down
 
 
 def _module() -> types.ModuleType:
-    """``torch.late``: what torch asks of a device's module."""
+    """Return the ``torch.late`` module that torch requires of a device."""
     module = types.ModuleType(f"torch.{NAME}")
     accelerator = torch.accelerator
 
@@ -90,7 +89,7 @@ def _module() -> types.ModuleType:
         "Event": torch.Event,
         "Stream": torch.Stream,
         "_is_in_bad_fork": lambda: False,
-        # torch 2.10 synchronizes only with devices that it has initialized by this.
+        # torch 2.10 synchronises only with devices that were initialised by this function.
         "_lazy_init": lambda: None,
         "current_device": accelerator.current_device_index,
         "current_stream": accelerator.current_stream,
@@ -120,7 +119,7 @@ def set_delays(*, seed: int = 0, kernel_s: float = 0.0, copy_s: float = 0.0) -> 
 
 @contextmanager
 def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
-    """Hold back every kernel, or every copy, that has not begun, until the end of the context."""
+    """Within the context, block every kernel or every copy that has not started."""
     torch.ops.late.hold(kind == "copies", True)
     try:
         yield
@@ -129,17 +128,17 @@ def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
 
 
 def set_capacity(num_bytes: int) -> None:
-    """Limit the memory of each device (at first 8 GiB). Beyond: `torch.OutOfMemoryError`."""
+    """Limit each device's memory (default 8 GiB). Beyond it, `torch.OutOfMemoryError` is raised."""
     torch.ops.late.set_capacity(num_bytes)
 
 
 def contexts() -> list[int]:
-    """Return the devices that were used, or were made a thread's current device."""
+    """Return the devices that were used, or that were some thread's current device."""
     return list(torch.ops.late.contexts())
 
 
 def forget_contexts() -> None:
-    """Take all devices for unused until they are used again."""
+    """Mark all devices as unused."""
     torch.ops.late.forget_contexts()
 
 
@@ -147,24 +146,23 @@ def forget_contexts() -> None:
 class Counters:
     """Work of a device since `reset_counters`."""
 
-    launches: int  # jobs other than events, waits and overwritten free memory
-    by_op: dict[str, int]  # by operator, ``"aten::mm"`` say, or ``"copy up"``, ``"copy down"``
-    bytes_read: int  # of the tensors that the jobs read
-    bytes_written: int  # of the tensors that they wrote. What is updated in place counts once, here
-    # how often the host waited, by kind: ``"event"``, ``"stream"``, ``"device"``, ``"item"`` (a
-    # value or shape that the host needs) and ``"copy"`` (not of pinned memory, not
-    # ``non_blocking``, or not of the same dtype and contiguous)
+    launches: int  # jobs other than events, waits and overwriting of freed memory
+    by_op: dict[str, int]  # by operator, such as ``"aten::mm"``, ``"copy up"`` or ``"copy down"``
+    bytes_read: int  # bytes of tensors that jobs only read
+    bytes_written: int  # bytes of tensors that jobs write, including tensors updated in place
+    # Host waits by kind: ``"event"``, ``"stream"``, ``"device"``, ``"item"`` (a value or shape that
+    # the host needs) and ``"copy"`` (unpinned, not ``non_blocking``, converted or not contiguous).
     syncs: dict[str, int]
     stacks: list[tuple[str, str]]  # kind and Python stack, innermost frame first
 
 
 def reset_counters(*, with_stacks: bool = False) -> None:
-    """Count from zero on all devices."""
+    """Reset the counters of all devices to zero."""
     torch.ops.late.reset_counters(with_stacks)
 
 
 def counters(device: int = 0) -> Counters:
-    """Return what ``device`` did since `reset_counters`."""
+    """Return the work of ``device`` since `reset_counters`."""
     values = json.loads(torch.ops.late.read_counters(device))
     values["stacks"] = [tuple(stack) for stack in values["stacks"]]
     return Counters(**values)
@@ -176,31 +174,31 @@ class TraceRecord(NamedTuple):
     Attributes:
         kind: one of
 
-            - ``"stream"``: a stream is used for the first time; ``name`` is its priority
+            - ``"stream"``: the first use of a stream; ``name`` is its priority
             - ``"launch"``: a job; ``name`` is its operator
             - ``"event_record"``, ``"event_wait"``: on ``stream``, of ``version`` of ``event``. A
-              wait for version 0 waits for nothing: the event was not recorded yet
-            - ``"event_synchronize"``, and ``"event_query"`` that found it done: by the host thread
-            - ``"stream_synchronize"``, ``"stream_query"`` that found it idle, and
+              wait for version 0 returns at once, because the event was never recorded
+            - ``"event_synchronize"``, ``"event_query"`` of a completed event: by the host thread
+            - ``"stream_synchronize"``, ``"stream_query"`` of an idle stream, and
               ``"device_synchronize"``: by the host thread; ``name`` is ``"copy"`` or ``"item"``
-              where an operator waited by itself
-            - ``"alloc"``, ``"free"``: ``writes`` is the block, ``stream`` the one that owns it
+              if an operator waited implicitly
+            - ``"alloc"``, ``"free"``: ``writes`` is the block, ``stream`` its allocating stream
             - ``"record_stream"``: ``reads`` is the block, ``stream`` its user
             - ``"pinned_alloc"``, ``"pinned_free"``: ``writes`` is the block of host memory
             - ``"host_access"``: by the host thread, see `note_host_access`
-            - ``"send"``, ``"receive"``: see `note_handover`; ``event`` is what is handed over
+            - ``"send"``, ``"receive"``: see `note_handover`; ``event`` is the ``what`` argument
 
-        device: its index, -1 where there is none.
-        stream: its id within the device: 0 is the default stream; -1 where there is none.
+        device: device index, or -1.
+        stream: stream id within the device. 0 is the default stream, -1 means none.
         name: see ``kind``.
-        event: a number of the event, 0 where there is none.
-        version: how often the event was recorded by then.
-        reads: addresses from the first to behind the last byte of each tensor that is only read;
-            of a copy between host and device, the host's memory, too.
-        writes: the same of each tensor that is written.
-        thread: a number of the host thread that called.
-        stack: of a wait, a query, a synchronization or ``record_stream``: the Python frames that
-            called, as ``file:line function`` lines, the innermost first.
+        event: number of the event, or 0.
+        version: how often the event had been recorded.
+        reads: address ranges (first byte, last byte + 1) of tensors that are only read, including
+            the host memory of a copy.
+        writes: address ranges of tensors that are written.
+        thread: number of the calling host thread.
+        stack: for a wait, query, synchronisation or ``record_stream``: the calling Python frames as
+            ``file:line function`` lines, innermost first.
     """
 
     kind: str
@@ -216,12 +214,12 @@ class TraceRecord(NamedTuple):
 
 
 def start_trace() -> None:
-    """Record from now on, from an empty list."""
+    """Start recording, with an empty list."""
     torch.ops.late.set_tracing(True)
 
 
 def stop_trace() -> list[TraceRecord]:
-    """Stop recording and return what happened since `start_trace`, in the order of the calls."""
+    """Stop recording and return the records since `start_trace`, in the order of the calls."""
     torch.ops.late.set_tracing(False)
     found = []
     for kind, device, stream, name, event, version, *ranges, thread, stack in json.loads(
@@ -237,12 +235,12 @@ def stop_trace() -> list[TraceRecord]:
 def note_host_access(
     name: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
 ) -> None:
-    """Record that this host thread reads and writes host memory by other means than torch's."""
+    """Record that this host thread accesses host memory without a torch operator."""
     torch.ops.late.note_host("host_access", name, 0, _bounds(reads), _bounds(writes))
 
 
 def note_handover(kind: Literal["send", "receive"], what: int) -> None:
-    """Record that this host thread sends something to another thread, or has received it."""
+    """Record that this host thread sends ``what`` to another thread, or has received it."""
     torch.ops.late.note_host(kind, "", what, [], [])
 
 

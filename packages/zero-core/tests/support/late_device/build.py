@@ -16,15 +16,15 @@ import torch
 
 SOURCE = Path(__file__).with_name("device.cpp")
 _COMPILERS = ("g++", "clang++", "c++")
-# NDEBUG as in torch's wheels: its headers have other code without it.
+# torch's wheels define NDEBUG, and torch's headers differ without it.
 _FLAGS = ("-std=c++20", "-O1", "-DNDEBUG", "-g0", "-fPIC", "-shared", "-w")
 
 
 def built_library() -> Path:
-    """Return the path of the compiled device. Compiles it first where no process has yet (30 s).
+    """Return the path of the compiled device. Compiles it on first use (30 s).
 
-    The library lies in ``$XDG_CACHE_HOME/zero_core`` (default ``~/.cache/zero_core``) under a hash
-    of source, flags and versions, so environments with the same torch share it.
+    The library is cached in ``$XDG_CACHE_HOME/zero_core`` (default ``~/.cache/zero_core``) under a
+    hash of source, flags and versions. Environments with the same torch share it.
     """
     parts = [SOURCE.read_text(), *_FLAGS, torch.__version__, sys.version, platform.machine()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
@@ -34,7 +34,7 @@ def built_library() -> Path:
         return library
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"late_device_{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for this one's build
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the library here
         if not library.exists():
             _compile(library)
     return library
@@ -63,7 +63,7 @@ def _compile(library: Path) -> None:
                 f"the late device does not compile with torch {torch.__version__}: "
                 f"{' '.join(command)}\n{result.stderr[-4000:]}"
             )
-        made.replace(library)  # atomic: no process loads half a file
+        made.replace(library)  # atomic, so no process loads a partial file
 
 
 def _compiler() -> str:

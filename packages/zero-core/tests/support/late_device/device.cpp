@@ -1,8 +1,8 @@
 // An accelerator made of threads, for tests: torch's PrivateUse1 device "late".
 //
-// See the docstring of the Python module for what it promises. In short: a stream is a thread with
-// a queue; an operator is a job that runs the CPU's kernel on the device's memory; the host sees
-// that memory at addresses it may not touch (the "front"), jobs see it at others (the "shadow").
+// The docstring of the Python module describes its behaviour. A stream is a thread with a queue. An
+// operator is a job that runs the CPU's kernel on device memory. Device memory is mapped twice: the
+// host sees inaccessible addresses (the "front"), and jobs use the "shadow" addresses.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -67,7 +67,7 @@ constexpr size_t kSmall = size_t{1} << 20;  // larger requests come from the poo
 constexpr size_t kSmallSegment = size_t{2} << 20;
 constexpr size_t kLargeSegment = size_t{20} << 20;
 constexpr size_t kMinLargeAlloc = size_t{10} << 20;
-constexpr int kPoolStreams = 32;  // per device and priority, as CUDA's
+constexpr int kPoolStreams = 32;  // per device and priority, like in CUDA
 constexpr size_t kMaxQueued = 1024;
 constexpr int kPoison = 0xFF;  // NaN in every floating type, -1 in integers
 
@@ -82,10 +82,10 @@ struct Record {
   int device;
   int64_t stream;  // -1: none
   std::string name;
-  uint64_t id, version;  // of an event: its id and the version of its record
+  uint64_t id, version;  // an event's id, and how often it was recorded
   std::vector<Range> reads, writes;
   uint64_t thread;
-  std::string stack;  // of a wait: the Python frames that called
+  std::string stack;  // Python frames that called a wait
 };
 
 struct Settings {
@@ -100,10 +100,10 @@ struct Counters {
   int64_t launches = 0, bytes_read = 0, bytes_written = 0;
   std::map<std::string, int64_t> by_op;
   std::map<std::string, int64_t> syncs;
-  std::vector<std::pair<std::string, std::string>> stacks;  // of synchronisations: kind and stack
+  std::vector<std::pair<std::string, std::string>> stacks;  // synchronisations: kind, stack
 };
 
-// Everything here lives until the process ends: streams' threads may still use it then.
+// These globals are never destroyed, because stream threads may use them until the process ends.
 Settings& settings = *new Settings;
 std::mutex& counters_mutex = *new std::mutex;
 std::vector<Counters>& counters = *new std::vector<Counters>(kMaxDevices);
@@ -128,7 +128,8 @@ std::string python_stack() {
   return text.str();
 }
 
-// A stack takes the GIL: with one, no lock is held that a thread with the GIL may wait for.
+// Reading the Python stack takes the GIL, so the caller must hold no lock that a thread with the
+// GIL may wait for.
 std::string stack_of_wait() { return settings.is_tracing ? python_stack() : ""; }
 
 void note(const std::string& kind, int device, int64_t stream, std::string name = "",
@@ -170,7 +171,7 @@ void check_device(int64_t index) {
               " does not exist: there are ", settings.num_devices.load(), " devices");
 }
 
-// Errors of jobs, kept until the host synchronizes with their device.
+// Errors of jobs by device, raised when the host synchronises with the device.
 std::mutex& errors_mutex = *new std::mutex;
 std::vector<std::string>& errors = *new std::vector<std::string>(kMaxDevices);
 
@@ -185,7 +186,7 @@ void raise_errors(int device) {
 
 // ----------------------------------------------------------------------------------------- streams
 
-// Kernels, or copies, that may not begin yet, on any stream.
+// Blocks kernels or copies on all streams until a test releases them.
 struct Holds {
   std::mutex mutex;
   std::condition_variable changed;
@@ -237,7 +238,7 @@ struct StreamState {
     return num_done == num_enqueued;
   }
 
-  void wait() {  // for what is enqueued now
+  void wait() {  // for all jobs enqueued so far
     Lock lock(mutex);
     uint64_t target = num_enqueued;
     finished.wait(lock, [&] { return num_done >= target; });
@@ -288,11 +289,11 @@ struct StreamState {
   }
 };
 
-// The ids of a device's streams: 0 the default one, then the pools, by priority and turn.
+// The streams of a device. Id 0 is the default stream. Other ids encode priority and pool index.
 struct DeviceStreams {
   std::mutex mutex;
   std::map<StreamId, std::unique_ptr<StreamState>> streams;
-  std::map<int, int> turns;  // by priority
+  std::map<int, int> turns;  // number of streams created, by priority
 
   StreamState& at(int device, StreamId id) {
     Lock lock(mutex);
@@ -396,7 +397,7 @@ void wait_event(const EventPtr& event, StreamState& stream) {
 
 // ------------------------------------------------------------------------------------------ memory
 
-struct Arena {  // the device's memory, at two addresses
+struct Arena {  // device memory, mapped at two addresses
   char* front = nullptr;
   char* shadow = nullptr;
 };
@@ -428,7 +429,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
                  info->si_addr);
     if (write(STDERR_FILENO, text, size) < 0) _exit(139);
   }
-  sigaction(signal, &former_action, nullptr);  // the access is repeated, and its error stands
+  sigaction(signal, &former_action, nullptr);  // the repeated access now ends the process
 }
 
 void map_memory() {
@@ -452,13 +453,13 @@ void map_memory() {
 
 struct Block {
   int device;
-  StreamId stream;  // the one it was allocated on
+  StreamId stream;  // the allocating stream
   char* data;
   size_t size, requested = 0;
   bool is_large;
-  Block *previous = nullptr, *next = nullptr;  // within its segment
+  Block *previous = nullptr, *next = nullptr;  // neighbours in the segment
   bool is_used = false;
-  std::set<StreamId> users;  // by record_stream
+  std::set<StreamId> users;  // streams passed to record_stream
 };
 
 struct BySize {
@@ -471,13 +472,14 @@ using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 void release_block(void* context);
 
-// CUDA's caching allocator in small: a pool per stream and size class; a freed block is reusable on
-// its stream at once, after `record_stream` only when the events of its users have fired.
+// A small version of CUDA's caching allocator, with a pool per stream and size class. A freed block
+// is reusable at once on its allocating stream. After `record_stream` it is reusable when the
+// events of its users have fired.
 struct LateAllocator final : c10::DeviceAllocator {
   struct PerDevice {
     std::map<std::pair<StreamId, bool>, std::set<Block*, BySize>> free;
     std::deque<std::pair<Block*, std::vector<EventPtr>>> pending;
-    std::multimap<size_t, char*> unmapped;  // segments given back by empty_cache
+    std::multimap<size_t, char*> unmapped;  // segments released by empty_cache
     size_t top = kAlign;                    // address 0 of a device stays free
     Stats stats;
   };
@@ -597,7 +599,7 @@ struct LateAllocator final : c10::DeviceAllocator {
     own.pending.emplace_back(block, std::move(events));
   }
 
-  // Give blocks back whose users are done.
+  // Release blocks whose users are done.
   void settle(int index, bool should_wait) {
     auto& own = devices[index];
     for (auto it = own.pending.begin(); it != own.pending.end();) {
@@ -620,8 +622,8 @@ struct LateAllocator final : c10::DeviceAllocator {
     auto& own = devices[block->device];
     char* data = shadow_of(block->data);
     size_t size = block->size;
-    // In the order of the stream that owns it: who reads freed memory without having asked for it
-    // (record_stream) or waited reads NaN.
+    // Overwrite in the order of the allocating stream. A reader on another stream without a wait or
+    // record_stream then reads NaN.
     state_of(block->device, block->stream)
         .enqueue({[data, size] { memset(data, kPoison, size); }, "poison", Job::SILENT});
     sub(own.stats.active, block->is_large, 1);
@@ -727,7 +729,7 @@ void release_block(void* context) {
   if (context) allocator.free(static_cast<Block*>(context));
 }
 
-// Page-locked host memory. A freed block is reused when the copies that used it are done.
+// Pinned host memory. A freed block is reused when the copies that used the block are done.
 struct PinnedAllocator final : at::HostAllocator {
   struct Pinned {
     size_t size;
@@ -743,7 +745,7 @@ struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &release, c10::DeviceType::CPU};
     size_t rounded = 64;
-    while (rounded < size) rounded *= 2;  // as torch's pinned memory: powers of two
+    while (rounded < size) rounded *= 2;  // like torch, rounds up to powers of two
     Lock lock(mutex);
     char* found = nullptr;
     for (auto it = freed.begin(); it != freed.end(); ++it) {
@@ -861,7 +863,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   Device getDevice() const override { return {kLate, current_device}; }
   void setDevice(Device device) const override {
     check_device(device.index());
-    if (current_device != device.index()) has_context[device.index()] = true;  // as cudaSetDevice
+    if (current_device != device.index()) has_context[device.index()] = true;  // like cudaSetDevice
     current_device = device.index();
   }
   void uncheckedSetDevice(Device device) const noexcept override {
@@ -908,7 +910,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     if (!event) return true;
     auto& state = *static_cast<EventPtr*>(event);
     bool is_done = state->is_done();
-    // What the host has seen done, it may rely on.
+    // A query that returned true orders the host after the event.
     if (is_done) note_wait("event_query", -1, -1, state->id, state->recorded);
     return is_done;
   }
@@ -958,8 +960,8 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
 
 // ------------------------------------------------------------------------------- random generators
 
-// A seed and the number of operators that drew from it: each operator draws from a CPU generator of
-// its own, so the numbers do not depend on when its job runs.
+// A seed and the number of operators that drew from it. Each operator draws from a separate CPU
+// generator, so the numbers do not depend on when the operator's job runs.
 struct LateGenerator final : c10::GeneratorImpl {
   explicit LateGenerator(DeviceIndex device)
       : c10::GeneratorImpl(Device(kLate, device),
@@ -1076,7 +1078,7 @@ Range range_of(const Tensor& tensor) {
   return {base, base + static_cast<uintptr_t>(last + 1) * tensor.element_size()};
 }
 
-// What one operator touches, and CPU tensors over the shadow of its arguments' memory.
+// Memory that one operator accesses, and CPU tensors over the shadow memory of its arguments.
 struct Launch {
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> storages;
   std::vector<Range> reads, writes;
@@ -1158,7 +1160,7 @@ Tensor empty_as(const Tensor& like, Device device) {
   return empty_strided(like.sizes(), like.strides(), like.scalar_type(), {}, device, {});
 }
 
-// Operators whose result's shape or value the host must know: it waits for the stream.
+// Operators whose result's shape or value the host needs, so the host waits for the stream.
 const std::unordered_set<std::string>& data_dependent() {
   static const auto& names = *new std::unordered_set<std::string>{"aten::nonzero",
                                                                   "aten::masked_select",
@@ -1177,7 +1179,7 @@ const std::unordered_set<std::string>& data_dependent() {
 
 bool takes_host_indices(const std::string& name) { return name.find("index") != std::string::npos; }
 
-// Maps the tensors of one value of a stack, which holds one or a list of them.
+// Applies ``f`` to the tensors of a stack value, which holds a tensor or a list of tensors.
 template <typename F>
 IValue mapped(const IValue& value, F f) {
   if (value.isTensor()) return f(value.toTensor());
@@ -1206,7 +1208,7 @@ Tensor model_of(const Tensor& tensor) {
   return model;
 }
 
-// Resizes an empty ``out=`` to the shape that the operator gives it.
+// Resizes an empty ``out=`` tensor to the shape of the operator's result.
 void resize_out(const Tensor& out, c10::IntArrayRef size) {
   auto* impl = out.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
@@ -1222,7 +1224,7 @@ struct Call {
   size_t num_args, first;
   std::string name;
   Device device;
-  bool is_functional = true;  // has results that are no arguments
+  bool is_functional = true;  // returns tensors that are not arguments
 
   Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
       : op(op),
@@ -1274,7 +1276,7 @@ struct Call {
     return found;
   }
 
-  // What the shapes, strides and dtypes of the results depend on.
+  // Cache key: everything that the shapes, strides and dtypes of the results depend on.
   std::string signature() const {
     std::ostringstream text;
     text << op.operator_name();
@@ -1296,7 +1298,7 @@ struct Call {
     return text.str();
   }
 
-  // Arguments over the shadow memory; host tensors are read now.
+  // Returns the arguments as tensors over shadow memory. Host tensors are copied now.
   torch::jit::Stack twin_stack(Launch& launch) {
     torch::jit::Stack found;
     for (size_t i = 0; i < num_args; i++) {
@@ -1358,8 +1360,8 @@ struct Call {
   }
 };
 
-// Puts the results in the place of the arguments. torch 2.10 does so after it has dropped the
-// arguments, to which results in place may refer: they are kept until then.
+// Replaces the arguments on the stack by the results. torch 2.10 drops the arguments first, but
+// in-place results may refer to them, so ``kept`` keeps the arguments alive.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const torch::jit::Stack kept = stack;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
@@ -1406,9 +1408,9 @@ std::mutex& forms_mutex = *new std::mutex;
 std::unordered_map<std::string, std::pair<Forms, torch::jit::Stack>>& known_forms =
     *new std::unordered_map<std::string, std::pair<Forms, torch::jit::Stack>>;
 
-// The forms of an operator's results, and the results themselves with forms in the place of
-// tensors. The first time, the CPU's kernel runs on zeros: what a meta kernel says differs from it
-// in details that later kernels depend on (a layer norm's statistics in bf16, say).
+// Returns the forms of an operator's tensor results, and the results with forms replacing tensors.
+// The first call runs the CPU's kernel on zeros. Meta kernels differ in details that later kernels
+// depend on, such as the dtype of a layer norm's statistics in bf16.
 std::pair<Forms, torch::jit::Stack> forms_of(Call& call) {
   std::string key = call.signature();
   {
@@ -1440,7 +1442,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::DeviceGuard guard(call.device);
   if (data_dependent().count(call.name)) return run_now(call, "item");
   std::vector<IValue> results;
-  std::vector<Tensor> outs;  // where a functional operator's results go, flat
+  std::vector<Tensor> outs;  // outputs of a functional operator, flattened
   {
     at::AutoDispatchBelowADInplaceOrView below;
     bool needs_shape = call.is_functional;
@@ -1518,7 +1520,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     StreamState& stream = current_of(source.device().index());
     bool is_peer = source.device() != target.device();
     StreamState& other = current_of(target.device().index());
-    if (is_peer) {  // both devices' streams take part in it
+    if (is_peer) {  // orders the copy on both devices' streams
       auto ready = std::make_shared<EventState>();
       record_event(ready, other);
       wait_event(ready, stream);
@@ -1539,7 +1541,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   StreamState& stream = current_of(device);
   bool is_async =
       non_blocking && is_plain_copy(source, target) && pinned_allocator.is_pinned(host.data_ptr());
-  // A job holds no reference to a tensor: pinned memory that is freed is reused after the copy.
+  // A job holds no reference to a tensor. Freed pinned memory is not reused before the copy ends.
   auto plain = [](const Tensor& tensor) {
     auto view = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
@@ -1633,7 +1635,7 @@ void record_stream(Tensor& self, c10::Stream stream) {
   allocator.recordStream(self.storage().data_ptr(), stream);
 }
 
-// torch knows CUDA's and the CPU's tensors for compatible, so that ``param.data = moved`` works.
+// torch treats CUDA and CPU tensors as compatible, so that ``param.data = moved`` works.
 bool is_compatible(const Tensor& self, const Tensor& from) {
   auto is_plain = [](const Tensor& tensor) {
     return tensor.layout() == at::kStrided && (is_late(tensor) || tensor.device().is_cpu());
@@ -1644,7 +1646,7 @@ bool is_compatible(const Tensor& self, const Tensor& from) {
 int64_t sdp_choice(const Tensor& query, const Tensor& key, const Tensor& value,
                    const std::optional<Tensor>& mask, double dropout, bool is_causal,
                    std::optional<double> scale, bool enable_gqa) {
-  // The CPU's choice, so that the bits are the CPU's: it looks at shapes and flags only.
+  // Makes the CPU's choice, to get the CPU's bits. The choice depends only on shapes and flags.
   auto like = [](const Tensor& tensor) {
     Launch launch;
     Tensor twin = launch.twin(tensor);
@@ -1659,7 +1661,7 @@ int64_t sdp_choice(const Tensor& query, const Tensor& key, const Tensor& value,
 
 // ------------------------------------------------------------------------------------- collectives
 
-// What a rank brings to a collective. Addresses are of the shadow memory.
+// One rank's arguments of a collective. Addresses are in shadow memory.
 struct Contribution {
   std::string kind;
   char *out, *input;
@@ -1680,8 +1682,8 @@ struct Meeting {
   int num_there = 0, num_done = 0, num_gone = 0;
 };
 
-// Ranks that exchange data in the order of their launches. A job of each meets those of its peers,
-// reads their memory, and ends when all have read.
+// Ranks that exchange data in launch order. Each rank's job waits for its peers' jobs, reads their
+// memory, and ends when all ranks have read.
 struct Communicator {
   int64_t world = 0;
   std::string name;
@@ -1692,7 +1694,7 @@ struct Communicator {
   std::map<uint64_t, Meeting> meetings;
   std::string failure;
 
-  void fail(const std::string& message) {  // with the lock
+  void fail(const std::string& message) {  // the caller holds the lock
     if (failure.empty()) failure = message;
     changed.notify_all();
   }
@@ -1744,7 +1746,7 @@ struct Communicator {
     if (++meeting.num_gone == size) meetings.erase(number);
   }
 
-  // A sum is returned: it replaces what the peers still read.
+  // Returns a sum instead of storing it, because the sum overwrites memory that peers still read.
   Tensor read(int rank, const Meeting& meeting, const Contribution& mine) const {
     auto& ranks = meeting.ranks;
     size_t bytes = mine.input_bytes;
@@ -1840,7 +1842,7 @@ void collective(int64_t index, const std::string& kind, int64_t rank, const Tens
          [=] { on->run(place, number, mine, timeout_s); });
 }
 
-void drain() {  // whatever they raise: at exit
+void drain() {  // raises no errors of jobs
   for (int i = 0; i < settings.num_devices; i++) synchronize_device(i);
 }
 
@@ -1849,7 +1851,7 @@ void forget_errors() {
   for (auto& error : errors) error.clear();
 }
 
-// ---------------------------------------------------------------------- what Python may ask for
+// --------------------------------------------------------------------------- queries from Python
 
 std::string json_string(const std::string& text) {
   std::string found = "\"";
@@ -1947,7 +1949,7 @@ std::string read_trace() {
   return text.str();
 }
 
-// What the host does to memory, or between its threads: kernels of the host are none of torch's.
+// Traces accesses to host memory and synchronisation between threads, which torch cannot see.
 void note_host(std::string kind, std::string name, int64_t id, at::IntArrayRef reads,
                at::IntArrayRef writes) {
   auto ranges = [](at::IntArrayRef bounds) {
@@ -2070,8 +2072,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", &record_stream);
   m.impl("_has_compatible_shallow_copy_type", &is_compatible);
   m.impl("_fused_sdp_choice", &sdp_choice);
-  // torch would take a composite kernel before the fallback. Two kinds take the fallback: lists
-  // (one kernel on an accelerator), and those for which the CPU has a kernel of its own (its bits).
+  // torch prefers a composite kernel to the fallback. Two kinds of operators use the fallback here:
+  // those on lists (one kernel on an accelerator), and those with a CPU kernel (the CPU's bits).
   auto& dispatcher = c10::Dispatcher::singleton();
   for (auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;

@@ -1,9 +1,9 @@
 """Simulated ranks with a late device each, and collectives among them with NCCL's rules.
 
-A communicator has a stream of its own on each rank. A collective waits there for the stream that is
-current at its launch, meets its peers, and ends when all have read; ``wait`` makes the current
-stream wait for it, never the host. Collectives of one communicator run in the order of their
-launches: where ranks start different ones, all fail with both named.
+A communicator has its own stream on each rank. A collective first waits for the stream that is
+current at its launch, and ends when every rank has read its peers' values. ``wait`` blocks the
+current stream, never the host. Collectives of one communicator run in launch order. If ranks launch
+different collectives, every rank fails with an error that names both.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ _numbers = itertools.count()
 
 
 class LateWorld(Network):
-    """Ranks of one simulation."""
-
     def __init__(self, world_size: int, timeout_s: float) -> None:
         super().__init__(world_size, timeout_s)
         load()
-        torch.ops.late.drain()  # what a failed simulation left
+        torch.ops.late.drain()  # waits for jobs of an earlier failed simulation
         torch.ops.late.forget_errors()
         self.number = next(_numbers)
 
@@ -43,7 +41,7 @@ class LateWorld(Network):
         return LateRanks(None, rank, size, device, per_node, base=base)
 
     def fail(self, rank: int) -> None:
-        """Fail every collective that waits or will, because ``rank`` takes part no more."""
+        """Fail every current and future collective, because ``rank`` has failed."""
         if self.failed is None:
             self.failed = rank
         torch.ops.late.fail_world(self.number, f"rank {rank} failed")
@@ -55,7 +53,7 @@ class LateLibrary:
     def __init__(
         self, world: LateWorld, name: str, members: Sequence[int], rank: int, device: torch.device
     ) -> None:
-        """``members`` are the communicator's ranks of the simulation, ``rank`` is one within it."""
+        """``members`` are ranks of the simulation. ``rank`` is this rank's index in ``members``."""
         self.rank = rank
         self.world_size = len(members)
         self._simulation = world
@@ -75,10 +73,11 @@ class LateLibrary:
     def exchange(
         self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Work:
-        """See `DeviceLibrary`. It is an all-to-all of slices padded to the longest."""
+        """See `DeviceLibrary`. Implemented as an all-to-all of slices padded to the longest."""
         size, own = self.world_size, max(*sent, *received)
         longests = torch.zeros(size, dtype=torch.int64, device=self._device)
-        given = torch.tensor([own], dtype=torch.int64, device=self._device)  # kept until it is read
+        # Keep a reference until the job has read the tensor.
+        given = torch.tensor([own], dtype=torch.int64, device=self._device)
         self.all_gather(longests, given).wait()
         torch.accelerator.synchronize(self._device)
         longest = int(longests.max())
@@ -136,8 +135,6 @@ class _Started:
 
 @dataclass(frozen=True)
 class LateRanks(Ranks):
-    """The ranks of a simulation on late devices, seen from one of them."""
-
     base: LateLibrary = field(kw_only=True)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
