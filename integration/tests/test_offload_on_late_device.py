@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from torch import accelerator, nn
 
 import zero_core
@@ -92,8 +92,8 @@ def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], in
     tier: Any = engine.sharded_state.tier
 
     def waits() -> list[str]:
-        is_late = ranks.device.type == "late"
-        stacks = late_device.counters(ranks.device.index).stacks if is_late else ()
+        is_late = ranks.device.type == "cuda"
+        stacks = fake_cuda.counters(ranks.device.index).stacks if is_late else ()
         return [stack for _, stack in stacks if "engine.py" in stack]
 
     shares, sent = set(), []
@@ -119,19 +119,19 @@ def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], in
 
 
 def _run(world_size: int, cases: list[Case]) -> None:
-    late_device.load()
     for seed, case in enumerate(cases):
         expected = simulate(train, world_size, case)
-        late_device.set_delays(seed=seed, kernel_s=2e-5, copy_s=1e-3)
-        late_device.reset_counters(with_stacks=True)
-        found = simulate_late(train, world_size, case)
-        late_device.set_delays()
+        fake_cuda.set_delays(seed=seed, kernel_s=2e-5, copy_s=1e-3)
+        fake_cuda.reset_counters(with_stacks=True)
+        found = simulate_on_devices(train, world_size, case)
+        fake_cuda.set_delays()
         for (values, shares, sent), (exact, _, whole) in zip(found, expected, strict=True):
             torch.testing.assert_close(values, exact, rtol=0.0, atol=0.0, msg=str(case))
             assert len(shares) == (1 + len(MOVED) if case == AUTO else 1), shares
             assert case not in UPLOADS or 0 < sent < 0.75 * whole, (sent, whole)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(2, CASES), pytest.param(3, MORE, marks=pytest.mark.slow)]
 )
@@ -141,6 +141,7 @@ def test_offload_waits_once_a_step_and_has_the_bits_of_the_cpu(
     run_alone(_run, world_size, cases)
 
 
+@pytest.mark.cuda
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(len(UPLOADS)))
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -171,18 +172,18 @@ def test_a_plan_expects_fewer_bytes_up_at_a_lower_learning_rate() -> None:
 
 
 def _step_on_the_second_device() -> None:
-    late_device.load()
     torch.accelerator.set_device_index(1)
-    model = nn.Linear(5, 3, device="late:1")
+    model = nn.Linear(5, 3, device="cuda:1")
     optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
-    late_device.forget_contexts()
+    fake_cuda.forget_contexts()
     for _ in range(2):
-        model(torch.ones(2, 5, device="late:1")).sum().backward()
+        model(torch.ones(2, 5, device="cuda:1")).sum().backward()
         optimizer.step()
     torch.accelerator.synchronize()
-    assert late_device.contexts() == [1]
+    assert fake_cuda.contexts() == [1]
 
 
+@pytest.mark.cuda
 def test_no_thread_touches_another_device() -> None:
     run_alone(_step_on_the_second_device)
 
@@ -194,11 +195,11 @@ def _train_recorded(ranks: Any, folder: Path) -> None:
 
 
 def _record(folder: Path) -> None:
-    late_device.load()
-    late_device.set_delays(kernel_s=2e-5, copy_s=1e-3)
-    simulate_late(_train_recorded, 1, folder)
+    fake_cuda.set_delays(kernel_s=2e-5, copy_s=1e-3)
+    simulate_on_devices(_train_recorded, 1, folder)
 
 
+@pytest.mark.cuda
 def test_report_has_a_lane_of_copies(tmp_path: Path) -> None:
     """Recorded steps have a lane of copies in each direction, timed by stream events."""
     run_alone(_record, tmp_path)
@@ -274,10 +275,9 @@ def peak_of(ranks: Any, settings: dict[str, Any], root: float) -> list[int]:
 
 
 def _check_peaks(world_size: int) -> None:
-    late_device.load()
     for settings, root in JOBS_OF[world_size]:
         gc.collect()  # frees memory held by reference cycles of the previous engine
-        ranks = simulate_late(peak_of, world_size, settings, root)
+        ranks = simulate_on_devices(peak_of, world_size, settings, root)
         with torch.device("meta"):
             model = RootAndBlocks(WIDTH, NUM_BLOCKS, root)
         memory = zero_core.plan(model, settings, world_size).memory
@@ -289,6 +289,7 @@ def _check_peaks(world_size: int) -> None:
             assert held[0] - built <= exchanged + TOLERANCE * planned / 10, (settings, held, built)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_peak_is_what_was_planned(world_size: int) -> None:
     run_alone(_check_peaks, world_size)
@@ -297,22 +298,22 @@ def test_peak_is_what_was_planned(world_size: int) -> None:
 def _pinned_in_a_step(ranks: Any, settings: dict[str, Any]) -> int:
     engine = zero_core.build(RootAndBlocks(WIDTH, NUM_BLOCKS, 1.0), settings, process_group=ranks)
     x = torch.ones(1, WIDTH, device=ranks.device)
-    late_device.start_trace()
+    fake_cuda.start_trace()
     for _ in range(engine.gradient_accumulation_steps):
         engine.backward(engine(x))
         engine.step()
     accelerator.synchronize(ranks.device)
-    found = [record.kind for record in late_device.stop_trace()]
+    found = [record.kind for record in fake_cuda.stop_trace()]
     engine.close()
     return found.count("pinned_alloc")
 
 
 def _check_pinned() -> None:
-    late_device.load()
     for settings in (*(settings for settings, _ in JOBS[8:15] + JOBS[-2:]), LOSSLESS):
-        assert simulate_late(_pinned_in_a_step, 1, settings) == [0], settings
+        assert simulate_on_devices(_pinned_in_a_step, 1, settings) == [0], settings
 
 
+@pytest.mark.cuda
 def test_host_memory_is_page_locked_in_build() -> None:
     """Pinning tens of GB takes seconds, which must not delay the first backward."""
     run_alone(_check_pinned)

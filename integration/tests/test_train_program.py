@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import STEPS, TINY, train_forked
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -230,19 +230,19 @@ def _take_steps(ranks: Any) -> list[int]:
     corpus: Any = SimpleNamespace(batch=lambda index, **_: rows(index, 0))
     counts = []
     for step in range(NUM_STEPS):
-        late_device.reset_counters(with_stacks=True)
+        fake_cuda.reset_counters(with_stacks=True)
         take_step(engine, corpus, step)
-        kinds = [kind for kind, _ in late_device.counters(ranks.device.index).stacks]
+        kinds = [kind for kind, _ in fake_cuda.counters(ranks.device.index).stacks]
         counts.append(len(kinds) - kinds.count("copy"))  # uploads of batches do not count
     engine.close()
     return counts
 
 
 def _run_the_program() -> None:
-    late_device.load()
-    ((counts),) = simulate_late(_take_steps, 1)
+    ((counts),) = simulate_on_devices(_take_steps, 1)
     assert max(counts) <= 1, counts
 
 
+@pytest.mark.cuda
 def test_the_training_program_reads_no_loss_within_a_step() -> None:
     run_alone(_run_the_program)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from torch import Tensor, nn
 
 import zero_core
@@ -292,11 +292,10 @@ def _train_asleep(
 
 
 def _compare_asleep() -> None:
-    late_device.load()
     seen: set[str] = set()
     for world_size, zero in ZERO:
         done = Barrier(world_size)
-        run = partial(simulate_late, _train_asleep, world_size, zero, ranks_per_node=2)
+        run = partial(simulate_on_devices, _train_asleep, world_size, zero, ranks_per_node=2)
         expected, found = run(False, done), run(True, done)
         for (values, kinds), (exact, _) in zip(found, expected, strict=True):
             torch.testing.assert_close(values, exact, rtol=0, atol=0)
@@ -304,6 +303,7 @@ def _compare_asleep() -> None:
     assert seen == KINDS
 
 
+@pytest.mark.cuda
 def test_training_goes_on_with_the_same_bits() -> None:
     run_alone(_compare_asleep)
 

@@ -15,11 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
-from support import late_device
+from support import fake_cuda
 from support.happens_before import Race, find_races, wait_of
-from support.late import simulate_late
-from support.late_device import TraceRecord
+from support.fake_cuda.simulated import simulate_on_devices
+from support.fake_cuda import TraceRecord
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -82,7 +83,7 @@ class _PinnedAccesses(TorchDispatchMode):
         if has_access and is_on_host:
             written = [values[a.name] for a, alias in given if alias and alias.is_write]
             read = [t for t in tensors if t.is_pinned() and not any(t is w for w in written)]
-            late_device.note_host_access(
+            fake_cuda.note_host_access(
                 str(func), reads=read, writes=[w for w in written if isinstance(w, Tensor)]
             )
         return func(*args, **(kwargs or {}))
@@ -105,7 +106,7 @@ def _noted(owner: Any, name: str, before: Any = None, after: Any = None) -> Any:
 
 def _hand(how: str, *things: object) -> None:
     for thing in things:
-        late_device.note_handover(how, id(thing))
+        fake_cuda.note_handover(how, id(thing))
 
 
 _send, _receive = partial(_hand, "send"), partial(_hand, "receive")
@@ -154,9 +155,9 @@ def _host_kernels() -> Iterator[None]:
 
         read = tree_leaves([grads.segments(run.start, run.stop) for run in chunk.runs])
         read = [part for part in read if isinstance(part, Tensor)]
-        late_device.note_host_access("update, gradients", reads=read)
+        fake_cuda.note_host_access("update, gradients", reads=read)
         update(stepper, chunk, grads, scale, noted)
-        late_device.note_host_access("update, parameters", writes=written)
+        fake_cuda.note_host_access("update, parameters", writes=written)
 
     def noted_submit(executor: ThreadPoolExecutor, job: Callable[..., Any], *args: Any) -> Any:
         run, end = _handed(job)
@@ -181,7 +182,7 @@ def _host_kernels() -> Iterator[None]:
             if owner == id(progress) and low < stop and start < high:
                 _receive(entry)
 
-    access = late_device.note_host_access
+    access = fake_cuda.note_host_access
     with ExitStack() as stack:
         for context in (
             _PinnedAccesses(),
@@ -238,16 +239,16 @@ ON_RANKS = {
 }
 
 
-def _net(device: torch.device | str = "late:0", depth: int = 3) -> Tower:
+def _net(device: torch.device | str = "cuda:0", depth: int = 3) -> Tower:
     return make_tower(depth, WIDTH).to(device)
 
 
-def _batch(step: int, device: torch.device | str = "late:0") -> Tensor:
+def _batch(step: int, device: torch.device | str = "cuda:0") -> Tensor:
     return rows(step, 0, WIDTH).to(device)
 
 
 def _train(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> None:
-    device = torch.device("late:0") if ranks is None else ranks.device
+    device = torch.device("cuda:0") if ranks is None else ranks.device
     depth = 3 if ranks is None else 2
     engine = zero_core.build(_net(device, depth), config, process_group=ranks)
     for step in range(2):
@@ -258,7 +259,7 @@ def _train(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> None:
 
 
 def _train_on_ranks(config: dict[str, Any], per_node: int) -> None:
-    simulate_late(partial(_train, config), 2, ranks_per_node=per_node)
+    simulate_on_devices(partial(_train, config), 2, ranks_per_node=per_node)
 
 
 def _offloaded_optimizer(ratio: float) -> None:
@@ -285,7 +286,7 @@ class _SmallSteps:
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
         steps = new.view(torch.int16) - old.view(torch.int16)
-        late_device.note_host_access("encode", reads=[new], writes=[out])
+        fake_cuda.note_host_access("encode", reads=[new], writes=[out])
         out[: steps.numel()].view(torch.int8).copy_(steps)
         is_small = bool((steps.abs() < 128).all())
         return (
@@ -298,16 +299,16 @@ class _SmallSteps:
 
 def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> None:
     """Step a tier twice, with gradients on another stream. ``codec`` uploads differences."""
-    side = torch.Stream("late:0")
+    side = torch.Stream("cuda:0")
     numel = 4096 if units > 1 else 900
-    flat = (1.0 + torch.rand(units * numel)).to("late:0", torch.bfloat16)
+    flat = (1.0 + torch.rand(units * numel)).to("cuda:0", torch.bfloat16)
     shards = [(i * numel, flat[i * numel : (i + 1) * numel].clone()) for i in range(units)]
     block = {"pin_memory": True, "ratio": ratio, "lossless_upload": codec is not None}
     tier = create_tier(
         numel=units * numel,
         pieces=[(start, start + numel, 0) for start, _ in shards],
         params=shards,
-        device=torch.device("late:0"),
+        device=torch.device("cuda:0"),
         optimizer_class=optim.AdamW,
         groups=[GROUP],
         config={"offload_optimizer": block},
@@ -339,12 +340,12 @@ def _device_tier() -> None:
         numel=1024,
         pieces=[(0, 1024, 0)],
         params=[(0, shard)],
-        device=torch.device("late:0"),
+        device=torch.device("cuda:0"),
         optimizer_class=optim.AdamW,
         groups=[GROUP],
     )
     for _ in range(2):
-        tier.offer_grad(0, torch.ones(1024).to("late:0"))
+        tier.offer_grad(0, torch.ones(1024).to("cuda:0"))
         tier.step([GROUP], [0], grad_scale=1.0)
     tier.write_state("master_weight", 0, torch.zeros(1024))
     tier.wait_params(0, 1024)
@@ -352,7 +353,7 @@ def _device_tier() -> None:
 
 def _fill(sizes: range) -> None:
     for nbytes in sizes:
-        torch.empty(nbytes, dtype=torch.uint8, device="late:0").fill_(1)
+        torch.empty(nbytes, dtype=torch.uint8, device="cuda:0").fill_(1)
 
 
 def _reused_memory() -> None:
@@ -366,7 +367,7 @@ def _reused_memory() -> None:
 
 def _offloaded_states() -> None:
     """Offload states whose memory another stream allocated and reuses during the copy."""
-    other = torch.Stream(device="late:0")
+    other = torch.Stream(device="cuda:0")
     with other:
         engine = zero_core.build(_net(), _config(3))
         torch.accelerator.synchronize()
@@ -389,10 +390,10 @@ def _edited_parameters() -> None:
 
 def _inputs_on_the_host() -> None:
     """Keep saved inputs on the host. One input is fetched ahead and never used."""
-    inputs = HostInputs(torch.device("late:0"))
+    inputs = HostInputs(torch.device("cuda:0"))
     kept = []
     for is_kept in (True, False):  # whether the input's device memory stays in use
-        xs = [torch.ones(1024, device="late:0", requires_grad=True) for _ in range(2)]
+        xs = [torch.ones(1024, device="cuda:0", requires_grad=True) for _ in range(2)]
         outs = []
         for x in xs:
             with inputs.context():
@@ -400,16 +401,16 @@ def _inputs_on_the_host() -> None:
                 outs.append(y.square())
             kept += [y] * is_kept
         del y
-        torch.ones(1024, device="late:0").square()  # may reuse fetched memory
+        torch.ones(1024, device="cuda:0").square()  # may reuse fetched memory
         outs.pop().sum().backward()
         outs.clear()
 
 
 def _gradients_on_the_host() -> None:
-    sums = PartialGrads(3, HostInputs(torch.device("late:0")).copies)
+    sums = PartialGrads(3, HostInputs(torch.device("cuda:0")).copies)
     for _ in range(2):
         for number in range(3):
-            sums.put(number, 0, torch.full((1024,), float(number), device="late:0").square())
+            sums.put(number, 0, torch.full((1024,), float(number), device="cuda:0").square())
             sums.end_turn(number)
         for number in range(3):
             sums.prefetch((number + 1) % 3, [0])
@@ -456,7 +457,6 @@ done depends on how fast the threads are."""
 
 
 def _check() -> None:
-    late_device.load()
     geometry.PUBLISHED_NUMEL = 1024
     differences.SHORTEST_NBYTES = 256
     gc.freeze()  # excludes imported objects from each collection
@@ -465,10 +465,10 @@ def _check() -> None:
     for _ in range(NUM_TRIES):
         for name in names:
             with _host_kernels():
-                late_device.start_trace()
+                fake_cuda.start_trace()
                 PROGRAMS[name]()
                 gc.collect()  # frees memory held by reference cycles within the trace
-                trace = late_device.stop_trace()
+                trace = fake_cuda.stop_trace()
             sites, hints = _sites(trace)
             races = list(_races(trace, hints))
             assert not races, f"{name}: {'; '.join(map(str, races[:5]))}"
@@ -488,7 +488,7 @@ def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int
     hints = []
     for position, record in enumerate(trace):
         # Exclude the simulated device's own waits.
-        site = wait_of(record, (*_ROOTS, late_device.__path__[0]))
+        site = wait_of(record, (*_ROOTS, fake_cuda.__path__[0]))
         if record.kind == "event_query" and site.endswith(_HINTS):
             hints.append(position)
         elif record.kind == "device_synchronize" and site.endswith(_BETWEEN_STEPS):
@@ -535,5 +535,6 @@ def _waits_in_source() -> set[str]:
     return found
 
 
+@pytest.mark.cuda
 def test_nothing_is_unordered_and_every_wait_is_needed() -> None:
     run_alone(_check)

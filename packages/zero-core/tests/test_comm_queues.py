@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support import late_device
+from support import fake_cuda
 
 from zero_core.comm.queues import HostQueues, StreamQueues
 from zero_core.testing import alone
@@ -66,10 +66,10 @@ def _check_failed_job(queues):
             failed.wait()
 
 
+@pytest.mark.cuda
 @alone
 def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for_the_job():
-    late_device.load()
-    device = torch.device("late:0")
+    device = torch.device("cuda:0")
     queues, reader = StreamQueues(device), torch.Stream(device)
     source, *outs = (torch.zeros(4, device=device) for _ in range(4))
     streams = []
@@ -79,7 +79,7 @@ def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for
         outs[number].copy_(source * 2)
 
     made = mock.patch.object(torch, "Stream", wraps=torch.Stream)
-    with made as make, late_device.held("kernels"):  # a host wait would hang
+    with made as make, fake_cuda.held("kernels"):  # a host wait would hang
         source.add_(1)  # the jobs read the new value of source
         works = [queues.launch(lambda n=n: job(n), is_reduction=n > 0) for n in range(2)]
         inner = partial(queues.launch, lambda: job(2), is_reduction=False)

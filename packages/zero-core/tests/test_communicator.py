@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import late_device
+from support import fake_cuda
 from support.board import Board
 
 from zero_core.comm.communicator import Communicator
@@ -204,18 +204,18 @@ def test_collectives_are_ranges_of_a_profile():
     assert {f"rank 1: {v} of unit 3 (blocks.2)" for v in ("all_gather", "reduce_scatter")} <= names
 
 
+@pytest.mark.cuda
 @alone
 def test_the_thread_of_a_watch_touches_no_other_device():
-    late_device.load(2)
     torch.accelerator.set_device_index(1)
-    values = torch.zeros(8, device="late:1")
-    waits = DeviceWaits(torch.device("late", 1))
+    values = torch.zeros(8, device="cuda:1")
+    waits = DeviceWaits(torch.device("cuda", 1))
     watch = Watch(Board({}, 1), Place(), rank=1, world_size=2, within_s=0.1, device_waits=waits)
     start(watch)
-    late_device.set_delays(seed=1, kernel_s=0.02)
+    fake_cuda.set_delays(seed=1, kernel_s=0.02)
     for _ in range(5):
         values.add_(1)
         waits.note("a collective")
     waits.close()
     assert torch.accelerator.current_stream().query()
-    assert late_device.contexts() == [1]
+    assert fake_cuda.contexts() == [1]

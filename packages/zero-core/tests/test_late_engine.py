@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 
 import zero_core
 from zero_core.testing.models import batch, make_model, seeded
@@ -40,20 +40,21 @@ def train(ranks, case):
 
 def _run_grid(world_size, grid, per_node=None):
     for seed, case in enumerate(grid):
-        late_device.load()
         expected = simulate(train, world_size, case, ranks_per_node=per_node)
-        late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate_late(train, world_size, case, ranks_per_node=per_node)
+        fake_cuda.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
+        found = simulate_on_devices(train, world_size, case, ranks_per_node=per_node)
         for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
             assert losses == exact_losses, case
             torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("grid", [CHOSEN, pytest.param(GRID, marks=pytest.mark.slow)])
 def test_every_stage_has_the_bits_of_the_cpu(grid):
     run_alone(_run_grid, 3, [*grid, Case(2, clipping=0.5, top=WHOLE)])
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_sums_on_two_nodes_have_the_bits_of_their_tree(step):
     run_alone(_run_grid, 4, GRID[4:8:step], 2)
@@ -72,11 +73,11 @@ def _hold(ranks):
     engine.close()
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("per_node", [4, 2])
 @alone
 def test_buffers_of_reductions_are_allocated_in_build(per_node):
-    late_device.load()
-    simulate_late(_hold, 4, ranks_per_node=per_node)
+    simulate_on_devices(_hold, 4, ranks_per_node=per_node)
 
 
 def _running_means(ranks):
@@ -93,10 +94,10 @@ def _running_means(ranks):
     return [buffer.cpu() for buffer in model.buffers()]
 
 
+@pytest.mark.cuda
 @alone
 def test_buffers_in_16_bits_are_those_of_rank_0():
-    late_device.load()
     expected = simulate(_running_means, 2)
     assert_same(expected[1], expected[0])
-    found = simulate_late(_running_means, 2)
+    found = simulate_on_devices(_running_means, 2)
     assert_same(found, expected)

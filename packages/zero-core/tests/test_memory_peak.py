@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from torch import accelerator, nn
 
 import zero_core
@@ -51,7 +51,7 @@ def measure(dtype, rows):
     for _ in range(8):
         engine.backward(engine(torch.ones(rows, WIDTH)))
         engine.step()
-    return {"peak": peak, "early": early, "late": status("VmRSS") - before}
+    return {"peak": peak, "early": early, "cuda": status("VmRSS") - before}
 
 
 @pytest.mark.sampled(3)
@@ -70,7 +70,7 @@ def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
     print(f"{dtype}, {rows} rows: peak {found['peak'] / planned:.3f} of the plan, {found}")
     assert 0.95 < found["peak"] / planned < 1.05
     # A leaked block exceeds this bound. Allocator noise on a busy machine stays below.
-    assert found["late"] - found["early"] < 0.02 * planned, found
+    assert found["cuda"] - found["early"] < 0.02 * planned, found
 
 
 LARGE, NUM_UNITS = 1024, 25
@@ -233,12 +233,12 @@ def measure_on_device(ranks, job):
     return found
 
 
+@pytest.mark.cuda
 @alone
 def test_peak_is_what_was_planned():
-    late_device.load()
     control.PIECE_BYTES = PIECE_BYTES
     for settings, root in JOBS:
-        ranks = simulate_late(measure_on_device, 2, (settings, root))
+        ranks = simulate_on_devices(measure_on_device, 2, (settings, root))
         with torch.device("meta"):
             memory = zero_core.plan(RootAndBlocks(ROOT_WIDTH, NUM_BLOCKS, root), settings, 2).memory
         planned, late = memory.device_bytes, memory.device.get("exchange buffers", 0)

@@ -6,8 +6,8 @@ from threading import Barrier
 
 import pytest
 import torch
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 
 import zero_core
 from zero_core.runtime import device_states
@@ -50,15 +50,14 @@ def train(ranks, case, parts, non_blocking, done):
 
 
 @pytest.mark.parametrize(
-    ("device", "world_size"), [("cpu", 2), pytest.param("late", 2, marks=pytest.mark.slow)]
+    ("device", "world_size"), [("cpu", 2), pytest.param("cuda", 2, marks=[pytest.mark.slow, pytest.mark.cuda])]
 )
 @alone
 def test_training_goes_on_with_the_same_bits(device, world_size):
     run = simulate
-    if device == "late":
-        run = simulate_late
-        late_device.load()
-        late_device.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
+    if device == "cuda":
+        run = simulate_on_devices
+        fake_cuda.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
     choices = itertools.cycle([ALL, *(frozenset([part]) for part in zero_core.StatePart), ALL])
     # Simulated ranks are threads, and torch's empty_cache waits for the devices of all ranks.
     done = Barrier(world_size)
@@ -90,11 +89,11 @@ def _measure(ranks, stage, done):
     engine.close()
 
 
+@pytest.mark.cuda
 @alone
 def test_99_percent_of_the_device_is_free():
-    late_device.load()
     for stage in range(4):
-        simulate_late(_measure, 2, stage, Barrier(2))
+        simulate_on_devices(_measure, 2, stage, Barrier(2))
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 import torch
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from support.tiers import MadeTier
 from torch import Tensor
 
@@ -66,7 +66,7 @@ def blocks_of(number, *, is_twice=False):
 def train(ranks, case):
     model = make(is_twice=case.is_twice)
     engine = case.build(ranks, model)
-    is_late = ranks.device.type == "late"
+    is_late = ranks.device.type == "cuda"
     generator = torch.Generator().manual_seed(ranks.rank)
     waits, results = [], []
     for step in range(NUM_STEPS):
@@ -96,13 +96,14 @@ def train(ranks, case):
 
 
 def count_waits(ranks):
-    return sum(late_device.counters(ranks.device.index).syncs.values())
+    return sum(fake_cuda.counters(ranks.device.index).syncs.values())
 
 
 def same(a, b):
     return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [pytest.param(1, ALONE, marks=pytest.mark.slow), (1, ALONE[3:4]), (2, TOGETHER)],
@@ -110,11 +111,10 @@ def same(a, b):
 )
 @alone
 def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size, cases):
-    late_device.load()
     for case in cases:
         expected = simulate(train, world_size, case)
-        late_device.set_delays(seed=world_size, kernel_s=2e-5, copy_s=2e-4)
-        found = simulate_late(train, world_size, case)
+        fake_cuda.set_delays(seed=world_size, kernel_s=2e-5, copy_s=2e-4)
+        found = simulate_on_devices(train, world_size, case)
         for (waits, results), (_, on_cpu) in zip(found, expected, strict=True):
             assert len(waits) >= 2, case
             budget = 2 if case.is_twice else 1  # late gradients need a second all-reduce
@@ -123,17 +123,17 @@ def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size
 
 
 def _order_of_a_step(engine):
-    engine.backward(engine(torch.ones(2, WIDTH, device="late")))
-    late_device.start_trace()
+    engine.backward(engine(torch.ones(2, WIDTH, device="cuda")))
+    fake_cuda.start_trace()
     engine.step()
-    trace = [(r.kind, r.name) for r in late_device.stop_trace()]
+    trace = [(r.kind, r.name) for r in fake_cuda.stop_trace()]
     seen = ["wait" if kind == "event_synchronize" else name for kind, name in trace]
     return [what for what in seen if what == "wait" or "_fused_adamw_" in what]
 
 
+@pytest.mark.cuda
 @alone
 def test_the_update_is_enqueued_before_the_host_reads_the_decision():
-    late_device.load()
     engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
     engine.optimizer.register_step_pre_hook(lambda *_: None)
@@ -155,11 +155,10 @@ class BrokenOff(MadeTier):
 
 @alone
 def test_a_step_that_was_broken_off_after_its_update_needs_a_load(tmp_path):
-    late_device.load()
     engine = Training(dtype="bf16").build(model=make(), state_tier=BrokenOff.made)
     found = []
     for _ in range(2):
-        engine.backward(engine(torch.ones(2, WIDTH, device="late")))
+        engine.backward(engine(torch.ones(2, WIDTH, device="cuda")))
         if not found:
             engine.step()
             engine.save_checkpoint(tmp_path)
@@ -173,14 +172,14 @@ def test_a_step_that_was_broken_off_after_its_update_needs_a_load(tmp_path):
             [engine.sharded_state.tier.read_scalars(0), *engine.full_state_dict().values()]
         )
     assert all(map(same, *found)), found
-    engine.backward(engine(torch.ones(2, WIDTH, device="late")))
+    engine.backward(engine(torch.ones(2, WIDTH, device="cuda")))
     engine.step()
     engine.close()
 
 
+@pytest.mark.cuda
 @alone
 def test_groups_with_other_kernels_are_updated_after_the_decision():
-    late_device.load()
     model = make()
     groups = [
         {"params": [*model.first.parameters(), *model.head.parameters()], "fused": True},

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import late_device
+from support import fake_cuda
 
 from zero_core.testing.oracle import Case, run_ddp, run_engine
 from zero_core.testing.ranks import alone, run_on_processes
@@ -41,12 +41,12 @@ def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(world_size, tm
         assert_same(found, expected)
 
 
-DEVICE = "late:1"
+DEVICE = "cuda:1"
 
 
+@pytest.mark.cuda
 @alone
 def test_a_missing_wait_or_record_stream_shows():
-    late_device.load()
     side = torch.Stream(DEVICE, priority=-1)
     source = torch.arange(1000.0, device=DEVICE)
     out = torch.zeros(1000, device=DEVICE)
@@ -54,7 +54,7 @@ def test_a_missing_wait_or_record_stream_shows():
 
     def use(*, waits, records, late):
         main = torch.accelerator.current_stream(DEVICE)
-        with late_device.held(late):
+        with fake_cuda.held(late):
             value = source * 2
             if waits:
                 side.wait_stream(main)
@@ -75,23 +75,25 @@ def test_a_missing_wait_or_record_stream_shows():
     assert not use(waits=False, records=True, late="kernels")
 
 
+@pytest.mark.cuda
 @alone
 def test_only_pinned_copies_do_not_block():
-    late_device.load()
     host = torch.arange(100.0).pin_memory()
     assert host.is_pinned()
     assert not torch.zeros(1).is_pinned()
-    late_device.reset_counters()
-    with late_device.held("copies"):
+    fake_cuda.reset_counters()
+    with fake_cuda.held("copies"):
         device = host.to(DEVICE, non_blocking=True)
         address = host.data_ptr()
         del host
         other = torch.zeros(100, pin_memory=True)
         assert other.data_ptr() != address
-        assert late_device.counters(1).syncs == {}
+        assert fake_cuda.counters(1).syncs == {}
     assert device.tolist() == list(range(100))
-    late_device.reset_counters()
+    fake_cuda.reset_counters()
     torch.zeros(100).to(DEVICE, non_blocking=True)  # a source in pageable memory synchronises
     device.to("cpu", non_blocking=False)
     device.to("cpu", torch.float64, non_blocking=True)  # a dtype conversion synchronises
-    assert late_device.counters(1).syncs["copy"] == 3
+    found = fake_cuda.counters(1).syncs
+    # Torch waits for the stream after a blocking copy. ``non_blocking`` down takes pinned memory.
+    assert found == {"staged copy": 1, "copy": 1, "stream": 1}, found

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from support.tiers import MadeTier
 from torch import nn
 from torch._dynamo.utils import counters
@@ -294,13 +294,13 @@ def _train(ranks, way, stage, *, is_compiled=False):
     return values
 
 
+@pytest.mark.cuda
 @alone
 def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late():
-    late_device.load()
     for seed, (way, stage) in enumerate([("read last", 1), ("read from a list", 3)]):
         expected = simulate(_train, 2, way, stage)
-        late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate_late(_train, 2, way, stage)
+        fake_cuda.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
+        found = simulate_on_devices(_train, 2, way, stage)
         assert_same(found, expected)
 
 

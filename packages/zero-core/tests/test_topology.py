@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support import late_device
+from support import fake_cuda
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -125,22 +125,22 @@ def _found(**environment):
     return str(device)
 
 
+@pytest.mark.cuda
 @alone
 def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank():
-    late_device.load(4)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
-        dist.init_process_group("cpu:gloo,late:gloo", store=store, rank=0, world_size=1)
-    assert _found() == "late:0"
-    assert _found(LOCAL_RANK="2") == "late:2"
-    assert _found(LOCAL_RANK="3") == "late:2"  # the device that the program selected wins
+        dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=0, world_size=1)
+    assert _found() == "cuda:0"
+    assert _found(LOCAL_RANK="2") == "cuda:2"
+    assert _found(LOCAL_RANK="3") == "cuda:2"  # the device that the program selected wins
     torch.accelerator.set_device_index(0)
-    assert _found(LOCAL_RANK="7") == "late:0"  # the launcher set CUDA_VISIBLE_DEVICES for each rank
+    assert _found(LOCAL_RANK="8") == "cuda:0"  # the launcher set CUDA_VISIBLE_DEVICES for each rank
     world = dist.group.WORLD
     assert world is not None
-    world.bound_device_id = torch.device("late", 1)
-    assert _found(LOCAL_RANK="3") == "late:1"
-    assert 3 not in late_device.contexts()
+    world.bound_device_id = torch.device("cuda", 1)
+    assert _found(LOCAL_RANK="3") == "cuda:1"
+    assert 3 not in fake_cuda.contexts()
     dist.destroy_process_group()
 
 

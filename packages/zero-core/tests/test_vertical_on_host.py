@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support import late_device
-from support.late import on_late_rank, simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import on_device_rank, simulate_on_devices
 from torch import accelerator, nn
 
 import zero_core
@@ -56,9 +56,9 @@ def _train(ranks, is_shared, config):
     return losses, values
 
 
+@pytest.mark.cuda
 @alone
 def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_the_cpu():
-    late_device.load()
     on_device = {"activation_checkpointing": {}}
     cases = [
         *((1, 3, False, {}), (2, 1, False, {}), (2, 3, True, {})),
@@ -67,12 +67,13 @@ def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_t
     for seed, (world_size, stage, is_shared, further) in enumerate(cases):
         config = _config(stage, **further)
         expected = simulate(_train, world_size, is_shared, config)
-        late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
+        fake_cuda.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         config = config | {"accumulation_schedule": "vertical"}
-        assert_same(simulate_late(_train, world_size, is_shared, config), expected)
+        assert_same(simulate_on_devices(_train, world_size, is_shared, config), expected)
 
 
-@on_late_rank
+@pytest.mark.cuda
+@on_device_rank
 def test_host_memory_is_what_was_planned(ranks):
     config = _config(accumulation_schedule="vertical")
     with torch.device("meta"):
@@ -80,10 +81,10 @@ def test_host_memory_is_what_was_planned(ranks):
             _Net(), config, 1, example_inputs=[torch.zeros(ROWS, dtype=torch.long)]
         )
     engine = zero_core.build(_Net(), config, process_group=ranks)
-    late_device.start_trace()
+    fake_cuda.start_trace()
     for step in range(3):
         engine.train_batch(_batches(step, ranks))
-    trace = late_device.stop_trace()
+    trace = fake_cuda.stop_trace()
     blocks = [r.writes[0] for r in trace if r.kind == "pinned_alloc"]
     taken = sum(stop - start for start, stop in blocks if stop - start >= INPUT_BYTES)
     planned = plan.memory.host["activations"] + plan.memory.host["gradients of tied weights"]
@@ -111,11 +112,11 @@ def _rise(ranks, steps):
     return found
 
 
+@pytest.mark.cuda
 @alone
 def test_device_has_two_gradients_however_many_micro_batches():
-    late_device.load()
-    late_device.set_delays(seed=1, copy_s=1e-2)  # copies are the slowest operation
-    (few,), (many,) = (simulate_late(_rise, 1, steps) for steps in (4, 8))
+    fake_cuda.set_delays(seed=1, copy_s=1e-2)  # copies are the slowest operation
+    (few,), (many,) = (simulate_on_devices(_rise, 1, steps) for steps in (4, 8))
     # The allowance covers gradients between two blocks, which have the size of an input.
     assert many - few < 4 * INPUT_BYTES + GRADIENT_BYTES / 2
 

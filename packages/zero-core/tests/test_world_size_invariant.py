@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from torch import nn
 
 import zero_core
@@ -115,16 +115,16 @@ def test_the_norm_of_edited_gradients_is_that_of_torch():
     assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.cuda
 @alone
 def test_accelerators_on_nodes_have_the_bits_of_one_host():
-    late_device.load()
     for kind in ({**KINDS["narrow"], "zero_optimization": {"stage": 3}}, {}):
         alone = run(1, kind)
-        late_device.set_delays(seed=0, kernel_s=5e-5, copy_s=2e-3)
-        assert_same_bits(run(4, kind, simulate_late, ranks_per_node=2), alone)
+        fake_cuda.set_delays(seed=0, kernel_s=5e-5, copy_s=2e-3)
+        assert_same_bits(run(4, kind, simulate_on_devices, ranks_per_node=2), alone)
     block = {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     with pytest.raises(zero_core.ConfigError, match="border elsewhere"):
-        run(1, {"zero_optimization": block}, simulate_late)
+        run(1, {"zero_optimization": block}, simulate_on_devices)
 
 
 def test_sums_of_powers_are_exact_in_any_order_and_show_what_is_not_finite():

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch.cuda._sanitizer import EventHandler
 
-from support.late_device import TraceRecord
+from support.fake_cuda import TraceRecord
 
 Range = tuple[int, int]
 """Address and number of bytes."""

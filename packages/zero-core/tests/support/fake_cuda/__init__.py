@@ -128,6 +128,7 @@ class TraceRecord(NamedTuple):
               ``"device_synchronize"``: by the host thread; ``name`` is ``"copy"`` or ``"item"``
               where an operator waited by itself
             - ``"alloc"``, ``"free"``: ``writes`` is the block, ``stream`` the one that owns it
+            - ``"pinned_alloc"``: ``writes`` is host memory that torch's allocator asked for
             - ``"record_stream"``: ``reads`` is the block, ``stream`` its user
             - ``"host_access"``: by the host thread, see `note_host_access`
             - ``"send"``, ``"receive"``: see `note_handover`; ``event`` is what is handed over

@@ -758,10 +758,10 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** data, size_t size, unsigned) {
-  size = (size + 4095) / 4096 * 4096;
   *data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (*data == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
   memset(*data, kPoison, size);
+  record({"pinned_alloc", -1, -1, "", 0, 0, {}, {range_of(*data, size)}});
   Lock lock(memory_mutex);
   pinned[static_cast<char*>(*data)] = size;
   return cudaSuccess;

@@ -332,6 +332,22 @@ const std::set<std::string>& data_dependent = *new std::set<std::string>{
     "aten::equal",   "aten::unique_consecutive", "aten::bincount",  "aten::unique_dim",
     "aten::histc",   "aten::repeat_interleave",  "aten::nonzero_static"};
 
+// Indexing by a mask, whose number of elements the host must know.
+bool has_mask(const Call& call) {
+  if (call.name.rfind("aten::index", 0) != 0 && call.name != "aten::_index_put_impl_") return false;
+  bool found = false;
+  for (size_t i = 0; i < call.num_args; i++) {
+    const IValue& value = (*call.stack)[call.first + i];
+    if (!value.isOptionalTensorList() && !value.isTensorList()) continue;
+    (void)mapped(value, [&](const Tensor& tensor) {
+      bool is_mask = tensor.defined() && (tensor.dtype() == at::kBool || tensor.dtype() == at::kByte);
+      found |= is_mask;
+      return tensor;
+    });
+  }
+  return found;
+}
+
 void run_now(Call& call) {
   check(synchronize(current_stream(call.device.index()), "item"));
   Job unused;
@@ -361,7 +377,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Call call(op, stack);
   c10::cuda::CUDAGuard guard(call.device);
   at::AutoDispatchBelowADInplaceOrView below;
-  if (data_dependent.count(call.name)) return run_now(call);
+  if (data_dependent.count(call.name) || has_mask(call)) return run_now(call);
   Stack results;
   std::vector<Tensor> outs;  // where a functional operator's results go, flat
   bool needs_shape = call.is_functional;
@@ -472,6 +488,9 @@ const std::set<std::string> own_kernels{
     "_resize_output_", "_local_scalar_dense", "native_dropout", "_fused_sdp_choice",
     "view_as_real", "view_as_complex", "is_set_to", "_has_same_storage_numel"};
 
+// Composite operators that launch a kernel by themselves.
+const std::set<std::string> launching_composites{"ldexp"};
+
 struct Silence : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
@@ -486,7 +505,9 @@ torch::Library* replace_kernels() {
   for (auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0 || own_kernels.count(name.name.substr(6))) continue;
     auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    if (!op || !op->hasSchema()) continue;
+    bool has_kernel = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+    if (!has_kernel && !launching_composites.count(name.name.substr(6))) continue;
     if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
         !op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd))
       continue;
