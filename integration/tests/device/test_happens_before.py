@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import linecache
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -493,9 +494,16 @@ def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int
             hints.append(position)
         elif record.kind == "device_synchronize" and site.endswith(_BETWEEN_STEPS):
             continue
+        elif record.kind == "event_query" and ".query(" not in _line(site):
+            continue  # torch's allocator of pinned memory asks whether a block is free again
         elif site.startswith(_ROOTS) and "/testing/" not in site:
             sites[f"{record.kind} {site}"].append(position)
     return sites, hints
+
+
+def _line(site: str) -> str:
+    path, _, place = site.partition(":")
+    return linecache.getline(path, int(place.split(" ")[0])) if place else ""
 
 
 def _races(trace: Sequence[TraceRecord], without: list[int]) -> Iterator[Race]:

@@ -95,5 +95,5 @@ def test_only_pinned_copies_do_not_block():
     device.to("cpu", non_blocking=False)
     device.to("cpu", torch.float64, non_blocking=True)  # a dtype conversion synchronises
     found = fake_cuda.counters(1).syncs
-    # Torch waits for the stream after a blocking copy. ``non_blocking`` down takes pinned memory.
-    assert found == {"staged copy": 1, "copy": 1, "stream": 1}, found
+    # Torch copies to pinned memory if it shall not wait.
+    assert found == {"staged copy": 1, "copy": 1}, found

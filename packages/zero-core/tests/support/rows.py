@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 from pathlib import Path
 
@@ -14,18 +15,29 @@ from zero_core.comm.topology import find_ranks
 from zero_core.testing import equal, simulate, spawn
 from zero_core.testing.equal import Row, Variant
 
+TWO_KERNELS = re.compile(
+    "ratio|border that moves|budget|names on the host|first half|all in files|NAdam"
+    "|4-bit messages, updates in backward"
+)
+"""Variants that update a share of the elements on the device.
+
+torch's kernel there rounds differently than cpu-adam (NAdam: than torch's loop on the host). So
+their results are compared with those under other delays only.
+"""
+
 
 def check(row: Row, variant: Variant, folder: Path) -> None:
     """Compare both sides of a row bit by bit.
 
-    On devices, jobs are delayed at random and the base has the bits of the CPU's run, too.
+    On devices, jobs are delayed at random, and the base's bits must be those of the CPU too.
     """
     if not torch.version.cuda:
         equal.check(row, variant, folder)
         return
     (folder / "cpu").mkdir()
     given = (row, variant, folder)
-    simulate(_run_on_cpu, row.ranks, *given, ranks_per_node=row.per_node)
+    if not TWO_KERNELS.search(row.variant):
+        simulate(_run_on_cpu, row.ranks, *given, ranks_per_node=row.per_node)
     spawn(_run_on_devices, row.ranks, *given, ranks_per_node=row.per_node, backend="nccl")
 
 
@@ -37,20 +49,29 @@ def _run_on_cpu(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
 def _run_on_devices(
     rank: int, world_size: int, row: Row, variant: Variant, folder: Path
 ) -> None:
-    torch.accelerator.set_device_index(rank)  # of one host, whatever the number of nodes
+    torch.accelerator.set_device_index(rank)  # all ranks are on one host, whatever their nodes
     ranks = find_ranks(None, None)
-    fake_cuda.set_delays(seed=zlib.crc32(f"{row} {rank}".encode()), copy_s=1e-3, kernel_s=2e-5)
     assert ranks.device == torch.device("cuda", rank)
-    plain = equal.run_side(ranks, row, equal.base_of(variant), folder / "plain")
+
+    def delay(turn: int) -> None:
+        seed = zlib.crc32(f"{row} {rank} {turn}".encode())
+        fake_cuda.set_delays(seed=seed, copy_s=1e-3, kernel_s=2e-5)
+
+    # The device delays collectives by itself.
+    further = {k: v for k, v in variant.further.items() if k != "collectives"}
+    variant = dataclasses.replace(variant, further=further)
+    has_two = TWO_KERNELS.search(row.variant) is not None
+    delay(0)
+    plain = equal.run_side(
+        ranks, row, variant if has_two else equal.base_of(variant), folder / "plain"
+    )
     # Sums of gradients across nodes have another order on accelerators (decision 112).
-    if row.ranks == row.per_node or row.per_node == 1:
+    if not has_two and (row.ranks == row.per_node or row.per_node == 1):
         on_cpu = equal.Trace(**torch.load(folder / "cpu" / f"{rank}.pt"))
         for name in plain.values.keys() - on_cpu.values.keys():
             # Accelerators have states before the first step that is not skipped.
             on_cpu.values[name] = torch.zeros_like(plain.values[name])
         equal.compare(ranks, row, plain, on_cpu)
-    # The device delays collectives by itself.
-    further = {k: v for k, v in variant.further.items() if k != "collectives"}
-    variant = dataclasses.replace(variant, further=further)
+    delay(1)
     found = equal.run_side(ranks, row, variant, folder / "variant")
     equal.compare(ranks, row, found, plain)

@@ -95,8 +95,8 @@ class Counters:
     bytes_read: int  # of the tensors that jobs read
     bytes_written: int  # of the tensors that jobs wrote; what is updated in place counts here alone
     # How often the host waited, by kind: "event", "stream" and "device" (synchronizations), "item"
-    # (a value or shape that the host needs) and "copy" (down to memory that is not pinned).
-    # "staged copy" is one up from memory that is not pinned: the host copies it, and goes on.
+    # (a value or shape that the host needs) and "copy" (blocking, or down to memory that is not
+    # pinned). "staged copy": not blocking, of memory that is not pinned, which the host copies.
     syncs: dict[str, int]
     stacks: list[tuple[str, str]]  # kind and Python stack, innermost frame first
 

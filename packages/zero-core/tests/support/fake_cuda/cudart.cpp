@@ -77,6 +77,7 @@ std::atomic<uint64_t> next_id{1};
 std::string (*stack_source)() = nullptr;
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local const char* waiting = nullptr;  // kind of the operator that waits by itself
 std::array<std::atomic<bool>, kMaxDevices>& has_context =
     *new std::array<std::atomic<bool>, kMaxDevices>;
 
@@ -108,6 +109,9 @@ uint64_t thread_number() {
 }
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
+
+Waiting::Waiting(const char* kind) { waiting = kind; }
+Waiting::~Waiting() { waiting = nullptr; }
 
 void set_stack_source(std::string (*source)()) { stack_source = source; }
 
@@ -296,6 +300,7 @@ void submit(cudaStream_t stream, Job job) {
 }
 
 cudaError_t synchronize(cudaStream_t stream, const char* why) {
+  if (waiting) why = waiting;
   Stream& state = state_of(stream);
   count_sync(why, state.device);
   state.wait();
@@ -486,7 +491,7 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaStream_t str
   if (is_up && !is_pinned(source)) {
     auto staged = std::make_shared<std::vector<char>>(
         static_cast<const char*>(source), static_cast<const char*>(source) + size);
-    count_sync("staged copy", state_of(stream).device);
+    if (!waiting) count_sync("staged copy", state_of(stream).device);
     job.reads.clear();
     job.run = [=] { memcpy(to, staged->data(), size); };
     submit(stream, std::move(job));
@@ -495,7 +500,8 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaStream_t str
   const void* from = shadow_of(source);
   job.run = [=] { memmove(to, from, size); };
   submit(stream, std::move(job));
-  return is_down && !is_pinned(target) ? synchronize(stream, "copy") : cudaSuccess;
+  bool should_wait = is_down && !is_pinned(target) && !waiting;  // else torch waits next
+  return should_wait ? synchronize(stream, "copy") : cudaSuccess;
 }
 
 // -------------------------------------------------------------------------------- torch's operators

@@ -40,6 +40,11 @@ void note(const char* kind, cudaStream_t stream, const std::string& name, std::v
           std::vector<Range> writes);
 // Freed memory turns into NaN in the order of the stream that owns it.
 void poison(cudaStream_t stream, void* front, size_t size);
+// While one lives, this thread is in an operator of torch's that waits for the device by itself.
+struct Waiting {
+  explicit Waiting(const char* kind);
+  ~Waiting();
+};
 void set_stack_source(std::string (*source)());  // returns the Python stack of the calling thread
 
 }  // namespace fake

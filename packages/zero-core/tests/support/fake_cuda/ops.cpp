@@ -23,6 +23,7 @@
 #include <torch/library.h>
 
 #include <mutex>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <unordered_map>
@@ -435,8 +436,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
 
 // Copies between host and device are torch's own, over cudaMemcpyAsync.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  if (!self.is_cuda() || !source.is_cuda() || self.device() != source.device())
+  if (!self.is_cuda() || !source.is_cuda() || self.device() != source.device()) {
+    std::optional<Waiting> waiting;
+    if (!non_blocking) waiting.emplace("copy");
     return at::native::copy_(self, source, non_blocking);
+  }
   if (self.numel() == 0) return self;
   c10::cuda::CUDAGuard guard(self.device());
   Job job{"aten::copy_", Kind::copy};
