@@ -48,7 +48,7 @@ IN_PARALLEL = (
     # Gloo may close a connection while ranks connect, before a test has begun (decision 229).
     *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
-GATE = ("-m", "not slow", "--ignore=tests/slow")  # tests run for every change (decision 228)
+GATE = ("-m", "not slow and not cuda", "--ignore=tests/slow")  # for every change (decision 228)
 
 # Torch releases, and the CUDA versions of their wheels on the package index.
 TORCH_CUDA = {
@@ -61,20 +61,6 @@ TORCH_CUDA = {
 }
 # Triton's interpreter of these releases needs an array conversion that NumPy 2.4 removed.
 OLD_NUMPY = {"2.10.0": ("numpy<2.4",), "2.11.0": ("numpy<2.4",)}
-# The newest releases, and previous releases that work together on a CPU.
-HUGGING_FACE = {
-    "hugging-face-new": (
-        *("transformers==5.23.0", "accelerate==1.15.0", "trl==1.16.0"),
-        *("peft==0.21.2", "lightning==2.6.6"),
-    ),
-    "hugging-face-old": (
-        "transformers==5.22.2",
-        "accelerate==1.14.0",
-        "trl==1.14.2",  # 1.15.0 has its losses only as GPU kernels
-        "peft==0.21.2",  # 0.21.1 cannot adapt T5 with this transformers release
-        "lightning==2.6.5",
-    ),
-}
 HUGGING_FACE_TESTS = "hf_ or hugging_face or libraries or lightning or trainer or gathered"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
@@ -108,8 +94,7 @@ def tests(session: nox.Session, part: str) -> None:
     elif part == "together":
         install_everything(session, tests_of=("integration",))
         run_tests(session, "integration", *GATE, "tests", "conformance")
-        # Also run zero-offload's few tests that need cpu-adam, which tests(zero-offload) skips. One
-        # process is enough: each further process would import torch for seconds.
+        # zero-offload's few tests that need cpu-adam. Each further process would import torch.
         chosen = ("--numprocesses=0", "-k", "cpu_adam or kernel_class")
         run_tests(session, "zero-offload", *chosen)
     else:
@@ -136,7 +121,7 @@ def test_slow(session: nox.Session) -> None:
     run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long tests
     run_tests(session, "integration", "tests/slow", "--ignore=tests/slow/test_doc_runs.py")
     for package in tested:
-        run_tests(session, package, "-m", "slow", "--ignore=tests/slow", "--dist=load")
+        run_tests(session, package, "-m", "slow and not cuda", "--ignore=tests/slow", "--dist=load")
 
 
 def run_examples(session: nox.Session) -> None:
@@ -235,8 +220,7 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation site. API pages are read from the sources without importing them."""
     session.install("--quiet", *group("docs"))
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # MkDocs 1 is chosen by decision 214
-    session.run("mkdocs", "build", "--strict", *session.posargs, env=quiet)
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session
@@ -254,7 +238,7 @@ def lab(session: nox.Session) -> None:
 
 
 @nox.session
-@parts("peers", *HUGGING_FACE, "scars")
+@parts("peers", "hugging-face-new", "hugging-face-old", "scars")
 def compat(session: nox.Session, part: str) -> None:
     """Test compatibility with DeepSpeed, public scripts and Hugging Face's libraries.
 
@@ -276,7 +260,7 @@ def compat(session: nox.Session, part: str) -> None:
         session.run(*PYTEST, "integration/compat/checks")
         run_compat(session, "compare.py", *session.posargs)
         return
-    session.install("--quiet", *HUGGING_FACE[part])
+    session.install("--quiet", "-r", f"integration/compat/{part}.txt")
     run_tests(session, "integration", "-k", HUGGING_FACE_TESTS)
     results = Path(session.create_tmp(), "compat.json")
     results.unlink(missing_ok=True)
@@ -332,14 +316,30 @@ def wheels(session: nox.Session) -> None:
         session.run(str(programs / "zero-engine"), "train", *run, env=bare, external=True)
 
 
+@nox.session(venv_backend="uv")
+def cuda(session: nox.Session) -> None:
+    """Run tests on torch's CUDA build over a fake CUDA. ``-- all`` adds those outside the gate."""
+    fake = Path("packages/zero-core/tests/support/fake_cuda")
+    tested = ("zero-core", "integration")
+    tools = [*(tool for name in tested for tool in group("test", name)), *group("runners")]
+    # The overrides leave NVIDIA's libraries out, which the fake ones replace.
+    torch = ("--quiet", "--override", str(fake / "overrides.txt"))
+    session.install(*torch, *own(session, "cpu-adam[torch]", *PACKAGES[1:], COMMANDS), *tools)
+    headers = str(Path(session.create_tmp()).resolve())
+    session.install("--quiet", "--target", headers, "--no-deps", "-r", str(fake / "headers.txt"))
+    session.run("python", str(fake / "build.py"), headers)
+    is_all = session.posargs == ["all"]
+    session.posargs[:] = () if is_all else session.posargs
+    for package in tested:
+        run_tests(session, package, "-m", "cuda" if is_all else "cuda and not slow")
+        run_tests(session, package, "tests/test_equalities.py", *(() if is_all else GATE))
+
+
 @nox.session
 @nox.parametrize("python", PYTHONS)
 @nox.parametrize("torch", [nox.param(v, id=f"torch-{v}-cuda-{c}") for v, c in TORCH_CUDA.items()])
 def matrix(session: nox.Session, torch: str) -> None:
-    """Test all packages together with another torch or Python.
-
-    Without a GPU, the tests run on the CPU. CI uses the torch release in constraints.txt.
-    """
+    """Test all packages with another torch or Python, on the CPU where there is no GPU."""
     tools = [*(tool for package in FOLDERS for tool in group("test", package)), *group("runners")]
     pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))
     session.install("--quiet", *own(session, *PACKAGES, COMMANDS), *pinned, *tools)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.rows import check
 
 import cpu_adam
 import zero_core
 from tests.support.delayed import delayed_collectives
 from tests.support.host_optimizers import OPTIMIZERS
 from zero_core.testing import Case, equal, make_model, train_unread
-from support.rows import check
 from zero_core.testing.equal import FOLDER, Row, Variant, cover
 from zero_offload import create_param_tier, create_tier
 from zero_offload.steppers import file_stepper

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import fake_cuda
 from support.fake_cuda.simulated import simulate_on_devices
 from torch import Tensor, nn
 

@@ -19,9 +19,9 @@ from unittest import mock
 import pytest
 import torch
 from support import fake_cuda
-from support.happens_before import Race, find_races, wait_of
-from support.fake_cuda.simulated import simulate_on_devices
 from support.fake_cuda import TraceRecord
+from support.fake_cuda.simulated import simulate_on_devices
+from support.happens_before import Race, find_races, wait_of
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

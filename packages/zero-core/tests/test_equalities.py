@@ -4,8 +4,8 @@ The oracle is the engine at stage 0, which test_equivalence.py compares with DDP
 """
 
 import pytest
-
 from support.rows import check
+
 from zero_core.testing.equal import FOLDER, SCENARIOS, Variant, cover
 
 VARIANTS = {

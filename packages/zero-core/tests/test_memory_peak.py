@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import fake_cuda
 from support.fake_cuda.simulated import simulate_on_devices
 from torch import accelerator, nn
 

@@ -50,7 +50,8 @@ def train(ranks, case, parts, non_blocking, done):
 
 
 @pytest.mark.parametrize(
-    ("device", "world_size"), [("cpu", 2), pytest.param("cuda", 2, marks=[pytest.mark.slow, pytest.mark.cuda])]
+    ("device", "world_size"),
+    [("cpu", 2), pytest.param("cuda", 2, marks=[pytest.mark.slow, pytest.mark.cuda])],
 )
 @alone
 def test_training_goes_on_with_the_same_bits(device, world_size):

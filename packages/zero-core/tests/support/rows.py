@@ -46,9 +46,7 @@ def _run_on_cpu(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
     torch.save(vars(trace), folder / "cpu" / f"{ranks.rank}.pt")
 
 
-def _run_on_devices(
-    rank: int, world_size: int, row: Row, variant: Variant, folder: Path
-) -> None:
+def _run_on_devices(rank: int, world_size: int, row: Row, variant: Variant, folder: Path) -> None:
     torch.accelerator.set_device_index(rank)  # all ranks are on one host, whatever their nodes
     ranks = find_ranks(None, None)
     assert ranks.device == torch.device("cuda", rank)

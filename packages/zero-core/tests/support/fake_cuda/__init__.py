@@ -47,7 +47,7 @@ def _library() -> ctypes.CDLL:
 
 
 def set_delays(*, seed: int = 0, kernel_s: float = 0.0, copy_s: float = 0.0) -> None:
-    """Delay each kernel by a random time up to ``kernel_s``, each copy by up to ``copy_s`` (seconds).
+    """Delay each kernel by a random time up to ``kernel_s``, each copy up to ``copy_s`` (seconds).
 
     Collectives count as copies. The delay of a stream's n-th job depends on ``seed``, the device,
     the stream and n.

@@ -1,4 +1,4 @@
-"""Builds the fake CUDA into an environment with torch's CUDA build: ``python -m support.fake_cuda``.
+"""Builds the fake CUDA into an environment with torch's CUDA build: ``python build.py HEADERS``.
 
 torch's wheel for CUDA needs NVIDIA's libraries to be imported. In their place it gets
 
@@ -16,9 +16,10 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -33,7 +34,9 @@ _PREFIXES = {  # of functions without a version, which say by their name where t
     "cu": "libcuda",
 }
 # Stubs that succeed in silence: torch calls them without using what they are for.
-_SILENT = r"cublas(Set|Get|Destroy)\w*|cu(dnn|solver|sparse)\w*(Create|Destroy|Set|Get)\w*|nvshmem\w*"
+_SILENT = (
+    r"cublas(Set|Get|Destroy)\w*|cu(dnn|solver|sparse)\w*(Create|Destroy|Set|Get)\w*|nvshmem\w*"
+)
 _STUB = """
 #include <dlfcn.h>
 #include <stdio.h>
@@ -46,7 +49,11 @@ _CAPTURE = "void* stream, int* status) { *status = 0; return 0; }"
 _WRITTEN = {  # stubs that answer; the arguments of some differ from release to release
     "cudaStreamGetCaptureInfo": _CAPTURE,
     "cudaStreamGetCaptureInfo_v2": _CAPTURE,
-    "cublasCreate_v2": "void** handle) { static long next; *handle = (void*)(next += 64); return 0; }",
+    "cublasCreate_v2": """void** handle) {
+        static long next;
+        *handle = (void*)(next += 64);
+        return 0;
+    }""",
     "cuDevicePrimaryCtxGetState": """int device, unsigned* flags, int* is_active) {
         unsigned long (*contexts)() = dlsym(RTLD_DEFAULT, "fake_contexts");
         *flags = 0;
@@ -93,7 +100,7 @@ def build(headers: Path) -> None:
     """Compile everything into torch's folder, unless that was done from the same sources.
 
     Args:
-        headers: folder with the headers of the CUDA runtime (``cuda_runtime_api.h``).
+        headers: folder below which the headers of the CUDA runtime are.
     """
     torch = torch_folder()
     target = torch / "lib"
@@ -103,6 +110,7 @@ def build(headers: Path) -> None:
     if mark.exists() and mark.read_text() == key.hexdigest():
         return
     functions = imported_functions(target)
+    headers = next(headers.rglob("cuda_runtime_api.h")).parent
     with tempfile.TemporaryDirectory() as folder:
         for soname, names in sorted(functions.items()):  # libcudart before libnccl
             _compile_library(Path(folder), soname, names, headers, torch)
@@ -113,12 +121,21 @@ def build(headers: Path) -> None:
             f"-I{torch / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
             str(HERE / "ops.cpp"),
             *("-o", f"{folder}/libfake_cuda_ops.so"),
-            *(f"-L{folder}", f"-L{target}", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-Wl,--allow-shlib-undefined"),
+            *(
+                f"-L{folder}",
+                f"-L{target}",
+                "-ltorch_cpu",
+                "-lc10",
+                "-lc10_cuda",
+                "-Wl,--allow-shlib-undefined",
+            ),
             f"-l:{next(s for s in functions if s.startswith('libcudart'))}",
         )
         for made in Path(folder).glob("*.so*"):
             shutil.move(made, target / f"{made.name}.new")
-            (target / f"{made.name}.new").replace(target / made.name)  # programs may use the old one
+            (target / f"{made.name}.new").replace(
+                target / made.name
+            )  # programs may use the old one
     mark.write_text(key.hexdigest())
 
 
@@ -129,17 +146,7 @@ def _compile_library(
     sources = [str(HERE / own)] if own else []
     defined = set(re.findall(r"\b(\w+)\(", (HERE / own).read_text())) if own else set()
     stubs = folder / "stubs.c"
-    stubs.write_text(
-        _STUB
-        + "".join(
-            f"int {name}("
-            + _WRITTEN.get(
-                name, f'void) {{ return told("{name}", {int(bool(re.fullmatch(_SILENT, name)))}); }}'
-            )
-            + "\n"
-            for name in sorted(set(names) - defined)
-        )
-    )
+    stubs.write_text(_STUB + "".join(map(_stub, sorted(set(names) - defined))))
     made = folder / "stubs.o"
     _run("gcc", "-w", "-O0", "-fPIC", "-c", str(stubs), "-o", str(made))
     version = "NVSHMEM" if soname.startswith("libnvshmem") else soname
@@ -160,6 +167,12 @@ def _compile_library(
     )
 
 
+def _stub(name: str) -> str:
+    is_silent = int(re.fullmatch(_SILENT, name) is not None)
+    body = _WRITTEN.get(name, f'void) {{ return told("{name}", {is_silent}); }}')
+    return f"int {name}({body}\n"
+
+
 def _output(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -170,6 +183,5 @@ def _run(*command: str) -> None:
         raise SystemExit(f"fake CUDA: {' '.join(command)}\n{result.stderr[-4000:]}")
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Build with the headers of the folder that is named."""
-    build(Path(arguments[0]))
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))

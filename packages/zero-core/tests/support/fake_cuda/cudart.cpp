@@ -256,8 +256,7 @@ struct DeviceStreams {
 
   Stream& make(int device, int priority) {
     Lock lock(mutex);
-    all.push_back(
-        std::make_unique<Stream>(device, static_cast<int64_t>(all.size()), priority));
+    all.push_back(std::make_unique<Stream>(device, static_cast<int64_t>(all.size()), priority));
     return *all.back();
   }
 
@@ -489,8 +488,8 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaStream_t str
   Job job{name, Kind::copy, {range_of(source, size)}, {range_of(target, size)}, {}};
   void* to = shadow_of(target);
   if (is_up && !is_pinned(source)) {
-    auto staged = std::make_shared<std::vector<char>>(
-        static_cast<const char*>(source), static_cast<const char*>(source) + size);
+    auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(source),
+                                                      static_cast<const char*>(source) + size);
     if (!waiting) count_sync("staged copy", state_of(stream).device);
     job.reads.clear();
     job.run = [=] { memcpy(to, staged->data(), size); };
@@ -504,7 +503,8 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaStream_t str
   return should_wait ? synchronize(stream, "copy") : cudaSuccess;
 }
 
-// -------------------------------------------------------------------------------- torch's operators
+// -------------------------------------------------------------------------------- torch's
+// operators
 
 // The operators' library is loaded once torch is whole: at its first question for devices.
 void load_operators() {
@@ -595,10 +595,10 @@ const char* fake_counters(int device) {
   auto& own = counters[device];
   auto pair = [](auto& item) { return "[" + quoted(item.first) + "," + quoted(item.second) + "]"; };
   return kept("{\"launches\":" + std::to_string(own.launches) +
-              ",\"bytes_read\":" + std::to_string(own.bytes_read) + ",\"bytes_written\":" +
-              std::to_string(own.bytes_written) + ",\"by_name\":" + object(own.by_name) +
-              ",\"syncs\":" + object(own.syncs) + ",\"stacks\":[" + joined(own.stacks, pair) +
-              "]}");
+              ",\"bytes_read\":" + std::to_string(own.bytes_read) +
+              ",\"bytes_written\":" + std::to_string(own.bytes_written) +
+              ",\"by_name\":" + object(own.by_name) + ",\"syncs\":" + object(own.syncs) +
+              ",\"stacks\":[" + joined(own.stacks, pair) + "]}");
 }
 
 void fake_set_tracing(int is_on) {
@@ -610,18 +610,25 @@ void fake_set_tracing(int is_on) {
 const char* fake_trace() {
   Lock lock(trace_mutex);
   auto ranges = [](const std::vector<Range>& all) {
-    return "[" + joined(all, [](auto& range) {
-             return "[" + std::to_string(range.begin) + "," + std::to_string(range.end) + "]";
-           }) + "]";
+    return "[" +
+           joined(all,
+                  [](auto& range) {
+                    return "[" + std::to_string(range.begin) + "," + std::to_string(range.end) +
+                           "]";
+                  }) +
+           "]";
   };
-  return kept("[" + joined(trace, [&](auto& each) {
-                std::ostringstream text;
-                text << "[" << quoted(each.kind) << "," << each.device << "," << each.stream << ","
-                     << quoted(each.name) << "," << each.event << "," << each.version << ","
-                     << ranges(each.reads) << "," << ranges(each.writes) << "," << each.thread
-                     << "," << quoted(each.stack) << "]";
-                return text.str();
-              }) + "]");
+  return kept("[" +
+              joined(trace,
+                     [&](auto& each) {
+                       std::ostringstream text;
+                       text << "[" << quoted(each.kind) << "," << each.device << "," << each.stream
+                            << "," << quoted(each.name) << "," << each.event << "," << each.version
+                            << "," << ranges(each.reads) << "," << ranges(each.writes) << ","
+                            << each.thread << "," << quoted(each.stack) << "]";
+                       return text.str();
+                     }) +
+              "]");
 }
 
 // Records a host thread's access to memory by other means than torch's, or a handover to a thread.
@@ -695,10 +702,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  static const std::map<cudaDeviceAttr, int> known{
-      {cudaDevAttrMultiProcessorCount, 132}, {cudaDevAttrComputeCapabilityMajor, 9},
-      {cudaDevAttrComputeCapabilityMinor, 0}, {cudaDevAttrWarpSize, 32},
-      {cudaDevAttrMaxThreadsPerBlock, 1024}};
+  static const std::map<cudaDeviceAttr, int> known{{cudaDevAttrMultiProcessorCount, 132},
+                                                   {cudaDevAttrComputeCapabilityMajor, 9},
+                                                   {cudaDevAttrComputeCapabilityMinor, 0},
+                                                   {cudaDevAttrWarpSize, 32},
+                                                   {cudaDevAttrMaxThreadsPerBlock, 1024}};
   auto it = known.find(attribute);
   *value = it == known.end() ? 0 : it->second;
   return cudaSuccess;
@@ -819,8 +827,8 @@ cudaError_t cudaMemcpy(void* target, const void* source, size_t size, cudaMemcpy
 }
 cudaError_t cudaMemsetAsync(void* target, int value, size_t size, cudaStream_t stream) {
   void* to = shadow_of(target);
-  submit(stream, {"memset", Kind::kernel, {}, {range_of(target, size)},
-                  [=] { memset(to, value, size); }});
+  submit(stream,
+         {"memset", Kind::kernel, {}, {range_of(target, size)}, [=] { memset(to, value, size); }});
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* target, int value, size_t size) {

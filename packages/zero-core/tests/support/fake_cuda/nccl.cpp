@@ -225,12 +225,14 @@ template <typename T, typename Sum = T>
 void reduce_into(char* target, const std::vector<std::vector<char>>& rows, size_t num, int how) {
   auto* out = reinterpret_cast<T*>(target);
   for (size_t i = 0; i < num; i++) {
-    auto at = [&](size_t k) { return static_cast<Sum>(reinterpret_cast<const T*>(rows[k].data())[i]); };
+    auto at = [&](size_t k) {
+      return static_cast<Sum>(reinterpret_cast<const T*>(rows[k].data())[i]);
+    };
     Sum value = at(0);
     for (size_t k = 1; k < rows.size(); k++) {  // in rank order
       Sum next = at(k);
-      value = how == max   ? (next > value ? next : value)
-              : how == min ? (next < value ? next : value)
+      value = how == max    ? (next > value ? next : value)
+              : how == min  ? (next < value ? next : value)
               : how == prod ? static_cast<Sum>(value * next)
                             : static_cast<Sum>(value + next);
     }
@@ -271,7 +273,7 @@ struct Operation {
   Comm* comm;
   cudaStream_t stream;
   Job job;
-  std::vector<Transfer> transfers;                        // of a send or receive
+  std::vector<Transfer> transfers;                         // of a send or receive
   std::function<void(Comm&, uint64_t number)> collective;  // else
 };
 thread_local int group_depth = 0;
@@ -291,7 +293,9 @@ int end_group() {
       Operation& other = waiting[k];
       if (other.comm != &comm || other.collective) continue;
       first.transfers.push_back(other.transfers.front());
-      auto join_ranges = [](auto& to, auto& from) { to.insert(to.end(), from.begin(), from.end()); };
+      auto join_ranges = [](auto& to, auto& from) {
+        to.insert(to.end(), from.begin(), from.end());
+      };
       join_ranges(first.job.reads, other.job.reads);
       join_ranges(first.job.writes, other.job.writes);
       other.comm = nullptr;
@@ -328,8 +332,8 @@ Header header_of(const char* kind, uint64_t number, size_t size, int type, int h
 
 char* bytes_at(const void* data) { return static_cast<char*>(shadow_of(data)); }
 
-// Each rank sends ``size`` bytes at ``input + stride * peer`` to each peer. ``place(peer)`` is where
-// the peer's message goes.
+// Each rank sends ``size`` bytes at ``input + stride * peer`` to each peer. ``place(peer)`` is
+// where the peer's message goes.
 template <typename F>
 void exchange(Comm& comm, const Header& header, char* input, size_t stride, F place) {
   std::vector<Transfer> transfers;
@@ -478,10 +482,7 @@ int ncclReduceScatter(const void* input, void* out, size_t num, int type, int ho
                       cudaStream_t stream) {
   size_t size = num * size_of(type);
   char *from = bytes_at(input), *to = bytes_at(out);
-  Job job{"nccl reduce_scatter",
-          Kind::copy,
-          {range(input, size * comm->size)},
-          {range(out, size)}};
+  Job job{"nccl reduce_scatter", Kind::copy, {range(input, size * comm->size)}, {range(out, size)}};
   return enqueue({comm, stream, std::move(job), {}, [=](Comm& on, uint64_t number) {
                     exchange_and_reduce(on, header_of("reduce_scatter", number, size, type, how),
                                         from, size, to);

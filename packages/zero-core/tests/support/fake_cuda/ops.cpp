@@ -220,8 +220,8 @@ struct Call {
           }
           bool takes_indices = name.find("index") != std::string::npos;
           TORCH_CHECK(!is_written(i) && (tensor.dim() == 0 || takes_indices),
-                      "Expected all tensors of ", op.operator_name(), " on ", device, ", got one of ",
-                      tensor.numel(), " elements on ", tensor.device());
+                      "Expected all tensors of ", op.operator_name(), " on ", device,
+                      ", got one of ", tensor.numel(), " elements on ", tensor.device());
           return tensor.clone();
         }));
       }
@@ -231,8 +231,8 @@ struct Call {
 
   // Each operator draws from a CPU generator of its own: the numbers do not depend on when it runs.
   at::Generator next_generator(const IValue& value) const {
-    at::Generator given = value.isGenerator() ? value.toGenerator()
-                                              : at::globalContext().defaultGenerator(device);
+    at::Generator given =
+        value.isGenerator() ? value.toGenerator() : at::globalContext().defaultGenerator(device);
     std::lock_guard<std::mutex> lock(given.mutex());
     uint64_t offset = given.get_offset();
     given.set_offset(offset + 4);  // a multiple of 4, as Philox's
@@ -329,8 +329,8 @@ Tensor empty_as(const Form& form, Device device) {
 
 // Operators whose result's shape or value the host must know: it waits for the stream.
 const std::set<std::string>& data_dependent = *new std::set<std::string>{
-    "aten::nonzero", "aten::masked_select",      "aten::_unique2",  "aten::_unique",
-    "aten::equal",   "aten::unique_consecutive", "aten::bincount",  "aten::unique_dim",
+    "aten::nonzero", "aten::masked_select",      "aten::_unique2",      "aten::_unique",
+    "aten::equal",   "aten::unique_consecutive", "aten::bincount",      "aten::unique_dim",
     "aten::histc",   "aten::repeat_interleave",  "aten::nonzero_static"};
 
 // Indexing by a mask, whose number of elements the host must know.
@@ -341,7 +341,8 @@ bool has_mask(const Call& call) {
     const IValue& value = (*call.stack)[call.first + i];
     if (!value.isOptionalTensorList() && !value.isTensorList()) continue;
     (void)mapped(value, [&](const Tensor& tensor) {
-      bool is_mask = tensor.defined() && (tensor.dtype() == at::kBool || tensor.dtype() == at::kByte);
+      bool is_mask =
+          tensor.defined() && (tensor.dtype() == at::kBool || tensor.dtype() == at::kByte);
       found |= is_mask;
       return tensor;
     });
@@ -358,8 +359,8 @@ void run_now(Call& call) {
   for (auto& value : args) {
     results.push_back(mapped(value, [&](const Tensor& tensor) {
       if (!tensor.defined()) return tensor;
-      Tensor out = empty_as({true, tensor.sizes().vec(), tensor.strides().vec(),
-                             tensor.scalar_type()}, call.device);
+      Tensor out = empty_as(
+          {true, tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()}, call.device);
       Job job{call.name};
       touch(job, out, true);
       launch(call.device.index(), std::move(job),
@@ -487,10 +488,11 @@ int64_t choose_math_attention(const Tensor&, const Tensor&, const Tensor&,
 
 // Memory, views and what only describes tensors: torch's own kernels do not touch the values.
 const std::set<std::string> own_kernels{
-    "empty",      "empty_strided", "resize_",    "set_",         "_pin_memory",   "is_pinned",
-    "as_strided", "view",          "unfold",     "record_stream", "_reshape_alias", "copy_",
+    "empty",           "empty_strided",       "resize_",        "set_",
+    "_pin_memory",     "is_pinned",           "as_strided",     "view",
+    "unfold",          "record_stream",       "_reshape_alias", "copy_",
     "_resize_output_", "_local_scalar_dense", "native_dropout", "_fused_sdp_choice",
-    "view_as_real", "view_as_complex", "is_set_to", "_has_same_storage_numel"};
+    "view_as_real",    "view_as_complex",     "is_set_to",      "_has_same_storage_numel"};
 
 // Composite operators that launch a kernel by themselves.
 const std::set<std::string> launching_composites{"ldexp"};
@@ -503,8 +505,8 @@ struct Silence : c10::WarningHandler {
 torch::Library* replace_kernels() {
   Silence silence;  // torch warns of each replaced kernel
   c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  auto* lib = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__,
-                                 __LINE__);
+  auto* lib =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0 || own_kernels.count(name.name.substr(6))) continue;
