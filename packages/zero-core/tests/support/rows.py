@@ -22,7 +22,7 @@ TWO_KERNELS = re.compile(
 """Variants that update a share of the elements on the device.
 
 torch's kernel there rounds differently than cpu-adam (NAdam: than torch's loop on the host). So
-their results are compared with those under other delays only.
+their results are compared with those under other delays only, bit by bit unless the border moves.
 """
 
 
@@ -72,4 +72,7 @@ def _run_on_devices(rank: int, world_size: int, row: Row, variant: Variant, fold
         equal.compare(ranks, row, plain, on_cpu)
     delay(1)
     found = equal.run_side(ranks, row, variant, folder / "variant")
-    equal.compare(ranks, row, found, plain)
+    if "border that moves" in row.variant:  # at other steps in each run
+        torch.testing.assert_close(found.values, plain.values, rtol=2e-2, atol=1e-3)
+    else:
+        equal.compare(ranks, row, found, plain)
