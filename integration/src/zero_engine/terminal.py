@@ -5,15 +5,22 @@ Exit codes are listed in docs/command-line.md.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from inspect import Parameter, signature
+from typing import Annotated, Any
+
+import typer
 
 from zero_core.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointFailedError,
     ConfigError,
+    MissingPartError,
     ZeroError,
 )
 
@@ -23,16 +30,39 @@ FAILED = 1
 MISTAKE = 2
 """The request cannot be carried out as it stands. Another attempt ends in the same way."""
 
+Text = str | None
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Answer = tuple[Mapping[str, object], str]
+"""A report as JSON and as text."""
+
+
+def option(help_text: str) -> Any:
+    return typer.Option(help=help_text, show_default=False)
+
+
+def reporting(answer: Callable[..., Answer]) -> Callable[..., int]:
+    """Return a command that prints what ``answer`` returns, and returns its exit code."""
+
+    @functools.wraps(answer)
+    def run(*arguments: Any, as_json: bool, **options: Any) -> int:
+        try:
+            content, text = answer(*arguments, **options)
+        except ZeroError as error:
+            return refuse(error, as_json=as_json)
+        print(json.dumps(content, indent=2) if as_json else text)
+        return DONE
+
+    own = signature(answer, eval_str=True)
+    json_option = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+    parameters = [*own.parameters.values(), json_option]
+    vars(run)["__signature__"] = own.replace(parameters=parameters)  # typer makes options of it
+    return run
+
 
 def exit_code(error: ZeroError) -> int:
     """Return the code with which a program ends because of ``error``."""
     is_mistake = isinstance(error, ConfigError | CheckpointError)
     return MISTAKE if is_mistake and not isinstance(error, CheckpointFailedError) else FAILED
-
-
-def say(content: Mapping[str, object], text: str, *, as_json: bool) -> None:
-    """Print a report."""
-    print(json.dumps(content, indent=2) if as_json else text)
 
 
 def refuse(error: ZeroError, *, as_json: bool) -> int:
@@ -43,3 +73,17 @@ def refuse(error: ZeroError, *, as_json: bool) -> int:
     else:
         print(f"error: {error}", file=sys.stderr)
     return FAILED if is_corrupt else exit_code(error)
+
+
+def require(extra: str, user: str, *modules: str) -> None:
+    """Check that ``modules``, which the extra ``extra`` installs, are there for ``user``.
+
+    Raises:
+        MissingPartError: names the first that is not, and the line that installs the extra.
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            raise MissingPartError(
+                f"{user} needs the package {module}, which is not installed: "
+                f'pip install "./integration[{extra}]" in a checkout'
+            )

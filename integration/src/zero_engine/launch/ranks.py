@@ -140,14 +140,10 @@ def on_first_rank(action: Callable[[], None], device: torch.device) -> None:
 
 def from_first_rank(text: str, device: torch.device) -> str:
     """Return rank 0's ``text``. Every rank calls it."""
-    if not dist.is_initialized():
-        return text
-    size = torch.tensor([len(text.encode())], device=device)
-    dist.broadcast(size, src=0)
-    own = text.encode() if _rank() == 0 else bytes(int(size))
-    sent = torch.tensor(list(own), dtype=torch.uint8, device=device)
-    dist.broadcast(sent, src=0)
-    return bytes(sent.tolist()).decode()
+    found = [text]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0, device=device)
+    return found[0]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from zero_core.errors import ConfigError, ZeroError
-from zero_engine.extras import require
+import typer
+
+from zero_core.errors import ConfigError
+from zero_engine.progress import quiet, working
+from zero_engine.terminal import Answer, Text, option, reporting, require
 
 
 def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None = None) -> Path:
@@ -38,21 +42,20 @@ def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None 
     return page
 
 
-def run_report(run: str, output: str | None, memory: str | None, *, as_json: bool) -> int:
-    """Write the page and print where it is, for ``zero-engine report``. Returns the exit code."""
+@reporting
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", show_default=False)],
+    output: Annotated[Text, option("The page. Default: report.html in the run.")] = None,
+    memory: Annotated[Text, option("Memory that a rank may take, e.g. 24GB or 22GiB.")] = None,
+) -> Answer:
+    """Write an HTML page about a recorded run: what limits it, and what to change."""
     from zero_engine.machine import parse_bytes
-    from zero_engine.progress import quiet, working
     from zero_engine.report.compose import first_sentence
     from zero_engine.report.run import read_run
-    from zero_engine.terminal import DONE, refuse, say
 
-    try:
-        limit = None if memory is None else parse_bytes(memory, "--memory")
-        with working("report"), quiet():
-            page = write_report(run, output or Path(run, "report.html"), memory_limit=limit)
-            sentence = first_sentence(read_run(Path(run)), limit)
-    except ZeroError as error:
-        return refuse(error, as_json=as_json)
+    limit = None if memory is None else parse_bytes(memory, "--memory")
+    with working("report"), quiet():
+        page = write_report(run, output or Path(run, "report.html"), memory_limit=limit)
+        sentence = first_sentence(read_run(Path(run)), limit)
     text = f"{sentence}\nwritten to {page}: open it in a browser"
-    say({"page": str(page), "sentence": sentence}, text, as_json=as_json)
-    return DONE
+    return {"page": str(page), "sentence": sentence}, text

@@ -10,11 +10,11 @@ import torch
 
 from zero_core.errors import ConfigError, ZeroError
 from zero_core.footprint import Plan, Traffic, TrafficChoice, format_bytes, plan
-from zero_engine.extras import require
 from zero_engine.report import charts
 from zero_engine.report.measured import Measured, sent_bytes
 from zero_engine.report.page import Block, Chart, Table, Text
 from zero_engine.report.run import Run
+from zero_engine.terminal import require
 
 
 def plan_of(run: Run, limit: int | None) -> tuple[Plan | None, str]:

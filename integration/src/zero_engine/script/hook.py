@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -22,13 +22,24 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from zero_engine.script.mends import HOME, MENDS
-from zero_engine.script.sharded_ddp import tell_after
 
 ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WRITER = "ZERO_ENGINE_ERROR_FILE_WRITER"
 """The process that may write the file, and its path. Programs that it starts inherit both."""
+SHARDED_DDP = "--sharded_ddp"
+INSTEAD = (
+    "was FairScale's, and transformers has dropped it: give --deepspeed zero.json (in code "
+    'deepspeed="zero.json") instead, a file with {"train_micro_batch_size_per_gpu": "auto", '
+    '"gradient_accumulation_steps": "auto", "fp16": {"enabled": "auto"}, '
+    '"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}} (stage 1 for "simple", 2 for '
+    '"zero_dp_2", 3 for "zero_dp_3"; "offload" is "offload_optimizer": {"device": "cpu"} in '
+    "zero_optimization)"
+)
+"""Way over from FairScale's option."""
+
+_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def hooked(environment: Mapping[str, str]) -> dict[str, str]:
@@ -79,6 +90,19 @@ def record_uncaught() -> None:
                 write_error_file(kind.__name__, str(error), "".join(lines))
 
     sys.excepthook = show
+
+
+def tell_after(shown: _ExceptHook) -> _ExceptHook:
+    """Return a ``sys.excepthook`` that adds `INSTEAD` where ``sharded_ddp`` is rejected."""
+
+    def show(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        shown(kind, error, traceback)
+        if kind is TypeError and "unexpected keyword argument 'sharded_ddp'" in str(error):
+            print(f"zero-engine: sharded_ddp {INSTEAD}", file=sys.stderr)
+
+    return show
 
 
 class _Served(MetaPathFinder):

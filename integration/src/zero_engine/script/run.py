@@ -28,9 +28,8 @@ from zero_engine.script.deepspeed_options import (
     process_number_saved,
     with_host_file,
 )
-from zero_engine.script.hook import SERVED, hooked
+from zero_engine.script.hook import INSTEAD, SERVED, SHARDED_DDP, hooked
 from zero_engine.script.local_rank import OPTION, declares, source_of
-from zero_engine.script.sharded_ddp import INSTEAD, SHARDED_DDP
 
 SHELLS = ("bash", "sh", "zsh")
 LAUNCHERS = ("accelerate", "torchrun", SERVED, *SHELLS)
