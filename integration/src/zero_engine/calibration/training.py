@@ -1,18 +1,25 @@
-"""Rates of the engine's own parts on one rank: updates, exchanges, and its work in Python."""
+"""Rates of the engine's own parts on one rank: updates, exchanges, and its work in Python.
+
+It is the program of each rank that calibrates: ``python -m zero_engine.calibration.training``.
+"""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
@@ -27,7 +34,13 @@ from zero_core.adapters import (
 )
 from zero_core.errors import MissingPartError
 from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Links, trace_step
-from zero_engine.calibration.timing import STEPS, Points, Stopwatch, rising
+from zero_engine.calibration.operators import (
+    STEPS,
+    Points,
+    Stopwatch,
+    rising,
+    time_operators,
+)
 from zero_engine.planning import Calibration, Curve, Rates, plan
 
 UPDATED = (2**16, 2**20, 2**23)
@@ -356,3 +369,71 @@ def _config(dtype: str) -> dict[str, Any]:
 def _constant(seconds: float) -> Points:
     """Return the curve of something that is counted: so many seconds each, by ones."""
     return [(1.0, seconds)]
+
+
+def measure(
+    device: torch.device, *, cores: int | None, disk: Path | None, is_link_alone: bool = False
+) -> dict[str, Any]:
+    """Return the rates of this rank, as a row of a calibration's JSON. Every rank calls it.
+
+    Args:
+        device: where it computes.
+        cores: of the machine, where its ranks compute on them.
+        disk: folder on the disk of NVMe offload; None: no file is timed.
+        is_link_alone: time exchanges alone, for ranks of several nodes.
+    """
+    watch = Stopwatch(device)
+    if not is_link_alone:
+        time_operators(watch)
+        fit_operators(watch)
+        time_updates(watch)
+        time_copies(watch)
+        if disk is not None:
+            time_files(watch, disk)
+    time_exchanges(watch)
+    threads = torch.get_num_threads()
+    if not is_link_alone:
+        time_engine(watch, threads, cores)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return {"ranks": ranks, "threads": threads, "cores": cores, "curves": watch.curves}
+
+
+def merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one row for all ranks: the mean of their seconds, point by point."""
+    curves = {}
+    for name, points in rows[0]["curves"].items():
+        curves[name] = [
+            (amount, sum(row["curves"][name][i][1] for row in rows) / len(rows))
+            for i, (amount, _) in enumerate(points)
+        ]
+    return {**rows[0], "curves": curves}
+
+
+def main() -> None:
+    folder, cores, disk = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        device = torch.device(found.type, rank)
+        torch.accelerator.set_device_index(rank)
+    if size > 1:
+        backend = "gloo"
+        if device.type != "cpu":
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    row = measure(
+        device,
+        cores=int(cores) if device.type == "cpu" else None,
+        disk=Path(disk) if disk else None,
+    )
+    (folder / f"rank{rank}.json").write_text(json.dumps(row), encoding="utf-8")
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,7 @@ from functools import partialmethod
 import torch
 
 from zero_engine.machine import used_bytes
-from zero_engine.monitoring.monitors import Monitor
-from zero_engine.monitoring.observer import StepFacts, StepObserver
+from zero_engine.monitoring.monitors import Monitor, StepFacts, StepObserver
 
 _GB = 1e9
 _HOST = torch.device("cpu")

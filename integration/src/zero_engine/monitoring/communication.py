@@ -13,7 +13,7 @@ from typing import Any
 
 from zero_core import ShardedModel
 from zero_core.footprint import Traffic
-from zero_engine.monitoring.observer import StepFacts, StepObserver
+from zero_engine.monitoring.monitors import StepFacts, StepObserver
 from zero_engine.monitoring.settings import CommsLoggerSettings
 
 _logs: weakref.WeakSet[CommunicationLog] = weakref.WeakSet()

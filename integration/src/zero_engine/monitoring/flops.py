@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero_engine.monitoring.observer import StepFacts, StepObserver
+from zero_engine.monitoring.monitors import StepFacts, StepObserver
 from zero_engine.monitoring.settings import FlopsProfilerSettings
 
 _ALL = "Global"
