@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,7 @@ from zero_core.footprint import Plan, format_bytes
 from zero_engine.report import charts
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure
-from zero_engine.report.page import (
-    Block,
-    Chart,
-    Code,
-    Fact,
-    Move,
-    Moves,
-    Page,
-    Section,
-    Table,
-    Text,
-    Verdict,
-)
+from zero_engine.report.page import Block, Chart, Code, Moves, Page, Table, Text, Verdict
 from zero_engine.report.planned import plan_of, planned_memory, sent_and_planned
 from zero_engine.report.run import Run
 
@@ -41,27 +29,32 @@ def compose(run: Run, memory_limit: int | None) -> Page:
     verdict, causes = judge(found, memory_limit)
     plan, note = plan_of(run, memory_limit or memory_of(found))
     moves = [
-        Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
-        for c in causes[:_NUM_MOVES]
+        {
+            "change": _upper(cause.change),
+            "gain": cause.gain_text,
+            "paste": cause.paste,
+            "why": f"Predicted from this run: {cause.why}.",
+        }
+        for cause in causes[:_NUM_MOVES]
     ]
     none = Text("No move: the run's times predict no gain that is worth a change.")
-    sections = [
-        Section("Memory", list(_memory(found, plan, note))),
-        Section("One step", list(_step(found))),
-        Section("Bytes sent", list(sent_and_planned(found, plan))),
-        Section("Training", list(_training(found))),
-        Section("Ranks side by side", list(_side_by_side(found))),
-        Section("Checkpoints, failures, resumes", list(_events(found))),
-        Section("Configuration", list(_configuration(found))),
-        Section("Next moves", [Moves(moves) if moves else none]),
-        Section("Environment", list(_environment(found))),
-    ]
+    sections: dict[str, Iterable[Block]] = {
+        "Memory": _memory(found, plan, note),
+        "One step": _step(found),
+        "Bytes sent": sent_and_planned(found, plan),
+        "Training": _training(found),
+        "Ranks side by side": _side_by_side(found),
+        "Checkpoints, failures, resumes": _events(found),
+        "Configuration": _configuration(found),
+        "Next moves": [Moves(moves) if moves else none],
+        "Environment": _environment(found),
+    }
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     records = f"{_count(found.num_all, 'step')} on {_count(len(found.ranks), 'rank')}"
     return Page(
         f"{run.folder}: report",
         verdict,
-        sections,
+        {title: list(blocks) for title, blocks in sections.items()},
         f"Made {made} by zero-engine report from the records of {records}.",
     )
 
@@ -140,14 +133,14 @@ def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Caus
     recorded = f" ({num_recorded} recorded)" if num_recorded < run.world_size else ""
     nodes = run.world_size // max(run.ranks_per_node, 1)
     ranks = f"{run.world_size}{recorded}" + (f" on {nodes} nodes" if nodes > 1 else "")
-    facts = [
-        Fact("a step", show_s(found.seconds)),
-        Fact("samples a second", f"{samples / max(found.seconds, 1e-9):.4g}"),
-        Fact("peak memory of a rank", format_bytes(peak)),
-        Fact("of the bound", "not measured" if share is None else f"{share:.0%}"),
-        Fact("steps", f"{found.num_all}{skipped}"),
-        Fact("ranks", ranks),
-    ]
+    facts = {
+        "a step": show_s(found.seconds),
+        "samples a second": f"{samples / max(found.seconds, 1e-9):.4g}",
+        "peak memory of a rank": format_bytes(peak),
+        "of the bound": "not measured" if share is None else f"{share:.0%}",
+        "steps": f"{found.num_all}{skipped}",
+        "ranks": ranks,
+    }
     return Verdict(sentence, facts, state), causes
 
 

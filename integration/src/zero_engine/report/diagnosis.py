@@ -87,17 +87,9 @@ def diagnose(found: Measured, memory_limit: int | None) -> list[Cause]:
         memory_limit: bytes of one rank, or None if it is not known.
     """
     causes = [*_not_finite(found), *_memory(found, memory_limit)]
-    if found.has_times:
-        causes += [
-            *_straggler(found),
-            *_threads(found),
-            *_file(found),
-            *_host(found),
-            *_pageable(found),
-            *_link(found),
-            *_small_batch(found),
-            *_outside(found),
-        ]
+    rules = (_straggler, _threads, _file, _host, _pageable, _link, _small_batch, _outside)
+    for rule in rules if found.has_times else ():
+        causes += rule(found)
     return sorted(causes, key=lambda cause: (cause.rank, -cause.gain))
 
 

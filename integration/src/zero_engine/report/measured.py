@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from zero_core.records import StepRecord
 from zero_engine.report.run import Rank, Run
 
 WARMUP = 3
@@ -144,12 +145,7 @@ def _usual(rank: Rank) -> RankStep:
     steps = [step for step in steps if step.is_taken] or steps
     later = [step for step in steps if step.step > first + WARMUP]
     steps = later if len(later) > WARMUP else steps
-    timed = [step for step in steps if step.places]
-    ordered = sorted(steps, key=lambda step: step.seconds)
-    num = len(ordered)
-    middle = ordered[num // 4 : num - num // 4]
-    of_places = sorted(timed, key=lambda step: step.seconds)
-    inner = of_places[len(of_places) // 4 : len(of_places) - len(of_places) // 4]
+    middle, inner = _middle(steps), _middle([step for step in steps if step.places])
     held = sorted(step.memory_bytes for step in steps)
     lanes = _means([step.lanes for step in middle])
     copies = _means([step.lanes for step in inner]).get("copies")  # timed where places are
@@ -163,6 +159,11 @@ def _usual(rank: Rank) -> RankStep:
         samples=round(_mean(step.samples for step in middle)),
         micro_steps=round(_mean(step.micro_steps for step in middle)),
     )
+
+
+def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    ordered, quarter = sorted(steps, key=lambda step: step.seconds), len(steps) // 4
+    return ordered[quarter : len(ordered) - quarter]
 
 
 def _mean(values: Iterable[float]) -> float:

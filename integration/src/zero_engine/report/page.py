@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero_engine.report.charts import Spec
 
@@ -48,31 +48,15 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-class Move(NamedTuple):
-    """A change that is proposed."""
-
-    change: str
-    gain: str
-    paste: str
-    why: str
-
-
 @dataclass(frozen=True)
 class Moves:
     """Changes, the one to begin with first."""
 
-    moves: Sequence[Move]
+    moves: Sequence[Mapping[str, str]]
 
 
 Block = Text | Code | Chart | Table | Moves
 """Part of a section. The template knows it by the name of its class."""
-
-
-class Fact(NamedTuple):
-    """A figure and its name."""
-
-    name: str
-    value: str
 
 
 @dataclass(frozen=True)
@@ -84,16 +68,8 @@ class Verdict:
     """
 
     sentence: str
-    facts: Sequence[Fact]
+    facts: Mapping[str, str]
     state: str
-
-
-@dataclass(frozen=True)
-class Section:
-    """Blocks under one heading."""
-
-    title: str
-    blocks: Sequence[Block]
 
 
 @dataclass(frozen=True)
@@ -102,7 +78,7 @@ class Page:
 
     title: str
     verdict: Verdict
-    sections: Sequence[Section]
+    sections: Mapping[str, Sequence[Block]]
     footer: str = ""
 
 
@@ -112,8 +88,8 @@ def render(page: Page) -> str:
     from markupsafe import Markup
     from vl_convert import javascript_bundle
 
-    blocks = [block for section in page.sections for block in section.blocks]
-    charts = [block for block in blocks if isinstance(block, Chart)]
+    parts = [block for blocks in page.sections.values() for block in blocks]
+    charts = [block for block in parts if isinstance(block, Chart)]
     # Vega, Vega-Lite and Vega-Embed; the package's types have no default of its argument
     library: str = javascript_bundle()  # type: ignore[call-arg]
     assert "</script" not in library.lower(), "it could not stand within a script element"
