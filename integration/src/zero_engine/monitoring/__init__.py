@@ -8,13 +8,14 @@ configuration asks for.
 from __future__ import annotations
 
 from zero_engine.monitoring.breakdowns import (
+    CommunicationLog,
+    FlopsProfiler,
     MemoryBreakdown,
     Throughput,
     ThroughputTimer,
     WallClock,
+    log_summary,
 )
-from zero_engine.monitoring.communication import CommunicationLog, log_summary
-from zero_engine.monitoring.flops import FlopsProfiler
 from zero_engine.monitoring.monitors import Event, Monitor, Scalars, StepFacts, StepObserver
 
 __all__ = [

@@ -1,22 +1,41 @@
-"""``wall_clock_breakdown``, samples per second, and ``memory_breakdown``: the parts of a step.
+"""Parts of a step: times, samples per second, memory, operations, and bytes sent.
+
+DeepSpeed's keys for them are ``wall_clock_breakdown``, ``memory_breakdown``, ``flops_profiler`` and
+``comms_logger``.
 
 On an accelerator times are those of events on the current stream, read at the end of a step: the
 host waits for the device then, once a step, and only if times were asked for.
+
+`torch.utils.flop_counter.FlopCounterMode` counts what matrix products, convolutions and attention
+do, in forward by module; a backward of the engine's is counted too, recomputation included.
+
+Calls and bytes are `zero_core.Engine.comm_report`'s. Collectives run beside compute, so they have
+no latency of their own that could be told.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partialmethod
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from zero_core import ShardedModel
 from zero_engine.machine import used_bytes
 from zero_engine.monitoring.monitors import Monitor, StepFacts, StepObserver
+from zero_engine.monitoring.settings import CommsLoggerSettings, FlopsProfilerSettings
 
 _GB = 1e9
 _HOST = torch.device("cpu")
+_ALL = "Global"
+"""What torch calls the sum over modules."""
+_logs: weakref.WeakSet[CommunicationLog] = weakref.WeakSet()
 _NAMES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd", "step": "step"}
 """What monitors call a part of a step, and what DeepSpeed's lines call it."""
 
@@ -183,3 +202,158 @@ class MemoryBreakdown(StepObserver):
     end_forward = partialmethod(_print, "forward")
     end_backward = partialmethod(_print, "backward")
     end_step = partialmethod(_print, "step")
+
+
+class FlopsProfiler(StepObserver):
+    """Counter of the micro-steps of step ``profile_step`` on this rank, printed at its end."""
+
+    def __init__(self, settings: FlopsProfilerSettings, *, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self._step = 0
+        self._counter: FlopCounterMode | None = None
+        self.forward: dict[str, int] = defaultdict(int)  # operations by module's name
+        self.backward = 0  # operations
+        self._is_backward_counted = True
+
+    def begin_forward(self) -> None:
+        if self._step == self._settings.profile_step and self._counter is None:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    begin_backward = begin_forward
+
+    def end_forward(self) -> None:
+        for module, by_operator in self._end().items():
+            self.forward[module] += sum(by_operator.values())
+
+    def end_backward(self) -> None:
+        self.backward += sum(self._end().get(_ALL, {}).values())
+
+    def begin_plain_backward(self) -> None:
+        """Note that it is not counted: no counter can be put under a backward that runs already."""
+        if self._step == self._settings.profile_step:
+            self._is_backward_counted = False
+
+    def end_plain_backward(self) -> None:
+        pass
+
+    def step_done(self, facts: StepFacts) -> None:
+        if self._step == self._settings.profile_step:
+            self._write()
+        self._step = facts.global_steps
+
+    def report(self) -> str:
+        total = self.forward[_ALL]
+        backward = (
+            f"{self.backward:,}"
+            if self._is_backward_counted
+            else "not counted: call engine.backward(loss) in place of loss.backward()"
+        )
+        lines = [
+            f"floating-point operations of step {self._settings.profile_step} on this rank",
+            f"forward:  {total:,}",
+            f"backward: {backward}",
+        ]
+        names = sorted(name for name in self.forward if name != _ALL)
+        deepest = self._settings.module_depth
+        kept = [name for name in names if deepest < 0 or name.count(".") <= deepest]
+        for depth in sorted({name.count(".") for name in kept}):
+            level = [name for name in kept if name.count(".") == depth]
+            most = sorted(level, key=lambda name: -self.forward[name])
+            top = ", ".join(self._row(n, total) for n in most[: self._settings.top_modules])
+            lines.append(f"most at depth {depth}: {top}")
+        if self._settings.detailed:
+            lines += [f"  {self._row(name, total)}" for name in kept]
+        return "\n".join(lines)
+
+    def _row(self, name: str, total: int) -> str:
+        return f"{name} {self.forward[name]:,} ({self.forward[name] / max(total, 1):.1%})"
+
+    def _end(self) -> dict[str, dict[object, int]]:
+        counter, self._counter = self._counter, None
+        if counter is None:
+            return {}
+        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return dict(counter.get_flop_counts())
+
+    def _write(self) -> None:
+        text = self.report()
+        if self._settings.output_file is None:
+            self._say(text)
+        else:
+            path = Path(self._settings.output_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")
+
+
+class CommunicationLog(StepObserver):
+    """Sums of what this rank sends. See `log_summary`."""
+
+    def __init__(
+        self, engine: ShardedModel, settings: CommsLoggerSettings, *, say: Callable[[str], None]
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._say = say
+        self.steps = 0
+        """Steps added up so far."""
+        self._sums: dict[str, Counter[str]] = {}
+        _logs.add(self)
+
+    def step_done(self, facts: StepFacts) -> None:
+        """Add the step's rows. With ``verbose``, print them."""
+        self.steps += 1
+        for row in self._engine.comm_report():
+            # DeepSpeed's names say more: all_gather_into_tensor, reduce_scatter_tensor.
+            is_named = any(name.startswith(row.collective) for name in self._settings.prof_ops)
+            if not self._settings.prof_all and not is_named:
+                continue
+            name = f"{row.collective} ({row.content})" if self._settings.debug else row.collective
+            calls, within, between = row.num_calls, row.within_node_bytes, row.between_nodes_bytes
+            found = {"count": calls, "within_node_bytes": within, "between_nodes_bytes": between}
+            self._sums.setdefault(name, Counter()).update(found)
+            if self._settings.verbose:
+                self._say(
+                    f"comm op: {name} | step: {facts.global_steps} | calls: {calls} | "
+                    f"bytes within node: {within} | bytes between nodes: {between}"
+                )
+
+    def summary(self) -> dict[str, dict[str, int]]:
+        """Return calls, and bytes sent within and between nodes, by collective."""
+        return {name: dict(sums) for name, sums in self._sums.items()}
+
+    def print(self) -> None:
+        lines = [
+            f"{'Comm. Op': <34}{'Count': >12}{'Sent in node (B)': >20}{'Between nodes (B)': >20}"
+        ]
+        for name, row in self._sums.items():
+            count, within, between = row.values()
+            lines.append(f"{name: <34}{count: >12}{within: >20}{between: >20}")
+        self._say("\n".join([*lines, f"{self.steps} steps, rank {self._engine.rank}"]))
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print the bytes sent so far, on rank 0 (``deepspeed.comm.log_summary``).
+
+    Args:
+        show_straggler: not served: nothing is timed.
+        return_dict: return the numbers, on every rank.
+
+    Raises:
+        ValueError: ``show_straggler``, or no engine logs its communication.
+    """
+    if show_straggler:
+        raise ValueError(
+            "log_summary(show_straggler=True) is not served: collectives run beside compute and "
+            "are not timed; leave it out"
+        )
+    logs = list(_logs)
+    if not logs:
+        raise ValueError(
+            "nothing was logged: set comms_logger.enabled to true in the configuration"
+        )
+    for log in logs:
+        log.print()
+    summary = {name: row for log in logs for name, row in log.summary().items()}
+    return {"summary": summary} if return_dict else None

@@ -138,30 +138,22 @@ class StepShape:
     waiting: frozenset[int] = frozenset()
 
 
+@dataclass
 class Prediction:
     """Step times of one configuration, for any ratio of its optimizer state on the host."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        config: Config,
-        forecast: Forecast,
-        links: Links,
-        rates: Rates,
-        trace: Trace,
-    ) -> None:
-        self._layout = layout
-        self._config = config
-        self._forecast = forecast
-        self._spans = {s.index: (low, stop) for low, stop, s in forecast.spans}
-        self._links = links
-        self._rates = rates
-        self._trace = trace
-        self._is_accelerated = rates.cores is None
-        self._stage = config.zero_optimization.stage
-        self._has_peers = layout.world_size > 1
-        self._is_recomputed = config.is_recomputed
-        self._moved = trace.moved if config.has_inputs_on_host else {}
+    layout: Layout
+    config: Config
+    forecast: Forecast
+    links: Links
+    rates: Rates
+    trace: Trace
+
+    def __post_init__(self) -> None:
+        self._spans = {s.index: (low, stop) for low, stop, s in self.forecast.spans}
+        self._is_accelerated = self.rates.cores is None
+        self._stage = self.config.zero_optimization.stage
+        self._has_peers = self.layout.world_size > 1
 
     # -------------------------------------------------------------- seconds
 
@@ -169,20 +161,20 @@ class Prediction:
         """Return the time of calls that send (bytes within the node, bytes between nodes)."""
         if not self._has_peers:
             return Transfer()
-        near = sum(self._rates.seconds([f"{verb}.within"], near) for near, _ in calls)
+        near = sum(self.rates.seconds([f"{verb}.within"], near) for near, _ in calls)
         far = busy = 0.0
         for _, nbytes in calls:
             if nbytes:
-                far += self._rates.seconds([f"{verb}.between"], nbytes)
-                if f"{verb}.between.cpu" in self._rates.curves:
-                    busy += self._rates.seconds([f"{verb}.between.cpu"], nbytes)
+                far += self.rates.seconds([f"{verb}.between"], nbytes)
+                if f"{verb}.between.cpu" in self.rates.curves:
+                    busy += self.rates.seconds([f"{verb}.between.cpu"], nbytes)
         if self._is_accelerated:
             return Transfer(near + far)
         return Transfer(far, near, busy / far if far else 0.0)
 
     def _host_numel(self, segment: Segment, ratio: float) -> int:
         """Return the elements of a trainable segment that this rank's host updates."""
-        tier = self._forecast.tier
+        tier = self.forecast.tier
         if tier is None:
             return 0
         low, stop = self._spans[segment.index]
@@ -193,17 +185,17 @@ class Prediction:
         self, unit: UnitLayout, forward_s: float, backward_s: float, ratio: float, file_bytes: float
     ) -> UnitTime:
         """``file_bytes``: of each element that the host updates."""
-        config, links, footprint = self._config, self._links, self._forecast.collectives
+        config, links, footprint = self.config, self.links, self.forecast.collectives
         trainable = [s for s in unit.segments if s.is_trainable]
         renew: list[tuple[int, int]] = []
         gather: list[tuple[int, int]] = []
         fetched = 0
         for segment in unit.segments:
-            if not num_gathers(segment, self._layout, config):
+            if not num_gathers(segment, self.layout, config):
                 continue
             anew, each = gather_calls(segment, links, footprint)
             renew, gather = renew + anew, gather + each
-            if segment in self._forecast.resting:
+            if segment in self.forecast.resting:
                 fetched += segment.shard_numel * segment.dtype.itemsize
         reduce = [c for s in trainable for c in reduction_calls(s, config, links, footprint)[0]]
         sums = [
@@ -213,21 +205,21 @@ class Prediction:
         # Autograd's gradient is copied to the unit's, and the reduced one is read for its norm.
         written = 0
         for segment in trainable:
-            plan = self._forecast.gradients[segment.index]
+            plan = self.forecast.gradients[segment.index]
             own = plan.accumulated if plan.case is GradientCase.ALONE else plan.communicated
             written += segment.padded_numel * (segment.dtype.itemsize + own.itemsize)
             written += segment.shard_numel * accumulated_dtype(segment, config).itemsize
         host = [(s, self._host_numel(s, ratio)) for s in trainable]
         numel = sum(n for _, n in host)
-        gradients = self._forecast.gradients
+        gradients = self.forecast.gradients
         down = sum(n * gradients[s.index].offered.itemsize for s, n in host)
-        up = sum(n * s.dtype.itemsize for s, n in host if s not in self._forecast.resting)
+        up = sum(n * s.dtype.itemsize for s, n in host if s not in self.forecast.resting)
         state = file_bytes * numel
         host_s = self._update_s("host", host)
-        inputs = sum(self._moved.get(unit.index, ()))
+        inputs = sum(self.trace.moved.get(unit.index, ())) if config.has_inputs_on_host else 0
         return UnitTime(
             forward_s=forward_s,
-            backward_s=backward_s + self._rates.seconds([f"memory.{_WIDE}"], written),
+            backward_s=backward_s + self.rates.seconds([f"memory.{_WIDE}"], written),
             renew=self._transfer("gather", renew),
             gather=self._transfer("gather", gather),
             reduce=self._transfer("reduce", reduce),
@@ -237,8 +229,8 @@ class Prediction:
             down_s=self._copy_s("to_host", down),
             up_s=self._copy_s("to_device", up),
             fetch_s=self._copy_s("to_device", fetched),
-            read_s=self._rates.seconds(["file.read"], state) if state else 0.0,
-            write_s=self._rates.seconds(["file.write"], state) if state else 0.0,
+            read_s=self.rates.seconds(["file.read"], state) if state else 0.0,
+            write_s=self.rates.seconds(["file.write"], state) if state else 0.0,
             inputs_down_s=self._copy_s("to_host", inputs),
             inputs_up_s=self._copy_s("to_device", inputs),
         )
@@ -246,13 +238,13 @@ class Prediction:
     def _copy_s(self, way: str, nbytes: int) -> float:
         if not self._is_accelerated or not nbytes:
             return 0.0
-        return self._rates.seconds([f"copy.{way}"], nbytes)
+        return self.rates.seconds([f"copy.{way}"], nbytes)
 
     def _update_s(self, place: str, parts: Sequence[tuple[Segment, int]]) -> float:
         """Return the seconds of an update of so many elements of each segment."""
-        optimizer = self._config.optimizer
+        optimizer = self.config.optimizer
         kind = "adamw" if optimizer is None else optimizer.type.lower()
-        state = self._config.zero_optimization.offload_optimizer.state_dtype
+        state = self.config.zero_optimization.offload_optimizer.state_dtype
         found = 0.0
         for segment, numel in parts:
             dtype = str(segment.dtype).removeprefix("torch.")
@@ -260,37 +252,37 @@ class Prediction:
             if place == "host" and state != _WIDE:
                 ends = [f"{dtype}.{state}", f"{_WIDE}.{state}", *ends]
             if numel:
-                found += self._rates.seconds([f"update.{place}.{end}" for end in ends], numel)
+                found += self.rates.seconds([f"update.{place}.{end}" for end in ends], numel)
         return found
 
     def _shape(self, ratio: float) -> StepShape:
-        trainable = [s for s in self._layout.segments if s.is_trainable]
+        trainable = [s for s in self.layout.segments if s.is_trainable]
         own = []
         for segment in trainable:
             low, stop = self._spans[segment.index]
             own.append((segment, stop - low - self._host_numel(segment, ratio)))
-        num_params, num_units = len(self._layout.params), len(self._layout.units)
-        nbytes = facts_nbytes(num_params, num_units, arithmetic_of(self._config))
-        way = "between" if self._links.num_nodes > 1 else "within"
-        agree_s = self._rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
-        steps = self._config.gradient_accumulation_steps
-        tied = sum(self._forecast.tied) if self._config.has_inputs_on_host else 0
-        tier = self._forecast.tier
+        num_params, num_units = len(self.layout.params), len(self.layout.units)
+        nbytes = facts_nbytes(num_params, num_units, arithmetic_of(self.config))
+        way = "between" if self.links.num_nodes > 1 else "within"
+        agree_s = self.rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
+        steps = self.config.gradient_accumulation_steps
+        tied = sum(self.forecast.tied) if self.config.has_inputs_on_host else 0
+        tier = self.forecast.tier
         return StepShape(
             micro_steps=steps,
-            last_block=self._layout.last_block,
+            last_block=self.layout.last_block,
             is_accelerated=self._is_accelerated,
-            threads=self._rates.threads,
+            threads=self.rates.threads,
             has_peers=self._has_peers,
-            is_gathered=(self._has_peers and self._stage > 0) or bool(self._forecast.resting),
+            is_gathered=(self._has_peers and self._stage > 0) or bool(self.forecast.resting),
             has_sharded_params=self._stage == 3,
-            is_added_by_tier=self._forecast.num_added > 1,
-            is_in_backward=updates_in_backward(self._config),
-            undo_share=tier.undo_share(ratio) if tier and may_speculate(self._config) else 0.0,
+            is_added_by_tier=self.forecast.num_added > 1,
+            is_in_backward=updates_in_backward(self.config),
+            undo_share=tier.undo_share(ratio) if tier and may_speculate(self.config) else 0.0,
             agree=("link" if self._is_accelerated else "main", agree_s),
             device_update_s=self._update_s("device", own),
-            per_step_s=self._rates.seconds(["step"], 1),
-            num_together=steps if self._config.is_vertical else 1,
+            per_step_s=self.rates.seconds(["step"], 1),
+            num_together=steps if self.config.is_vertical else 1,
             tied_down_s=self._copy_s("to_host", tied),
             tied_up_s=self._copy_s("to_device", tied),
         )
@@ -299,26 +291,26 @@ class Prediction:
 
     def at(self, ratio: float) -> StepTime:
         """Return the time of a step with this share of the optimizer state on the host."""
-        forward = {u: self._rates.pass_s(p) for u, p in self._trace.forward.items()}
+        forward = {u: self.rates.pass_s(p) for u, p in self.trace.forward.items()}
         total = sum(forward.values())
-        backward = self._trace.backward
-        backward_s = 2 * total if backward is None else self._rates.pass_s(backward)
-        per_pass = self._rates.seconds(["pass"], 1)
+        backward = self.trace.backward
+        backward_s = 2 * total if backward is None else self.rates.pass_s(backward)
+        per_pass = self.rates.seconds(["pass"], 1)
         # An update reads and writes each element's states in a file.
         file_bytes = 0.0
-        tier = self._forecast.tier
+        tier = self.forecast.tier
         if tier is not None and (in_file := tier.file_bytes(ratio)):
-            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self._forecast.spans)
+            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self.forecast.spans)
         units = []
-        for unit in self._layout.units:
+        for unit in self.layout.units:
             own = forward.get(unit.index, 0.0)
-            is_block = 0 < unit.index <= self._layout.last_block
-            again = own if self._is_recomputed and is_block else 0.0
+            is_block = 0 < unit.index <= self.layout.last_block
+            again = own if self.config.is_recomputed and is_block else 0.0
             share = own / total if total else 0.0
             back = backward_s * share + again + per_pass
             units.append(self._unit_time(unit, own + per_pass, back, ratio, file_bytes))
         shape = self._shape(ratio)
-        cores = None if self._rates.cores is None else self._rates.cores / self._rates.ranks
+        cores = None if self.rates.cores is None else self.rates.cores / self.rates.ranks
         program = run_steps(shape, units, cores)
         start, stop = program.ends[-2].stop, program.ends[-1].stop
         spans = sorted(
@@ -332,7 +324,7 @@ class Prediction:
         lanes = dict.fromkeys(LANES, 0.0)
         for work in program.last:
             lanes[work.lane] += work.seconds
-        samples = self._config.train_batch_size
+        samples = self.config.train_batch_size
         return StepTime(stop - start, lanes, samples, tuple(spans))
 
 

@@ -142,16 +142,10 @@ class Calibration:
     def to_json(self) -> str:
         """Return everything as a JSON object."""
         rates = [
-            {
-                "ranks": r.ranks,
-                "threads": r.threads,
-                "cores": r.cores,
-                "curves": {name: list(curve.points) for name, curve in r.curves.items()},
-            }
+            {**vars(r), "curves": {name: curve.points for name, curve in r.curves.items()}}
             for r in self.rates
         ]
-        named = {"format": FORMAT, "device": self.device, "source": self.source, "rates": rates}
-        return json.dumps(named)
+        return json.dumps({"format": FORMAT, **vars(self), "rates": rates})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str) -> Calibration:

@@ -47,16 +47,16 @@ def _chart(height: int, values: Sequence[Mapping[str, Any]], **parts: Any) -> Sp
 
 def _x(field: str, title: str, **more: Any) -> Spec:
     axis = {"tickCount": 10}  # as many labels as have room at any width
-    return {"field": field, "type": "quantitative", "title": title, "axis": axis, **more}
+    return _field(field, title, "quantitative", axis=axis, **more)
+
+
+def _field(field: str, title: str | None = None, kind: str = "nominal", **more: Any) -> Spec:
+    return {"field": field, "type": kind, "title": title, **more}
 
 
 def _legend() -> Spec:
     columns = {"expr": "width < 400 ? 1 : 2"}
     return {"orient": "bottom", "columns": columns, "labelLimit": 260}
-
-
-def _color(field: str, legend: Spec | None) -> Spec:
-    return {"field": field, "type": "nominal", "title": None, "legend": legend}
 
 
 def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
@@ -84,8 +84,8 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
         mark={"type": "area", "interpolate": "step-after", "tooltip": True},
         encoding={
             "x": _x("ms", "milliseconds of a step", scale={"zero": True}),
-            "y": {"field": "mib", "type": "quantitative", "stack": "zero", "title": "MiB"},
-            "color": _color("kind", _legend()),
+            "y": _field("mib", "MiB", "quantitative", stack="zero"),
+            "color": _field("kind", legend=_legend()),
             "tooltip": [
                 {"field": "place", "title": "place"},
                 {"field": "kind", "title": "kind"},
@@ -120,14 +120,8 @@ def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: s
         mark={"type": "bar", "tooltip": True},
         encoding={
             "x": _x(x, title, stack="zero"),
-            "y": {
-                "field": y,
-                "type": "nominal",
-                "title": None,
-                "sort": None,
-                "axis": {"labelLimit": 150},
-            },
-            "color": _color(color, _legend()),
+            "y": _field(y, sort=None, axis={"labelLimit": 150}),
+            "color": _field(color, legend=_legend()),
         },
     )
 
@@ -155,11 +149,12 @@ def lanes(ranks: Sequence[Rank]) -> list[Spec]:
         encoding={
             "x": _x("start", "milliseconds of a step"),
             "x2": {"field": "stop"},
-            "y": {"field": "lane", "type": "nominal", "sort": present, "title": None},
-            "color": {
-                **_color("kind", {"orient": "bottom", "columns": 4}),
-                "scale": {"domain": kinds, "range": [_COLORS[kind] for kind in kinds]},
-            },
+            "y": _field("lane", sort=present),
+            "color": _field(
+                "kind",
+                legend={"orient": "bottom", "columns": 4},
+                scale={"domain": kinds, "range": [_COLORS[kind] for kind in kinds]},
+            ),
             "tooltip": [
                 {"field": "name", "title": "what"},
                 {"field": "ms", "title": "ms", "format": ".3f"},
@@ -248,13 +243,8 @@ def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) ->
         mark={"type": "line", "tooltip": True, "point": len(rows) < 40},
         encoding={
             "x": _x("step", "step"),
-            "y": {
-                "field": "value",
-                "type": "quantitative",
-                "title": None,
-                "scale": {"zero": False},
-            },
-            "color": _color("name", _legend() if len(series) > 1 else None),
+            "y": _field("value", None, "quantitative", scale={"zero": False}),
+            "color": _field("name", legend=_legend() if len(series) > 1 else None),
         },
     )
 

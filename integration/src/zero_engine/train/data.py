@@ -101,7 +101,11 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
 def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) -> None:
     """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it."""
     tokenizer = train_tokenizer(text, vocab_size)
-    tokens = _encode(tokenizer, text)
+    encoded, pieces = [], _pieces(text)
+    while batch := list(islice(pieces, 256)):  # the encoder shares a batch among threads
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        encoded += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
+    tokens = torch.cat(encoded)
     num_windows = tokens.numel() // context
     if num_windows < 2:
         raise ConfigError(
@@ -120,15 +124,6 @@ def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) ->
         folder / "tokens.safetensors",
         metadata={"sha256_of_text": _digest(text), "vocab_size": str(tokenizer.get_vocab_size())},
     )
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> Tensor:
-    """Return the token ids of ``text``: int32, 1-D."""
-    encoded, pieces = [], _pieces(text)
-    while batch := list(islice(pieces, 256)):  # the encoder shares a batch among threads
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        encoded += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
-    return torch.cat(encoded)
 
 
 @dataclass(frozen=True)
