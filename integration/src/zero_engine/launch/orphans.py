@@ -12,8 +12,8 @@ import sys
 import threading
 
 _INTERVAL_S = 1.0
-GRACE_PERIOD_S = 300.0
-"""How long a rank may take to save, as with torchrun."""
+GRACE_PERIOD_S = 300
+"""Seconds that a rank may take to save."""
 _watches: list[threading.Thread] = []
 
 

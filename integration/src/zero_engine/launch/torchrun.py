@@ -22,9 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.run import run
 
 from zero_core.errors import CollectiveError
+from zero_engine.launch.orphans import GRACE_PERIOD_S
 
-GRACE_PERIOD_S = 300
-"""How long ranks may take to save. torch 2.10 and 2.11 have 30 s, which cannot be changed."""
 _OF_A_PEER = CollectiveError.__name__
 
 
@@ -47,6 +46,7 @@ def run_ranks(arguments: Namespace) -> int:
         The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
         failed first.
     """
+    # torch 2.10 and 2.11 give ranks 30 s to save, and ignore the variable.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_PERIOD_S))
     # [Note: a fresh store] in `ranks`: for programs that join by themselves, and later nodes.
     if arguments.max_restarts or ":" in arguments.nnodes:

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_core.records import DetailRecord, StepRecord
-from zero_engine.report.measured import WAITS, Measured
-from zero_engine.report.run import Rank
+from zero_engine.report.run import WAITS, Measured, Rank
 
 Spec = dict[str, Any]
 MAX_RANKS = 8

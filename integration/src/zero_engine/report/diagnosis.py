@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from zero_core.footprint import format_bytes
-from zero_engine.report.measured import INSIDE, WAITS, Measured, RankStep
+from zero_engine.report.run import INSIDE, WAITS, Measured, RankStep
 
 _LEAST = 0.08
 """Share of a step below which a cause is none."""

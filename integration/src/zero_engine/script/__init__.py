@@ -4,7 +4,6 @@
     hook            serves ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``, and has the
                     variables by which processes get it
     mends           changes of accelerate, Lightning and transformers
-    local_rank      which scripts are given --local_rank
     run             the command
 
 Imported by every Python process that the hook reaches: nothing here imports torch at the top, but
