@@ -22,7 +22,7 @@ from zero_engine.machine import available_cores, locked_memory_limit_bytes, memo
 
 State = Literal["ok", "note", "missing"]
 _Row = tuple[str, str] | tuple[str, str, State] | tuple[str, str, State, str]
-"""Fields of a `Finding` without its topic."""
+"""Fields of a `Finding` after its topic."""
 
 PACKAGES = {
     "zero-core": "zero_core",
@@ -32,7 +32,6 @@ PACKAGES = {
     "torch": "torch",
     "safetensors": "safetensors",
 }
-"""Modules by distribution."""
 OPTIONAL = {
     "transformers": "zero-engine train and plan, and Hugging Face's Trainer",
     "tokenizers": "zero-engine train",
@@ -44,7 +43,6 @@ OPTIONAL = {
     "accelerate": "scripts of Hugging Face's Trainer",
     "lightning": "Lightning's strategies",
 }
-"""Libraries that few need, with what for."""
 ENTRY_POINTS = {
     "zero_core.collectives": "zero-comm",
     "zero_core.state_tiers": "zero-offload",
@@ -64,7 +62,6 @@ class Finding:
     value: str
     state: State = "ok"
     advice: str = ""
-    """What to do; empty where nothing needs doing."""
 
 
 def examine() -> list[Finding]:

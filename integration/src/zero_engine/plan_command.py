@@ -29,9 +29,8 @@ from zero_engine.train.settings import AUTO, engine_config
 GB = 10**9
 MAX_RANKS = 2**20
 USUAL_TOKENS = 1024
-"""Tokens of a sample with kept rates and no ``--seq-length``, or the model's most if fewer."""
+"""Tokens of a sample with kept rates and no ``--seq-length``, or the model's maximum if fewer."""
 _LARGEST = {"layers": 10_000, "width": 2**20, "heads": 2**20, "vocab": 2**31, "tokens": 2**24}
-"""Options of the GPT-2, all at least 1, and the largest number that each may be."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from zero_core.errors import (
 
 DONE = 0
 FAILED = 1
-"""The report's answer is no, or something failed that another attempt may get past."""
+"""The report's answer is no, or an operation failed that may succeed at another attempt."""
 MISTAKE = 2
-"""The request cannot be carried out as it stands. Another attempt ends in the same way."""
+"""The request itself is wrong. Another attempt fails in the same way."""
 
 Text = str | None
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

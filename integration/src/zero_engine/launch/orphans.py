@@ -13,7 +13,7 @@ import threading
 
 _INTERVAL_S = 1.0
 GRACE_PERIOD_S = 300
-"""Seconds that a rank may take to save."""
+"""Seconds that a rank may take to save before it is killed."""
 _watches: list[threading.Thread] = []
 
 

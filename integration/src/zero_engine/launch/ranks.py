@@ -40,7 +40,6 @@ from zero_engine.terminal import exit_code
 
 _INTERVAL_S = 0.02
 _LIMIT_S = 300.0
-"""As long as torch's stores wait by default."""
 
 
 def is_under_launcher() -> bool:

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from zero_core.errors import ConfigError
 
 PORT = 29500
-"""Where rank 0 listens, if nothing says otherwise; torch's own default."""
+"""Port of rank 0 by default, as in torch."""
 LOOPBACK = "127.0.0.1"
-"""Rank 0's address where all ranks are on one machine."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ MPI = (
 )
 SLURM = _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
-"""What srun sets, and a batch job's own script doesn't have."""
+"""Variables that srun sets, and that the script of a batch job lacks."""
 
 
 def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[str, str]:
