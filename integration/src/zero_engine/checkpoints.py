@@ -1,6 +1,6 @@
 """``zero-engine verify | inspect | export | prune | import``: checkpoints on the command line.
 
-Each command returns its exit code: see `zero_engine.terminal`. Imports no torch at the top.
+Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _Tag = Annotated[Text, option("Name of the checkpoint. Default: the newest.")]
 @reporting
 def verify(directory: _Folder, tag: _Tag = None) -> Answer:
     """Check every byte of a checkpoint. Ends with code 1 if it is damaged."""
-    found = zero_core.inspect_checkpoint(directory, tag)  # a live run may save a newer one
+    # Resolve the tag once: a live run may save a newer checkpoint meanwhile.
+    found = zero_core.inspect_checkpoint(directory, tag)
     with working("verifying") as show:
         checked = zero_core.verify_checkpoint(directory, found["tag"], progress=show)
     text = f"{found['folder']}: all {found['files']} files are intact ({checked} bytes)"

@@ -1,6 +1,6 @@
-"""The command line: ``zero-engine train | run | plan | verify | import | doctor | ...``.
+"""Commands of ``zero-engine``: train, run, plan, report, verify, import, doctor and others.
 
-Its exit codes are those of `zero_engine.terminal`, and of the programs that it runs.
+Exit codes are those of `zero_engine.terminal`, and of the programs that a command runs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from zero_engine.train.options import RunSettings, Start, flag_of
 app = typer.Typer(
     help="Train with ZeRO: sharded, offloaded, quantized.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
+    pretty_exceptions_enable=False,  # rich's tracebacks are hard to paste into a bug report
 )
 
 _Number = int | None
 
 
 class _ResumeCommand(TyperCommand):
-    """Command whose option ``--resume`` may stand alone, or have the value "auto"."""
+    """Command whose option ``--resume`` takes the value "auto" or no value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -51,7 +51,7 @@ class _ResumeCommand(TyperCommand):
 
 
 def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give ``command`` an option for each of `RunSettings`, which it gets by ``**options``."""
+    """Add an option for each field of `RunSettings`, which ``command`` gets by ``**options``."""
     own = signature(command, eval_str=True)
     others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     settings = []
@@ -95,8 +95,9 @@ def train(
         raise typer.BadParameter(f"--resume {resume}: leave the value out, or give 'auto'")
     if ranks is not None and ranks < 1:
         raise typer.BadParameter("--ranks must be at least 1")
-    end_with_launcher()  # before seconds of imports, in which the launcher may end
-    # torch and transformers take seconds to import: only the commands that need them pay.
+    # The launcher may end during the imports below, which take seconds.
+    end_with_launcher()
+    # torch and transformers take seconds to import, so each command imports what it needs.
     from zero_engine.launch.ranks import fail, is_under_launcher
 
     start = {None: Start.NEW, "yes": Start.RESUME, "auto": Start.AUTO}[resume]
@@ -131,7 +132,7 @@ def train(
 
 
 @app.command(
-    # All is passed on as it stands, with what looks like an option of this command.
+    # Arguments reach the script unchanged, even if they look like options of this command.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="[LAUNCHER OPTIONS]",
 )
@@ -148,7 +149,7 @@ def run(
     zero-engine run accelerate launch --config_file FILE SCRIPT.PY, zero-engine run bash train.sh,
     in which deepspeed is this command. Ends with the exit code of the script.
     """
-    with working("starting"):  # seconds of imports
+    with working("starting"):  # imports take seconds
         from zero_engine.launch.ranks import fail
         from zero_engine.script.run import run_program
 
@@ -270,8 +271,6 @@ def plan(
 
 
 def _add(command: Callable[..., int], name: str) -> None:
-    """Add a command that returns its exit code."""
-
     @app.command(name)
     @wraps(command)
     def run(**options: Any) -> None:
@@ -362,9 +361,7 @@ def version(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """Entry point of the ``zero-engine`` command."""
-    # Nothing is fetched from a model hub, whatever is imported later; but somebody's own script
-    # decides for itself.
+    # No command downloads from a model hub. A script under `run` decides that itself.
     if sys.argv[1:2] != ["run"]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    app(prog_name="zero-engine")  # by this name shells ask for completions, however it is started
+    app(prog_name="zero-engine")  # shell completion depends on this name

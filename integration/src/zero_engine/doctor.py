@@ -55,7 +55,7 @@ _NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report."""
+    """A line of the report, with the cure for a missing part as ``advice``."""
 
     topic: str
     name: str
@@ -65,7 +65,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything that the report shows, in order. Never raises for what is missing."""
+    """Return all findings, in the order of the report. Never raises for a missing part."""
     topics = {
         "installed": _packages(),
         "entry points": _entry_points(),
@@ -106,7 +106,7 @@ def _packages() -> Iterator[_Row]:
                 yield name, "not installed", "note", f"{cure}, for {OPTIONAL[name]}"
             else:
                 yield name, "not installed", "missing", cure
-        except Exception as error:  # a broken installation may raise anything, and is a finding
+        except Exception as error:  # a broken installation may raise anything
             cure = install_command(name, "--force-reinstall", "--no-deps")
             yield name, f"{version}, but: {type(error).__name__}: {error}", "missing", cure
         else:
@@ -161,7 +161,7 @@ def _cpu_adam() -> _Row:
         cpu_adam: Any = importlib.import_module("cpu_adam")
         active = cpu_adam.active_isa()
         others = [isa for isa in cpu_adam.available_isas() if isa != active]
-    except Exception as error:  # told in the line above: the package is missing or broken
+    except Exception as error:  # `_packages` reports why the import fails
         return "CPU Adam", f"unknown ({type(error).__name__})", "missing"
     return "CPU Adam", f"{active} (also here: {', '.join(others) or 'none'})"
 
@@ -169,7 +169,7 @@ def _cpu_adam() -> _Row:
 def _comm_kernels() -> _Row:
     try:
         backend = str(importlib.import_module("zero_comm").backend())
-    except ValueError as error:  # ZERO_COMM_BACKEND asks for what is not there
+    except ValueError as error:  # ZERO_COMM_BACKEND names a missing backend
         return "CPU quantizer", "unknown", "missing", str(error)
     except Exception as error:  # told in the line above: the package is missing or broken
         return "CPU quantizer", f"unknown ({type(error).__name__})", "missing"
@@ -191,12 +191,12 @@ def _machine() -> Iterator[_Row]:
     elif limit is None:
         yield "lockable memory", shown
     else:
-        # CUDA pins by itself; the limit counts for mlock, which NCCL over InfiniBand uses.
+        # CUDA's pinning ignores the limit. It counts for mlock, which NCCL over InfiniBand uses.
         advice = "ulimit -l unlimited, for NCCL over InfiniBand"
         value = f"{shown}; pin_memory is not limited by it: CUDA pins by itself"
         yield "lockable memory", value, "note", advice
     yield _numa()
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the old name of torch 2.8
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.8 has the second name
     asked = next((os.environ[name] for name in names if name in os.environ), "")
     value = asked or "torch's defaults"
     if "expandable_segments:true" in asked.replace(" ", "").lower():
@@ -209,7 +209,6 @@ def _machine() -> Iterator[_Row]:
 
 
 def _numa() -> _Row:
-    """Report the machine's NUMA nodes and, with several, how ranks are bound to them."""
     lists = sorted(_NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     try:
         nodes = [f"{path.parent.name[4:]}: CPUs {path.read_text().strip()}" for path in lists]

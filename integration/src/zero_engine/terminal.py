@@ -1,4 +1,4 @@
-"""Output of a command: its report on stdout as text or JSON, and errors on stderr.
+"""Options that commands share, their reports on stdout, and their errors on stderr.
 
 Exit codes are listed in docs/command-line.md.
 """
@@ -41,7 +41,7 @@ def option(help_text: str) -> Any:
 
 
 def reporting(answer: Callable[..., Answer]) -> Callable[..., int]:
-    """Return a command that prints what ``answer`` returns, and returns its exit code."""
+    """Return a command that prints the report of ``answer`` and returns the exit code."""
 
     @functools.wraps(answer)
     def run(*arguments: Any, as_json: bool, **options: Any) -> int:
@@ -55,18 +55,18 @@ def reporting(answer: Callable[..., Answer]) -> Callable[..., int]:
     own = signature(answer, eval_str=True)
     json_option = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
     parameters = [*own.parameters.values(), json_option]
-    vars(run)["__signature__"] = own.replace(parameters=parameters)  # typer makes options of it
+    # typer reads a command's options from its signature.
+    vars(run)["__signature__"] = own.replace(parameters=parameters)
     return run
 
 
 def exit_code(error: ZeroError) -> int:
-    """Return the code with which a program ends because of ``error``."""
     is_mistake = isinstance(error, ConfigError | CheckpointError)
     return MISTAKE if is_mistake and not isinstance(error, CheckpointFailedError) else FAILED
 
 
 def refuse(error: ZeroError, *, as_json: bool) -> int:
-    """Print why there is no report. Returns the exit code, which is 1 for a damaged checkpoint."""
+    """Print ``error`` in place of a report. Returns the exit code: 1 for a damaged checkpoint."""
     is_corrupt = isinstance(error, CheckpointCorruptError)
     if as_json:
         print(json.dumps({"error": str(error), "is_corrupt": is_corrupt}, indent=2))
@@ -76,11 +76,7 @@ def refuse(error: ZeroError, *, as_json: bool) -> int:
 
 
 def require(extra: str, user: str, *modules: str) -> None:
-    """Check that ``modules``, which the extra ``extra`` installs, are there for ``user``.
-
-    Raises:
-        MissingPartError: names the first that is not, and the line that installs the extra.
-    """
+    """Raise MissingPartError for the first of ``modules``, of the extra ``extra``, that is missing."""
     for module in modules:
         if find_spec(module) is None:
             raise MissingPartError(

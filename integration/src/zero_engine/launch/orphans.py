@@ -1,7 +1,7 @@
-"""End of a rank whose launcher is gone.
+"""End of a rank whose launcher has died.
 
-torchrun ends the ranks when one of them fails, or when it is asked to stop. If torchrun itself is
-killed, nothing ends its ranks: they would train on, beside those that replace them.
+torchrun ends the ranks if one of them fails or if it gets a signal. If torchrun itself is killed,
+its ranks would train on, next to the ranks that replace them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _watches: list[threading.Thread] = []
 
 
 def end_with_launcher() -> None:
-    """Have this process end when the launcher that started it has, as if asked by SIGTERM.
+    """Send SIGTERM to this process when the launcher that started it has ended.
 
-    A program that handles SIGTERM has `GRACE_PERIOD_S` seconds. Nothing is done in a process that
-    torchrun did not start, or that watches already.
+    A program that handles SIGTERM has `GRACE_PERIOD_S` seconds. Does nothing without torchrun, or
+    if the process watches its launcher already.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or _watches:
         return
-    # A daemon: it must not keep the process from ending.
+    # A daemon thread does not delay the end of the process.
     watch = threading.Thread(
         target=_watch, args=(os.getppid(),), name="zero_engine launcher", daemon=True
     )
@@ -34,7 +34,7 @@ def end_with_launcher() -> None:
 
 
 def _watch(launcher: int) -> None:
-    waiting = threading.Event()  # never set
+    waiting = threading.Event()  # never set: its timeout is an interruptible sleep
     while os.getppid() == launcher:
         waiting.wait(_INTERVAL_S)
     print(
@@ -45,5 +45,5 @@ def _watch(launcher: int) -> None:
     )
     os.kill(os.getpid(), signal.SIGTERM)
     waiting.wait(GRACE_PERIOD_S)
-    # It waits for a rank that has ended already, and its signal handler does not run.
+    # The main thread hangs in a collective with a rank that has ended, so it cannot handle SIGTERM.
     os._exit(128 + signal.SIGTERM)
