@@ -31,13 +31,13 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def locked_memory_limit_bytes() -> int | None:
-    """Return the bytes that ``mlock`` may lock, None without a limit. CUDA's pinning is not limited."""
+    """Return the bytes that ``mlock`` may lock, None without a limit. CUDA's pinning ignores it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank holds now: allocated on its GPU, or resident in host memory."""
+    """Return the bytes that this rank holds: allocated on its GPU, or resident in host memory."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     resident = read_text(Path("/proc/self/statm")).split()

@@ -20,9 +20,10 @@ from rich.progress import (
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr that ``what`` is in progress, unless stderr is no terminal or the rank is not 0.
+    """Show on stderr that ``what`` is in progress. Yields a function that shows how much is done.
 
-    Yields a function that shows progress: ``show(3, 8)`` means three of eight.
+    ``show(3, 8)`` means three of eight. Shows nothing if stderr is no terminal, or on ranks above
+    0.
     """
     console = Console(stderr=True)
     is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"

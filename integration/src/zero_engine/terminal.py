@@ -76,7 +76,7 @@ def refuse(error: ZeroError, *, as_json: bool) -> int:
 
 
 def require(extra: str, user: str, *modules: str) -> None:
-    """Raise MissingPartError for the first of ``modules``, of the extra ``extra``, that is missing."""
+    """Raise MissingPartError for the first of ``modules`` that is missing. ``extra`` has them."""
     for module in modules:
         if find_spec(module) is None:
             raise MissingPartError(

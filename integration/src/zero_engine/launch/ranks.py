@@ -106,7 +106,7 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
 
 
 def leave_ranks() -> None:
-    """Destroy the process group. Every rank calls it after dropping all references to its engine."""
+    """Destroy the process group. Every rank must call it, after its engine's last reference is gone."""
     gc.collect()  # an object that refers to the group would keep its threads until exit
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -197,7 +197,7 @@ class StopRequest:
 
 
 def _let_first_rank_speak() -> None:
-    """Wait for the launcher to end this rank, which it does after rank 0 has failed with a message."""
+    """Wait for the launcher to end this rank, as it does when rank 0 has failed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(3)
 
