@@ -25,13 +25,14 @@ from zero_engine.planning.rates import FORMAT, Calibration, Curve, Rates
 
 LIMIT_S = 300.0
 MOST_RANKS = 8
-"""Ranks of a CPU that are started at once, unless the caller names a number."""
+"""Largest number of CPU ranks that are measured by default."""
 EFFICIENCY = {"matmul": 0.6, "memory": 0.8, "link": 0.75, "host": 0.6}
-"""Shares of published peaks that are assumed to be reached."""
+"""Assumed shares of published peaks."""
 BYTES_PER_UPDATE = 28
-"""Read and written per element by an Adam of fp32 states and 16-bit gradients and parameters."""
+"""Bytes read and written per element by an Adam of fp32 states and 16-bit gradients and
+parameters."""
 LAUNCH_S, PASS_S, STEP_S = 6e-6, 150e-6, 1e-3
-"""Assumed of Python: per operator, per unit and pass, per step."""
+"""Assumed Python time per operator, per unit and pass, and per step."""
 EXCHANGE_S = 20e-6
 """Assumed latency of a collective."""
 

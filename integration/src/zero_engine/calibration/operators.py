@@ -19,18 +19,18 @@ aten = torch.ops.aten
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS, LARGE_TOKENS = (64, 256, 1024), (512, 2048, 8192)
-"""Rows of the matrices: tokens of a micro-batch."""
+"""Rows of the matrices, on a CPU and on an accelerator."""
 SHAPES = ((64, 64), (256, 1024), (768, 768), (512, 2048))
 LARGE_SHAPES = ((512, 512), (2048, 2048), (2048, 8192), (4096, 4096))
-"""Inputs and outputs of linear layers, on a CPU and on an accelerator."""
+"""Inputs and outputs of linear layers, on a CPU (`SHAPES`) and on an accelerator."""
 ROWS = ((16, 64), (256, 256), (1024, 512), (4096, 1024))
-"""Shapes of the tensors of other operators: rows and width."""
+"""Rows and width of the tensors of other operators."""
 HEADS, HEAD_WIDTH = 4, 64
 LENGTHS = (64, 256, 1024)
 BUDGET_S = 0.03
-"""Seconds that a point of a curve is repeated for, at least `LEAST` times."""
+"""Minimal time for which a call is repeated."""
 LEAST, TOGETHER, STEPS = 3, 12, 9
-"""Least number of times, that of exchanges, and that of whole steps."""
+"""Minimal repetitions of a call, repetitions of a collective, and of a whole step."""
 Points = list[tuple[float, float]]
 
 _Make = Callable[..., Tensor]

@@ -48,14 +48,15 @@ UPDATED = (2**16, 2**20, 2**23)
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)
 """Bytes of a rank's shard."""
 MOST_EXCHANGED = 2**29
-"""Bytes of a gather's results on all ranks that share the memory."""
+"""Largest total of a gather's results, in bytes, over all ranks that share host memory."""
 DISK_BYTES = (2**20, 2**24, 2**26)
 PRODUCTS = ("matmul", "product", "bmm", ATTENTION, ATTENTION_BACKWARD)
 MOST_FACTOR = 2.5
-"""By which kernels may be slower in training than alone; products also faster."""
+"""Largest factor by which kernels may be slower in training than alone. Products may be faster by
+it."""
 _Activation = Callable[[Tensor], Tensor]
 DEPTHS = (2, 10)
-"""Blocks of the tiny models by which Python's share is told apart."""
+"""Blocks of the two tiny models whose difference gives the time per block."""
 
 
 class _Flat(nn.Module):
