@@ -1,4 +1,4 @@
-"""A calibration of this machine, by fresh rank processes, and calibrations of devices by name."""
+"""Calibrations: of this machine, measured by new rank processes, and of devices in a table."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ EXCHANGE_S = 20e-6
 
 
 def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibration:
-    """Measure this machine with each number of ranks at once. Takes under a minute.
+    """Measure this machine once per number of ranks. Takes under a minute.
 
     Args:
-        ranks: numbers of ranks; None: `default_ranks`.
-        disk: folder on the disk of NVMe offload; None: no file is timed.
+        ranks: numbers of ranks. None: `default_ranks`.
+        disk: folder on the disk of NVMe offload. None: no file is timed.
 
     Raises:
         ZeroError: a rank failed.
@@ -58,20 +58,16 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
 
 
 def default_ranks(cores: int, devices: int) -> set[int]:
-    """Return one, and the accelerators or, without any, two and the cores, `MOST_RANKS` at most."""
+    """Return the numbers of ranks to measure: 1 and all devices, or 1, 2 and the cores of a CPU."""
     return {1, devices} if devices else {1, min(2, cores), min(MOST_RANKS, cores)}
 
 
 def measure_to(
     output: str, ranks: Sequence[int] | None, disk: str | None
 ) -> tuple[Calibration, Path]:
-    """Measure this machine, write a file that `read_calibration` reads, and keep the rates.
+    """Measure this machine, write the rates to ``output``, and keep them.
 
     Returns the rates and the file that keeps them (`zero_engine.calibration.kept`).
-
-    Raises:
-        ConfigError: a number of ranks or a folder is wrong, or a file cannot be written.
-        ZeroError: a rank failed.
     """
     wrong = next((number for number in ranks or () if number < 1), None)
     if wrong is not None:
@@ -124,7 +120,7 @@ def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
 
 
 def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
-    """Wait until all processes have ended well, or one has failed, and return its place."""
+    """Wait until all processes have exited with code 0, or return the index of one that failed."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         codes = [process.poll() for process in started]
@@ -136,37 +132,25 @@ def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> 
 
 
 def read_calibration(path: str) -> Calibration:
-    """Read a file that ``zero-engine doctor --measure`` wrote.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Read a file that ``zero-engine doctor --measure`` wrote."""
     name = f"--rates {path}"
     return Calibration.from_json(parse_json(read_config_text(Path(path), name), name), name)
 
 
 def device_names() -> list[str]:
-    """Return the names of the table of devices."""
     return sorted(_table()["devices"])
 
 
 def device_memory(name: str) -> int:
-    """Return the bytes of a device of the table."""
     return int(_device(name)[1]["memory_bytes"])
 
 
 def device_calibration(
     name: str, ranks_per_node: int, *, host_bytes_per_s: float | None = None
 ) -> Calibration:
-    """Return the rates of a device by its published peaks and `EFFICIENCY`.
+    """Return the rates of a device in the table: its published peaks times `EFFICIENCY`.
 
-    Args:
-        name: of the table.
-        ranks_per_node: ranks that share a node.
-        host_bytes_per_s: published peak of a node's host memory; None for the table's.
-
-    Raises:
-        ConfigError: the table does not have it.
+    ``host_bytes_per_s`` replaces the table's published peak of a node's host memory.
     """
     (key, peaks), host = _device(name), dict(_table()["host"])
     if host_bytes_per_s is not None:

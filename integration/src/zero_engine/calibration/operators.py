@@ -1,4 +1,4 @@
-"""Rates of torch's operators on one rank: matrix products, attention, and what surrounds them."""
+"""Rates of torch's operators on one rank: matrix products, attention, elementwise and others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 
 def rising(points: Points) -> Points:
-    """Return points in which no smaller amount takes longer than a larger one."""
+    """Return the points with seconds that never fall as the amount rises."""
     found = points[-1:]
     for amount, seconds in reversed(points[:-1]):
         found.insert(0, (amount, min(seconds, found[0][1])))
@@ -47,30 +47,26 @@ def rising(points: Points) -> Points:
 
 @dataclass
 class Stopwatch:
-    """Times calls on one rank.
+    """Times calls on one rank, and collects the results.
 
     Attributes:
-        device: where the calls compute.
-        curves: what was timed, by the names of `zero_engine.planning.rates`.
+        curves: points by the names of `zero_engine.planning.rates`.
     """
 
     device: torch.device
     curves: dict[str, Points] = field(default_factory=dict)
 
     def seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the seconds of a call, once it has run before: the lower quartile of several.
+        """Return the lower quartile of the seconds of a call: other programs only slow it down.
 
-        Other programs only add to the time. All ranks begin together. With ``is_together`` a call
-        is an exchange of all ranks, so that all of them make equally many.
+        One call before is not timed. Every rank must call it. ``is_together`` is for collectives:
+        all ranks then repeat the call equally often.
         """
         times = self._times(call, TOGETHER if is_together else LEAST, is_together)
         return sorted(times)[len(times) // 4]
 
     def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the median seconds of a call, as a training step has it: other programs included.
-
-        For passes and steps of whole models, to which the kernels' own seconds are fitted.
-        """
+        """Return the median seconds of a call. Used for whole steps, which other programs slow down too."""
         return statistics.median(self._times(call, STEPS, is_together))
 
     def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:
@@ -88,11 +84,10 @@ class Stopwatch:
     def curve(
         self, name: str, points: Iterable[tuple[float, Callable[[], object]]], **how: bool
     ) -> None:
-        """Time calls by rising amount."""
         self.curves[name] = rising([(n, self.seconds(call, **how)) for n, call in points])
 
     def _once(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call. An accelerator runs several in a row, which share them."""
+        """Return the seconds of a call, on an accelerator the mean of five without a wait between."""
         if self.device.type == "cpu":
             started_at = time.perf_counter()
             call()
@@ -107,7 +102,7 @@ class Stopwatch:
 
 
 def time_operators(watch: Stopwatch) -> None:
-    """Time all of them in each dtype that the device computes in."""
+    """Time all operators in each dtype that the device computes in."""
     dtypes = CPU_DTYPES if watch.device.type == "cpu" else DEVICE_DTYPES
     for dtype in dtypes:
 
@@ -116,7 +111,7 @@ def time_operators(watch: Stopwatch) -> None:
 
         with torch.no_grad():
             _time_products(watch, make, str(dtype).removeprefix("torch."))
-            tables: dict[str, list[_Call]] = {}  # of each operator, by rising size
+            tables: dict[str, list[_Call]] = {}  # calls of an operator, by rising size
             for rows, width in ROWS:
                 for func, args in _calls(make, rows, width):
                     tables.setdefault(str(func), []).append((func, args))
@@ -134,8 +129,8 @@ def time_operators(watch: Stopwatch) -> None:
 def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
     """Time the three products of linear layers, in forward and backward.
 
-    Their time is taken as a part for operations and a part for bytes, which short or narrow
-    matrices have more of: the two rates, and a time per call, that fit best.
+    The fit has a time per operation, per byte and per call: short or narrow matrices have more
+    bytes per operation.
     """
     rows: list[tuple[float, float, float, float]] = []
     is_cpu = watch.device.type == "cpu"
@@ -155,16 +150,16 @@ def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
 
 
 def _fit(rows: Tensor) -> Tensor:
-    """Return factors of all columns but the last, none below 0, whose sum is nearest to it.
+    """Return non-negative factors with which the columns but the last sum up to the last column.
 
-    Nearest in relation: a small product counts as much as a large one.
+    Least squares of the relative error: a small product counts as much as a large one.
     """
     scaled = rows[:, :-1] / rows[:, -1:]
     used = list(range(scaled.shape[1]))
     found = torch.zeros(len(used), dtype=torch.float64)
     while used:
         wanted = torch.ones(len(scaled), 1, dtype=torch.float64)
-        # Columns differ by ten orders of magnitude.
+        # Columns differ by ten orders of magnitude, so scale them for the solver.
         size = scaled[:, used].abs().max(dim=0).values
         solved = torch.linalg.lstsq(scaled[:, used] / size, wanted).solution[:, 0] / size
         if bool((solved >= 0).all()):
@@ -177,7 +172,7 @@ def _fit(rows: Tensor) -> Tensor:
 def _attention(
     make: _Make, length: int, *, is_backward: bool
 ) -> tuple[Callable[[], object], int, str]:
-    """Return causal attention, or its backward, with the operations that a plan counts for it."""
+    """Return a call of causal attention or its backward, a plan's amount for it, and its dtype."""
     q, k, v = (make(2, HEADS, length, HEAD_WIDTH) for _ in range(3))
     if q.device.type == "cpu":
         forward = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -200,7 +195,7 @@ def _attention(
 
     with torch.enable_grad():
         out = run()
-    # Five products in place of two.
+    # Backward has five matrix products, forward two.
     return (
         lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True),
         operator.amount * 5 // 2,
@@ -209,7 +204,7 @@ def _attention(
 
 
 def _time_calls(watch: Stopwatch, calls: Sequence[_Call]) -> None:
-    """Time one operator at several sizes, under the name and with the amounts of a plan."""
+    """Time one operator at several sizes. Amounts are those of a plan."""
     points = []
     for func, args in calls:
         operator = Operator.of(func, args, {}, func(*args))

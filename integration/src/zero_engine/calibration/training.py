@@ -1,6 +1,6 @@
-"""Rates of the engine's own parts on one rank: updates, exchanges, and its work in Python.
+"""Rates of the engine's own work on one rank: updates, collectives, and Python.
 
-It is the program of each rank that calibrates: ``python -m zero_engine.calibration.training``.
+Each calibrating rank runs ``python -m zero_engine.calibration.training FOLDER CORES DISK``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ DEPTHS = (2, 10)
 
 
 class _Flat(nn.Module):
-    """Parameters whose gradients cost next to nothing."""
+    """Parameters whose gradients cost almost nothing."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Flat(nn.Module):
 
 
 def time_updates(watch: Stopwatch) -> None:
-    """Time the device's update and the host's, by the real engine alone on each rank."""
+    """Time the optimizer's update on the device and on the host, by an engine of one rank."""
     alone = Ranks(None, 0, 1, watch.device)
     host = {"device": "cpu"}
     measured = {
@@ -96,7 +96,7 @@ def _update_s(
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": dtype == "bfloat16"},
-        "gradient_clipping": 1e9,  # so that the update begins in the step
+        "gradient_clipping": 1e9,  # clipping moves the update from backward into step()
         "zero_optimization": {"offload_optimizer": {**offload}},
     }
     engine = zero_core.build(_Flat(numel), config, process_group=ranks)
@@ -116,7 +116,7 @@ def _update_s(
 
 
 def time_exchanges(watch: Stopwatch) -> None:
-    """Time gathers and reductions of all ranks. Nothing is done for a single one."""
+    """Time gathers and reductions of all ranks. Every rank must call it."""
     ranks = find_ranks(None, None)
     if ranks.size == 1:
         return
@@ -165,7 +165,7 @@ def time_exchanges(watch: Stopwatch) -> None:
 
 
 def exchanged(num_ranks: int, *, is_host: bool) -> list[int]:
-    """Return the bytes of shards whose exchange is timed. Results have as many per rank each."""
+    """Return the sizes in `EXCHANGED` whose results fit `MOST_EXCHANGED`, and always the first."""
     sharing = num_ranks if is_host else 1
     return [
         nbytes
@@ -175,7 +175,7 @@ def exchanged(num_ranks: int, *, is_host: bool) -> list[int]:
 
 
 def time_copies(watch: Stopwatch) -> None:
-    """Time copies between an accelerator and page-locked host memory."""
+    """Time copies between an accelerator and pinned host memory."""
     if watch.device.type == "cpu":
         return
     to_host, to_device = [], []
@@ -189,7 +189,7 @@ def time_copies(watch: Stopwatch) -> None:
 
 
 def time_files(watch: Stopwatch, folder: Path) -> None:
-    """Time writes to a file in ``folder`` until they are on the disk, and reads from the disk."""
+    """Time synced writes to a file in ``folder``, and uncached reads."""
     written: Points = []
     read: Points = []
     path = folder / f".zero-engine-disk-{os.getpid()}"
@@ -214,7 +214,7 @@ def time_files(watch: Stopwatch, folder: Path) -> None:
 
 
 class Blocks(nn.Module):
-    """A language model with attention, for the costs that surround kernels."""
+    """Transformer language model, for the costs around kernels."""
 
     def __init__(
         self, depth: int, width: int, heads: int, vocab: int, *, activation: _Activation = gelu
@@ -226,7 +226,7 @@ class Blocks(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean cross entropy of the next of ``ids``: int64, [batch, length]."""
+        """Return the mean cross entropy of the next token. ``ids``: int64, [batch, length]."""
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
@@ -255,10 +255,11 @@ class _Block(nn.Module):
 
 
 def fit_operators(watch: Stopwatch) -> None:
-    """Find what a call takes beside its kernel, and by how much kernels are slower in training.
+    """Fit the time of a call outside its kernel, and how much slower kernels are in training.
 
-    By forward and backward of whole models: small tensors for the calls, large ones for kernels,
-    whose data lie in no cache and whose results are new memory.
+    Compares measured forward and backward passes of whole models with the sum of their kernels'
+    curves. Small tensors give the time per call. Large ones give the factors: their data is in no
+    cache and their results are in new memory.
     """
     watch.curves["operator"] = _constant(0.0)
     few, many = (_compare(watch, Blocks(n, 32, 2, 64), (2, 16), "float32") for n in DEPTHS)
@@ -270,7 +271,7 @@ def fit_operators(watch: Stopwatch) -> None:
     for dtype in ("float32", "bfloat16"):
         models = (Blocks(*shape), Blocks(*shape, activation=_gelu_of_parts))
         plain, parts = (_compare(watch, model, tokens, dtype) for model in models)
-        # Products and other operators are slower by a factor each: two equations.
+        # Two models give two equations for two factors: of products and of other operators.
         wanted = [found.seconds - per_call * found.calls for found in (plain, parts)]
         slope = parts.products_s / plain.products_s
         others = (wanted[1] - slope * wanted[0]) / (parts.others_s - slope * plain.others_s)
@@ -285,13 +286,13 @@ def fit_operators(watch: Stopwatch) -> None:
 
 
 def _gelu_of_parts(x: Tensor) -> Tensor:
-    """Compute what GELU's tanh form is, by as many operators as some models do."""
+    """Compute GELU's tanh form by separate operators, as some models do."""
     return 0.5 * x * (1.0 + torch.tanh(0.79788456 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """Forward and backward of a model: measured, and by the curves of its kernels."""
+    """Forward and backward of a model: measured seconds, and the sum of its kernels' curves."""
 
     seconds: float
     products_s: float
@@ -324,7 +325,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
-    """Time steps of tiny models, and take what no curve explains for the engine's own work."""
+    """Time steps of tiny models. The time that no curve explains is the engine's own work."""
     ranks = find_ranks(None, None)
     watch.curves |= {"pass": _constant(0.0), "step": _constant(0.0)}
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
@@ -368,20 +369,20 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _constant(seconds: float) -> Points:
-    """Return the curve of something that is counted: so many seconds each, by ones."""
+    """Return a curve of one point: ``seconds`` per unit of the amount."""
     return [(1.0, seconds)]
 
 
 def measure(
     device: torch.device, *, cores: int | None, disk: Path | None, is_link_alone: bool = False
 ) -> dict[str, Any]:
-    """Return the rates of this rank, as a row of a calibration's JSON. Every rank calls it.
+    """Return the rates of this rank, as a row of a calibration's JSON. Every rank must call it.
 
     Args:
-        device: where it computes.
-        cores: of the machine, where its ranks compute on them.
-        disk: folder on the disk of NVMe offload; None: no file is timed.
-        is_link_alone: time exchanges alone, for ranks of several nodes.
+        device: of this rank.
+        cores: of the machine if its ranks compute on the CPU.
+        disk: folder on the disk of NVMe offload. None: no file is timed.
+        is_link_alone: time collectives alone, for ranks of several nodes.
     """
     watch = Stopwatch(device)
     if not is_link_alone:

@@ -106,7 +106,7 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
 
 
 def leave_ranks() -> None:
-    """Destroy the process group. Every rank must call it, after its engine's last reference is gone."""
+    """Destroy the process group. Every rank must call it, after it has dropped its engine."""
     gc.collect()  # an object that refers to the group would keep its threads until exit
     if dist.is_initialized():
         dist.destroy_process_group()
