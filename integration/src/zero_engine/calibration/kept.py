@@ -46,7 +46,7 @@ def fingerprint() -> dict[str, object]:
 
 
 def keep(found: Calibration, written_to: str) -> Path:
-    """Write rates of this machine to `kept_path`, which is returned. The file is replaced atomically.
+    """Replace the kept rates by those of this machine, atomically. Returns the file's path.
 
     Raises:
         ConfigError: the file cannot be written.

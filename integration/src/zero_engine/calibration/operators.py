@@ -66,7 +66,7 @@ class Stopwatch:
         return sorted(times)[len(times) // 4]
 
     def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the median seconds of a call. Used for whole steps, which other programs slow down too."""
+        """Return the median seconds of a whole step, which other programs slow down as in training."""
         return statistics.median(self._times(call, STEPS, is_together))
 
     def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:
@@ -87,7 +87,7 @@ class Stopwatch:
         self.curves[name] = rising([(n, self.seconds(call, **how)) for n, call in points])
 
     def _once(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call, on an accelerator the mean of five without a wait between."""
+        """Return the seconds of a call, on an accelerator the mean of five in a row."""
         if self.device.type == "cpu":
             started_at = time.perf_counter()
             call()
