@@ -34,10 +34,10 @@ from zero_engine.monitoring.settings import CommsLoggerSettings, FlopsProfilerSe
 _GB = 1e9
 _HOST = torch.device("cpu")
 _ALL = "Global"
-"""What torch calls the sum over modules."""
+"""Key of torch's sum over all modules."""
 _logs: weakref.WeakSet[CommunicationLog] = weakref.WeakSet()
 _NAMES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd", "step": "step"}
-"""What monitors call a part of a step, and what DeepSpeed's lines call it."""
+"""DeepSpeed's short names of a step's parts, by the monitors' names."""
 
 
 class Stopwatch:

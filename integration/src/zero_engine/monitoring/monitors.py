@@ -35,13 +35,13 @@ class StepFacts:
     """A step that has just ended, the skipped ones included."""
 
     global_steps: int
-    """Steps so far, this one included."""
+    """Steps so far, including this step."""
     global_samples: int
-    """Samples so far, over all ranks: what monitors count by."""
+    """Samples so far, over all ranks."""
     lr: Sequence[float]
     """Learning rate of each parameter group, after the scheduler's step."""
     loss_scale: float | None
-    """The loss scale after the step; None without fp16."""
+    """Loss scale after the step, None without fp16."""
 
 
 class StepObserver:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-"""Names in ``comm_report()``. DeepSpeed's say more: all_gather_into_tensor."""
+"""Names in ``comm_report()``. DeepSpeed's are longer: all_gather_into_tensor."""
 
 
 class _Block(BaseModel):
@@ -40,7 +40,7 @@ class CometSettings(_Block):
 
     enabled: bool = False
     samples_log_interval: PositiveInt = 100
-    """A name's next value is sent when this many samples have passed."""
+    """Samples between two values of a name."""
     project: str | None = None
     workspace: str | None = None
     api_key: str | None = None
@@ -69,17 +69,17 @@ class FlopsProfilerSettings(_Block):
 
     enabled: bool = False
     profile_step: Annotated[int, Field(ge=0)] = 1
-    """The first step is 0."""
+    """Step to count. The first step is 0."""
     recompute_fwd_factor: float = 0.0
-    """Of no use here: backward is counted, not estimated."""
+    """No effect: backward is counted, not estimated."""
     module_depth: Annotated[int, Field(ge=-1)] = -1
     """Depth of the deepest modules in the table; -1 is all."""
     top_modules: PositiveInt = 1
-    """The modules with the most operations that are named per depth."""
+    """Number of modules with the most operations that are named per depth."""
     detailed: bool = True
     """Whether each module has its row."""
     output_file: str | None = None
-    """Where the report goes; None is the screen."""
+    """File of the report. None: the screen."""
 
 
 class CommsLoggerSettings(_Block):
@@ -87,13 +87,13 @@ class CommsLoggerSettings(_Block):
 
     enabled: bool = False
     prof_all: bool = True
-    """All collectives; else those of ``prof_ops``."""
+    """Log all collectives, or only those in ``prof_ops``."""
     prof_ops: tuple[str, ...] = ()
     """Names that begin with one of `COLLECTIVES`."""
     verbose: bool = False
-    """A line per collective after each step."""
+    """Print a line per collective after each step."""
     debug: bool = False
-    """With what the collective carries in the name."""
+    """Add the content that a collective carries to its name."""
 
 
 class ThroughputSettings(_Block):
@@ -101,4 +101,4 @@ class ThroughputSettings(_Block):
 
     enabled: bool = True
     synchronized: bool = True
-    """Of no use here: the device is waited for when a line is written, and only then."""
+    """No effect: the device is synchronized when a line is printed."""

@@ -46,8 +46,8 @@ from zero_engine.planning.schedule import Schedule, Work
 NUM_STEPS = 3
 _WIDE = "float32"
 _UNDO_COST = 1.05
-"""Time of an undo log over that of the update, as the benchmark ``cpu_adam`` measures it with two
-cores and 64 Mi elements. A copy writes 12 bytes of an element where Adam reads and writes 26."""
+"""Extra time of an undo log, relative to the update, as the benchmark ``cpu_adam`` measures it with
+two cores and 64 Mi elements. The log writes 12 bytes per element, Adam reads and writes 26."""
 
 
 class Transfer(NamedTuple):
