@@ -1,8 +1,7 @@
 """Monitoring of a run: scalars, times, memory, floating-point operations, bytes sent.
 
-An engine calls observers at the borders of forward, backward and step; see
-`StepObserver`. `zero_engine.deepspeed.engine.observing` makes those that a
-configuration asks for.
+An engine calls each `StepObserver` at the borders of forward, backward and step.
+`zero_engine.deepspeed.engine.observing` makes the observers that a configuration asks for.
 """
 
 from __future__ import annotations

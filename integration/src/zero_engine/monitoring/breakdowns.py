@@ -1,16 +1,10 @@
-"""Parts of a step: times, samples per second, memory, operations, and bytes sent.
+"""Observers of a step: times, samples per second, memory, operations, and bytes sent.
 
 DeepSpeed's keys for them are ``wall_clock_breakdown``, ``memory_breakdown``, ``flops_profiler`` and
 ``comms_logger``.
 
-On an accelerator times are those of events on the current stream, read at the end of a step: the
-host waits for the device then, once a step, and only if times were asked for.
-
-`torch.utils.flop_counter.FlopCounterMode` counts what matrix products, convolutions and attention
-do, in forward by module; a backward of the engine's is counted too, recomputation included.
-
-Calls and bytes are `zero_core.Engine.comm_report`'s. Collectives run beside compute, so they have
-no latency of their own that could be told.
+On an accelerator, times come from events on the current stream. At the end of a step the host waits
+for the last event, only if times are asked for.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ _NAMES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd", "step": "step"
 
 
 class Stopwatch:
-    """Adds up the time between `begin` and `end`, in milliseconds of the device's own clock."""
+    """Sum of the times between `begin` and `end`, in milliseconds of the device's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,7 +45,7 @@ class Stopwatch:
         self._was_used = False
 
     def begin(self) -> None:
-        """Start the watch. An interval that was not ended is dropped."""
+        """Start the watch. An unfinished interval is dropped."""
         self._begun = self._now()
 
     def end(self) -> None:
@@ -64,17 +58,14 @@ class Stopwatch:
             self._pairs.append((begun, now))
 
     def take(self) -> float | None:
-        """Return the sum so far and reset it. None if nothing has ended since.
-
-        On an accelerator, waits for the last event.
-        """
+        """Return the sum and reset it. None without a finished interval. Waits for the last event."""
         was_used, self._was_used = self._was_used, False
         if not was_used:
             return None
         total, self._host_ms = self._host_ms, 0.0
         pairs, self._pairs = self._pairs, []
         if pairs:
-            pairs[-1][1].synchronize()  # the host waits for the stream that recorded it
+            pairs[-1][1].synchronize()  # later events have no times yet
         return total + sum(float(begun.elapsed_time(ended)) for begun, ended in pairs)
 
     def _now(self) -> torch.Event | float:
@@ -88,8 +79,8 @@ class Stopwatch:
 class WallClock(StepObserver):
     """Times of every step, printed on rank 0 and monitored.
 
-    A time is the sum over the micro-steps of a step. Reductions run beside backward, so backward
-    has no parts of its own. What did not go through the engine is not measured, and no 0.
+    A time is the sum over a step's micro-steps. Backward contains reductions, which run
+    concurrently. Parts that run outside the engine's methods are "not measured".
     """
 
     def __init__(
@@ -133,10 +124,9 @@ class Throughput(StepObserver):
         self._device = device
         self._every = every
         self._say = say
-        self._since: tuple[float, int] | None = None  # when, and samples then
+        self._since: tuple[float, int] | None = None  # time and samples at the interval's start
 
     def step_done(self, facts: StepFacts) -> None:
-        """Start the first interval after the first step, a warm-up. Later, print the rate."""
         if self._since is None:
             self._since = self._now(), facts.global_samples
         elif facts.global_steps % self._every == 0:
@@ -157,27 +147,27 @@ class ThroughputTimer:
     Attributes:
         epoch_count: calls of `update_epoch_count`.
         global_step_count: steps so far.
-        batch_size: samples of a step, of all ranks.
+        batch_size: samples of a step, over all ranks.
     """
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
         self.epoch_count = 0
         self.global_step_count = 0
-        self._first: tuple[float, int] | None = None  # when the first step was over, and samples
+        self._first: tuple[float, int] | None = None  # time and samples after the first step
         self._last = (0.0, 0)
 
     def update_epoch_count(self) -> None:
         self.epoch_count += 1
 
     def step_done(self, facts: StepFacts) -> None:
-        """Note when the host is done with a step. The device is not waited for."""
+        """Record the time at which the host ends a step. The device is not waited for."""
         self.global_step_count = facts.global_steps
         self._last = time.perf_counter(), facts.global_samples
         self._first = self._first or self._last
 
     def avg_samples_per_sec(self) -> float:
-        """Return the rate after the first step, a warm-up. Before two steps it is -inf."""
+        """Return the rate since the end of the first step, a warm-up, or -inf before the second step."""
         begun, samples = self._first or self._last
         if self._last[1] == samples:
             return float("-inf")
@@ -205,15 +195,19 @@ class MemoryBreakdown(StepObserver):
 
 
 class FlopsProfiler(StepObserver):
-    """Counter of the micro-steps of step ``profile_step`` on this rank, printed at its end."""
+    """Counter of this rank's operations in step ``profile_step``, by torch's `FlopCounterMode`.
+
+    Counts matrix products, convolutions and attention: in forward by module, in backward with
+    recomputation.
+    """
 
     def __init__(self, settings: FlopsProfilerSettings, *, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._step = 0
         self._counter: FlopCounterMode | None = None
-        self.forward: dict[str, int] = defaultdict(int)  # operations by module's name
-        self.backward = 0  # operations
+        self.forward: dict[str, int] = defaultdict(int)  # operations by module
+        self.backward = 0
         self._is_backward_counted = True
 
     def begin_forward(self) -> None:
@@ -231,7 +225,7 @@ class FlopsProfiler(StepObserver):
         self.backward += sum(self._end().get(_ALL, {}).values())
 
     def begin_plain_backward(self) -> None:
-        """Note that it is not counted: no counter can be put under a backward that runs already."""
+        """Note that this backward is not counted: a counter cannot start within a running backward."""
         if self._step == self._settings.profile_step:
             self._is_backward_counted = False
 
@@ -288,7 +282,7 @@ class FlopsProfiler(StepObserver):
 
 
 class CommunicationLog(StepObserver):
-    """Sums of what this rank sends. See `log_summary`."""
+    """Sums of `zero_core.Engine.comm_report` over steps. Collectives overlap compute and are not timed."""
 
     def __init__(
         self, engine: ShardedModel, settings: CommsLoggerSettings, *, say: Callable[[str], None]
@@ -302,10 +296,9 @@ class CommunicationLog(StepObserver):
         _logs.add(self)
 
     def step_done(self, facts: StepFacts) -> None:
-        """Add the step's rows. With ``verbose``, print them."""
         self.steps += 1
         for row in self._engine.comm_report():
-            # DeepSpeed's names say more: all_gather_into_tensor, reduce_scatter_tensor.
+            # DeepSpeed's names are longer: all_gather_into_tensor, reduce_scatter_tensor.
             is_named = any(name.startswith(row.collective) for name in self._settings.prof_ops)
             if not self._settings.prof_all and not is_named:
                 continue
@@ -337,11 +330,11 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Print the bytes sent so far, on rank 0 (``deepspeed.comm.log_summary``).
 
     Args:
-        show_straggler: not served: nothing is timed.
+        show_straggler: not supported, since collectives are not timed.
         return_dict: return the numbers, on every rank.
 
     Raises:
-        ValueError: ``show_straggler``, or no engine logs its communication.
+        ValueError: ``show_straggler`` is true, or no engine logs its communication.
     """
     if show_straggler:
         raise ValueError(

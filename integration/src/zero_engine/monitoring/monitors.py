@@ -1,10 +1,10 @@
 """Observers of an engine's steps, and sinks of scalars: TensorBoard, CSV files, Comet and others.
 
-An engine owns a list of observers and calls each at the borders of forward, backward and step, in
-the order of the list. Observers read; none changes a number of the training.
+An engine calls its observers at the borders of forward, backward and step, in the order of its
+list. Observers change no number of the training.
 
-Names, files and folders are DeepSpeed's, so that what reads its logs reads these. A scalar is a
-name ("Train/Samples/lr"), a value, and the number of samples so far.
+Names, files and folders are DeepSpeed's, so that programs that read DeepSpeed's logs can read
+these. A scalar is a name ("Train/Samples/lr"), a value, and the number of samples so far.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Event = tuple[str, Any, int]
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """A step that has just ended, the skipped ones included."""
+    """Facts of a step that has just ended. Skipped steps count."""
 
     global_steps: int
     """Steps so far, including this step."""
@@ -45,40 +45,43 @@ class StepFacts:
 
 
 class StepObserver:
-    """Called by the engine on every rank. An ``end_`` is called even if what it ends has failed."""
+    """Observer that the engine calls on every rank.
+
+    Each ``end_`` method is called even if the part that it ends has raised an error.
+    """
 
     def begin_forward(self) -> None:
-        """Observe that a forward in training mode begins."""
+        """Observe the start of a forward in training mode."""
 
     def end_forward(self) -> None:
-        """Observe that it has ended."""
+        """Observe the end of a forward."""
 
     def begin_backward(self) -> None:
-        """Observe that the backward of a micro-step begins."""
+        """Observe the start of a micro-step's backward."""
 
     def end_backward(self) -> None:
-        """Observe that it has ended."""
+        """Observe the end of a micro-step's backward."""
 
     def begin_plain_backward(self) -> None:
-        """Observe the script's own backward, at the first gradient of an output."""
+        """Observe the start of a script's ``loss.backward()``, at the first gradient of an output."""
         self.begin_backward()
 
     def end_plain_backward(self) -> None:
-        """Observe the end of that backward, still within it, unless it has failed."""
+        """Observe the end of a script's ``loss.backward()``, just before it returns."""
         self.end_backward()
 
     def begin_step(self) -> None:
-        """Observe that ``step`` of a micro-step begins, whether it updates or not."""
+        """Observe the start of a micro-step's ``step()``, whether it updates or not."""
 
     def end_step(self) -> None:
-        """Observe that it has ended."""
+        """Observe the end of a micro-step's ``step()``."""
 
     def step_done(self, facts: StepFacts) -> None:
         """Observe the end of a step, after ``end_step`` of its last micro-step."""
 
 
 class Sink(Protocol):
-    """A destination of events."""
+    """Destination of events."""
 
     def write(self, events: Sequence[Event]) -> None:
         pass
@@ -88,14 +91,14 @@ class Monitor:
     """Writer of events to every sink. ``engine.monitor`` is one.
 
     Attributes:
-        enabled: whether the configuration asks for any, on this rank or another.
+        enabled: whether the configuration asks for a sink. Same on all ranks.
     """
 
     def __init__(self, settings: MonitorSettings, *, rank: int) -> None:
-        """Make the sinks that ``settings`` asks for. Rank 0 alone writes.
+        """Make the sinks that ``settings`` asks for, on rank 0.
 
         Raises:
-            ConfigError: a block asks for a library that is not installed.
+            ConfigError: a sink needs a library that is not installed.
         """
         self.enabled = settings.enabled
         kinds: Mapping[str, Callable[[Any], Sink]] = {
@@ -108,13 +111,13 @@ class Monitor:
         self._sinks = [kinds[name](block) for name, block in asked.items() if block.enabled]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (name, value, samples) to every sink. Ranks without sinks write nothing."""
+        """Write (name, value, samples) to every sink."""
         for sink in self._sinks:
             sink.write(event_list)
 
 
 class Scalars(StepObserver):
-    """Writes ``Train/Samples/lr`` and, with fp16, ``Train/Samples/loss_scale``, as DeepSpeed."""
+    """Writer of ``Train/Samples/lr`` and, with fp16, ``Train/Samples/loss_scale``."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
@@ -151,7 +154,7 @@ class _TensorBoard:
 
 
 class _Csv:
-    """A file per name in ``output_path/job_name``, with the columns ``step`` and the name's end."""
+    """A file per name in ``output_path/job_name``, with a column ``step`` and one for the value."""
 
     def __init__(self, settings: CsvSettings) -> None:
         self._folder = Path(settings.output_path) / settings.job_name
@@ -182,7 +185,7 @@ class _Wandb:
 
 
 class _Comet:
-    """An experiment of Comet, with a value of each name per ``samples_log_interval`` samples."""
+    """Experiment of Comet. Logs a value of each name once per ``samples_log_interval`` samples."""
 
     def __init__(self, settings: CometSettings) -> None:
         comet = _library("comet_ml", "comet", "comet_ml>=3.41.0")

@@ -51,7 +51,7 @@ class CometSettings(_Block):
 
 
 class MonitorSettings(_Block):
-    """Monitors of scalars. Several at once are possible."""
+    """Blocks of the sinks of scalars. Several sinks can be enabled."""
 
     tensorboard: TensorBoardSettings = TensorBoardSettings()
     csv_monitor: CsvSettings = CsvSettings()

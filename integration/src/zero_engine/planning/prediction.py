@@ -1,18 +1,19 @@
 """Time of an optimizer step from the rates of a machine.
 
 [Note: one step]
-The program of `zero_core.core.passes`, for a rank like all others: units are gathered one ahead
-of their use, forward and backward; a unit's reduction starts when its gradients are there and is
-waited for a unit later. Inputs of blocks that wait on the host are copied down in forward, and up
-one turn ahead in backward, as are gradients of tied weights before the root's backward. Then ranks
-agree, and the device and the host update their parts. The host updates in backward where nothing
-can cancel the step (`zero_core.step.update`). A unit's next forward waits for its update. Three
-steps are simulated (`zero_engine.planning.schedule`), and the last one is taken.
+The simulated program is that of `zero_core.core.passes` on one rank. A unit's gather is launched
+one unit before its use, in forward and backward. A unit's reduction starts when its gradients are
+complete, and is waited for one unit later. Block inputs that activation checkpointing keeps on the
+host are copied down in forward, and up one unit ahead in backward. Gradients of tied weights are
+copied up before the root's backward. Then ranks agree, and the device and the host update their
+parts. The host updates in backward if nothing can cancel the step (`zero_core.step.update`). A
+unit's next forward waits for its update. `NUM_STEPS` steps are simulated
+(`zero_engine.planning.schedule`), and the last one counts.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
-and each reduces its gradient of a unit by itself.
+and each micro-batch's gradient of a unit is reduced separately.
 
-Where ranks compute on the CPU, the thread that computes copies what ranks of its node hand over.
+If ranks compute on the CPU, the computing thread copies the data that ranks of its node send.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ two cores and 64 Mi elements. The log writes 12 bytes per element, Adam reads an
 
 
 class Transfer(NamedTuple):
-    """Seconds on the link and on the thread that computes, and cores that the link keeps busy."""
+    """Seconds on the link and on the computing thread, and cores that the link keeps busy."""
 
     link_s: float = 0.0
     main_s: float = 0.0
@@ -63,20 +64,18 @@ _NOTHING = Transfer()
 
 @dataclass(frozen=True)
 class UnitTime:
-    """Seconds of one unit.
+    """Seconds of one unit, for one micro-batch.
 
     Attributes:
-        forward_s, backward_s: computation, recomputation in backward included.
-        renew: what a gather does once for each version of the values.
-        gather: and for each use.
-        reduce: a reduction of its gradient.
-        sums: the gather of a gradient's sum, at stage 0.
-        host_s: the host's update.
-        undo_s: what its undo log takes besides.
-        down_s, up_s: copies of gradients and parameters.
-        fetch_s: the copy of shards that rest off the device, for each gather.
-        read_s, write_s: states in a file.
-        inputs_down_s, inputs_up_s: copies of a micro-batch's inputs that wait on the host.
+        forward_s, backward_s: computation, with recomputation in backward.
+        renew: part of a gather that is done once per optimizer step.
+        gather: part of a gather that is done for each use.
+        sums: the gather of the gradient's sum, at stage 0.
+        host_s, undo_s: the host's update, and its undo log.
+        down_s, up_s: copies of gradients to the host and of parameters to the device.
+        fetch_s: copy of offloaded parameter shards, for each gather.
+        read_s, write_s: reads and writes of optimizer states in a file.
+        inputs_down_s, inputs_up_s: copies of block inputs that are kept on the host.
     """
 
     forward_s: float
@@ -101,22 +100,19 @@ class StepShape:
     """Settings that decide the order of a step's work, and seconds that belong to no unit.
 
     Attributes:
-        micro_steps: of a step.
-        last_block: index of the last block.
-        is_accelerated: whether the compute device is another one than the host.
-        threads: of the thread that computes and of the host's update.
-        has_peers: whether there are other ranks.
-        is_gathered: whether parameters are gathered at all.
-        has_sharded_params: whether they are released after use.
+        last_block: index of the last block's unit.
+        is_accelerated: whether ranks compute on another device than the host.
+        threads: threads of the computing thread's operators, and of the host's update.
+        is_gathered: whether parameters are gathered.
+        has_sharded_params: whether parameters are released after use.
         is_added_by_tier: whether a state tier gets the gradient of each micro-step.
-        is_in_backward: whether the host updates in backward for good.
-        undo_share: share of the host's elements that it updates in backward with an undo log.
+        is_in_backward: whether the host's update in backward is final.
+        undo_share: share of the host's elements that an undo log lets it update in backward.
         agree: resource and seconds of the small all-reduce.
-        device_update_s: the update on the compute device.
-        per_step_s: the engine's own work in a step.
-        num_together: micro-batches that go through a unit before the next one.
+        per_step_s: the engine's Python work in a step.
+        num_together: micro-batches that pass through a unit before the next unit.
         tied_down_s, tied_up_s: copies of one micro-batch's gradients of tied weights.
-        waiting: units that wait for the decision although an undo log has room for them.
+        waiting: units updated after the decision although the undo log has room for them.
     """
 
     micro_steps: int
@@ -140,7 +136,7 @@ class StepShape:
 
 @dataclass
 class Prediction:
-    """Step times of one configuration, for any ratio of its optimizer state on the host."""
+    """Step times of one configuration, for any share of its optimizer state on the host."""
 
     layout: Layout
     config: Config
@@ -158,7 +154,7 @@ class Prediction:
     # -------------------------------------------------------------- seconds
 
     def _transfer(self, verb: str, calls: Sequence[tuple[int, int]]) -> Transfer:
-        """Return the time of calls that send (bytes within the node, bytes between nodes)."""
+        """Return the time of calls, given their (bytes within the node, bytes between nodes)."""
         if not self._has_peers:
             return Transfer()
         near = sum(self.rates.seconds([f"{verb}.within"], near) for near, _ in calls)
@@ -184,7 +180,7 @@ class Prediction:
     def _unit_time(
         self, unit: UnitLayout, forward_s: float, backward_s: float, ratio: float, file_bytes: float
     ) -> UnitTime:
-        """``file_bytes``: of each element that the host updates."""
+        """Return a unit's times. ``file_bytes`` are those of each element that the host updates."""
         config, links, footprint = self.config, self.links, self.forecast.collectives
         trainable = [s for s in unit.segments if s.is_trainable]
         renew: list[tuple[int, int]] = []
@@ -202,7 +198,8 @@ class Prediction:
             links.gather(s.shard_numel * accumulated_dtype(s, config).itemsize)
             for s in (trainable if self._stage == 0 else ())
         ]
-        # Autograd's gradient is copied to the unit's, and the reduced one is read for its norm.
+        # Autograd's gradient is copied into the unit's buffer. The reduced gradient is read for its
+        # norm.
         written = 0
         for segment in trainable:
             plan = self.forecast.gradients[segment.index]
@@ -241,7 +238,7 @@ class Prediction:
         return self.rates.seconds([f"copy.{way}"], nbytes)
 
     def _update_s(self, place: str, parts: Sequence[tuple[Segment, int]]) -> float:
-        """Return the seconds of an update of so many elements of each segment."""
+        """Return the seconds of an update of the given number of elements of each segment."""
         optimizer = self.config.optimizer
         kind = "adamw" if optimizer is None else optimizer.type.lower()
         state = self.config.zero_optimization.offload_optimizer.state_dtype
@@ -290,13 +287,13 @@ class Prediction:
     # ------------------------------------------------------------- the step
 
     def at(self, ratio: float) -> StepTime:
-        """Return the time of a step with this share of the optimizer state on the host."""
+        """Return the time of a step with the share ``ratio`` of the optimizer state on the host."""
         forward = {u: self.rates.pass_s(p) for u, p in self.trace.forward.items()}
         total = sum(forward.values())
         backward = self.trace.backward
         backward_s = 2 * total if backward is None else self.rates.pass_s(backward)
         per_pass = self.rates.seconds(["pass"], 1)
-        # An update reads and writes each element's states in a file.
+        # With NVMe offload an update reads and writes each element's states in a file.
         file_bytes = 0.0
         tier = self.forecast.tier
         if tier is not None and (in_file := tier.file_bytes(ratio)):
@@ -329,10 +326,10 @@ class Prediction:
 
 
 def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) -> StepProgram:
-    """Return the program of `NUM_STEPS` steps, with the time of all its work.
+    """Simulate `NUM_STEPS` steps.
 
-    A unit that the host has not begun when the step is decided is not begun before that: its update
-    is void, and the one that follows the decision has no undo log.
+    An update before the decision is void if the host has not begun it when the step is decided. The
+    simulation is then repeated with the unit's update after the decision, without an undo log.
     """
     while True:
         program = StepProgram(shape, units, Schedule(cores))
@@ -347,14 +344,14 @@ def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) 
 
 
 class StepProgram:
-    """The engine's program, step by step. See [Note: one step].
+    """Program of the engine, step by step. See [Note: one step].
 
     Attributes:
         schedule: all work so far.
-        ends: of each step, its last work on the thread that computes.
-        last: the work of the last step.
-        decided: the decision of the last step.
-        ahead: updates before it, by unit.
+        ends: last work of each step on the computing thread.
+        last: work of the last step.
+        decided: decision of the last step.
+        ahead: updates before that decision, by unit.
     """
 
     decided: Work
@@ -367,19 +364,18 @@ class StepProgram:
         self.ends: list[Work] = []
         self.last: list[Work] = []
         self.ahead: dict[int, Work] = {}
-        self._now: Work | None = None  # the last work of the thread that computes
-        self._begun: dict[int, Work] = {}  # updates of units before the decision
-        self._published: dict[int, Work] = {}  # the new values of units, where a host makes them
-        self._stored: dict[int, Work] = {}  # copies of units' inputs to the host
-        self._tied: Work | None = None  # copies of tied weights' gradients to the host
-        self._gathers: dict[int, Work | None] = {}  # launched and not waited for
-        # Unit whose reduction is under way, and whether it is the last micro-batch's.
+        self._now: Work | None = None  # last work of the computing thread
+        self._begun: dict[int, Work] = {}  # updates before the decision, by unit
+        self._published: dict[int, Work] = {}  # units' new values from the host
+        self._stored: dict[int, Work] = {}  # copies of block inputs to the host
+        self._tied: Work | None = None  # copy of tied gradients to the host
+        self._gathers: dict[int, Work | None] = {}  # launched gathers that nothing has waited for
+        # Unit whose reduction is in flight, and whether its gradient is complete.
         self._in_flight: tuple[int, bool] | None = None
         self._reduction: Work | None = None
         self._reduced: dict[int, Work | None] = {}
 
     def step(self) -> None:
-        """Add one optimizer step."""
         shape, first = self._shape, len(self.schedule.work)
         self._reduced.clear()
         num_passes = shape.micro_steps // shape.num_together
@@ -407,7 +403,7 @@ class StepProgram:
     def _exchange(
         self, lane: str, what: str, transfer: Transfer, after: Work | None
     ) -> Work | None:
-        """Launch an exchange. Return its work on the link."""
+        """Launch an exchange, and return its work on the link."""
         seconds, _, cores = transfer
         if not seconds:
             return None
@@ -427,7 +423,7 @@ class StepProgram:
         self._gathers[unit] = self._exchange("gather", what, time.gather, ready) or ready
 
     def _wait_gather(self, unit: int, *, is_new: bool) -> None:
-        """Wait for a gather, and copy what ranks of this node hand over."""
+        """Wait for a gather, and copy the data that ranks of this node send."""
         time, arrived = self._units[unit], self._gathers.pop(unit, None)
         copied = time.gather.main_s + (time.renew.main_s if is_new else 0.0)
         if arrived is not None or copied:
@@ -475,7 +471,7 @@ class StepProgram:
         self._finish_reduction()
 
     def _fetch_inputs(self, unit: int) -> Work | None:
-        """Launch the copy of what a micro-batch's backward of ``unit`` needs of the host."""
+        """Launch the copy of the host's data that a micro-batch's backward of ``unit`` needs."""
         seconds = 0.0 if unit < 0 else self._units[unit].inputs_up_s
         seconds += 0.0 if unit else self._shape.tied_up_s
         if not seconds:
@@ -484,7 +480,7 @@ class StepProgram:
         return self.schedule.add("up", "copies", f"inputs of unit {unit}", seconds, ready)
 
     def _reduce(self, unit: int, *, is_last: bool) -> None:
-        """Reduce the gradient that a unit has from one micro-batch."""
+        """Launch the reduction of a unit's gradient from one micro-batch."""
         shape = self._shape
         if not (shape.has_peers or is_last or shape.is_added_by_tier):
             return
@@ -540,7 +536,7 @@ class StepProgram:
         self._publish(unit, [updated])
 
     def _begin_update(self, unit: int) -> None:
-        """Update a unit before the decision, if the undo log has room for it."""
+        """Update a unit before the decision if the undo log has room for it."""
         shape, time = self._shape, self._units[unit]
         room = shape.undo_share * sum(other.host_s for other in self._units)
         begun = sum(self._units[other].host_s for other in self._begun)
@@ -552,7 +548,7 @@ class StepProgram:
         )
 
     def _publish(self, unit: int, ready: list[Work | None]) -> None:
-        """Copy a unit's new values to the device, after its update."""
+        """Copy a unit's new values to the device after its update."""
         seconds = self._units[unit].up_s
         if seconds or len(ready) > 1:
             self._published[unit] = self.schedule.add(

@@ -30,19 +30,15 @@ Hosts = Mapping[str, tuple[int, ...]]
 """Slots by host, in the order of ranks."""
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 HOST_FILE = "/job/hostfile"
-"""Where DeepSpeed's launcher looks for a host file if none is named.
-
-Looked at for the program ``deepspeed`` and its options alone: torchrun's have no host file.
-"""
+"""Default host file of DeepSpeed's launcher. Used only with the program ``deepspeed``."""
 LOCAL_HOST = "localhost"
-"""Name of this machine where there is no host file."""
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""Variables that choose the devices that a process sees, by type of accelerator."""
+"""Variables that select a process's devices, by accelerator type."""
 SSH_OPTIONS = ("launcher", "launcher_args", "no_ssh_check", "ssh_port", "venv_script")
 CHOOSING = ("include", "exclude", "num_gpus", "num_nodes")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 TOLD_APART = {"node_rank": 0, "master_addr": "127.0.0.1"}
-"""torchrun's defaults of options that mean something else where they are not given."""
+"""torchrun's defaults of options whose absence must be detectable."""
 _BY_SCHEDULER = {
     "slurm": "srun --ntasks-per-node=SLOTS zero-engine run {program}",
     **dict.fromkeys(

@@ -27,7 +27,8 @@ ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WRITER = "ZERO_ENGINE_ERROR_FILE_WRITER"
-"""The process that may write the file, and its path. Programs that it starts inherit both."""
+"""Process number and path of the process that may write the error file. Child processes
+inherit it."""
 SHARDED_DDP = "--sharded_ddp"
 INSTEAD = (
     "was FairScale's, and transformers has dropped it: give --deepspeed zero.json (in code "
@@ -37,7 +38,7 @@ INSTEAD = (
     '"zero_dp_2", 3 for "zero_dp_3"; "offload" is "offload_optimizer": {"device": "cpu"} in '
     "zero_optimization)"
 )
-"""Way over from FairScale's option."""
+"""Advice for users of FairScale's option, which transformers has dropped."""
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

@@ -15,7 +15,7 @@ from typing import Any
 HOME = "zero_engine.deepspeed"
 _TAKEN = ["model", "state_dict", "load_config"]
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Variable without which threads read all the weights of a quantized checkpoint ahead."""
+"""Without this variable, threads read all weights of a quantized checkpoint ahead."""
 
 
 def mend_accelerate(module: Any) -> None:
@@ -137,4 +137,3 @@ MENDS: Mapping[str, Callable[[Any], None]] = {
     "transformers.core_model_loading": mend_loading,
     "transformers.modeling_utils": mend_resizing,
 }
-"""Functions that change a module, by its name."""

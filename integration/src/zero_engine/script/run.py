@@ -46,7 +46,7 @@ OPTION = "--local_rank"
 PARSER_OF_FIELDS = "HfArgumentParser"
 SHELLS = ("bash", "sh", "zsh")
 LAUNCHERS = ("accelerate", "torchrun", SERVED, *SHELLS)
-"""Programs that start ranks themselves. A script of a shell is one, too."""
+"""Programs that start ranks themselves, and shells, whose scripts may do so."""
 LAUNCHER_MODULES = (
     "accelerate.commands.launch",
     "accelerate.commands.accelerate_cli",
@@ -57,7 +57,7 @@ PROGRAM = (
     *("module", "no_python", "training_script", "training_script_args", "local_rank"),
     *("quiet", "log_level"),
 )
-"""What the parser reads besides the options of torchrun and of DeepSpeed's launcher."""
+"""Parsed names that are no options of torchrun's or of DeepSpeed's launcher."""
 
 
 def run_program(arguments: Sequence[str]) -> int:
@@ -250,9 +250,10 @@ class Source(NamedTuple):
 
     file: Path
     folder: Path
-    """Where Python looks first for what the program imports."""
+    """Folder that Python searches first for the program's imports."""
     package: str | None = None
-    """Of what lies there, the package that the program is in; None: all of it is the program's."""
+    """Package in ``folder`` that the program belongs to. None: all of ``folder`` is the
+    program's."""
 
 
 def source_of(program: str, *, is_module: bool) -> Source | None:
