@@ -66,7 +66,7 @@ class Stopwatch:
         return sorted(times)[len(times) // 4]
 
     def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the median seconds of a whole step, slowed down by other programs as in training."""
+        """Return the median seconds of a whole step, which includes delays by other programs."""
         return statistics.median(self._times(call, STEPS, is_together))
 
     def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:

@@ -58,7 +58,7 @@ class Stopwatch:
             self._pairs.append((begun, now))
 
     def take(self) -> float | None:
-        """Return the sum and reset it. None without a finished interval. Waits for the last event."""
+        """Return the sum and reset it. None without a finished interval. Synchronizes the device."""
         was_used, self._was_used = self._was_used, False
         if not was_used:
             return None
@@ -167,7 +167,7 @@ class ThroughputTimer:
         self._first = self._first or self._last
 
     def avg_samples_per_sec(self) -> float:
-        """Return the rate since the end of the first step, a warm-up, or -inf before the second step."""
+        """Return the rate since the end of the first step, or -inf before the second step."""
         begun, samples = self._first or self._last
         if self._last[1] == samples:
             return float("-inf")
@@ -225,7 +225,7 @@ class FlopsProfiler(StepObserver):
         self.backward += sum(self._end().get(_ALL, {}).values())
 
     def begin_plain_backward(self) -> None:
-        """Note that this backward is not counted: a counter cannot start within a running backward."""
+        """Note that this backward is not counted: a counter cannot start during a backward."""
         if self._step == self._settings.profile_step:
             self._is_backward_counted = False
 
@@ -282,7 +282,7 @@ class FlopsProfiler(StepObserver):
 
 
 class CommunicationLog(StepObserver):
-    """Sums of `zero_core.Engine.comm_report` over steps. Collectives overlap compute and are not timed."""
+    """Sums of `zero_core.Engine.comm_report` over steps. Overlapped collectives are not timed."""
 
     def __init__(
         self, engine: ShardedModel, settings: CommsLoggerSettings, *, say: Callable[[str], None]

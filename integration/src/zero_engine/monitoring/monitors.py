@@ -63,7 +63,7 @@ class StepObserver:
         """Observe the end of a micro-step's backward."""
 
     def begin_plain_backward(self) -> None:
-        """Observe the start of a script's ``loss.backward()``, at the first gradient of an output."""
+        """Observe the start of a script's ``loss.backward()``, at an output's first gradient."""
         self.begin_backward()
 
     def end_plain_backward(self) -> None:

@@ -15,7 +15,6 @@ from zero_engine.report.run import WAITS, Measured, Rank
 
 Spec = dict[str, Any]
 MAX_RANKS = 8
-"""Ranks that are drawn."""
 _MAX_POINTS = 600
 _MAX_SPANS = 400
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"

@@ -18,18 +18,18 @@ from zero_core.footprint import format_bytes
 from zero_engine.report.run import INSIDE, WAITS, Measured, RankStep
 
 _LEAST = 0.08
-"""Share of a step below which a cause is none."""
+"""Smallest share of a step that counts as a cause."""
 _FULL = 0.9
-"""Share of the memory above which a run may fail with the next longer batch."""
+"""Share of the memory above which the next longer batch may fail."""
 _SKIPPED = 0.02
-"""Share of skipped steps above which a gradient that is not finite is the cause."""
+"""Share of skipped steps above which non-finite gradients are the cause."""
 _SMALL = 4
-"""Samples of a micro-batch that is called tiny, at most."""
+"""Largest number of samples of a tiny micro-batch."""
 _USUAL_SCALING = 0.85
-"""Of the ideal with several threads."""
+"""Usual speedup by several threads, relative to the ideal."""
 _COPY_RATIO = 3.0
-"""How much faster a device copies from page-locked memory than from pageable memory, about: the
-driver copies the latter to a buffer of its own first, with one thread of the host."""
+"""Approximate speedup of copies by pinned memory. For pageable memory the driver first copies to
+its own buffer, with one host thread."""
 
 
 @dataclass(frozen=True)

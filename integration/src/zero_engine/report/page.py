@@ -16,7 +16,7 @@ from typing import Any
 from zero_engine.report.charts import Spec
 
 _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
-"""A number with its unit, which stay on one line."""
+"""Number with its unit, which the page does not break."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Moves:
 
 
 Block = Text | Code | Chart | Table | Moves
-"""Part of a section. The template knows it by the name of its class."""
+"""Part of a section. The template selects by class name."""
 
 
 @dataclass(frozen=True)

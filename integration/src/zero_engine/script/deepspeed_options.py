@@ -1,9 +1,9 @@
-"""Options of DeepSpeed's launcher, carried out by torchrun's.
+"""Options of DeepSpeed's launcher, translated to torchrun's.
 
     --num_gpus, --num_nodes, --include, --exclude, --hostfile    ranks and devices of this machine
     --no_ssh, --node_rank, --master_addr, --master_port          this machine's part of several
-    --enable_each_rank_log, --save_pid, --quiet, --log_level     what is written
-    --launcher, --ssh_port, --venv_script, ...                   of ssh, which is not used
+    --enable_each_rank_log, --save_pid, --quiet, --log_level     logs
+    --launcher, --ssh_port, --venv_script, ...                   no effect: ssh is not used
 
     worker-0 slots=4         a line of a host file: a host and its number of slots, one per rank
     worker-0@worker-1:0,2    a filter: all slots of worker-0, and the slots 0 and 2 of worker-1
@@ -49,8 +49,6 @@ _BY_SCHEDULER = {
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add DeepSpeed's options to torchrun's ``parser``."""
-
     def add(*names: str, **how: object) -> None:
         flags = [flag for n in names for flag in dict.fromkeys((n, "--" + n[2:].replace("_", "-")))]
         dest = names[0].lstrip("-")
@@ -86,33 +84,27 @@ SHORT = {"hostfile": ("-H",), "include": ("-i",), "exclude": ("-e",), "quiet": (
 
 
 def with_host_file(arguments: Sequence[str]) -> list[str]:
-    """Return arguments of the program ``deepspeed``, with `HOST_FILE`, if there is one."""
-    # One that is named as well comes later, and counts.
+    """Return arguments of the program ``deepspeed``, preceded by `HOST_FILE` if it exists."""
+    # A --hostfile in `arguments` comes later, so it wins.
     return [*(["--hostfile", HOST_FILE] if Path(HOST_FILE).is_file() else []), *arguments]
 
 
 def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """Replace DeepSpeed's options in ``parsed`` by torchrun's.
+    """Replace DeepSpeed's options in ``parsed`` by torchrun's, in place.
 
-    Sets the variable of visible devices in this process's environment, if slots are chosen.
-
-    Args:
-        parsed: changed in place.
-        parser: what ``arguments`` were parsed by.
-        arguments: of the command line, for messages.
-
-    Returns:
-        What to print on the first node: options that have no effect.
+    If slots are chosen, sets the variable of visible devices in this process's environment.
+    ``arguments`` are those that ``parser`` parsed, for messages. Returns lines to print: options
+    that have no effect.
 
     Raises:
-        ConfigError: an option that is not served, or that does not fit the others or this machine.
+        ConfigError: an option is not supported, or does not fit the others or this machine.
     """
     _refuse(parsed)
     hosts = _chosen_hosts(parsed, parser)
     if len(hosts) > 1 and not parsed.no_ssh:
         raise ConfigError(_commands_of_nodes(parsed, hosts, arguments))
     if len(hosts) > 1:
-        # Make this machine the node `--node_rank` of `hosts`.
+        # This machine becomes node --node_rank of the hosts.
         names = ", ".join(hosts)
         if parsed.node_rank is None or not 0 <= parsed.node_rank < len(hosts):
             raise ConfigError(
@@ -142,8 +134,9 @@ def process_number_saved(*, is_asked: bool) -> Iterator[None]:
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     if is_asked:
         try:
-            path.unlink(missing_ok=True)  # of a process that was killed and had the same number
-            with path.open("x", encoding="utf-8") as file:  # never through somebody else's link
+            path.unlink(missing_ok=True)  # a killed process may have had the same number
+            # "x" does not follow another user's link.
+            with path.open("x", encoding="utf-8") as file:
                 file.write(str(os.getpid()))
         except OSError as error:
             raise ConfigError(
@@ -175,7 +168,7 @@ def _refuse(parsed: Namespace) -> None:
 
 
 def _chosen_hosts(parsed: Namespace, parser: ArgumentParser) -> Hosts:
-    """Return the hosts that the options choose, or none where no option is about them."""
+    """Return the hosts that the options choose. Empty without such an option."""
     is_asked = [name for name in CHOOSING if getattr(parsed, name) != parser.get_default(name)]
     if parsed.hostfile is None and not is_asked:
         return {}
@@ -225,7 +218,7 @@ def _host_file(parsed: Namespace) -> Hosts:
 
 
 def _slots_here(parsed: Namespace) -> tuple[int, ...]:
-    """Return the slots of this machine: its devices, or on the CPU as many as are asked for."""
+    """Return this machine's slots: its devices, or on the CPU the requested number."""
     devices = torch.accelerator.device_count()
     if devices:
         return tuple(range(devices))
@@ -235,7 +228,7 @@ def _slots_here(parsed: Namespace) -> tuple[int, ...]:
 
 
 def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]) -> str:
-    flags = {  # the kind of program, and what it is given
+    flags = {
         "--module": parsed.module,
         "--no-python": parsed.no_python,
         "--no-local-rank": parsed.local_rank is False,
@@ -262,10 +255,10 @@ def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]
 
 
 def _show_devices(slots: Sequence[int]) -> None:
-    """Let ranks see the devices ``slots``, counted among those that this process sees."""
+    """Make only the devices ``slots`` visible to ranks, counted among this process's visible devices."""
     count = torch.accelerator.device_count()
     if not count:
-        return  # a slot is a rank on the CPU
+        return  # without accelerators a slot is just a rank
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     variable = VISIBLE_DEVICES.get(accelerator.type)
@@ -277,7 +270,7 @@ def _show_devices(slots: Sequence[int]) -> None:
             f"they have the numbers 0 to {count - 1}"
         )
     if list(slots) == list(range(len(slots))):
-        return  # ranks take the first devices anyway
+        return  # ranks take the first devices by default
     if variable is None:
         raise ConfigError(
             f"slots cannot be chosen among devices of type {accelerator.type!r}: choose by its "
@@ -288,7 +281,6 @@ def _show_devices(slots: Sequence[int]) -> None:
 
 
 def read_host_file(path: Path) -> Hosts:
-    """Return the hosts of ``path`` with all of their slots."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -314,7 +306,7 @@ def read_host_file(path: Path) -> Hosts:
 
 
 def parse_filter(text: str, option: str) -> dict[str, list[int]]:
-    """Return the slots that ``text`` names by host. An empty list stands for all of a host's."""
+    """Return the slots that ``text`` names by host. An empty list means all slots of a host."""
     found: dict[str, list[int]] = {}
     for part in text.split("@"):
         host, colon, slots = part.partition(":")
@@ -329,7 +321,7 @@ def parse_filter(text: str, option: str) -> dict[str, list[int]]:
 
 
 def filtered(hosts: Hosts, *, include: str, exclude: str) -> Hosts:
-    """Return what the filters leave of ``hosts``, in their order. Of the two one may be given."""
+    """Return the slots of ``hosts`` that ``include`` or ``exclude`` leaves. Only one may be given."""
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other: give one of them")
     option = "--include" if include else "--exclude"

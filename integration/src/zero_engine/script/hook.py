@@ -1,10 +1,10 @@
-"""Serves ``deepspeed`` and ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``.
+"""Import hook that serves ``deepspeed`` and ``deepspeed.*`` as ``zero_engine.deepspeed.*``.
 
-    alias    ``deepspeed.x`` is ``zero_engine.deepspeed.x``: one module object under both names
-    mended   a module of another project that is changed once it has been imported
+    alias    one module object under both names
+    mended   another project's module, patched after its import
 
-Installed by ``on_path/sitecustomize.py`` in every Python process, long before it is clear whether
-deepspeed will be imported at all: nothing but the standard library is imported here at the top.
+``on_path/sitecustomize.py`` installs the hook in every Python process, before it is known whether
+the process imports deepspeed. Therefore this file imports only the standard library at the top.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def hooked(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` with the hook's folders in front of PYTHONPATH and PATH."""
     return {
         **environment,
-        "ZERO_ENGINE_PYTHON": sys.executable,  # of the programs of `ON_PATH`
+        "ZERO_ENGINE_PYTHON": sys.executable,  # Python for the program `deepspeed`
         "PYTHONPATH": _in_front(str(ON_PATH), environment.get("PYTHONPATH", "")),
-        # Its one program is DeepSpeed's launcher.
+        # The folder has the program `deepspeed`, DeepSpeed's launcher.
         "PATH": _in_front(str(ON_PATH / "bin"), environment.get("PATH", os.defpath)),
     }
 
@@ -59,7 +59,7 @@ def _in_front(folder: str, others: str) -> str:
 
 
 def install() -> None:
-    """Serve deepspeed in this process, in place of one that may be installed. Can be repeated."""
+    """Serve deepspeed in this process, even if DeepSpeed is installed. May be called repeatedly."""
     if any(isinstance(finder, _Served) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Served())
@@ -68,7 +68,7 @@ def install() -> None:
 
 
 def record_uncaught() -> None:
-    """Have an exception that ends this process written to the error file, if that is this one's.
+    """Write an uncaught exception to torchrun's error file, unless a parent process writes the file.
 
     torchrun leaves the file to the script (``@record``).
     """
@@ -83,8 +83,9 @@ def record_uncaught() -> None:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shown(kind, error, trace)
-        if issubclass(kind, Exception) and own == f"{os.getpid()} {path}":  # not of a fork
-            with suppress(ImportError):  # it may be the very error, and has been shown
+        # A forked child keeps the hook, but has another process number.
+        if issubclass(kind, Exception) and own == f"{os.getpid()} {path}":
+            with suppress(ImportError):  # the error may be a failed import of zero_core
                 from zero_core.adapters import write_error_file
 
                 lines = traceback.format_exception(kind, error, trace)
@@ -94,7 +95,7 @@ def record_uncaught() -> None:
 
 
 def tell_after(shown: _ExceptHook) -> _ExceptHook:
-    """Return a ``sys.excepthook`` that adds `INSTEAD` where ``sharded_ddp`` is rejected."""
+    """Return a ``sys.excepthook`` that adds `INSTEAD` if ``sharded_ddp`` is rejected."""
 
     def show(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -107,7 +108,7 @@ def tell_after(shown: _ExceptHook) -> _ExceptHook:
 
 
 class _Served(MetaPathFinder):
-    """Finds aliases, and the modules to mend. Asked before all others."""
+    """Finder of aliases and of modules to mend. Must come first in ``sys.meta_path``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -119,7 +120,7 @@ class _Served(MetaPathFinder):
         home = f"{HOME}{fullname.removeprefix(SERVED)}"
         found = _spec_of(home)
         if found is None:
-            # Not None: a finder that is asked next would find the real deepspeed's module.
+            # With None, the next finder would find an installed DeepSpeed's module.
             raise ModuleNotFoundError(
                 f"zero-engine stands for deepspeed here, and DeepSpeed 0.19.8 has no {fullname!r}",
                 name=fullname,
@@ -129,7 +130,7 @@ class _Served(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Loads a module by importing it under its other name."""
+    """Loader that imports a module under its other name."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -141,7 +142,7 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the alias' there
+        module.__spec__ = self._spec  # the import system has set the alias' spec
 
 
 def _spec_of(home: str) -> ModuleSpec | None:
@@ -149,15 +150,15 @@ def _spec_of(home: str) -> ModuleSpec | None:
         return importlib.util.find_spec(home)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{home}.".startswith(f"{error.name}."):
-            return None  # the parent is a module, not a package
+            return None  # a parent is a module, not a package
         raise
 
 
 def _mended(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """Return the module's own spec, whose loader mends the module once it has run."""
-    # foreign: finders of other projects; old ones have no find_spec.
+    """Return the module's own spec, with a loader that mends the module after running it."""
+    # foreign: finders of other projects. Old ones have no find_spec.
     others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
     found = (finder.find_spec(fullname, path, target) for finder in others)
     spec = next(filter(None, found), None)
@@ -169,7 +170,10 @@ def _mended(
         run(module)
         try:
             MENDS[fullname](module)
-        except (AttributeError, ImportError) as error:  # the program may not use DeepSpeed at all
+        except (
+            AttributeError,
+            ImportError,
+        ) as error:  # the program may not use DeepSpeed at all, so go on
             import logging
 
             logging.getLogger("zero_engine").warning(
@@ -179,6 +183,6 @@ def _mended(
                 error,
             )
 
-    # On this one loader: its class is the interpreter's.
+    # Patch this loader only: its class is the interpreter's.
     spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
     return spec

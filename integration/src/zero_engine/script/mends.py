@@ -1,6 +1,6 @@
-"""Changes of other projects' modules, which `hook` makes as soon as one has been imported.
+"""Patches of other projects' modules, which `hook` applies after their import.
 
-Every Python process imports this file: at the top nothing but the standard library's light parts.
+Every Python process imports this file: at the top only small modules of the standard library.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def mend_accelerate(module: Any) -> None:
-    """Let accelerate see all ranks with DeepSpeed where there is no accelerator.
+    """Let accelerate see all ranks with DeepSpeed on machines without an accelerator.
 
     accelerate (1.15, ``PartialState.__init__``) asks ``_prepare_backend`` for the backend. Without
-    an accelerator and with ``cpu=False``, which is how DeepSpeed is chosen, there is none; it then
-    joins the group all the same, but counts one process, number 0, on every rank. Every rank would
-    read all data and write every file. Here it is told of gloo.
+    an accelerator and with ``cpu=False``, as for DeepSpeed, the answer is None. accelerate then
+    joins the group, but takes every rank for the only process: each would read all data and write
+    every file. Here the answer is gloo.
     """
     state = module.PartialState
     prepare = state._prepare_backend
@@ -49,16 +49,15 @@ def mend_accelerate(module: Any) -> None:
 
 
 def mend_lightning(module: Any) -> None:
-    """Let Lightning's own DeepSpeed strategies run where there is no accelerator.
+    """Let Lightning's own DeepSpeed strategies run without an accelerator.
 
-    Lightning (2.6, ``DeepSpeedStrategy.setup_environment`` of the Trainer and of Fabric) refuses
-    every accelerator but CUDA's, as the real DeepSpeed needs it, and devices without a number. This
-    engine computes on CPUs, too.
+    Lightning (2.6, ``DeepSpeedStrategy.setup_environment`` of the Trainer and of Fabric) accepts
+    only CUDA devices with an index, as DeepSpeed needs them. This engine also computes on CPUs.
     """
     cuda = module.CUDAAccelerator
     cpu = importlib.import_module(cuda.__module__.rpartition(".")[0]).CPUAccelerator
     validate = module._validate_device_index_selection
-    # The module uses the name for isinstance() alone, which takes several classes.
+    # The module uses CUDAAccelerator only in isinstance(), which accepts a tuple of classes.
     module.CUDAAccelerator = (cuda, cpu)
     module._validate_device_index_selection = lambda devices: validate(
         [device for device in devices if device.type != "cpu"]
@@ -66,11 +65,11 @@ def mend_lightning(module: Any) -> None:
 
 
 def mend_loading(module: Any) -> None:
-    """Let transformers shard a quantized model while it loads it.
+    """Let transformers shard a quantized model while it loads the weights.
 
     At stage 3 transformers (5.23, ``PreTrainedModel.from_pretrained``) makes a model within
-    ``zero.Init``, unless it is quantized: that one it loads whole on every rank. Here each
-    parameter is sharded as soon as it has its value.
+    ``zero.Init``, unless it is quantized: it then loads the whole model on every rank. With this
+    patch each parameter is sharded when it has its value.
     """
     import inspect
 
@@ -106,15 +105,16 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def mend_resizing(module: Any) -> None:
-    """Have transformers gather the embeddings of a quantized model, which it resizes whole."""
+    """Gather the embeddings of a quantized model before transformers resizes them."""
     model = module.PreTrainedModel
-    # Not resize_token_embeddings: models override it, to resize further embeddings (Gemma 4).
+    # Models override resize_token_embeddings for further embeddings (Gemma 4), so patch its
+    # helpers.
     for name in ("_get_resized_embeddings", "_get_resized_lm_head"):
         setattr(model, name, _gathering(getattr(model, name)))
 
 
 def _gathering(resize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``resize``, a method of a model, with the values of the module that it resizes."""
+    """Return ``resize``, a method of a model, with the module's parameters gathered around it."""
 
     @wraps(resize)
     def resize_gathered(self: Any, old: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ MENDS: Mapping[str, Callable[[Any], None]] = {
     "accelerate.state": mend_accelerate,
     "lightning.fabric.strategies.deepspeed": mend_lightning,
     "lightning.pytorch.strategies.deepspeed": mend_lightning,
-    # The same code under the names of the package pytorch-lightning.
+    # The package pytorch-lightning has the same modules under other names.
     "lightning_fabric.strategies.deepspeed": mend_lightning,
     "pytorch_lightning.strategies.deepspeed": mend_lightning,
     "transformers.core_model_loading": mend_loading,

@@ -1,13 +1,12 @@
-"""``zero-engine run``: start ranks of somebody else's script, each with the hook.
+"""``zero-engine run``: start ranks of an unchanged script, each with the hook.
 
 [Note: local ranks]
-DeepSpeed's launcher puts ``--local_rank=N`` before the arguments of every script.
-A script that doesn't declare the option ends at it. So here only one that does is given it: the
-script itself, or a module that it imports from where it lies, has the string ``"--local_rank"`` in
-its code, or a dataclass with the field ``local_rank`` beside the name of `HfArgumentParser`, which
-makes options of fields. Scripts of Hugging Face's Trainer don't: they find their rank in the
-environment. Folders that a script puts on sys.path itself are not searched, and of the folder that
-``-m`` finds an installed module in, only the package that it is in.
+DeepSpeed's launcher puts ``--local_rank=N`` before the arguments of every script. A script that
+does not declare the option fails on it. Here only a script that declares it gets it: the script, or
+a module of its folder that it imports, has the string ``"--local_rank"``, or has a dataclass with
+the field ``local_rank`` and uses `HfArgumentParser`, which makes options of fields. Scripts of
+Hugging Face's Trainer do not: they read their rank from the environment. Folders that a script adds
+to sys.path are not searched. For ``-m`` with an installed module, only its package is.
 """
 
 from __future__ import annotations
@@ -63,14 +62,13 @@ PROGRAM = (
 def run_program(arguments: Sequence[str]) -> int:
     """Run ``[launcher's options] script.py arguments`` with the hook. Returns the exit code.
 
-    Options are torchrun's and those of DeepSpeed's launcher.
-
-    Does not return, but becomes the program, where no ranks are to be started: in a process that
-    is a rank already, or for a launcher, which starts them itself. A process is a rank if it has a
-    launcher's variables, or, without options for torchrun, if srun or mpirun started several.
+    Options are torchrun's and those of DeepSpeed's launcher. Two cases replace this process by the
+    program: this process is a rank already, or the program is a launcher. A process is a rank if it
+    has a launcher's variables, or if srun or mpirun started several processes and no option is
+    given.
 
     Raises:
-        ConfigError: options for torchrun, where no ranks are started; or see `rank_variables`.
+        ConfigError: options are given although no ranks are started; or see `rank_variables`.
     """
     pass_on_warnings()
     parser = _parser()
@@ -83,8 +81,8 @@ def run_program(arguments: Sequence[str]) -> int:
         if name not in PROGRAM and value != parser.get_default(name)
     ]
     is_launcher = _is_launcher(parsed)
-    if not given and not is_launcher:  # with options, a task of SLURM's starts a node's
-        # Adopt the rank that srun or mpirun gave this process, if they started several.
+    if not given and not is_launcher:  # with options, a SLURM task starts the ranks of its node
+        # Adopt the rank of srun or mpirun.
         variables = rank_variables(os.environ)
         os.environ.update(variables)
         if variables.get("MASTER_ADDR") == LOOPBACK:
@@ -93,7 +91,7 @@ def run_program(arguments: Sequence[str]) -> int:
             ranks = variables["WORLD_SIZE"]
             print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
     if is_under_launcher() or is_launcher:
-        if given:  # nothing is started that they could be passed on to
+        if given:  # no torchrun is started that could take the options
             raise ConfigError(
                 f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process "
                 f"is a rank already, or {parsed.training_script} starts them; give the option there"
@@ -108,9 +106,9 @@ def run_program(arguments: Sequence[str]) -> int:
     for line in carry_out(parsed, parser, arguments):
         _say(parsed, line)
     _check_startable(parsed)
-    _give_local_rank(parsed, macros.local_rank)  # torchrun replaces it by each rank's own
+    _give_local_rank(parsed, macros.local_rank)  # torchrun replaces the macro by each rank's number
     if parsed.nnodes in ("1", "1:1") and has_default["rdzv_endpoint"]:
-        # On this machine alone: with a port that is free, not with torchrun's fixed one.
+        # A single machine uses a free port in place of torchrun's fixed one.
         parsed.standalone = all(has_default.values())
         _set_defaults(local_address_only())
     if parsed.nproc_per_node.isdecimal():
@@ -121,10 +119,10 @@ def run_program(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    """torchrun's parser, whose default is a rank per accelerator, with DeepSpeed's options."""
+    """Return torchrun's parser with DeepSpeed's options. By default there is a rank per accelerator."""
     parser: ArgumentParser = get_args_parser()
     parser.prog = "zero-engine run"
-    parser.allow_abbrev = False  # else a script's --save could mean --save_pid or --save-pid
+    parser.allow_abbrev = False  # else --save could mean --save_pid
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(max(1, torch.accelerator.device_count())))
     parser.set_defaults(local_rank=None)
@@ -144,7 +142,6 @@ def _parser() -> ArgumentParser:
 
 
 def _check_startable(parsed: Namespace) -> None:
-    """Refuse numbers of ranks that cannot be started, and a script that is not there."""
     try:
         num_ranks = determine_local_world_size(parsed.nproc_per_node)
         least, most = parse_min_max_nnodes(parsed.nnodes)
@@ -160,18 +157,19 @@ def _check_startable(parsed: Namespace) -> None:
 
 
 def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
-    """Put ``--local_rank=local_rank`` before the script's arguments, if it is to have it."""
+    """Put ``--local_rank=local_rank`` before the script's arguments. See [Note: local ranks]."""
     arguments = parsed.training_script_args
     if any(argument.partition("=")[0] == OPTION for argument in arguments):
         return
     should_give = parsed.local_rank
     if should_give is None:
         script = source_of(parsed.training_script, is_module=parsed.module)
-        is_own = parsed.module and parsed.training_script == "zero_engine"  # has no such option
+        # Zero-engine itself has no --local_rank.
+        is_own = parsed.module and parsed.training_script == "zero_engine"
         if parsed.no_python or script is None or is_own:
             return
         should_give = declares(script, OPTION)
-        # Said once: a script whose option stays at -1 may train on all data alone.
+        # Print the decision: a script whose option stays -1 may train on all data on each rank.
         told = (
             f"declares {OPTION} and is given it; to leave it out: zero-engine run --no-local-rank"
             if should_give
@@ -184,7 +182,7 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
 
 
 def _say(parsed: Namespace, line: str) -> None:
-    """Print ``line`` on rank 0 of the first node, if the log level asks for it."""
+    """Print ``line`` on rank 0 of the first node, if the log level is at most info."""
     is_first = os.environ.get("RANK", "0") == "0" and parsed.node_rank in (0, None)
     if is_first and parsed.log_level in ("debug", "info"):
         print(f"zero-engine run: {line}", file=sys.stderr)
@@ -198,17 +196,17 @@ def _is_launcher(parsed: Namespace) -> bool:
     if parsed.module:
         return parsed.training_script in LAUNCHER_MODULES
     if parsed.no_python:
-        return False  # each rank is one
+        return False  # with --no-python each rank runs the program
     program = Path(parsed.training_script)
     return program.suffix == ".sh" or (program.name in LAUNCHERS and not program.is_dir())
 
 
 def _refuse_sharded_ddp(parsed: Namespace) -> None:
-    """Raise for the Trainer's ``--sharded_ddp``, unless the script has an option of that name."""
+    """Raise for the Trainer's ``--sharded_ddp``, unless the script declares an option of that name."""
     words = [w for w in parsed.training_script_args if w.partition("=")[0] == SHARDED_DDP]
     if not words:
         return
-    if _is_launcher(parsed):  # the script is among its arguments
+    if _is_launcher(parsed):  # a launcher's arguments contain the script
         files = [word for word in parsed.training_script_args if word.endswith(".py")]
         script = source_of(files[0], is_module=False) if files else None
     else:
@@ -257,7 +255,7 @@ class Source(NamedTuple):
 
 
 def source_of(program: str, *, is_module: bool) -> Source | None:
-    """Return the code that ``python program`` or ``python -m program`` runs, else None."""
+    """Return the code that ``python program`` or ``python -m program`` runs, None if not found."""
     if not is_module:
         path = Path(program)
         return Source(path, path.parent) if path.is_file() else None
@@ -270,7 +268,7 @@ def source_of(program: str, *, is_module: bool) -> Source | None:
 
 
 def declares(source: Source, option: str) -> bool:
-    """Whether the program, or what it imports from its own folder, declares ``option``."""
+    """Return whether the program, or a module that it imports from its folder, declares ``option``."""
     field = option.lstrip("-")
     seen: set[Path] = set()
     left = [source.file]
@@ -283,7 +281,7 @@ def declares(source: Source, option: str) -> bool:
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            continue  # Python itself will tell
+            continue  # Python reports the error when it runs the file
         nodes = list(ast.walk(tree))
         has_field |= any(_is_field(node, field) for node in nodes)
         has_parser_of_fields |= any(
@@ -300,7 +298,6 @@ def declares(source: Source, option: str) -> bool:
 
 
 def _is_field(node: ast.AST, field: str) -> bool:
-    """Whether ``node`` is a dataclass with the field."""
     if not isinstance(node, ast.ClassDef):
         return False
     decorators = [ast.unparse(one).partition("(")[0] for one in node.decorator_list]
@@ -310,7 +307,7 @@ def _is_field(node: ast.AST, field: str) -> bool:
 
 
 def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
-    """Files of the program's modules that ``node``, a statement in ``importer``, may import."""
+    """Yield files of the program that ``node``, a statement in ``importer``, may import."""
     folder = source.folder
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -320,14 +317,14 @@ def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
     else:
         return
     if isinstance(node, ast.ImportFrom) and node.level:
-        # relative: the package that the importer is in has been run, too
+        # A relative import also runs the __init__.py of the importer's package.
         folder = next(iter(importer.absolute().parents[node.level - 1 :]), folder)
         yield folder / "__init__.py"
     elif source.package is not None:
         names = [name for name in names if name.partition(".")[0] == source.package]
     for dotted in names:
         place = folder
-        for name in dotted.split("."):  # the module, and its packages
+        for name in dotted.split("."):  # the module may be a file or a package
             yield place / f"{name}.py"
             place = place / name
             yield place / "__init__.py"
