@@ -17,11 +17,8 @@ def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None 
 
     Args:
         run: folder of the run, or of its records.
-        path: of the page.
-        memory_limit: bytes that a rank may take; None: its device's, or its share of the host's.
-
-    Returns:
-        The page.
+        path: of the page, which is returned.
+        memory_limit: bytes that a rank may take. None: its device's, or its share of the host's.
 
     Raises:
         ConfigError: there are no records, or the page cannot be written.

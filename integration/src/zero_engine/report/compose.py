@@ -1,4 +1,4 @@
-"""The sections of a report, in the order of the questions that a reader has."""
+"""Sections of a report, in the order of a reader's questions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def compose(run: Run, memory_limit: int | None) -> Page:
-    """Return the page about a run."""
     found = measure(run)
     verdict, causes = judge(found, memory_limit)
     plan, note = plan_of(run, memory_limit or memory_of(found))
@@ -62,12 +61,11 @@ def compose(run: Run, memory_limit: int | None) -> Page:
 
 
 def first_sentence(run: Run, memory_limit: int | None = None) -> str:
-    """Return the sentence that the report of a run begins with."""
     return judge(measure(run), memory_limit)[0].sentence
 
 
 def memory_of(found: Measured) -> int | None:
-    """Return the bytes that one rank may take, or None."""
+    """Return the bytes that one rank may take, None if unknown."""
     environment = found.run.run.environment
     if environment.get("device") != "cpu":
         return environment.get("device_memory")
@@ -75,11 +73,8 @@ def memory_of(found: Measured) -> int | None:
     return None if whole is None else int(whole) // max(found.run.run.ranks_per_node, 1)
 
 
-# --------------------------------------------------------------------- verdict
-
-
 def bounds(found: Measured) -> dict[str, float]:
-    """Return what each lane needs for a step, by lane."""
+    """Return the seconds that each lane needs for a step."""
     rank = max(found.ranks, key=lambda rank: rank.compute_s)
     lanes = {
         "compute": rank.compute_s,
@@ -152,9 +147,6 @@ def _count(number: int, noun: str) -> str:
 
 def _upper(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-# -------------------------------------------------------------------- sections
 
 
 def _memory(found: Measured, plan: Plan | None, note: str) -> Iterator[Block]:
@@ -342,15 +334,10 @@ def _environment(found: Measured) -> Iterator[Block]:
     yield Table(["", ""], rows)
 
 
-# ------------------------------------------------------------ planned and measured
-
-
 def plan_of(run: Run, limit: int | None) -> tuple[Plan | None, str]:
-    """Return the plan of a run's configuration, and why there is none or what it leaves out.
+    """Return the plan of a run's configuration, and the reason why it is missing or incomplete.
 
-    Args:
-        run: whose model has a Hugging Face configuration.
-        limit: bytes that one rank may take, None if unknown.
+    ``limit`` is the bytes that one rank may take.
     """
     if not run.run.model:
         return None, "no plan: the model has no Hugging Face configuration to make it from"
@@ -381,7 +368,7 @@ def plan_of(run: Run, limit: int | None) -> tuple[Plan | None, str]:
 
 
 def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
-    """Return inputs of a micro-batch as recorded, if the model is a causal language model."""
+    """Return inputs of a recorded micro-batch's shape if the model is a causal language model."""
     require("train", "a plan", "transformers")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -395,7 +382,7 @@ def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
 
 
 def planned_memory(measured: Mapping[str, int], found: Plan | None, note: str) -> Iterator[Block]:
-    """Yield long-lived bytes of a rank by kind, and what the plan leaves out."""
+    """Yield long-lived bytes of a rank by kind, planned and measured."""
     in_plan = Counter[str]()
     if found is not None:
         in_plan = Counter(found.memory.device) + Counter(found.memory.host)
@@ -442,7 +429,7 @@ def sent_and_planned(found: Measured, plan: Plan | None) -> Iterator[Block]:
 
 
 def _by_collective(traffic: Sequence[Traffic]) -> dict[tuple[str, str], int]:
-    """Return planned bytes by collective and link, named as in `sent_bytes`, none that are 0."""
+    """Return planned bytes by collective and link, named as in `sent_bytes`, without zeros."""
     names = {"to_host": "copies to the host", "to_device": "copies to the device"}
     found: Counter[tuple[str, str]] = Counter()
     for row in traffic:
@@ -454,7 +441,7 @@ def _by_collective(traffic: Sequence[Traffic]) -> dict[tuple[str, str], int]:
 
 
 def _flags(sent: Sequence[tuple[str, str, int]], choices: Sequence[TrafficChoice]) -> Table:
-    """Return bytes by content and link: a row that is measured, and one of each choice."""
+    """Return bytes by content and link: a measured row, and a planned row per choice of flags."""
     exchanged = {(name, link): n for name, link, n in sent if link != "host link"}
     rows = [("measured", _by_content(exchanged), "")]
     rows += [

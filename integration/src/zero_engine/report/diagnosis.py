@@ -1,8 +1,8 @@
-"""Causes that limit a run, and the change that would help most.
+"""Causes that limit a run, and the change with the largest predicted gain.
 
-Each rule looks for one cause in the usual step. It returns what the step would take without it: the
-gain is predicted from the run's own times, and says of what. The rule whose gain is the largest
-gives the verdict; a gradient that is not finite, or memory that is nearly used up, comes first.
+Each rule looks for one cause in the usual step. It predicts the step's time without the cause from
+the run's own times. The rule with the largest gain gives the verdict. Causes of rank 0 precede:
+gradients that are not finite, and memory that is nearly used up.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ class Cause:
     """Something that costs a run time, memory or steps.
 
     Attributes:
-        key: short name.
-        sentence: what limits the run, as the end of "the limit is ...".
-        change: what to do, as an imperative.
-        paste: a line that does it: a key of the configuration, or a command.
-        before: what a step takes now, in `unit`.
-        after: what it is predicted to take after the change.
+        sentence: end of the sentence "the limit is ...".
+        change: instruction, as an imperative.
+        paste: key of the configuration, or command, that makes the change.
+        before, after: cost now, and predicted after the change, in ``unit``.
         unit: "s" per update of the parameters, or "bytes" of the fullest rank.
-        why: how the prediction is made.
-        rank: of the rules: 0 comes before 1.
+        why: basis of the prediction.
+        rank: 0 precedes 1.
     """
 
     key: str
@@ -80,20 +78,12 @@ def show_s(seconds: float) -> str:
 
 
 def diagnose(found: Measured, memory_limit: int | None) -> list[Cause]:
-    """Return the causes in a run, the one to begin with first.
-
-    Args:
-        found: the usual step.
-        memory_limit: bytes of one rank, or None if it is not known.
-    """
+    """Return the causes in a run, the most important first. ``memory_limit`` is one rank's, in bytes."""
     causes = [*_not_finite(found), *_memory(found, memory_limit)]
     rules = (_straggler, _threads, _file, _host, _pageable, _link, _small_batch, _outside)
     for rule in rules if found.has_times else ():
         causes += rule(found)
     return sorted(causes, key=lambda cause: (cause.rank, -cause.gain))
-
-
-# ------------------------------------------------------------------- the rules
 
 
 def _not_finite(found: Measured) -> Iterator[Cause]:
@@ -130,7 +120,7 @@ def _not_finite(found: Measured) -> Iterator[Cause]:
 
 
 def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
-    """Memory that is nearly used up, and activations that recomputation would free."""
+    """Yield recomputation if memory is nearly used up and activations take a large part."""
     moment, transient = transient_bytes(found)[1], _activation_bytes(found)
     config = found.run.run.config
     checkpointing = config.get("activation_checkpointing") or {}
@@ -140,8 +130,8 @@ def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
         return
     if peak < _FULL * limit or transient < _LEAST * peak:
         return
-    # Kept: the inputs of blocks, of which each is about a twelfth of what a block of a transformer
-    # saves, and all of one block.
+    # Recomputation keeps each block's input, about a twelfth of a transformer block's activations,
+    # and all activations of one block.
     saved = transient * (1.0 - 1.0 / num_blocks) * (1.0 - 1.0 / 12.0)
     yield Cause(
         "recomputation",
@@ -158,7 +148,7 @@ def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
 
 
 def transient_bytes(found: Measured) -> tuple[int, str]:
-    """Return how much a step's tallest moment has above its begin, and the moment's place."""
+    """Return the bytes of a step's highest moment above its start, and the moment's place."""
     best, moment = 0, "a step"
     for rank in found.run.ranks:
         for detail in rank.details[-1:]:
@@ -171,10 +161,10 @@ def transient_bytes(found: Measured) -> tuple[int, str]:
 
 
 def _activation_bytes(found: Measured) -> int:
-    """Return what activations take of a step's memory.
+    """Return an estimate of the bytes of activations in a step.
 
-    It is the growth from one block's forward to the next one's, for all blocks. On a CPU the first
-    step alone shows it: memory that was freed stays resident.
+    It is the growth from one block's forward to the next one's, times the blocks. On a CPU only the
+    first step shows the growth: freed memory stays resident.
     """
     best, num_blocks = 0.0, len(found.run.run.units) - 1
     for rank in found.run.ranks:
@@ -253,11 +243,11 @@ def _offload(found: Measured) -> Mapping[str, Any]:
 
 
 def _file(found: Measured) -> Iterator[Cause]:
-    """Optimizer state on a disk that is slower than the step."""
+    """Yield optimizer state on a disk that is slower than the step."""
     wait, on_file = found.wait("update"), found.lane("file wait")
     if _offload(found).get("device") != "nvme" or min(wait, on_file) < _LEAST * found.seconds:
         return
-    # What is left is the update, which begins while the ranks still work.
+    # Without the disk, the part of the update that does not overlap the ranks' work remains.
     busy = found.lane("host")
     left = max(0.0, busy - on_file - max(0.0, busy - wait))
     yield Cause(
@@ -278,9 +268,9 @@ def _host(found: Measured) -> Iterator[Cause]:
     numel = run.shares.get("host", 0)
     if not numel or wait < _LEAST * found.seconds or found.lane("file wait") > wait / 2:
         return
-    if busy < wait / 2:  # it waits itself, for copies
+    if busy < wait / 2:  # the host itself waits for copies
         return
-    # An element that moves takes the host's time away, and adds the device's own.
+    # Moving an element saves the host's time for it, and costs the device's.
     per_host = busy / numel
     per_device = per_host if run.environment.get("device") == "cpu" else per_host / 20.0
     moved = min(wait / (per_host + per_device), numel)
@@ -354,7 +344,7 @@ def _small_batch(found: Measured) -> Iterator[Cause]:
     factor = rank.micro_steps
     if factor < 2 or micro > _SMALL:
         return
-    # What ranks exchange in each micro-step, they exchange once then.
+    # One larger micro-step needs one exchange in place of one per micro-step.
     waits = sum(rank.waits.get(name, 0.0) for name in ("all_gather", "reduce_scatter"))
     saved = waits * (1.0 - 1.0 / factor)
     if saved < _LEAST * found.seconds:

@@ -1,7 +1,7 @@
-"""The page of a report: sections of blocks, rendered to one HTML file that needs nothing else.
+"""Page of a report: sections of blocks, rendered to one self-contained HTML file.
 
-All texts of a run are escaped by Jinja; the data of charts is JSON in a script element of a type
-that no browser runs, without the characters that could end it.
+Jinja escapes all texts of a run. The data of charts is JSON in a script element that browsers do
+not run, with all characters escaped that could end the element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph."""
+    """Paragraph."""
 
     text: str
 
@@ -35,14 +35,14 @@ class Code:
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """A chart."""
+    """Chart, as a Vega-Lite specification."""
 
     spec: Spec
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts."""
+    """Table of texts."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -50,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Moves:
-    """Changes, the one to begin with first."""
+    """Proposed changes, the most useful first: mappings with the keys change, gain, paste and why."""
 
     moves: Sequence[Mapping[str, str]]
 
@@ -61,11 +61,7 @@ Block = Text | Code | Chart | Table | Moves
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first sentence of a report, and figures below it.
-
-    Attributes:
-        state: "good", "fair" or "poor".
-    """
+    """First sentence of a report, and figures below it. ``state`` is "good", "fair" or "poor"."""
 
     sentence: str
     facts: Mapping[str, str]
@@ -74,7 +70,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Page:
-    """All of a report."""
+    """Contents of a report."""
 
     title: str
     verdict: Verdict
@@ -90,13 +86,13 @@ def render(page: Page) -> str:
 
     parts = [block for blocks in page.sections.values() for block in blocks]
     charts = [block for block in parts if isinstance(block, Chart)]
-    # Vega, Vega-Lite and Vega-Embed; the package's types have no default of its argument
+    # Vega, Vega-Lite and Vega-Embed. vl_convert's types lack the argument's default.
     library: str = javascript_bundle()  # type: ignore[call-arg]
     assert "</script" not in library.lower(), "it could not stand within a script element"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
-    # JSON that can stand within a script element, whatever its texts are
+    # Escape all characters that could end the script element.
     text = json.dumps(
         _rounded([chart.spec for chart in charts]), separators=(",", ":"), allow_nan=False
     )
@@ -113,7 +109,7 @@ def render(page: Page) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Return ``value`` with its floats at seven digits: half of the bytes of a page were those."""
+    """Return ``value`` with floats of seven digits, which halves the size of a page."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""A recorded run as a report reads it: the records of all ranks, and figures of its usual step.
+"""Recorded run as a report reads it: the records of all ranks, and figures of its usual step.
 
-The usual step is the mean of those between the quartiles of length, among the steps that were taken
-after a warm-up: so the parts of it add up to the whole, and a checkpoint or an evaluation now and
-then does not count.
+The usual step is the mean of the steps between the quartiles of length, without skipped steps and
+without a warm-up. Its parts add up to its length, and occasional checkpoints or evaluations do not
+count.
 """
 
 from __future__ import annotations
@@ -43,15 +43,12 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's records. A step that was taken again after a restart counts as it was last.
+    """One rank's records. If a step was repeated after a restart, its last record counts.
 
     Attributes:
-        starts: of the program.
-        run: the last start that took a step, if one did, else the last.
-        config: the configuration in effect in it.
-        steps: by number.
-        details: by step.
-        events: in order.
+        starts: starts of the program.
+        run: last start that took a step, else the last start.
+        config: configuration in effect in that start.
     """
 
     starts: Sequence[RunRecord]
@@ -63,12 +60,12 @@ class Rank:
 
     @property
     def last_step(self) -> int:
-        """The last step, or what the run began after."""
+        """Number of the last step, or of the step that the run resumed after."""
         return self.steps[-1].step if self.steps else self.run.first_step
 
     @property
     def end(self) -> EventRecord | None:
-        """End of `run`, or None where none was recorded."""
+        """End of the start `run`, None if none was recorded."""
         since = self.run.started_at
         ends = [e for e in self.events if e.what in ("ended", "failed") and e.at >= since]
         return ends[-1] if ends else None
@@ -79,10 +76,10 @@ class Run:
     """Records of all ranks of a run.
 
     Attributes:
-        folder: as it was given.
-        ranks: those of the last start, in order.
-        held_out: step and loss, where the run has measured any.
-        given: the configuration as it was written, where the run has kept it.
+        folder: as given to `read_run`.
+        ranks: ranks of the last start.
+        held_out: step and held-out loss.
+        given: the configuration as the user wrote it, if the run has kept it.
     """
 
     folder: Path
@@ -92,21 +89,22 @@ class Run:
 
     @property
     def run(self) -> RunRecord:
-        """The start of the first rank that the report is about."""
+        """First rank's start that the report is about."""
         return self.ranks[0].run
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration in effect without defaults, as a plan takes it."""
+        """Configuration in effect without defaults, as a plan takes it."""
         return self.ranks[0].config.model_dump(
             mode="json", exclude_defaults=True, exclude={"step_records"}
         )
 
     @property
     def failures(self) -> list[str]:
-        """Sentences about ranks that failed, the first one first, and about those without an end.
+        """Sentences about ranks that failed, in time order, and about ranks without an end.
 
-        A rank without an end counts if another one has one: otherwise the run may go on.
+        A rank without an end counts only if another rank has ended: otherwise the run may still go
+        on.
         """
         ends = [(rank, rank.end) for rank in self.ranks]
         failed = [(e.at, rank, e) for rank, e in ends if e is not None and e.what == "failed"]
@@ -124,7 +122,7 @@ class Run:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks of which there are no records."""
+        """Ranks without records."""
         known = {rank.run.rank for rank in self.ranks}
         return [rank for rank in range(self.run.world_size) if rank not in known]
 
@@ -160,7 +158,7 @@ def _read_rank(file: Path) -> Rank | None:
         return None
     by_number: dict[int, StepRecord] = {}
     for record in records:
-        if isinstance(record, RunRecord):  # a restart takes back the steps after its first one
+        if isinstance(record, RunRecord):  # a restart repeats the steps after its first_step
             by_number = {n: step for n, step in by_number.items() if n <= record.first_step}
         elif isinstance(record, StepRecord):
             by_number[record.step] = record
@@ -178,9 +176,9 @@ def _read_rank(file: Path) -> Rank | None:
 
 
 def _resumed(records: Sequence[Record]) -> list[Record]:
-    """Return the records, each start with the step that it went on from.
+    """Return the records, with ``first_step`` of each start set to the step that it resumed after.
 
-    An engine that records as its configuration says begins before it loads a checkpoint.
+    An engine that records by its configuration starts to record before it loads a checkpoint.
     """
     found = list(records)
     start: RunRecord | None = None
@@ -196,7 +194,7 @@ def _resumed(records: Sequence[Record]) -> list[Record]:
 
 
 def _held_out(folder: Path) -> list[tuple[int, float]]:
-    """Return the losses on held-out text that ``zero-engine train`` has logged."""
+    """Return the held-out losses that ``zero-engine train`` has logged."""
     from zero_engine.train.metrics import read_metrics
 
     path = RunFolder(folder).metrics
@@ -207,7 +205,7 @@ def _held_out(folder: Path) -> list[tuple[int, float]]:
 
 
 def _given(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration that the user wrote, of ``zero-engine train``."""
+    """Return the configuration that the user gave to ``zero-engine train``."""
     path = RunFolder(folder).resolved_config
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -219,17 +217,15 @@ def _given(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class RankStep:
-    """The usual step of one rank. All times are seconds.
+    """Usual step of one rank. All times are seconds.
 
     Attributes:
-        seconds: its length.
         places: own work by place.
-        waits: by what it waits for.
-        lanes: of what is at work beside it.
-        held_bytes: after a step, the median.
-        peak_bytes: the most.
+        waits: waiting time by its reason.
+        lanes: times of concurrent lanes.
+        held_bytes: median after a step.
+        peak_bytes: maximum.
         samples: of the rank in a step.
-        micro_steps: of a step.
     """
 
     seconds: float
@@ -243,7 +239,7 @@ class RankStep:
 
     @property
     def own_s(self) -> float:
-        """Time in which it does not wait."""
+        """Time in which the rank does not wait."""
         return sum(self.places.values())
 
     @property
@@ -253,7 +249,7 @@ class RankStep:
 
     @property
     def outside_s(self) -> float:
-        """Time in none of them."""
+        """Own time outside forward, backward and step."""
         return self.own_s - self.compute_s
 
     @property
@@ -263,13 +259,11 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Measured:
-    """Typical step across ranks.
+    """Usual step across ranks.
 
     Attributes:
-        ranks: in order.
-        num_skipped: in the whole run.
-        skipped_s: median length of the skipped steps, which may be longer; 0 if there are none.
-        num_all: steps of the whole run.
+        num_skipped, num_all: skipped steps, and all steps, of the whole run.
+        skipped_s: median length of the skipped steps, 0 without any.
     """
 
     run: Run
@@ -280,7 +274,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Length of a step: all ranks' is the same but for what differs from step to step."""
+        """Length of a step. Ranks' lengths differ only slightly."""
         return max(rank.seconds for rank in self.ranks)
 
     @property
@@ -297,7 +291,7 @@ class Measured:
 
 
 def kept_bytes(rank: Rank) -> Counter[str]:
-    """Return bytes in a rank's long-lived memory by kind, the last that were recorded."""
+    """Return the last recorded bytes in a rank's long-lived memory, by kind."""
     if not rank.details:
         return Counter()
     last = rank.details[-1]
@@ -305,7 +299,7 @@ def kept_bytes(rank: Rank) -> Counter[str]:
 
 
 def sent_bytes(rank: Rank) -> list[tuple[str, str, int]]:
-    """Return what a rank sent in its last step: collective, link and bytes, none that are 0."""
+    """Return collective, link and non-zero bytes of a rank's last step that sent data."""
     found: list[tuple[str, str, int]] = []
     for collective, content, _, within, between in next(
         (step.sent for step in reversed(rank.steps) if step.sent), ()
@@ -320,7 +314,6 @@ def sent_bytes(rank: Rank) -> list[tuple[str, str, int]]:
 
 
 def measure(run: Run) -> Measured:
-    """Return the usual step of a run."""
     ranks, steps = [_usual(rank) for rank in run.ranks], run.ranks[0].steps
     skipped = [step.seconds for step in steps if not step.is_taken]
     return Measured(
@@ -337,7 +330,8 @@ def _usual(rank: Rank) -> RankStep:
     middle, inner = _middle(steps), _middle([step for step in steps if step.places])
     held = sorted(step.memory_bytes for step in steps)
     lanes = _means([step.lanes for step in middle])
-    copies = _means([step.lanes for step in inner]).get("copies")  # timed where places are
+    # Copies are timed in the same steps as places.
+    copies = _means([step.lanes for step in inner]).get("copies")
     return RankStep(
         seconds=_mean(step.seconds for step in middle),
         places=_means([step.places for step in inner]),
@@ -361,7 +355,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each key, the largest first. It is 0 in rows without the key."""
+    """Return the mean of each key, the largest first. A row without the key counts as 0."""
     names = {name for row in rows for name in row}
     found = {name: _mean(row.get(name, 0.0) for row in rows) for name in names}
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -255,7 +255,7 @@ def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]
 
 
 def _show_devices(slots: Sequence[int]) -> None:
-    """Make only the devices ``slots`` visible to ranks, counted among this process's visible devices."""
+    """Hide all devices but ``slots`` from ranks. Slots count this process's visible devices."""
     count = torch.accelerator.device_count()
     if not count:
         return  # without accelerators a slot is just a rank
@@ -321,7 +321,7 @@ def parse_filter(text: str, option: str) -> dict[str, list[int]]:
 
 
 def filtered(hosts: Hosts, *, include: str, exclude: str) -> Hosts:
-    """Return the slots of ``hosts`` that ``include`` or ``exclude`` leaves. Only one may be given."""
+    """Return the slots that ``include`` or ``exclude`` leaves. Only one of them may be given."""
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other: give one of them")
     option = "--include" if include else "--exclude"

@@ -68,7 +68,7 @@ def install() -> None:
 
 
 def record_uncaught() -> None:
-    """Write an uncaught exception to torchrun's error file, unless a parent process writes the file.
+    """Write an uncaught exception to torchrun's error file, unless a parent process does.
 
     torchrun leaves the file to the script (``@record``).
     """
@@ -173,7 +173,7 @@ def _mended(
         except (
             AttributeError,
             ImportError,
-        ) as error:  # the program may not use DeepSpeed at all, so go on
+        ) as error:  # programs may not need DeepSpeed
             import logging
 
             logging.getLogger("zero_engine").warning(

@@ -119,7 +119,7 @@ def run_program(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    """Return torchrun's parser with DeepSpeed's options. By default there is a rank per accelerator."""
+    """Return torchrun's parser with DeepSpeed's options. Default: a rank per accelerator."""
     parser: ArgumentParser = get_args_parser()
     parser.prog = "zero-engine run"
     parser.allow_abbrev = False  # else --save could mean --save_pid
@@ -202,7 +202,7 @@ def _is_launcher(parsed: Namespace) -> bool:
 
 
 def _refuse_sharded_ddp(parsed: Namespace) -> None:
-    """Raise for the Trainer's ``--sharded_ddp``, unless the script declares an option of that name."""
+    """Raise for the Trainer's ``--sharded_ddp``, unless the script declares that option."""
     words = [w for w in parsed.training_script_args if w.partition("=")[0] == SHARDED_DDP]
     if not words:
         return
@@ -268,7 +268,7 @@ def source_of(program: str, *, is_module: bool) -> Source | None:
 
 
 def declares(source: Source, option: str) -> bool:
-    """Return whether the program, or a module that it imports from its folder, declares ``option``."""
+    """Return whether the program or a module of its folder that it imports declares ``option``."""
     field = option.lstrip("-")
     seen: set[Path] = set()
     left = [source.file]

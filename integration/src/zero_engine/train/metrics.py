@@ -31,7 +31,7 @@ from zero_engine.train.settings import RunFolder
 
 MIB = 2**20
 QUIET_S = 60.0
-"""Seconds without a line after which one says what is computed, where there is no terminal."""
+"""Seconds without output after which a line reports the current work, without a terminal."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class StepRecord:
     """Values of one optimizer step, over all ranks."""
 
     step: int
-    """Steps completed, this one included."""
+    """Steps completed, including this step."""
     loss: float
     """Mean over ranks and micro-batches, in nats per token."""
     learning_rate: float
-    """The rate that this step was taken with."""
+    """Rate of this step."""
     grad_norm: float | None
-    """Global 2-norm before clipping, where the engine computed it."""
+    """Global 2-norm before clipping, if the engine computed it."""
     loss_scale: float
     tokens_per_s: float
     memory_bytes: Sequence[int]
-    """Held by each rank after the step."""
+    """Bytes that each rank holds after the step."""
 
 
 class Reporter:

@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from zero_core.errors import ConfigError
 
 MAX_SEED = 2**44
-"""Largest seed whose multiples by epoch torch takes: see `zero_engine.train.data.Corpus.batch`."""
+"""Largest seed that torch accepts after `zero_engine.train.data` multiplies it."""
 _BOUNDS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
 }
-"""This program's words for kinds of pydantic's errors."""
+"""Messages for kinds of pydantic's errors."""
 _Positive = Annotated[int, Field(ge=1)]
 
 
@@ -24,13 +24,13 @@ class Start(StrEnum):
     """Way in which a run begins: by ``--resume``, ``--resume auto``, ``--overwrite`` or neither."""
 
     NEW = "new"
-    """In a folder that holds no run worth keeping."""
+    """In a folder without a run."""
     OVERWRITE = "overwrite"
-    """In the place of the run that the folder holds, if it holds one."""
+    """In place of the folder's run, if any."""
     RESUME = "resume"
-    """From the newest checkpoint, which must be there."""
+    """From the newest checkpoint, which must exist."""
     AUTO = "auto"
-    """From the newest checkpoint, or as a new run if there is none."""
+    """From the newest checkpoint, or as a new run without one."""
 
 
 def flag_of(name: str) -> str:

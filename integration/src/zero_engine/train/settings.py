@@ -20,12 +20,12 @@ from zero_engine.train.options import RunSettings, Start, flag_of
 
 AUTO = "auto"
 RECORDS = "records"
-"""Folder of the records of steps in that of a run."""
+"""Folder of the records of steps within a run's folder."""
 CHANGEABLE = (
     *("output", "steps", "save", "save_every", "keep_last"),
     *("log_every", "sample_tokens", "export"),
 )
-"""Settings that a resumed run may have others of."""
+"""Settings that may change when a run is resumed."""
 
 
 class RunFolder:
