@@ -78,7 +78,7 @@ def show_s(seconds: float) -> str:
 
 
 def diagnose(found: Measured, memory_limit: int | None) -> list[Cause]:
-    """Return the causes in a run, the most important first. ``memory_limit`` is one rank's, in bytes."""
+    """Return the causes in a run, the most important first. ``memory_limit`` is one rank's."""
     causes = [*_not_finite(found), *_memory(found, memory_limit)]
     rules = (_straggler, _threads, _file, _host, _pageable, _link, _small_batch, _outside)
     for rule in rules if found.has_times else ():

@@ -50,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Moves:
-    """Proposed changes, the most useful first: mappings with the keys change, gain, paste and why."""
+    """Proposed changes in order: mappings with the keys change, gain, paste and why."""
 
     moves: Sequence[Mapping[str, str]]
 

@@ -1,4 +1,4 @@
-"""Start the train program on every rank of this machine, with torchrun."""
+"""Start of the train program on every rank of this machine, with torchrun."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def default_ranks() -> int:
 
 
 def rank_environment(num_ranks: int) -> dict[str, str]:
-    """Environment variables for the ranks of one machine, for what the user left open."""
+    """Return environment variables for ranks, where the user sets none."""
     return {
-        # Else every rank starts a thread per core, and they are in each other's way.
+        # By default every rank starts a thread per core.
         "OMP_NUM_THREADS": str(max(1, available_cores() // num_ranks)),
         **local_address_only(),
-        # Without it, cuBLAS may choose differently from run to run, and a resumed run would too.
+        # Makes cuBLAS deterministic, so that a resumed run repeats the same bits.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
 
 
 def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | None) -> int:
-    """Check the user's request before any rank is started. Returns the number of ranks to start.
+    """Check the user's request before any rank is started. Returns the number of ranks.
 
     Raises:
-        ConfigError: as the ranks would, in a second where they take ten.
+        ConfigError: the error that the ranks would raise after ten seconds.
     """
     num_gpus = torch.cuda.device_count()
     if num_ranks is not None and 0 < num_gpus < num_ranks:
@@ -88,13 +88,9 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
 
 
 def launch(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0) -> int:
-    """Run ``zero-engine ARGUMENTS`` on every rank and wait for the end.
+    """Run ``zero-engine ARGUMENTS`` on every rank. Returns the exit code of `run_ranks`.
 
-    After a rank has failed, all are started anew, at most ``max_restarts`` times.
-
-    Returns:
-        The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
-        failed first.
+    After a rank has failed, all are restarted, at most ``max_restarts`` times.
     """
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)

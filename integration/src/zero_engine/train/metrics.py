@@ -1,7 +1,7 @@
 """Output of a run in progress: a progress bar, TensorBoard, and a JSON log.
 
-Rank 0 has a `Reporter`; the other ranks have none. A resumed run cuts both logs off at the step
-it continues from, so that they read as if the run had never stopped.
+Only rank 0 has a `Reporter`. A resumed run first cuts both logs off at the step that it resumes
+after.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class StepRecord:
 class Reporter:
     """Writer of records to the screen and to the logs. A context manager.
 
-    On a terminal a bar shows the unit that is computed. Elsewhere a line says it, once a minute
-    while nothing else is said.
+    A terminal shows a bar with the unit being computed. Otherwise a line names the unit, after each
+    minute without output.
     """
 
     def __init__(
         self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
     ) -> None:
-        """``place``: where this rank is within a step."""
-        from torch.utils.tensorboard import SummaryWriter  # a report reads logs without it
+        """Open the logs. ``place`` is this rank's position within a step."""
+        from torch.utils.tensorboard import SummaryWriter  # a report reads logs without TensorBoard
 
         self._settings = settings
         self._place = place
@@ -100,7 +100,7 @@ class Reporter:
         self._board.close()
 
     def say(self, text: str) -> None:
-        """Print one line, above the progress bar if there is one."""
+        """Print one line, above the progress bar."""
         self._said_at = time.monotonic()
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -112,7 +112,7 @@ class Reporter:
                 self.say(f"after step {step}/{self._settings.steps}: {doing}")
 
     def doing(self, what: str) -> None:
-        """Show beside the progress bar, if there is one, what the program does after a step."""
+        """Show the program's work after a step in the progress bar."""
         self._progress.update(self._task, description=what)
 
     def step(self, record: StepRecord) -> None:
@@ -156,18 +156,18 @@ class _PlaceColumn(ProgressColumn):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a JSON log, in order, without a last line that was cut short."""
+    """Return the entries of a JSON log, in order, without an incomplete last line."""
     entries: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entries.append(cast("dict[str, Any]", json.loads(line)))
-        except ValueError:  # the process died while it wrote this line
+        except ValueError:  # the process died while writing this line
             break
     return entries
 
 
 def _cut_log(path: Path, last_step: int) -> None:
     if path.exists():
-        # What was evaluated before the first step is evaluated again.
+        # A run that restarts at step 0 repeats the evaluation before the first step.
         kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step and last_step]
         path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")

@@ -34,7 +34,7 @@ class Start(StrEnum):
 
 
 def flag_of(name: str) -> str:
-    """Return the option that sets ``name``, a field of `RunSettings`."""
+    """Return the option that sets the field ``name`` of `RunSettings`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -84,10 +84,10 @@ class RunSettings(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunSettings:
-        """Return the settings with ``values``, and the defaults of others.
+        """Return the settings with ``values``, and defaults for the others.
 
         Raises:
-            ConfigError: names the option and what it must be.
+            ConfigError: names the option and the values that it accepts.
         """
         try:
             return cls(**values)
@@ -96,7 +96,7 @@ class RunSettings(BaseModel):
         said = first["msg"].removeprefix("Value error, ")
         if first["type"] in _BOUNDS:
             said = _BOUNDS[first["type"]].format(**first["ctx"])
-        if first["loc"]:  # an option's own value is wrong, not several together
+        if first["loc"]:  # a single option's value is wrong
             said = f"{flag_of(str(first['loc'][0]))} {first['input']}: {said}"
         raise ConfigError(said)
 
@@ -111,5 +111,5 @@ class RunSettings(BaseModel):
         return self
 
     def is_save_due(self, step: int) -> bool:
-        """Return whether a checkpoint follows a step, in a run that nobody stops."""
+        """Return whether a checkpoint follows a step, in a run without a stop request."""
         return self.save and (step == self.steps or step % self.save_every == 0)

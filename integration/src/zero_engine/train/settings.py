@@ -1,6 +1,6 @@
-"""The settings of a new or resumed run, and the paths of its results.
+"""Settings of a new or resumed run, and the paths of its results.
 
-The settings are written to ``config.resolved.json``, and a resumed run reads them from there.
+The settings are written to ``config.resolved.json``, from which a resumed run reads them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,13 @@ class RunFolder:
 
     Attributes:
         root: the folder.
-        resolved_config: settings of the run and of the engine, defaults spelled out.
+        resolved_config: settings of the run and of the engine, including defaults.
         data: the tokenizer and the encoded text.
-        metrics: JSON log of what TensorBoard's log holds, one object per line.
-        records: a line per step and rank, which ``zero-engine report`` reads.
-        tensorboard: TensorBoard's event files.
-        checkpoint: what ``--resume`` continues from. It may be elsewhere, also at a URL.
+        metrics: JSON log with the values of TensorBoard's log, one object per line.
+        records: a line per step and rank, for ``zero-engine report``.
+        checkpoint: folder or URL of the checkpoints. May be outside ``root``.
         hf: model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``.
-        loss_plot: training and held-out loss over steps.
-        memory_plot: memory of each rank over steps.
         sample: text written by the trained model.
-        lock: locked while a program trains here.
         launchers: numbers of the launchers whose ranks train here: see `run_lock`.
     """
 
@@ -64,8 +60,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunFolder:
-        """Return the folder that options name. Its checkpoints are those of the run in it, unless
-        options say where they are.
+        """Return the folder that options name. Without an option, checkpoints are those of its run.
 
         Raises:
             ConfigError: ``checkpoints`` is a URL that cannot be opened, or ``output`` is a URL.
@@ -76,31 +71,30 @@ class RunFolder:
         except CheckpointError as error:
             raise ConfigError(f"--output: {error}; give one for --checkpoints") from None
         if folder.resolved_config.is_file():
-            with suppress(ConfigError):  # not ours: refused later, for what it is
+            with suppress(ConfigError):  # a foreign file is refused later
                 checkpoints = read_resolved(folder)["run"].get("checkpoints")
         return cls(folder.root, options.get("checkpoints") or checkpoints)
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is something to continue from."""
         return holds_checkpoint(self.checkpoint)
 
     @property
     def has_ended(self) -> bool:
-        """Whether a run has ended here, complete or stopped: it draws its losses last."""
+        """Whether a run has ended here, complete or stopped. A run draws its losses last."""
         return self.loss_plot.is_file()
 
     @property
     def has_run(self) -> bool:
-        """Whether a run has begun in this folder. Its checkpoints may be elsewhere."""
+        """Whether a run has begun in this folder."""
         return self.resolved_config.is_file()
 
 
 def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """Return the settings of a new run: ``options`` that are not None, over the defaults.
 
-    With `Start.AUTO` they may also be those of a run whose checkpoints alone are there: a machine
-    was replaced.
+    With `Start.AUTO` checkpoints may exist in another place than the folder: a machine was
+    replaced.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)
@@ -109,7 +103,7 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     try:
         places = (folder.root, *folder.root.absolute().parents)
         there = next(place for place in places if place.exists())
-    except (OSError, ValueError) as error:  # a name too long, or a zero character in it
+    except (OSError, ValueError) as error:  # the name is too long or has a zero character
         raise ConfigError(f"--output {str(folder.root)!r}: {error}") from None
     if not there.is_dir():
         raise ConfigError(f"--output {folder.root}: there is a file of the name {there}")
@@ -141,10 +135,7 @@ def _check_saving(given: Mapping[str, Any]) -> None:
 
 
 def resumed_run(options: Mapping[str, Any]) -> RunSettings:
-    """Return the settings that the run in ``options["output"]`` was started with.
-
-    Only `CHANGEABLE` settings may be changed; ``data`` and ``config`` are not read again.
-    """
+    """Return the settings of the run in ``options["output"]``, with changed `CHANGEABLE` ones."""
     given = {k: v for k, v in options.items() if v is not None}
     _check_saving(given)
     folder = RunFolder.of(given)
@@ -175,7 +166,7 @@ def engine_config(path: str | None) -> dict[str, Any]:
 
 
 def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return ``config`` with the schedule's "auto" values taken from the number of steps."""
+    """Return ``config`` with the schedule's "auto" values derived from the number of steps."""
     scheduler = config.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     if not isinstance(scheduler, dict) or not isinstance(params, dict):
@@ -201,12 +192,12 @@ def read_resolved(folder: RunFolder) -> dict[str, Any]:
     """Return the content that `write_resolved` wrote."""
     try:
         content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
-        # Null is a default: of a setting, too, that later versions do not have.
+        # Null means a default. Later versions may lack a setting that is null here.
         content["run"] = {k: v for k, v in content["run"].items() if v is not None}
         RunSettings(**content["run"])
         return dict(content)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # one message for every way of not being ours
+        pass  # all errors give the same message
     raise ConfigError(f"{folder.resolved_config} is missing or was not written by this version")
 
 

@@ -1,6 +1,6 @@
-"""A run around its training loop: ranks, folder, text, stop requests, logs and results.
+"""Run around its training loop: ranks, folder, text, stop requests, logs and results.
 
-`program` has the loop. Every rank calls all that is here; rank 0 writes the logs and the results.
+`program` has the loop. Every rank must call all functions here. Rank 0 writes logs and results.
 """
 
 from __future__ import annotations
@@ -63,16 +63,13 @@ waits for the writer."""
 
 
 class TrainingRun:
-    """A run that is prepared in its folder.
+    """Run that is prepared in its folder.
 
     Attributes:
-        settings: of the run.
-        device: of this rank.
-        corpus: the text.
         config: the engine's configuration, with its "auto" values filled in.
         checkpoints: folder or URL.
-        is_resumed: whether it goes on from a checkpoint that is there.
-        max_copy_bytes: that a rank's save may copy beside the next steps; None if unknown.
+        is_resumed: whether the run continues from a checkpoint.
+        max_copy_bytes: bytes of a rank's states that a save may copy. None if unknown.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class TrainingRun:
         *,
         is_resumed: bool,
     ) -> None:
-        """``config``: as the user wrote it."""
+        """Open the text. ``config`` is as the user wrote it."""
         self.settings = settings
         self.device = device
         self.corpus = open_corpus(folder.data, settings.seed, device)
@@ -103,7 +100,7 @@ class TrainingRun:
 
     @property
     def last_finished_step(self) -> int:
-        """The last step after which all was done that the run is to leave of it."""
+        """Last step whose evaluation and checkpoint, if due, are complete."""
         path, settings = self._folder.metrics, self.settings
         entries = read_metrics(path) if path.exists() else []
         step = max((entry["step"] for entry in entries if "loss" in entry), default=0)
@@ -114,14 +111,14 @@ class TrainingRun:
         return step - 1 if lacks_evaluation or lacks_save else step
 
     def client_state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run."""
+        """Return the run's part of a checkpoint."""
         return {"step": step, "sha256_of_text": self.corpus.sha256_of_text}
 
     def first_step(self, client_state: Mapping[str, Any] | None) -> int:
-        """Return the steps that the run has taken, by the state of its checkpoint if there is one.
+        """Return the number of steps taken, according to the checkpoint's state, if any.
 
         Raises:
-            ConfigError: the checkpoint is of another text, or of a later step than the last.
+            ConfigError: the checkpoint has another text, or more steps than the run.
         """
         if client_state is None:
             return 0
@@ -141,7 +138,7 @@ class TrainingRun:
     def logged(
         self, engine: zero_core.Engine, model: GPT2LMHeadModel, first_step: int
     ) -> Iterator[None]:
-        """Log the steps that are taken within, and write down all settings."""
+        """Log the steps within the context, and write all settings."""
         with ExitStack() as stack:
             stack.enter_context(engine.record(self._folder.records))
             if engine.rank == 0:
@@ -171,15 +168,15 @@ class TrainingRun:
     def end_step(
         self, engine: zero_core.Engine, step: int, loss: Tensor, learning_rate: float
     ) -> signal.Signals | None:
-        """Log a step. Returns the signal that asks the run to stop before its end, if one does.
+        """Log a step. Returns the signal that asks the run to stop before its end, if any.
 
         Args:
             engine: of the run.
-            step: steps taken, with this one.
+            step: steps taken, including this step.
             loss: sum of this rank's micro-batches: 0-dim, float64, on the device.
-            learning_rate: that the step was taken with.
+            learning_rate: rate of this step.
         """
-        # One small sum carries all that ranks exchange after a step. Here the host reads it.
+        # One small all-reduce has all values that ranks exchange after a step.
         held = [0.0] * engine.world_size
         held[engine.rank] = float(used_bytes(engine.device))
         shared = [0.0, *self._request.as_flags(), *held]
@@ -207,18 +204,17 @@ class TrainingRun:
         return StopRequest.from_flags(flags_and_memory[: len(StopRequest.HANDLED)])
 
     def log_held_out(self, step: int, sums: Tensor) -> None:
-        """Log the loss on held-out text. ``sums``: of this rank's batches, and their number."""
+        """Log the loss on held-out text. ``sums``: this rank's sum of losses, and its batches."""
         loss, num_batches = sum_over_ranks(sums).tolist()
         if self._reporter:
             self._reporter.held_out(step, loss / num_batches)
 
     def doing(self, what: str) -> None:
-        """Show what the program does after a step."""
+        """Show the program's work after a step."""
         if self._reporter:
             self._reporter.doing(what)
 
     def export(self, engine: zero_core.Engine, model: GPT2LMHeadModel) -> None:
-        """Write the model for transformers and its text sample, as the settings ask for them."""
         if self.settings.export:
             self.doing("exporting the model")
             export_for_transformers(engine, model, self._folder)
@@ -226,7 +222,7 @@ class TrainingRun:
             write_sample(engine, model, self.corpus, self._folder, self.settings.sample_tokens)
 
     def say_farewell(self, stop: signal.Signals | None) -> None:
-        """Draw the logs, and print where the results are or how to continue."""
+        """Draw the logs, and print the folder of the results or the command to continue."""
         if self._reporter is None:
             return
         plot_run(self._folder)
@@ -247,11 +243,11 @@ class TrainingRun:
 def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
     """Join the ranks and prepare the run that ``options`` ask for.
 
-    Ranks that their launcher has started anew go on from the newest checkpoint, or from the copies
-    in memory that ``memory_checkpoint`` keeps, whatever ``start`` is.
+    Restarted ranks continue from the newest checkpoint, or from the copies in memory of
+    ``memory_checkpoint``, whatever ``start`` is.
 
     Args:
-        options: fields of `RunSettings`; None, or left out, means the default.
+        options: fields of `RunSettings`. None means the default.
         start: how the run begins.
 
     Raises:
@@ -268,11 +264,11 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
         has_checkpoint = folder.has_checkpoint and (is_again or start is Start.AUTO)
         if (has_checkpoint and folder.has_run) or (start is Start.RESUME and not is_again):
             agreed.update(run=resumed_run(options).model_dump(), is_resumed=True)
-        elif not is_again:  # otherwise all is prepared, and the states may be in memory
+        elif not is_again:  # else the folder is prepared, and states may be in memory
             settings = fresh_run(options, start)
             config, text = engine_config(settings.config), read_text(settings.data)
             clear_run(folder, keeps_checkpoints=has_checkpoint)
-            agreed["is_resumed"] = has_checkpoint  # of a machine that was replaced
+            agreed["is_resumed"] = has_checkpoint  # a replaced machine has only checkpoints
             write_resolved(folder, settings, config=config)
             sizes = {"vocab_size": settings.vocab, "context": settings.context}
             with working("preparing the text"):
@@ -282,15 +278,15 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
         agreed.update(config=resolved["config"], run=agreed.get("run", resolved["run"]))
 
     on_first_rank(prepare, device)
-    request = StopRequest()  # from now on a signal waits for the next step's end
-    # Rank 0 alone has looked: another machine may see the folder as it was before.
+    request = StopRequest()  # from now on a signal takes effect at the next step's end
+    # Other machines may still see an old state of the folder, so use rank 0's result.
     agreed = json.loads(from_first_rank(json.dumps(agreed), device))
     settings = RunSettings(**agreed["run"])
     folder = RunFolder(folder.root, settings.checkpoints)
     yield TrainingRun(
         folder, settings, agreed["config"], device, request, is_resumed=agreed["is_resumed"]
     )
-    # Not after an error: ranks that still wait for each other must not be waited for.
+    # Not in a `finally`: after an error, ranks may wait for each other forever.
     leave_ranks()
     lock.release()
 
@@ -299,7 +295,7 @@ def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
     """Open the text that rank 0 has prepared.
 
     Raises:
-        ConfigError: on all ranks, if one of them finds no text or another one than rank 0.
+        ConfigError: on all ranks, if one of them finds no text or another text than rank 0.
     """
     corpus: Corpus | None = None
     with suppress(FileNotFoundError):
@@ -316,8 +312,8 @@ def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
 
 
 def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
-    """Remove what an earlier run left in ``folder``, and nothing else."""
-    if not keeps_checkpoints and folder.has_checkpoint:  # beside which anything may lie
+    """Remove an earlier run's files in ``folder``, and no others."""
+    if not keeps_checkpoints and folder.has_checkpoint:  # the folder may have other files
         (folder.checkpoint / LATEST).unlink()
         for tag in list_checkpoints(folder.checkpoint):
             discard(folder.checkpoint / tag)
@@ -336,10 +332,7 @@ def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
 def export_for_transformers(
     engine: zero_core.Engine, model: GPT2LMHeadModel, folder: RunFolder
 ) -> None:
-    """Write a folder that ``from_pretrained`` of models and tokenizers loads.
-
-    Every rank calls it.
-    """
+    """Write a folder for ``from_pretrained`` of models and tokenizers. Every rank must call it."""
     engine.export_safetensors(folder.hf)
     if engine.rank == 0:
         model.config.save_pretrained(folder.hf)
@@ -360,9 +353,9 @@ def write_sample(
     folder: RunFolder,
     num_tokens: int | None = None,
 ) -> None:
-    """Let the model continue the first held-out window's first quarter. Every rank calls it.
+    """Let the model continue the first quarter of a held-out window. Every rank must call it.
 
-    ``num_tokens``: how many it writes; None: to the end of the context.
+    ``num_tokens`` is the length of the continuation. None: to the end of the context.
     """
     window = corpus.held_out[:1].long().to(engine.device)
     context = window.shape[1]
@@ -388,8 +381,7 @@ def write_sample(
 
 
 def plot_run(folder: RunFolder) -> None:
-    """Draw loss and memory over steps."""
-    from matplotlib.figure import Figure  # every rank would import it, and rank 0 draws
+    from matplotlib.figure import Figure  # only rank 0 draws, so other ranks need no matplotlib
 
     entries = read_metrics(folder.metrics)
     losses = {
@@ -404,7 +396,7 @@ def plot_run(folder: RunFolder) -> None:
         (folder.loss_plot, "loss (nats per token)", losses),
         (folder.memory_plot, "memory (MiB)", memory),
     ):
-        # A Figure of its own needs no display and leaves no state behind, as pyplot would.
+        # Unlike pyplot, a Figure needs no display and leaves no global state.
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
         axes.set_xlabel("step")
