@@ -127,7 +127,7 @@ def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) ->
 
 @dataclass(frozen=True)
 class Corpus:
-    """Windows of one run. ``train`` and ``held_out``: int32, ``[num_windows, context]``, on the CPU."""
+    """Windows of one run: int32, ``[num_windows, context]``, on the CPU."""
 
     train: Tensor
     held_out: Tensor

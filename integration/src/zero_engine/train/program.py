@@ -105,9 +105,8 @@ def run_steps(engine: zero_core.Engine, run: TrainingRun, step: int) -> signal.S
 def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
     """Take one optimizer step.
 
-    Returns:
-        The sum of the losses of this rank's micro-batches: 0-dim, float64, on the device. The sum is
-        exact, so that the mean over all ranks does not depend on the number of ranks.
+    Returns the sum of the losses of this rank's micro-batches: 0-dim, float64, on the device. The
+    sum is exact, so that the mean over all ranks does not depend on the number of ranks.
     """
     losses: list[Tensor] = []
     first = step * engine.gradient_accumulation_steps
