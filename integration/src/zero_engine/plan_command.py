@@ -29,7 +29,6 @@ from zero_engine.train.settings import AUTO, engine_config
 GB = 10**9
 MAX_RANKS = 2**20
 USUAL_TOKENS = 1024
-"""Tokens of a sample with kept rates and no ``--seq-length``, or the model's maximum if fewer."""
 _LARGEST = {"layers": 10_000, "width": 2**20, "heads": 2**20, "vocab": 2**31, "tokens": 2**24}
 
 

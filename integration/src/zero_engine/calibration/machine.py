@@ -25,7 +25,6 @@ from zero_engine.planning.rates import FORMAT, Calibration, Curve, Rates
 
 LIMIT_S = 300.0
 MOST_RANKS = 8
-"""Largest number of CPU ranks that are measured by default."""
 EFFICIENCY = {"matmul": 0.6, "memory": 0.8, "link": 0.75, "host": 0.6}
 """Assumed shares of published peaks."""
 BYTES_PER_UPDATE = 28

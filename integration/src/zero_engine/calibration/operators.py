@@ -24,11 +24,9 @@ SHAPES = ((64, 64), (256, 1024), (768, 768), (512, 2048))
 LARGE_SHAPES = ((512, 512), (2048, 2048), (2048, 8192), (4096, 4096))
 """Inputs and outputs of linear layers, on a CPU (`SHAPES`) and on an accelerator."""
 ROWS = ((16, 64), (256, 256), (1024, 512), (4096, 1024))
-"""Rows and width of the tensors of other operators."""
 HEADS, HEAD_WIDTH = 4, 64
 LENGTHS = (64, 256, 1024)
 BUDGET_S = 0.03
-"""Minimal time for which a call is repeated."""
 LEAST, TOGETHER, STEPS = 3, 12, 9
 """Minimal repetitions of a call, repetitions of a collective, and of a whole step."""
 Points = list[tuple[float, float]]

@@ -56,7 +56,7 @@ MOST_FACTOR = 2.5
 it."""
 _Activation = Callable[[Tensor], Tensor]
 DEPTHS = (2, 10)
-"""Blocks of the two tiny models whose difference gives the time per block."""
+"""Blocks of two tiny models, whose difference gives the time per block."""
 
 
 class _Flat(nn.Module):

@@ -28,7 +28,6 @@ from zero_engine.monitoring.settings import CommsLoggerSettings, FlopsProfilerSe
 _GB = 1e9
 _HOST = torch.device("cpu")
 _ALL = "Global"
-"""Key of torch's sum over all modules."""
 _logs: weakref.WeakSet[CommunicationLog] = weakref.WeakSet()
 _NAMES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd", "step": "step"}
 """DeepSpeed's short names of a step's parts, by the monitors' names."""

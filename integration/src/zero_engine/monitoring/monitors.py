@@ -35,7 +35,6 @@ class StepFacts:
     """Facts of a step that has just ended. Skipped steps count."""
 
     global_steps: int
-    """Steps so far, including this step."""
     global_samples: int
     """Samples so far, over all ranks."""
     lr: Sequence[float]

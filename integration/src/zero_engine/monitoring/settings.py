@@ -73,13 +73,11 @@ class FlopsProfilerSettings(_Block):
     recompute_fwd_factor: float = 0.0
     """No effect: backward is counted, not estimated."""
     module_depth: Annotated[int, Field(ge=-1)] = -1
-    """Depth of the deepest modules in the table; -1 is all."""
+    """Deepest modules in the table. -1: all."""
     top_modules: PositiveInt = 1
     """Number of modules with the most operations that are named per depth."""
     detailed: bool = True
-    """Whether each module has its row."""
     output_file: str | None = None
-    """File of the report. None: the screen."""
 
 
 class CommsLoggerSettings(_Block):

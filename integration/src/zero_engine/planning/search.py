@@ -40,7 +40,6 @@ from zero_engine.planning.result import StepTime, TimedChoice, TimedPlan
 WORTH = 0.02
 """Share of the time that a change must save. See [Note: choices by time]."""
 RATIOS = (0.25, 0.5, 0.75)
-"""Tried besides 0, 1 and the least ratio that fits."""
 NUM_LEADERS = 3
 QUANTIZED = "quantized communication"
 DISK_RATES = ("file.read", "file.write")

@@ -22,14 +22,11 @@ _LEAST = 0.08
 _FULL = 0.9
 """Share of the memory above which the next longer batch may fail."""
 _SKIPPED = 0.02
-"""Share of skipped steps above which non-finite gradients are the cause."""
 _SMALL = 4
-"""Largest number of samples of a tiny micro-batch."""
 _USUAL_SCALING = 0.85
 """Usual speedup by several threads, relative to the ideal."""
 _COPY_RATIO = 3.0
-"""Approximate speedup of copies by pinned memory. For pageable memory the driver first copies to
-its own buffer, with one host thread."""
+"""Approximate speedup of copies by pinned memory."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from zero_engine.report.charts import Spec
 
 _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
-"""Number with its unit, which the page does not break."""
+"""Number with its unit. The page does not break such a cell."""
 
 
 @dataclass(frozen=True)

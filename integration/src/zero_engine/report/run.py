@@ -30,9 +30,7 @@ from zero_core.records import (
 from zero_engine.train.settings import RECORDS, RunFolder
 
 WARMUP = 3
-"""Steps of a start that do not count, if there are more than twice as many."""
 INSIDE = ("forward", "backward", "step", "outside")
-"""Places of the program in the order of a step."""
 WAITS = {
     "all_gather": "gathers of parameters",
     "reduce_scatter": "reductions of gradients",

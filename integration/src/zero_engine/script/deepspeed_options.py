@@ -27,13 +27,11 @@ import torch
 from zero_core.errors import ConfigError
 
 Hosts = Mapping[str, tuple[int, ...]]
-"""Slots by host, in the order of ranks."""
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 HOST_FILE = "/job/hostfile"
 """Default host file of DeepSpeed's launcher. Used only with the program ``deepspeed``."""
 LOCAL_HOST = "localhost"
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""Variables that select a process's devices, by accelerator type."""
 SSH_OPTIONS = ("launcher", "launcher_args", "no_ssh_check", "ssh_port", "venv_script")
 CHOOSING = ("include", "exclude", "num_gpus", "num_nodes")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")

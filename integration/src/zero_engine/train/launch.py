@@ -27,7 +27,6 @@ from zero_engine.train.settings import (
 )
 
 CPU_RANKS = 2
-"""Ranks on a machine without a GPU."""
 MAX_CPU_RANKS = 256
 
 

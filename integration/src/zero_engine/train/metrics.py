@@ -39,11 +39,9 @@ class StepRecord:
     """Values of one optimizer step, over all ranks."""
 
     step: int
-    """Steps completed, including this step."""
     loss: float
     """Mean over ranks and micro-batches, in nats per token."""
     learning_rate: float
-    """Rate of this step."""
     grad_norm: float | None
     """Global 2-norm before clipping, if the engine computed it."""
     loss_scale: float

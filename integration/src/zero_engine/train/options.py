@@ -16,7 +16,6 @@ _BOUNDS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
 }
-"""Messages for kinds of pydantic's errors."""
 _Positive = Annotated[int, Field(ge=1)]
 
 

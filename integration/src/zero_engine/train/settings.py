@@ -20,7 +20,6 @@ from zero_engine.train.options import RunSettings, Start, flag_of
 
 AUTO = "auto"
 RECORDS = "records"
-"""Folder of the records of steps within a run's folder."""
 CHANGEABLE = (
     *("output", "steps", "save", "save_every", "keep_last"),
     *("log_every", "sample_tokens", "export"),
