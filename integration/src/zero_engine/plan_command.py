@@ -225,7 +225,6 @@ def write_plan(plan: TimedPlan, json_path: str | None, png_path: str | None) -> 
 
 
 def draw_plan(plan: TimedPlan, path: Path) -> None:
-    """Draw bars of device and host memory per rank, stacked by kind, as a PNG at ``path``."""
     # matplotlib takes seconds to import, and few plans draw a picture.
     from matplotlib.figure import Figure
 

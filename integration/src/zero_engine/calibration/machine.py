@@ -37,14 +37,9 @@ EXCHANGE_S = 20e-6
 
 
 def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibration:
-    """Measure this machine once per number of ranks. Takes under a minute.
+    """Measure this machine once per number of ranks, by default `default_ranks`.
 
-    Args:
-        ranks: numbers of ranks. None: `default_ranks`.
-        disk: folder on the disk of NVMe offload. None: no file is timed.
-
-    Raises:
-        ZeroError: a rank failed.
+    Takes under a minute. ``disk`` is a folder on the disk of NVMe offload. None: no file is timed.
     """
     cores = available_cores()
     devices = accelerator_names()
@@ -64,10 +59,7 @@ def default_ranks(cores: int, devices: int) -> set[int]:
 def measure_to(
     output: str, ranks: Sequence[int] | None, disk: str | None
 ) -> tuple[Calibration, Path]:
-    """Measure this machine, write the rates to ``output``, and keep them.
-
-    Returns the rates and the file that keeps them (`zero_engine.calibration.kept`).
-    """
+    """Measure this machine, write the rates to ``output``, and keep them. Returns both."""
     wrong = next((number for number in ranks or () if number < 1), None)
     if wrong is not None:
         raise ConfigError(f"--ranks {wrong}: must be at least 1")
@@ -131,7 +123,6 @@ def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> 
 
 
 def read_calibration(path: str) -> Calibration:
-    """Read a file that ``zero-engine doctor --measure`` wrote."""
     name = f"--rates {path}"
     return Calibration.from_json(parse_json(read_config_text(Path(path), name), name), name)
 

@@ -100,7 +100,6 @@ class Stopwatch:
 
 
 def time_operators(watch: Stopwatch) -> None:
-    """Time all operators in each dtype that the device computes in."""
     dtypes = CPU_DTYPES if watch.device.type == "cpu" else DEVICE_DTYPES
     for dtype in dtypes:
 
@@ -202,7 +201,6 @@ def _attention(
 
 
 def _time_calls(watch: Stopwatch, calls: Sequence[_Call]) -> None:
-    """Time one operator at several sizes. Amounts are those of a plan."""
     points = []
     for func, args in calls:
         operator = Operator.of(func, args, {}, func(*args))

@@ -71,7 +71,6 @@ class _Flat(nn.Module):
 
 
 def time_updates(watch: Stopwatch) -> None:
-    """Time the optimizer's update on the device and on the host, by an engine of one rank."""
     alone = Ranks(None, 0, 1, watch.device)
     host = {"device": "cpu"}
     measured = {
@@ -175,7 +174,6 @@ def exchanged(num_ranks: int, *, is_host: bool) -> list[int]:
 
 
 def time_copies(watch: Stopwatch) -> None:
-    """Time copies between an accelerator and pinned host memory."""
     if watch.device.type == "cpu":
         return
     to_host, to_device = [], []
@@ -189,7 +187,6 @@ def time_copies(watch: Stopwatch) -> None:
 
 
 def time_files(watch: Stopwatch, folder: Path) -> None:
-    """Time synced writes to a file in ``folder``, and uncached reads."""
     written: Points = []
     read: Points = []
     path = folder / f".zero-engine-disk-{os.getpid()}"
@@ -286,7 +283,6 @@ def fit_operators(watch: Stopwatch) -> None:
 
 
 def _gelu_of_parts(x: Tensor) -> Tensor:
-    """Compute GELU's tanh form by separate operators, as some models do."""
     return 0.5 * x * (1.0 + torch.tanh(0.79788456 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
@@ -369,7 +365,6 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _constant(seconds: float) -> Points:
-    """Return a curve of one point: ``seconds`` per unit of the amount."""
     return [(1.0, seconds)]
 
 
@@ -378,11 +373,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the rates of this rank, as a row of a calibration's JSON. Every rank must call it.
 
-    Args:
-        device: of this rank.
-        cores: of the machine if its ranks compute on the CPU.
-        disk: folder on the disk of NVMe offload. None: no file is timed.
-        is_link_alone: time collectives alone, for ranks of several nodes.
+    ``cores`` are the machine's if its ranks compute on the CPU. ``disk`` is a folder on the disk of
+    NVMe offload. ``is_link_alone`` times collectives alone, for ranks of several nodes.
     """
     watch = Stopwatch(device)
     if not is_link_alone:

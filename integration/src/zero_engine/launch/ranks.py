@@ -174,7 +174,7 @@ def fail(error: ZeroError) -> NoReturn:
 
 
 class StopRequest:
-    """Handler that stores the first stop signal of this process."""
+    """Handler that stores this process's first stop signal, to be summed over ranks as flags."""
 
     HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -187,12 +187,10 @@ class StopRequest:
         self._received = self._received or signum
 
     def as_flags(self) -> list[float]:
-        """Return one flag per handled signal, to be summed over the ranks."""
         return [float(self._received == signum) for signum in self.HANDLED]
 
     @classmethod
     def from_flags(cls, sums: list[float]) -> signal.Signals | None:
-        """Return the signal that any rank received, given the sums of all ranks' flags."""
         return next((s for s, total in zip(cls.HANDLED, sums, strict=True) if total > 0), None)
 
 

@@ -44,7 +44,6 @@ class Stopwatch:
         self._was_used = False
 
     def begin(self) -> None:
-        """Start the watch. An unfinished interval is dropped."""
         self._begun = self._now()
 
     def end(self) -> None:
@@ -141,13 +140,7 @@ class Throughput(StepObserver):
 
 
 class ThroughputTimer:
-    """``engine.tput_timer``: samples per second of the whole run, and a count of epochs.
-
-    Attributes:
-        epoch_count: calls of `update_epoch_count`.
-        global_step_count: steps so far.
-        batch_size: samples of a step, over all ranks.
-    """
+    """``engine.tput_timer``: samples per second of the whole run, and a count of epochs."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -312,7 +305,6 @@ class CommunicationLog(StepObserver):
                 )
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """Return calls, and bytes sent within and between nodes, by collective."""
         return {name: dict(sums) for name, sums in self._sums.items()}
 
     def print(self) -> None:
@@ -328,9 +320,7 @@ class CommunicationLog(StepObserver):
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print the bytes sent so far, on rank 0 (``deepspeed.comm.log_summary``).
 
-    Args:
-        show_straggler: not supported, since collectives are not timed.
-        return_dict: return the numbers, on every rank.
+    ``return_dict`` returns the numbers, on every rank.
 
     Raises:
         ValueError: ``show_straggler`` is true, or no engine logs its communication.

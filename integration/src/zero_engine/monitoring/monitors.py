@@ -87,18 +87,12 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """Writer of events to every sink. ``engine.monitor`` is one.
+    """Writer of (name, value, samples) to every sink. ``engine.monitor`` is one.
 
-    Attributes:
-        enabled: whether the configuration asks for a sink. Same on all ranks.
+    ``enabled`` tells on every rank whether the configuration asks for a sink. Rank 0 writes.
     """
 
     def __init__(self, settings: MonitorSettings, *, rank: int) -> None:
-        """Make the sinks that ``settings`` asks for, on rank 0.
-
-        Raises:
-            ConfigError: a sink needs a library that is not installed.
-        """
         self.enabled = settings.enabled
         kinds: Mapping[str, Callable[[Any], Sink]] = {
             "tensorboard": _TensorBoard,
@@ -110,7 +104,6 @@ class Monitor:
         self._sinks = [kinds[name](block) for name, block in asked.items() if block.enabled]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (name, value, samples) to every sink."""
         for sink in self._sinks:
             sink.write(event_list)
 
@@ -139,8 +132,6 @@ def _library(name: str, block: str, package: str) -> ModuleType:
 
 
 class _TensorBoard:
-    """Event files in ``output_path/job_name``."""
-
     def __init__(self, settings: TensorBoardSettings) -> None:
         board = _library("torch.utils.tensorboard", "tensorboard", "tensorboard")
         folder = Path(settings.output_path) / settings.job_name
@@ -172,8 +163,6 @@ class _Csv:
 
 
 class _Wandb:
-    """A run of Weights & Biases."""
-
     def __init__(self, settings: WandbSettings) -> None:
         self._wandb = _library("wandb", "wandb", "wandb")
         self._wandb.init(project=settings.project, group=settings.group, entity=settings.team)

@@ -67,14 +67,11 @@ class UnitTime:
     """Seconds of one unit, for one micro-batch.
 
     Attributes:
-        forward_s, backward_s: computation, with recomputation in backward.
         renew: part of a gather that is done once per optimizer step.
         gather: part of a gather that is done for each use.
         sums: the gather of the gradient's sum, at stage 0.
-        host_s, undo_s: the host's update, and its undo log.
         down_s, up_s: copies of gradients to the host and of parameters to the device.
         fetch_s: copy of offloaded parameter shards, for each gather.
-        read_s, write_s: reads and writes of optimizer states in a file.
         inputs_down_s, inputs_up_s: copies of block inputs that are kept on the host.
     """
 
@@ -100,10 +97,6 @@ class StepShape:
     """Settings that decide the order of a step's work, and seconds that belong to no unit.
 
     Attributes:
-        last_block: index of the last block's unit.
-        is_accelerated: whether ranks compute on another device than the host.
-        threads: threads of the computing thread's operators, and of the host's update.
-        is_gathered: whether parameters are gathered.
         has_sharded_params: whether parameters are released after use.
         is_added_by_tier: whether a state tier gets the gradient of each micro-step.
         is_in_backward: whether the host's update in backward is final.
@@ -169,7 +162,6 @@ class Prediction:
         return Transfer(far, near, busy / far if far else 0.0)
 
     def _host_numel(self, segment: Segment, ratio: float) -> int:
-        """Return the elements of a trainable segment that this rank's host updates."""
         tier = self.forecast.tier
         if tier is None:
             return 0
@@ -238,7 +230,6 @@ class Prediction:
         return self.rates.seconds([f"copy.{way}"], nbytes)
 
     def _update_s(self, place: str, parts: Sequence[tuple[Segment, int]]) -> float:
-        """Return the seconds of an update of the given number of elements of each segment."""
         optimizer = self.config.optimizer
         kind = "adamw" if optimizer is None else optimizer.type.lower()
         state = self.config.zero_optimization.offload_optimizer.state_dtype
@@ -346,12 +337,9 @@ def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) 
 class StepProgram:
     """Program of the engine, step by step. See [Note: one step].
 
-    Attributes:
-        schedule: all work so far.
-        ends: last work of each step on the computing thread.
-        last: work of the last step.
-        decided: decision of the last step.
-        ahead: updates before that decision, by unit.
+    ``ends`` are the last work of each step on the computing thread. ``last`` and ``decided`` are
+    the work and the decision of the last step, and ``ahead`` the updates before that decision, by
+    unit.
     """
 
     decided: Work
@@ -403,7 +391,6 @@ class StepProgram:
     def _exchange(
         self, lane: str, what: str, transfer: Transfer, after: Work | None
     ) -> Work | None:
-        """Launch an exchange, and return its work on the link."""
         seconds, _, cores = transfer
         if not seconds:
             return None
@@ -423,7 +410,6 @@ class StepProgram:
         self._gathers[unit] = self._exchange("gather", what, time.gather, ready) or ready
 
     def _wait_gather(self, unit: int, *, is_new: bool) -> None:
-        """Wait for a gather, and copy the data that ranks of this node send."""
         time, arrived = self._units[unit], self._gathers.pop(unit, None)
         copied = time.gather.main_s + (time.renew.main_s if is_new else 0.0)
         if arrived is not None or copied:
@@ -480,7 +466,6 @@ class StepProgram:
         return self.schedule.add("up", "copies", f"inputs of unit {unit}", seconds, ready)
 
     def _reduce(self, unit: int, *, is_last: bool) -> None:
-        """Launch the reduction of a unit's gradient from one micro-batch."""
         shape = self._shape
         if not (shape.has_peers or is_last or shape.is_added_by_tier):
             return
@@ -548,7 +533,6 @@ class StepProgram:
         )
 
     def _publish(self, unit: int, ready: list[Work | None]) -> None:
-        """Copy a unit's new values to the device after its update."""
         seconds = self._units[unit].up_s
         if seconds or len(ready) > 1:
             self._published[unit] = self.schedule.add(

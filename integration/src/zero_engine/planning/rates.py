@@ -101,7 +101,6 @@ class Rates:
         )
 
     def operator_s(self, call: Operator) -> float:
-        """Return the seconds of an operator's kernel."""
         if not call.amount:
             return 0.0
         own, dtypes = f"{call.kind}.{call.dtype}", (call.dtype, "float32")

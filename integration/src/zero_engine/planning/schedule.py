@@ -29,11 +29,8 @@ BY_NEED = ("host", "up", "file")
 class Work:
     """Piece of work that takes ``seconds`` on a resource, after all of ``after`` is done.
 
-    Attributes:
-        lane: of [Note: lanes] in `zero_engine.planning.result`.
-        cores: cores that the work keeps busy.
-        need: priority on the resources host, up and file, the lowest first.
-        start, stop: times that `Schedule.run` sets.
+    ``cores`` are kept busy meanwhile. On host, up and file the lowest ``need`` goes first.
+    `Schedule.run` sets ``start`` and ``stop``.
     """
 
     resource: str
@@ -67,7 +64,6 @@ class Schedule:
         cores: float = 0.0,
         need: int = 0,
     ) -> Work:
-        """Append work to a resource."""
         awaited = [work for work in after if work is not None]
         self.work.append(Work(resource, lane, what, seconds, awaited, cores, need))
         return self.work[-1]

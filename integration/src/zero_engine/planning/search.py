@@ -61,11 +61,7 @@ def plan(
 ) -> TimedPlan:
     """Compute the plan of `zero_core.plan`, and with a ``calibration`` the time of a step.
 
-    The best choice is then the fastest that fits. Times need ``example_inputs``. The other
-    parameters are those of `zero_core.plan`.
-
-    Args:
-        calibration: speeds of the machine.
+    The best choice is then the fastest that fits. Times need ``example_inputs``.
 
     Raises:
         ConfigError: as `zero_core.plan`, or the calibration does not fit the machine.
@@ -137,7 +133,6 @@ class Search:
         return [self._timed(choice) for choice in self._planner.choices(variant, ratios)]
 
     def _quantized(self) -> Iterator[Choice]:
-        """Yield the configured variant with quantized communication if there are several nodes."""
         planner = self._planner
         is_quantized = planner.config.zero_optimization.quantized_key is not None
         if planner.links.num_nodes == 1 or is_quantized:
@@ -156,8 +151,8 @@ class Search:
     ) -> list[TimedChoice]:
         """Return choices of other placements.
 
-        All variants are tried only if no choice fits yet. The first placement with a choice that
-        fits is then the last one tried.
+        If no choice fits yet, all variants are tried, up to the first placement with a choice that
+        fits.
         """
         best = _fastest(choices[0], choices, allow_rounding=False)
         if best is not None:
@@ -170,7 +165,6 @@ class Search:
         return found
 
     def _scheduled(self, choices: Sequence[TimedChoice]) -> Iterator[TimedChoice]:
-        """Yield the configured choice and the fastest ones with offload on other schedules."""
         planner, configured = self._planner, choices[0]
         fitting = [c for c in choices if c.is_fitting and not c.placement.is_rounding]
         leaders = sorted(fitting, key=lambda c: c.sample_s)
@@ -225,7 +219,6 @@ def _fastest(
 def _reasons(
     configured: TimedChoice, best: TimedChoice | None, choices: Sequence[TimedChoice]
 ) -> Iterator[str]:
-    """Yield sentences that explain ``best``. Nothing without times."""
     before = configured.step_time
     if before is None:
         return
@@ -270,7 +263,6 @@ def _bound(time: StepTime) -> str:
 
 
 def _differences(before: TimedChoice, after: TimedChoice) -> Iterator[str]:
-    """Yield the effect of each change, by the lanes of both predictions."""
     old, new = before.step_time, after.step_time
     assert old is not None
     assert new is not None

@@ -108,7 +108,6 @@ def _per_rank(spec: Spec, rows: Sequence[Mapping[str, Any]]) -> list[Spec]:
 
 
 def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: str) -> Spec | None:
-    """Return horizontal stacked bars of ``x`` by ``y`` and ``color``."""
     if not rows:
         return None
     num = len({row[y] for row in rows})
@@ -189,7 +188,6 @@ def _kind(lane: str, name: str) -> str:
 
 
 def ranks_side_by_side(found: Measured) -> Spec | None:
-    """Return the usual step of each rank, by place and wait."""
     shown = zip(found.run.ranks[:64], found.ranks, strict=False)
     rows = []
     for rank, step in shown:
@@ -225,7 +223,6 @@ def _thinned(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Spec | None:
-    """Return lines over steps, by name. Values that are not finite are left out."""
     rows = [
         {"step": step, "value": value, "name": name}
         for name, points in series.items()
@@ -248,7 +245,6 @@ def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) ->
 
 
 def loss_series(ranks: Sequence[Rank]) -> list[tuple[int, float]]:
-    """Return the mean loss over ranks, by step."""
     by_step: dict[int, list[float]] = {}
     for rank in ranks:
         for step in _thinned(rank.steps):

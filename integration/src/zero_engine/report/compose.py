@@ -65,7 +65,6 @@ def first_sentence(run: Run, memory_limit: int | None = None) -> str:
 
 
 def memory_of(found: Measured) -> int | None:
-    """Return the bytes that one rank may take, None if unknown."""
     environment = found.run.run.environment
     if environment.get("device") != "cpu":
         return environment.get("device_memory")
@@ -74,7 +73,6 @@ def memory_of(found: Measured) -> int | None:
 
 
 def bounds(found: Measured) -> dict[str, float]:
-    """Return the seconds that each lane needs for a step."""
     rank = max(found.ranks, key=lambda rank: rank.compute_s)
     lanes = {
         "compute": rank.compute_s,
@@ -382,7 +380,6 @@ def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
 
 
 def planned_memory(measured: Mapping[str, int], found: Plan | None, note: str) -> Iterator[Block]:
-    """Yield long-lived bytes of a rank by kind, planned and measured."""
     in_plan = Counter[str]()
     if found is not None:
         in_plan = Counter(found.memory.device) + Counter(found.memory.host)
@@ -402,7 +399,6 @@ def planned_memory(measured: Mapping[str, int], found: Plan | None, note: str) -
 
 
 def sent_and_planned(found: Measured, plan: Plan | None) -> Iterator[Block]:
-    """Yield bytes of a step by collective and link, measured and planned, and for each flag."""
     sent = sent_bytes(found.run.ranks[0])
     rows = [{"collective": name, "link": link, "mib": n / 2**20} for name, link, n in sent]
     spec = charts.bars(rows, "mib", "collective", "link", "MiB that rank 0 sends in a step")
@@ -441,7 +437,6 @@ def _by_collective(traffic: Sequence[Traffic]) -> dict[tuple[str, str], int]:
 
 
 def _flags(sent: Sequence[tuple[str, str, int]], choices: Sequence[TrafficChoice]) -> Table:
-    """Return bytes by content and link: a measured row, and a planned row per choice of flags."""
     exchanged = {(name, link): n for name, link, n in sent if link != "host link"}
     rows = [("measured", _by_content(exchanged), "")]
     rows += [

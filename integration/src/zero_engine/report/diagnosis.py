@@ -31,15 +31,13 @@ _COPY_RATIO = 3.0
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that costs a run time, memory or steps.
+    """Something that costs a run time, memory or steps, and a change against it.
 
     Attributes:
         sentence: end of the sentence "the limit is ...".
-        change: instruction, as an imperative.
         paste: key of the configuration, or command, that makes the change.
         before, after: cost now, and predicted after the change, in ``unit``.
         unit: "s" per update of the parameters, or "bytes" of the fullest rank.
-        why: basis of the prediction.
         rank: 0 precedes 1.
     """
 
@@ -55,7 +53,6 @@ class Cause:
 
     @property
     def gain(self) -> float:
-        """Share of `before` that is saved."""
         return 1.0 - self.after / self.before if self.before else 0.0
 
     @property
@@ -67,7 +64,6 @@ class Cause:
 
 
 def show_s(seconds: float) -> str:
-    """Return a time with three digits and its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("\u00b5s", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -75,7 +71,6 @@ def show_s(seconds: float) -> str:
 
 
 def diagnose(found: Measured, memory_limit: int | None) -> list[Cause]:
-    """Return the causes in a run, the most important first. ``memory_limit`` is one rank's."""
     causes = [*_not_finite(found), *_memory(found, memory_limit)]
     rules = (_straggler, _threads, _file, _host, _pageable, _link, _small_batch, _outside)
     for rule in rules if found.has_times else ():
@@ -117,7 +112,6 @@ def _not_finite(found: Measured) -> Iterator[Cause]:
 
 
 def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
-    """Yield recomputation if memory is nearly used up and activations take a large part."""
     moment, transient = transient_bytes(found)[1], _activation_bytes(found)
     config = found.run.run.config
     checkpointing = config.get("activation_checkpointing") or {}
@@ -240,7 +234,6 @@ def _offload(found: Measured) -> Mapping[str, Any]:
 
 
 def _file(found: Measured) -> Iterator[Cause]:
-    """Yield optimizer state on a disk that is slower than the step."""
     wait, on_file = found.wait("update"), found.lane("file wait")
     if _offload(found).get("device") != "nvme" or min(wait, on_file) < _LEAST * found.seconds:
         return

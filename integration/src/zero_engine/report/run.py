@@ -43,10 +43,7 @@ WAITS = {
 class Rank:
     """One rank's records. If a step was repeated after a restart, its last record counts.
 
-    Attributes:
-        starts: starts of the program.
-        run: last start that took a step, else the last start.
-        config: configuration in effect in that start.
+    ``run`` is the last of ``starts`` that took a step, and ``config`` is in effect in that start.
     """
 
     starts: Sequence[RunRecord]
@@ -58,7 +55,6 @@ class Rank:
 
     @property
     def last_step(self) -> int:
-        """Number of the last step, or of the step that the run resumed after."""
         return self.steps[-1].step if self.steps else self.run.first_step
 
     @property
@@ -71,13 +67,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Run:
-    """Records of all ranks of a run.
+    """Records of all ranks of a run: ``ranks`` of the last start, and held-out losses by step.
 
-    Attributes:
-        folder: as given to `read_run`.
-        ranks: ranks of the last start.
-        held_out: step and held-out loss.
-        given: the configuration as the user wrote it, if the run has kept it.
+    ``given`` is the configuration as the user wrote it, if the run has kept it.
     """
 
     folder: Path
@@ -87,7 +79,6 @@ class Run:
 
     @property
     def run(self) -> RunRecord:
-        """First rank's start that the report is about."""
         return self.ranks[0].run
 
     @property
@@ -192,7 +183,6 @@ def _resumed(records: Sequence[Record]) -> list[Record]:
 
 
 def _held_out(folder: Path) -> list[tuple[int, float]]:
-    """Return the held-out losses that ``zero-engine train`` has logged."""
     from zero_engine.train.metrics import read_metrics
 
     path = RunFolder(folder).metrics
@@ -203,7 +193,6 @@ def _held_out(folder: Path) -> list[tuple[int, float]]:
 
 
 def _given(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration that the user gave to ``zero-engine train``."""
     path = RunFolder(folder).resolved_config
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -215,15 +204,9 @@ def _given(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class RankStep:
-    """Usual step of one rank. All times are seconds.
+    """Usual step of one rank, in seconds: own work by place, waits by reason, and concurrent lanes.
 
-    Attributes:
-        places: own work by place.
-        waits: waiting time by its reason.
-        lanes: times of concurrent lanes.
-        held_bytes: median after a step.
-        peak_bytes: maximum.
-        samples: of the rank in a step.
+    ``held_bytes`` is the median after a step. ``samples`` are the rank's in a step.
     """
 
     seconds: float
@@ -237,17 +220,14 @@ class RankStep:
 
     @property
     def own_s(self) -> float:
-        """Time in which the rank does not wait."""
         return sum(self.places.values())
 
     @property
     def compute_s(self) -> float:
-        """Time in forward, backward and step, without waits."""
         return sum(self.places.get(name, 0.0) for name in ("forward", "backward", "step"))
 
     @property
     def outside_s(self) -> float:
-        """Own time outside forward, backward and step."""
         return self.own_s - self.compute_s
 
     @property
@@ -257,11 +237,9 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Measured:
-    """Usual step across ranks.
+    """Usual step across ranks, and numbers of steps in the whole run.
 
-    Attributes:
-        num_skipped, num_all: skipped steps, and all steps, of the whole run.
-        skipped_s: median length of the skipped steps, 0 without any.
+    ``skipped_s`` is the median length of the skipped steps, 0 without any.
     """
 
     run: Run
@@ -280,16 +258,13 @@ class Measured:
         return any(rank.places for rank in self.ranks)
 
     def lane(self, name: str) -> float:
-        """Return the longest time of a lane over ranks."""
         return max((rank.lanes.get(name, 0.0) for rank in self.ranks), default=0.0)
 
     def wait(self, name: str) -> float:
-        """Return the mean wait over ranks."""
         return sum(rank.waits.get(name, 0.0) for rank in self.ranks) / len(self.ranks)
 
 
 def kept_bytes(rank: Rank) -> Counter[str]:
-    """Return the last recorded bytes in a rank's long-lived memory, by kind."""
     if not rank.details:
         return Counter()
     last = rank.details[-1]
@@ -353,7 +328,6 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each key, the largest first. A row without the key counts as 0."""
     names = {name for row in rows for name in row}
     found = {name: _mean(row.get(name, 0.0) for row in rows) for name in names}
     return dict(sorted(found.items(), key=lambda item: -item[1]))

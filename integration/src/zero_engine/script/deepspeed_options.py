@@ -166,7 +166,6 @@ def _refuse(parsed: Namespace) -> None:
 
 
 def _chosen_hosts(parsed: Namespace, parser: ArgumentParser) -> Hosts:
-    """Return the hosts that the options choose. Empty without such an option."""
     is_asked = [name for name in CHOOSING if getattr(parsed, name) != parser.get_default(name)]
     if parsed.hostfile is None and not is_asked:
         return {}

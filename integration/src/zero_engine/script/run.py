@@ -182,7 +182,6 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
 
 
 def _say(parsed: Namespace, line: str) -> None:
-    """Print ``line`` on rank 0 of the first node, if the log level is at most info."""
     is_first = os.environ.get("RANK", "0") == "0" and parsed.node_rank in (0, None)
     if is_first and parsed.log_level in ("debug", "info"):
         print(f"zero-engine run: {line}", file=sys.stderr)
@@ -307,7 +306,6 @@ def _is_field(node: ast.AST, field: str) -> bool:
 
 
 def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
-    """Yield files of the program that ``node``, a statement in ``importer``, may import."""
     folder = source.folder
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]

@@ -61,7 +61,6 @@ def read_text(path: str | None) -> str:
 
 
 def _read_stdlib() -> str:
-    """Return Python's own source, in an order that depends only on file names."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -137,7 +136,6 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path, *, seed: int) -> Corpus:
-        """Map the files that `prepare_corpus` wrote."""
         with safe_open(folder / "tokens.safetensors", framework="pt") as file:
             about = file.metadata()
             return cls(

@@ -35,7 +35,6 @@ def default_ranks() -> int:
 
 
 def rank_environment(num_ranks: int) -> dict[str, str]:
-    """Return environment variables for ranks, where the user sets none."""
     return {
         # By default every rank starts a thread per core.
         "OMP_NUM_THREADS": str(max(1, available_cores() // num_ranks)),
@@ -46,11 +45,7 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
 
 
 def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | None) -> int:
-    """Check the user's request before any rank is started. Returns the number of ranks.
-
-    Raises:
-        ConfigError: the error that the ranks would raise after ten seconds.
-    """
+    """Check the request before ranks are started, which takes seconds. Returns the number of ranks."""
     num_gpus = torch.cuda.device_count()
     if num_ranks is not None and 0 < num_gpus < num_ranks:
         raise ConfigError(f"--ranks {num_ranks}: this machine has {num_gpus} GPUs, one per rank")

@@ -60,7 +60,6 @@ class Reporter:
     def __init__(
         self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
     ) -> None:
-        """Open the logs. ``place`` is this rank's position within a step."""
         from torch.utils.tensorboard import SummaryWriter  # a report reads logs without TensorBoard
 
         self._settings = settings
@@ -98,7 +97,6 @@ class Reporter:
         self._board.close()
 
     def say(self, text: str) -> None:
-        """Print one line, above the progress bar."""
         self._said_at = time.monotonic()
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -110,7 +108,6 @@ class Reporter:
                 self.say(f"after step {step}/{self._settings.steps}: {doing}")
 
     def doing(self, what: str) -> None:
-        """Show the program's work after a step in the progress bar."""
         self._progress.update(self._task, description=what)
 
     def step(self, record: StepRecord) -> None:

@@ -33,7 +33,6 @@ class Start(StrEnum):
 
 
 def flag_of(name: str) -> str:
-    """Return the option that sets the field ``name`` of `RunSettings`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -83,11 +82,7 @@ class RunSettings(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunSettings:
-        """Return the settings with ``values``, and defaults for the others.
-
-        Raises:
-            ConfigError: names the option and the values that it accepts.
-        """
+        """Return the settings with ``values``. A wrong value raises ConfigError, which names the option."""
         try:
             return cls(**values)
         except ValidationError as error:

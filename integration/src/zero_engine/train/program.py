@@ -33,11 +33,7 @@ from zero_engine.train.training_run import Corpus, RunSettings, Start, TrainingR
 def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
     """Run the whole program on this rank. See `open_run`. Every rank must call it.
 
-    Returns:
-        The exit code: 0, or 128 + signal if a signal ended the run early.
-
-    Raises:
-        ZeroError: a setting, the data or a checkpoint is not usable.
+    Returns the exit code: 0, or 128 + signal if a signal ended the run early.
     """
     with open_run(options, start) as run:
         stop = train_in(run)
@@ -67,16 +63,10 @@ def train_in(run: TrainingRun) -> signal.Signals | None:
 
 
 def run_steps(engine: zero_core.Engine, run: TrainingRun, step: int) -> signal.Signals | None:
-    """Train from ``step`` to the end or to a stop request.
+    """Train from ``step`` to the end or to a stop request, and save checkpoints concurrently.
 
-    With `RunSettings.save`, checkpoints are written concurrently with the next steps. The last one
-    is complete when this function returns.
-
-    Returns:
-        The signal that ended the run early, if any.
-
-    Raises:
-        ZeroError: a save failed. Raised at the next save, or at the end.
+    Returns the signal that ended the run early, if any. A failed save raises ZeroError at the next
+    save, or at the end.
     """
     settings, stop, save = run.settings, None, None
     if step == 0:

@@ -76,7 +76,6 @@ class RunLock:
         self._who.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
 
     def _advice(self, separator: str) -> str:
-        """Return advice, after ``separator``, if the lock outlives a killed program."""
         if not isinstance(self._lock, SoftFileLock):
             return ""
         return (

@@ -30,16 +30,9 @@ CHANGEABLE = (
 class RunFolder:
     """Paths of one run's results.
 
-    Attributes:
-        root: the folder.
-        resolved_config: settings of the run and of the engine, including defaults.
-        data: the tokenizer and the encoded text.
-        metrics: JSON log with the values of TensorBoard's log, one object per line.
-        records: a line per step and rank, for ``zero-engine report``.
-        checkpoint: folder or URL of the checkpoints. May be outside ``root``.
-        hf: model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``.
-        sample: text written by the trained model.
-        launchers: numbers of the launchers whose ranks train here: see `run_lock`.
+    ``records`` is read by ``zero-engine report``, ``hf`` by transformers' ``from_pretrained``.
+    ``metrics`` has the values of TensorBoard's log, and ``resolved_config`` all settings with
+    defaults. ``checkpoint`` may be elsewhere, or a URL.
     """
 
     def __init__(self, root: Path, checkpoints: str | None = None) -> None:
@@ -59,11 +52,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunFolder:
-        """Return the folder that options name. Without an option, checkpoints are those of its run.
-
-        Raises:
-            ConfigError: ``checkpoints`` is a URL that cannot be opened, or ``output`` is a URL.
-        """
+        """Return the folder that options name. Without an option, checkpoints are those of its run."""
         output, checkpoints = options.get("output") or RunSettings().output, None
         try:
             folder = cls(local_path(output, "a run"))
@@ -85,7 +74,6 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run has begun in this folder."""
         return self.resolved_config.is_file()
 
 
@@ -155,17 +143,11 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
 
 
 def engine_config(path: str | None) -> dict[str, Any]:
-    """Return the configuration at ``path``, or the default one, with its "auto" values.
-
-    Raises:
-        ConfigError: the file cannot be read or is no JSON object.
-    """
     text = default_config_text() if path is None else read_config_text(Path(path), "--config")
     return parse_json(text, f"--config {path}")
 
 
 def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return ``config`` with the schedule's "auto" values derived from the number of steps."""
     scheduler = config.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     if not isinstance(scheduler, dict) or not isinstance(params, dict):
@@ -176,7 +158,6 @@ def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> None:
-    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins."""
     text = json.dumps({"run": settings.model_dump(), **parts}, indent=2) + "\n"
     aside = folder.resolved_config.with_name(".config.resolved.tmp")
     try:
@@ -188,7 +169,6 @@ def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> No
 
 
 def read_resolved(folder: RunFolder) -> dict[str, Any]:
-    """Return the content that `write_resolved` wrote."""
     try:
         content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
         # Null means a default. Later versions may lack a setting that is null here.

@@ -65,11 +65,8 @@ waits for the writer."""
 class TrainingRun:
     """Run that is prepared in its folder.
 
-    Attributes:
-        config: the engine's configuration, with its "auto" values filled in.
-        checkpoints: folder or URL.
-        is_resumed: whether the run continues from a checkpoint.
-        max_copy_bytes: bytes of a rank's states that a save may copy. None if unknown.
+    ``config`` is the engine's, without "auto" values. ``checkpoints`` is a folder or URL.
+    ``max_copy_bytes`` limits the copy of a rank's states for a save. None: no limit is known.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class TrainingRun:
         *,
         is_resumed: bool,
     ) -> None:
-        """Open the text. ``config`` is as the user wrote it."""
         self.settings = settings
         self.device = device
         self.corpus = open_corpus(folder.data, settings.seed, device)
@@ -111,15 +107,10 @@ class TrainingRun:
         return step - 1 if lacks_evaluation or lacks_save else step
 
     def client_state(self, step: int) -> dict[str, Any]:
-        """Return the run's part of a checkpoint."""
         return {"step": step, "sha256_of_text": self.corpus.sha256_of_text}
 
     def first_step(self, client_state: Mapping[str, Any] | None) -> int:
-        """Return the number of steps taken, according to the checkpoint's state, if any.
-
-        Raises:
-            ConfigError: the checkpoint has another text, or more steps than the run.
-        """
+        """Return the number of steps taken, according to the checkpoint's state, if any."""
         if client_state is None:
             return 0
         if client_state.get("sha256_of_text") not in (None, self.corpus.sha256_of_text):
@@ -170,11 +161,7 @@ class TrainingRun:
     ) -> signal.Signals | None:
         """Log a step. Returns the signal that asks the run to stop before its end, if any.
 
-        Args:
-            engine: of the run.
-            step: steps taken, including this step.
-            loss: sum of this rank's micro-batches: 0-dim, float64, on the device.
-            learning_rate: rate of this step.
+        ``loss`` is the sum of this rank's micro-batches: 0-dim, float64, on the device.
         """
         # One small all-reduce has all values that ranks exchange after a step.
         held = [0.0] * engine.world_size
@@ -210,7 +197,6 @@ class TrainingRun:
             self._reporter.held_out(step, loss / num_batches)
 
     def doing(self, what: str) -> None:
-        """Show the program's work after a step."""
         if self._reporter:
             self._reporter.doing(what)
 
@@ -222,7 +208,6 @@ class TrainingRun:
             write_sample(engine, model, self.corpus, self._folder, self.settings.sample_tokens)
 
     def say_farewell(self, stop: signal.Signals | None) -> None:
-        """Draw the logs, and print the folder of the results or the command to continue."""
         if self._reporter is None:
             return
         plot_run(self._folder)
@@ -241,17 +226,10 @@ class TrainingRun:
 
 @contextmanager
 def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
-    """Join the ranks and prepare the run that ``options`` ask for.
+    """Join the ranks and prepare the run that ``options`` ask for: fields of `RunSettings`, or None.
 
     Restarted ranks continue from the newest checkpoint, or from the copies in memory of
     ``memory_checkpoint``, whatever ``start`` is.
-
-    Args:
-        options: fields of `RunSettings`. None means the default.
-        start: how the run begins.
-
-    Raises:
-        ZeroError: a setting or the data is not usable.
     """
     device = join_ranks()
     folder = RunFolder.of(options)
@@ -292,11 +270,7 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
 
 
 def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
-    """Open the text that rank 0 has prepared.
-
-    Raises:
-        ConfigError: on all ranks, if one of them finds no text or another text than rank 0.
-    """
+    """Open the text that rank 0 has prepared. Fails on all ranks if it differs on one of them."""
     corpus: Corpus | None = None
     with suppress(FileNotFoundError):
         corpus = Corpus.open(folder, seed=seed)
@@ -353,10 +327,7 @@ def write_sample(
     folder: RunFolder,
     num_tokens: int | None = None,
 ) -> None:
-    """Let the model continue the first quarter of a held-out window. Every rank must call it.
-
-    ``num_tokens`` is the length of the continuation. None: to the end of the context.
-    """
+    """Let the model continue the first quarter of a held-out window. Every rank must call it."""
     window = corpus.held_out[:1].long().to(engine.device)
     context = window.shape[1]
     prompt = window[:, : max(1, context // 4)]
