@@ -87,9 +87,9 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """Writer of (name, value, samples) to every sink. ``engine.monitor`` is one.
+    """Writer of (name, value, samples) to every sink, on rank 0. ``engine.monitor`` is one.
 
-    ``enabled`` tells on every rank whether the configuration asks for a sink. Rank 0 writes.
+    ``enabled`` is true on every rank if the configuration asks for a sink.
     """
 
     def __init__(self, settings: MonitorSettings, *, rank: int) -> None:

@@ -45,7 +45,7 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
 
 
 def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | None) -> int:
-    """Check the request before ranks are started, which takes seconds. Returns the number of ranks."""
+    """Check the request before ranks are started. Returns the number of ranks to start."""
     num_gpus = torch.cuda.device_count()
     if num_ranks is not None and 0 < num_gpus < num_ranks:
         raise ConfigError(f"--ranks {num_ranks}: this machine has {num_gpus} GPUs, one per rank")

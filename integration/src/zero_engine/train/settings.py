@@ -52,7 +52,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunFolder:
-        """Return the folder that options name. Without an option, checkpoints are those of its run."""
+        """Return the folder that options name, with the checkpoints of its run by default."""
         output, checkpoints = options.get("output") or RunSettings().output, None
         try:
             folder = cls(local_path(output, "a run"))

@@ -226,7 +226,7 @@ class TrainingRun:
 
 @contextmanager
 def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
-    """Join the ranks and prepare the run that ``options`` ask for: fields of `RunSettings`, or None.
+    """Join the ranks and prepare the run. ``options`` are fields of `RunSettings`, or None.
 
     Restarted ranks continue from the newest checkpoint, or from the copies in memory of
     ``memory_checkpoint``, whatever ``start`` is.
