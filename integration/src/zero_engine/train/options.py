@@ -82,7 +82,7 @@ class RunSettings(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunSettings:
-        """Return the settings with ``values``. A wrong value raises a ConfigError with its option."""
+        """Return the settings with ``values``. Raises ConfigError with the wrong option."""
         try:
             return cls(**values)
         except ValidationError as error:
