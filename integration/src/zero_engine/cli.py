@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 import zero_engine
 from zero_core.errors import ZeroError
 from zero_engine.checkpoints import convert, export, inspect, prune, verify
-from zero_engine.launch.orphans import end_with_launcher
+from zero_engine.launch.started_ranks import end_with_launcher
 from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.progress import quiet, working
 from zero_engine.report import report

@@ -30,8 +30,7 @@ from zero_engine.script.deepspeed_options import (
     process_number_saved,
     read_host_file,
 )
-from zero_engine.script.hook import install
-from zero_engine.script.mends import mend_loading
+from zero_engine.script.hook import install, mend_loading
 from zero_engine.script.run import run_program
 
 SEES = """

@@ -35,8 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from zero_core.adapters import write_error_file
 from zero_core.errors import CollectiveError, ZeroError
-from zero_engine.launch.orphans import end_with_launcher
-from zero_engine.launch.started_ranks import device_index
+from zero_engine.launch.started_ranks import device_index, end_with_launcher
 from zero_engine.terminal import exit_code
 
 _INTERVAL_S = 0.02

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.run import run
 
 from zero_core.errors import CollectiveError
-from zero_engine.launch.orphans import GRACE_PERIOD_S
+from zero_engine.launch.started_ranks import GRACE_PERIOD_S
 
 _OF_A_PEER = CollectiveError.__name__
 

@@ -22,8 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero_core import ShardedModel
 from zero_engine.machine import used_bytes
-from zero_engine.monitoring.monitors import Monitor, StepFacts, StepObserver
-from zero_engine.monitoring.settings import CommsLoggerSettings, FlopsProfilerSettings
+from zero_engine.monitoring.monitors import (
+    CommsLoggerSettings,
+    FlopsProfilerSettings,
+    Monitor,
+    StepFacts,
+    StepObserver,
+)
 
 _GB = 1e9
 _HOST = torch.device("cpu")
@@ -226,7 +231,12 @@ class FlopsProfiler(StepObserver):
 
     def step_done(self, facts: StepFacts) -> None:
         if self._step == self._settings.profile_step:
-            self._write()
+            if self._settings.output_file is None:
+                self._say(self.report())
+            else:
+                path = Path(self._settings.output_file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(self.report() + "\n", encoding="utf-8")
         self._step = facts.global_steps
 
     def report(self) -> str:
@@ -262,15 +272,6 @@ class FlopsProfiler(StepObserver):
             return {}
         counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return dict(counter.get_flop_counts())
-
-    def _write(self) -> None:
-        text = self.report()
-        if self._settings.output_file is None:
-            self._say(text)
-        else:
-            path = Path(self._settings.output_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", encoding="utf-8")
 
 
 class CommunicationLog(StepObserver):

@@ -97,7 +97,21 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
     Raises:
         ConfigError: an option is not supported, or does not fit the others or this machine.
     """
-    _refuse(parsed)
+    if parsed.autotuning:
+        raise ConfigError(
+            f"--autotuning {parsed.autotuning} is not served: `zero-engine plan` says which "
+            "configurations fit and what each costs"
+        )
+    if parsed.bind_cores_to_rank or parsed.bind_core_list:
+        raise ConfigError(
+            "--bind_cores_to_rank and --bind_core_list are not served: give --numa-binding=node to "
+            "bind ranks to the cores beside their GPU, or start the ranks by numactl"
+        )
+    if parsed.force_multi:
+        raise ConfigError(
+            "--force_multi is not served: ranks are started on this machine alone; give the "
+            "command on the host that is to run it"
+        )
     hosts = _chosen_hosts(parsed, parser)
     if len(hosts) > 1 and not parsed.no_ssh:
         raise ConfigError(_commands_of_nodes(parsed, hosts, arguments))
@@ -145,24 +159,6 @@ def process_number_saved(*, is_asked: bool) -> Iterator[None]:
     finally:
         if is_asked:
             path.unlink(missing_ok=True)
-
-
-def _refuse(parsed: Namespace) -> None:
-    if parsed.autotuning:
-        raise ConfigError(
-            f"--autotuning {parsed.autotuning} is not served: `zero-engine plan` says which "
-            "configurations fit and what each costs"
-        )
-    if parsed.bind_cores_to_rank or parsed.bind_core_list:
-        raise ConfigError(
-            "--bind_cores_to_rank and --bind_core_list are not served: give --numa-binding=node to "
-            "bind ranks to the cores beside their GPU, or start the ranks by numactl"
-        )
-    if parsed.force_multi:
-        raise ConfigError(
-            "--force_multi is not served: ranks are started on this machine alone; give the "
-            "command on the host that is to run it"
-        )
 
 
 def _chosen_hosts(parsed: Namespace, parser: ArgumentParser) -> Hosts:

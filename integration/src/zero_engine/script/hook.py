@@ -15,14 +15,18 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
-from zero_engine.script.mends import HOME, MENDS
-
+HOME = "zero_engine.deepspeed"
+_TAKEN = ["model", "state_dict", "load_config"]
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Without this variable, threads read all weights of a quantized checkpoint ahead."""
 ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -118,7 +122,12 @@ class _Served(MetaPathFinder):
         if fullname != SERVED and not fullname.startswith(f"{SERVED}."):
             return None
         home = f"{HOME}{fullname.removeprefix(SERVED)}"
-        found = _spec_of(home)
+        try:
+            found = importlib.util.find_spec(home)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{home}.".startswith(f"{error.name}."):
+                raise
+            found = None  # a parent is a module, not a package
         if found is None:
             # With None, the next finder would find an installed DeepSpeed's module.
             raise ModuleNotFoundError(
@@ -143,15 +152,6 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has set the alias' spec
-
-
-def _spec_of(home: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(home)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{home}.".startswith(f"{error.name}."):
-            return None  # a parent is a module, not a package
-        raise
 
 
 def _mended(
@@ -186,3 +186,124 @@ def _mended(
     # Patch this loader only: its class is the interpreter's.
     spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
     return spec
+
+
+def mend_accelerate(module: Any) -> None:
+    """Let accelerate see all ranks with DeepSpeed on machines without an accelerator.
+
+    accelerate (1.15, ``PartialState.__init__``) asks ``_prepare_backend`` for the backend. Without
+    an accelerator and with ``cpu=False``, as for DeepSpeed, the answer is None. accelerate then
+    joins the group, but takes every rank for the only process: each would read all data and write
+    every file. Here the answer is gloo.
+    """
+    state = module.PartialState
+    prepare = state._prepare_backend
+
+    def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        backend, kind = prepare(self, *args, **kwargs)
+        uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        has_ranks = uses_deepspeed and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if backend is None and not self._cpu and has_ranks:
+            backend = "gloo"
+            if os.environ.get("RANK", "0") == "0":
+                import logging
+
+                logging.getLogger("zero_engine").warning(
+                    "no accelerator: accelerate is told to join %s ranks by gloo, as it would "
+                    "otherwise take every rank for the only one",
+                    os.environ["WORLD_SIZE"],
+                )
+        return backend, kind
+
+    state._prepare_backend = prepare_backend
+
+
+def mend_lightning(module: Any) -> None:
+    """Let Lightning's own DeepSpeed strategies run without an accelerator.
+
+    Lightning (2.6, ``DeepSpeedStrategy.setup_environment`` of the Trainer and of Fabric) accepts
+    only CUDA devices with an index, as DeepSpeed needs them. This engine also computes on CPUs.
+    """
+    cuda = module.CUDAAccelerator
+    cpu = importlib.import_module(cuda.__module__.rpartition(".")[0]).CPUAccelerator
+    validate = module._validate_device_index_selection
+    # The module uses CUDAAccelerator only in isinstance(), which accepts a tuple of classes.
+    module.CUDAAccelerator = (cuda, cpu)
+    module._validate_device_index_selection = lambda devices: validate(
+        [device for device in devices if device.type != "cpu"]
+    )
+
+
+def mend_loading(module: Any) -> None:
+    """Let transformers shard a quantized model while it loads the weights.
+
+    At stage 3 transformers (5.23, ``PreTrainedModel.from_pretrained``) makes a model within
+    ``zero.Init``, unless it is quantized: it then loads the whole model on every rank. With this
+    patch each parameter is sharded when it has its value.
+    """
+    import inspect
+
+    load = module.convert_and_load_state_dict_in_model
+    found = list(inspect.signature(load).parameters)
+    if found[: len(_TAKEN)] != _TAKEN:
+        raise ImportError(f"{load.__name__}() takes {found}, expected {_TAKEN} first")
+
+    @wraps(load)
+    def load_sharded(
+        model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+        with ExitStack() as stack:
+            is_sharded = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
+            if is_sharded and load_config.hf_quantizer is not None:
+                importlib.import_module(HOME).init_distributed()
+                stack.callback(_set_variable, _SEQUENTIAL, os.environ.get(_SEQUENTIAL))
+                os.environ[_SEQUENTIAL] = "1"
+                loading = importlib.import_module(f"{HOME}.zero.quantized_loading")
+                stack.enter_context(loading.sharded_loading())
+            return load(model, state_dict, load_config, *args, **kwargs)
+
+    module.convert_and_load_state_dict_in_model = load_sharded
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def mend_resizing(module: Any) -> None:
+    """Gather the embeddings of a quantized model before transformers resizes them."""
+    model = module.PreTrainedModel
+    # Models override resize_token_embeddings for further embeddings (Gemma 4), so patch its
+    # helpers.
+    for name in ("_get_resized_embeddings", "_get_resized_lm_head"):
+        setattr(model, name, _gathering(getattr(model, name)))
+
+
+def _gathering(resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``resize``, a method of a model, with the module's parameters gathered around it."""
+
+    @wraps(resize)
+    def resize_gathered(self: Any, old: Any, *args: Any, **kwargs: Any) -> Any:
+        if "hf_quantizer" not in vars(self):
+            return resize(self, old, *args, **kwargs)
+        gather = importlib.import_module(HOME).zero.GatheredParameters
+        with gather(old.parameters(), modifier_rank=0):
+            return resize(self, old, *args, **kwargs)
+
+    return resize_gathered
+
+
+MENDS: Mapping[str, Callable[[Any], None]] = {
+    "accelerate.state": mend_accelerate,
+    "lightning.fabric.strategies.deepspeed": mend_lightning,
+    "lightning.pytorch.strategies.deepspeed": mend_lightning,
+    # The package pytorch-lightning has the same modules under other names.
+    "lightning_fabric.strategies.deepspeed": mend_lightning,
+    "pytorch_lightning.strategies.deepspeed": mend_lightning,
+    "transformers.core_model_loading": mend_loading,
+    "transformers.modeling_utils": mend_resizing,
+}

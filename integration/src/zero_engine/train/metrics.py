@@ -67,7 +67,12 @@ class Reporter:
         self._said_at = time.monotonic()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._log_place, name="place", daemon=True)
-        _cut_log(folder.metrics, first_step)
+        if folder.metrics.exists():
+            # A run that restarts at step 0 repeats the evaluation before the first step.
+            entries = read_metrics(folder.metrics) if first_step else []
+            kept = [entry for entry in entries if entry["step"] <= first_step]
+            lines = "".join(json.dumps(entry) + "\n" for entry in kept)
+            folder.metrics.write_text(lines, encoding="utf-8")
         self._log = folder.metrics.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder.tensorboard), purge_step=first_step + 1)
         self._console = Console()
@@ -159,10 +164,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:  # the process died while writing this line
             break
     return entries
-
-
-def _cut_log(path: Path, last_step: int) -> None:
-    if path.exists():
-        # A run that restarts at step 0 repeats the evaluation before the first step.
-        kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step and last_step]
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")

@@ -25,7 +25,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from zero_core.checkpoint import find_launcher, started_at, write_synced
 from zero_core.errors import ConfigError
-from zero_engine.launch.orphans import GRACE_PERIOD_S
+from zero_engine.launch.started_ranks import GRACE_PERIOD_S
 from zero_engine.train.options import Start
 from zero_engine.train.settings import RunFolder
 
