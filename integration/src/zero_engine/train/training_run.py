@@ -58,8 +58,7 @@ from zero_engine.train.settings import (
 __all__ = ["Corpus", "RunSettings", "Start", "TrainingRun", "open_corpus", "open_run"]
 
 COPY_SHARE = 1 / 8
-"""Largest share of the host's memory for copies of states during a save. A step that needs more
-waits for the writer."""
+"""Largest share of the host's memory for copies of states during a save."""
 
 
 class TrainingRun:
