@@ -46,11 +46,7 @@ def fingerprint() -> dict[str, object]:
 
 
 def keep(found: Calibration, written_to: str) -> Path:
-    """Replace the kept rates by those of this machine, atomically. Returns the file's path.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Replace the kept rates by those of this machine, atomically. Returns the file's path."""
     path = kept_path()
     content = {**json.loads(found.to_json()), "machine": fingerprint()}
     part = path.with_suffix(f".{os.getpid()}.part")
@@ -67,11 +63,7 @@ def keep(found: Calibration, written_to: str) -> Path:
 
 
 def kept_rates() -> KeptRates:
-    """Return the kept rates if their `fingerprint` is this machine's.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Return the kept rates if their `fingerprint` is this machine's."""
     path = kept_path()
     if not path.exists():
         return KeptRates(None, f"no times: no rates are kept in {path}: {MEASURE}")

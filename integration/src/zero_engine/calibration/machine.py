@@ -52,7 +52,7 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
 
 
 def default_ranks(cores: int, devices: int) -> set[int]:
-    """Return the numbers of ranks to measure: 1 and all devices, or 1, 2 and the cores of a CPU."""
+    """Return 1 and the number of devices, or on a CPU 1, 2 and the cores, at most `MOST_RANKS`."""
     return {1, devices} if devices else {1, min(2, cores), min(MOST_RANKS, cores)}
 
 

@@ -147,9 +147,9 @@ def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
 
 
 def _fit(rows: Tensor) -> Tensor:
-    """Return non-negative factors with which the columns but the last sum up to the last column.
+    """Return non-negative factors of the columns whose sum fits the last column best.
 
-    Least squares of the relative error: a small product counts as much as a large one.
+    The error is relative: a small product counts as much as a large one.
     """
     scaled = rows[:, :-1] / rows[:, -1:]
     used = list(range(scaled.shape[1]))

@@ -1,1 +1,1 @@
-"""Start ranks, detect ranks that a launcher has started, and join them."""
+"""Start ranks, find ranks that a launcher has started, and join them."""

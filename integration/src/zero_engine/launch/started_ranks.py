@@ -1,4 +1,6 @@
-"""Ranks that srun or mpirun has started: torchrun's variables, derived from theirs.
+"""Ranks that srun or mpirun has started, and ranks whose launcher has died.
+
+`rank_variables` derives torchrun's variables from these:
 
     starter                rank, number of ranks                     local rank
     Open MPI's mpirun      OMPI_COMM_WORLD_RANK, _SIZE               OMPI_COMM_WORLD_LOCAL_RANK

@@ -1,10 +1,8 @@
 """Observers of a step: times, samples per second, memory, operations, and bytes sent.
 
 DeepSpeed's keys for them are ``wall_clock_breakdown``, ``memory_breakdown``, ``flops_profiler`` and
-``comms_logger``.
-
-On an accelerator, times come from events on the current stream. At the end of a step the host waits
-for the last event, only if times are asked for.
+``comms_logger``. On an accelerator, times are those of events on the current stream: the host waits
+for the last event at the end of a step, only if times are asked for.
 """
 
 from __future__ import annotations
@@ -158,7 +156,6 @@ class ThroughputTimer:
         self.epoch_count += 1
 
     def step_done(self, facts: StepFacts) -> None:
-        """Record the time at which the host ends a step. The device is not waited for."""
         self.global_step_count = facts.global_steps
         self._last = time.perf_counter(), facts.global_samples
         self._first = self._first or self._last

@@ -102,9 +102,7 @@ class StepShape:
         is_in_backward: whether the host's update in backward is final.
         undo_share: share of the host's elements that an undo log lets it update in backward.
         agree: resource and seconds of the small all-reduce.
-        per_step_s: the engine's Python work in a step.
         num_together: micro-batches that pass through a unit before the next unit.
-        tied_down_s, tied_up_s: copies of one micro-batch's gradients of tied weights.
         waiting: units updated after the decision although the undo log has room for them.
     """
 

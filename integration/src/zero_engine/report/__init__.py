@@ -13,16 +13,13 @@ from zero_engine.terminal import Answer, Text, option, reporting, require
 
 
 def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None = None) -> Path:
-    """Write the page about a run. Entry point of zero-core.
+    """Write the page about a run. Entry point of zero-core. Needs the extra "report".
 
-    Args:
-        run: folder of the run, or of its records.
-        path: of the page, which is returned.
-        memory_limit: bytes that a rank may take. None: its device's, or its share of the host's.
+    ``run`` is the folder of the run, or of its records. ``memory_limit`` is the bytes that a rank
+    may take. None: its device's, or its share of the host's.
 
     Raises:
         ConfigError: there are no records, or the page cannot be written.
-        MissingPartError: the extra "report" is not installed.
     """
     require("report", "a report", "jinja2", "vl_convert")
     from zero_engine.report.compose import compose

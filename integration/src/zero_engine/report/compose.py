@@ -333,10 +333,7 @@ def _environment(found: Measured) -> Iterator[Block]:
 
 
 def plan_of(run: Run, limit: int | None) -> tuple[Plan | None, str]:
-    """Return the plan of a run's configuration, and the reason why it is missing or incomplete.
-
-    ``limit`` is the bytes that one rank may take.
-    """
+    """Return the plan of a run's configuration, and the reason why it is missing or incomplete."""
     if not run.run.model:
         return None, "no plan: the model has no Hugging Face configuration to make it from"
     is_host = run.run.environment.get("device") == "cpu"

@@ -79,7 +79,6 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML. The extra "report" must be installed."""
     import jinja2
     from markupsafe import Markup
     from vl_convert import javascript_bundle

@@ -59,7 +59,6 @@ class Rank:
 
     @property
     def end(self) -> EventRecord | None:
-        """End of the start `run`, None if none was recorded."""
         since = self.run.started_at
         ends = [e for e in self.events if e.what in ("ended", "failed") and e.at >= since]
         return ends[-1] if ends else None
@@ -250,7 +249,6 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Length of a step. Ranks' lengths differ only slightly."""
         return max(rank.seconds for rank in self.ranks)
 
     @property

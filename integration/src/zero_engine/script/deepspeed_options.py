@@ -82,7 +82,6 @@ SHORT = {"hostfile": ("-H",), "include": ("-i",), "exclude": ("-e",), "quiet": (
 
 
 def with_host_file(arguments: Sequence[str]) -> list[str]:
-    """Return arguments of the program ``deepspeed``, preceded by `HOST_FILE` if it exists."""
     # A --hostfile in `arguments` comes later, so it wins.
     return [*(["--hostfile", HOST_FILE] if Path(HOST_FILE).is_file() else []), *arguments]
 
@@ -90,12 +89,9 @@ def with_host_file(arguments: Sequence[str]) -> list[str]:
 def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """Replace DeepSpeed's options in ``parsed`` by torchrun's, in place.
 
-    If slots are chosen, sets the variable of visible devices in this process's environment.
-    ``arguments`` are those that ``parser`` parsed, for messages. Returns lines to print: options
-    that have no effect.
-
-    Raises:
-        ConfigError: an option is not supported, or does not fit the others or this machine.
+    If slots are chosen, sets the variable of visible devices in this process's environment. Returns
+    lines to print: options that have no effect. Raises ConfigError for options that are not
+    supported.
     """
     if parsed.autotuning:
         raise ConfigError(
@@ -211,7 +207,6 @@ def _host_file(parsed: Namespace) -> Hosts:
 
 
 def _slots_here(parsed: Namespace) -> tuple[int, ...]:
-    """Return this machine's slots: its devices, or on the CPU the requested number."""
     devices = torch.accelerator.device_count()
     if devices:
         return tuple(range(devices))

@@ -1,10 +1,9 @@
 """Import hook that serves ``deepspeed`` and ``deepspeed.*`` as ``zero_engine.deepspeed.*``.
 
-    alias    one module object under both names
-    mended   another project's module, patched after its import
-
-``on_path/sitecustomize.py`` installs the hook in every Python process, before it is known whether
-the process imports deepspeed. Therefore this file imports only the standard library at the top.
+The hook also patches modules of accelerate, Lightning and transformers after their import
+(`MENDS`). ``on_path/sitecustomize.py`` installs it in every Python process, before it is known
+whether the process imports deepspeed. Therefore this file imports only the standard library at the
+top.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None
 
 
 def hooked(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` with the hook's folders in front of PYTHONPATH and PATH."""
     return {
         **environment,
         "ZERO_ENGINE_PYTHON": sys.executable,  # Python for the program `deepspeed`

@@ -35,11 +35,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 def read_text(path: str | None) -> str:
-    """Return the text to train on: the file at ``path``, or the Python standard library's source.
-
-    Raises:
-        ConfigError: the file is missing, a folder, empty, or not UTF-8.
-    """
+    """Return the text to train on: the file at ``path``, or the Python standard library's source."""
     if path is None:
         return _read_stdlib()
     file = Path(path)

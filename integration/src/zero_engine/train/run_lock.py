@@ -31,11 +31,7 @@ from zero_engine.train.settings import RunFolder
 
 
 def longest_wait_s(start: Start) -> float:
-    """Return how many seconds a start waits for another program in its folder to end.
-
-    A resumed run waits for ranks that save after their launcher was killed. A new run waits only
-    for a process that is exiting.
-    """
+    """Return the wait for another program in the folder. Killed launchers leave ranks that still save."""
     return GRACE_PERIOD_S if start in (Start.RESUME, Start.AUTO) else 10.0
 
 

@@ -1,7 +1,4 @@
-"""Settings of a new or resumed run, and the paths of its results.
-
-The settings are written to ``config.resolved.json``, from which a resumed run reads them.
-"""
+"""Settings of a run, kept in ``config.resolved.json``, and the paths of its results."""
 
 from __future__ import annotations
 
@@ -80,8 +77,7 @@ class RunFolder:
 def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """Return the settings of a new run: ``options`` that are not None, over the defaults.
 
-    With `Start.AUTO` checkpoints may exist in another place than the folder: a machine was
-    replaced.
+    With `Start.AUTO` checkpoints may exist elsewhere: a machine was replaced.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)

@@ -190,7 +190,6 @@ class TrainingRun:
         return StopRequest.from_flags(flags_and_memory[: len(StopRequest.HANDLED)])
 
     def log_held_out(self, step: int, sums: Tensor) -> None:
-        """Log the loss on held-out text. ``sums``: this rank's sum of losses, and its batches."""
         loss, num_batches = sum_over_ranks(sums).tolist()
         if self._reporter:
             self._reporter.held_out(step, loss / num_batches)
