@@ -31,7 +31,10 @@ from zero_engine.train.settings import RunFolder
 
 
 def longest_wait_s(start: Start) -> float:
-    """Return the wait for another program in the folder. Killed launchers leave ranks that still save."""
+    """Return the seconds that a start waits for another program in its folder to end.
+
+    A resumed run also waits for ranks that save after their launcher was killed.
+    """
     return GRACE_PERIOD_S if start in (Start.RESUME, Start.AUTO) else 10.0
 
 
