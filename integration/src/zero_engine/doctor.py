@@ -171,7 +171,7 @@ def _comm_kernels() -> _Row:
         backend = str(importlib.import_module("zero_comm").backend())
     except ValueError as error:  # ZERO_COMM_BACKEND names a missing backend
         return "CPU quantizer", "unknown", "missing", str(error)
-    except Exception as error:  # told in the line above: the package is missing or broken
+    except Exception as error:  # `_packages` reports why the import fails
         return "CPU quantizer", f"unknown ({type(error).__name__})", "missing"
     if backend != "torch":
         return "CPU quantizer", backend
@@ -196,7 +196,8 @@ def _machine() -> Iterator[_Row]:
         value = f"{shown}; pin_memory is not limited by it: CUDA pins by itself"
         yield "lockable memory", value, "note", advice
     yield _numa()
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.8 has the second name
+    # The second is the old name, of torch 2.8.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     asked = next((os.environ[name] for name in names if name in os.environ), "")
     value = asked or "torch's defaults"
     if "expandable_segments:true" in asked.replace(" ", "").lower():

@@ -34,7 +34,7 @@ _LARGEST = {"layers": 10_000, "width": 2**20, "heads": 2**20, "vocab": 2**31, "t
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Options of ``zero-engine plan``. ``sizes`` are a GPT-2's, ``tokens`` is ``--seq-length``."""
+    """Options of ``zero-engine plan``. ``sizes`` are a GPT-2's, ``tokens`` are ``--seq-length``."""
 
     model: str | None
     sizes: Mapping[str, int]
@@ -100,7 +100,7 @@ class PlanRequest:
 
     def settings(self) -> dict[str, Any]:
         found = engine_config(self.config)
-        # Only a run's length gives "auto" values.
+        # A run fills "auto" values of its schedule from its number of steps, which a plan lacks.
         if AUTO in json.dumps(found.get("scheduler", {})):
             del found["scheduler"]
         given = {
@@ -220,7 +220,7 @@ def write_plan(plan: TimedPlan, json_path: str | None, png_path: str | None) -> 
             Path(json_path).write_text(plan.to_json() + "\n", encoding="utf-8")
         if png_path is not None:
             draw_plan(plan, Path(png_path))
-    except (OSError, ValueError) as error:  # matplotlib's for an unknown format
+    except (OSError, ValueError) as error:  # ValueError: unknown picture format
         raise ConfigError(f"the plan cannot be written: {error}") from None
 
 

@@ -22,8 +22,7 @@ from rich.progress import (
 def working(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show on stderr that ``what`` is in progress. Yields a function that shows how much is done.
 
-    ``show(3, 8)`` means three of eight. Shows nothing if stderr is no terminal, or on ranks above
-    0.
+    ``show(3, 8)`` means three of eight. Shows nothing without a terminal, or on ranks above 0.
     """
     console = Console(stderr=True)
     is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"

@@ -76,7 +76,7 @@ def refuse(error: ZeroError, *, as_json: bool) -> int:
 
 
 def require(extra: str, user: str, *modules: str) -> None:
-    """Raise MissingPartError for the first of ``modules`` that is missing. ``extra`` has them."""
+    """Raise MissingPartError if one of ``modules``, which the extra installs, is missing."""
     for module in modules:
         if find_spec(module) is None:
             raise MissingPartError(

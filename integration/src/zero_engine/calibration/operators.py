@@ -36,7 +36,7 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 
 def rising(points: Points) -> Points:
-    """Return the points with seconds that never fall as the amount rises."""
+    """Return the points with seconds lowered where they exceed those of a larger amount."""
     found = points[-1:]
     for amount, seconds in reversed(points[:-1]):
         found.insert(0, (amount, min(seconds, found[0][1])))
@@ -57,8 +57,8 @@ class Stopwatch:
     def seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
         """Return the lower quartile of the seconds of a call: other programs only slow it down.
 
-        One call before is not timed. Every rank must call it. ``is_together`` is for collectives:
-        all ranks then repeat the call equally often.
+        A first call is a warm-up. Every rank must call it. ``is_together`` is for collectives: all
+        ranks then repeat the call equally often.
         """
         times = self._times(call, TOGETHER if is_together else LEAST, is_together)
         return sorted(times)[len(times) // 4]
@@ -147,9 +147,9 @@ def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
 
 
 def _fit(rows: Tensor) -> Tensor:
-    """Return non-negative factors of the columns whose sum fits the last column best.
+    """Fit the last column by a sum of the others. Returns the non-negative factors.
 
-    The error is relative: a small product counts as much as a large one.
+    The fit minimizes the relative error: a small product counts as much as a large one.
     """
     scaled = rows[:, :-1] / rows[:, -1:]
     used = list(range(scaled.shape[1]))

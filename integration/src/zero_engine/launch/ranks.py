@@ -61,12 +61,12 @@ def join_ranks() -> torch.device:
         device = torch.device("cuda", index or 0)
         torch.cuda.set_device(device)
     if is_under_launcher():
-        # Without device_id= torch connects at the first collective. With it, a rank that fails
-        # before joining would leave the other ranks waiting here.
+        # Without device_id= torch connects at the first collective. With device_id=, a rank that
+        # fails before joining would leave the other ranks waiting here.
         backend = "nccl" if has_gpu else "gloo"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             dist.init_process_group(backend)
-        else:  # [Note: a fresh store]
+        else:  # see [Note: a fresh store] above
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             kept = TCPStore(address, port, is_master=False)
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -158,7 +158,7 @@ def fail(error: ZeroError) -> NoReturn:
     """Print an error and exit with code 2 for a mistake of the user's, else with 1.
 
     Several ranks may hit the same mistake. Ranks other than 0 wait before they print, so that the
-    launcher ends them if rank 0 has printed it. The rank's error file passes the error to torchrun.
+    launcher ends them if rank 0 prints the mistake. The rank's error file informs torchrun.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -167,13 +167,13 @@ def fail(error: ZeroError) -> NoReturn:
     write_error_file(type(error).__name__, str(error))
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_initialized():  # sys.exit could abort in threads of the process group
+    if dist.is_initialized():  # the process group's threads may abort the process during sys.exit
         os._exit(exit_code(error))
     sys.exit(exit_code(error))
 
 
 class StopRequest:
-    """Handler that stores this process's first stop signal, to be summed over ranks as flags."""
+    """Handler of stop signals. Stores the first signal, which ranks exchange as summed flags."""
 
     HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -72,7 +72,7 @@ def _exit_code(error: ChildFailedError) -> int:
     )
     failure = failures[rank]
     line = _line(failure)
-    if line and "TORCHELASTIC_ERROR_FILE" in os.environ:  # of an outer launcher
+    if line and "TORCHELASTIC_ERROR_FILE" in os.environ:  # an outer launcher's
         with suppress(OSError):  # the error is printed below in any case
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
     reason = f": {line}" if line else ""
@@ -86,6 +86,6 @@ def _exit_code(error: ChildFailedError) -> int:
 
 
 def _line(failure: ProcessFailure) -> str:
-    message = failure.error_file_data["message"]  # a plain string of torch's if there is no file
+    message = failure.error_file_data["message"]  # without a file, torch puts a plain string here
     line = message["message"] if isinstance(message, dict) else ""
     return str(line).partition("\n")[0]

@@ -66,7 +66,7 @@ class Stopwatch:
         total, self._host_ms = self._host_ms, 0.0
         pairs, self._pairs = self._pairs, []
         if pairs:
-            pairs[-1][1].synchronize()  # later events have no times yet
+            pairs[-1][1].synchronize()  # all other events are earlier on the stream
         return total + sum(float(begun.elapsed_time(ended)) for begun, ended in pairs)
 
     def _now(self) -> torch.Event | float:

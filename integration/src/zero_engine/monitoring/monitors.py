@@ -96,7 +96,7 @@ class FlopsProfilerSettings(_Block):
 
 
 class CommsLoggerSettings(_Block):
-    """``comms_logger``: what the engine's collectives send."""
+    """``comms_logger``: bytes that the engine's collectives send."""
 
     enabled: bool = False
     prof_all: bool = True
@@ -123,7 +123,7 @@ Event = tuple[str, Any, int]
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Facts of a step that has just ended. Skipped steps count."""
+    """Facts of an optimizer step that has just ended, even if it was skipped."""
 
     global_steps: int
     global_samples: int
@@ -157,7 +157,7 @@ class StepObserver:
         self.begin_backward()
 
     def end_plain_backward(self) -> None:
-        """Observe the end of a script's ``loss.backward()``, just before it returns."""
+        """Observe the end of ``loss.backward()``, just before it returns, unless it fails."""
         self.end_backward()
 
     def begin_step(self) -> None:

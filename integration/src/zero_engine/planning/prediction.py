@@ -3,12 +3,12 @@
 [Note: one step]
 The simulated program is that of `zero_core.core.passes` on one rank. A unit's gather is launched
 one unit before its use, in forward and backward. A unit's reduction starts when its gradients are
-complete, and is waited for one unit later. Block inputs that activation checkpointing keeps on the
-host are copied down in forward, and up one unit ahead in backward. Gradients of tied weights are
-copied up before the root's backward. Then ranks agree, and the device and the host update their
-parts. The host updates in backward if nothing can cancel the step (`zero_core.step.update`). A
-unit's next forward waits for its update. `NUM_STEPS` steps are simulated
-(`zero_engine.planning.schedule`), and the last one counts.
+complete, and is waited for one unit later. Block inputs that are kept on the host are copied down
+in forward, and up one unit ahead in backward. Gradients of tied weights are copied up before the
+root's backward. Then a small all-reduce decides whether the step is taken, and the device and the
+host update their parts. The host updates in backward if nothing can cancel the step
+(`zero_core.step.update`). A unit's next forward waits for its update. `NUM_STEPS` steps are
+simulated (`zero_engine.planning.schedule`), and the last one counts.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
 and each micro-batch's gradient of a unit is reduced separately.
@@ -142,8 +142,6 @@ class Prediction:
         self._stage = self.config.zero_optimization.stage
         self._has_peers = self.layout.world_size > 1
 
-    # -------------------------------------------------------------- seconds
-
     def _transfer(self, verb: str, calls: Sequence[tuple[int, int]]) -> Transfer:
         """Return the time of calls, given their (bytes within the node, bytes between nodes)."""
         if not self._has_peers:
@@ -272,8 +270,6 @@ class Prediction:
             tied_down_s=self._copy_s("to_host", tied),
             tied_up_s=self._copy_s("to_device", tied),
         )
-
-    # ------------------------------------------------------------- the step
 
     def at(self, ratio: float) -> StepTime:
         """Return the time of a step with the share ``ratio`` of the optimizer state on the host."""

@@ -3,25 +3,25 @@
 [Note: names of curves]
 `Rates.curves` has a curve for each name. "DTYPE" is a dtype's name, such as "bfloat16".
 
-name                    amount                  seconds of OPERATOR.DTYPE          see `Operator`
-a call of a torch operator, such as "gelu.float32" matmul.DTYPE            floating-point          a
-matrix product, and any operator with a count of
+name                    amount                  seconds of
+OPERATOR.DTYPE          see `Operator`          a call of a torch operator, such as "gelu.float32"
+matmul.DTYPE            floating-point          a matrix product, and any operator with a count of
                         operations              operations but without a curve
 product.DTYPE           bytes read and written  the memory traffic of a product, added to matmul
-memory.DTYPE            bytes read and written  an elementwise operator, and any other operator
-calls                   a call outside its kernel pass                    units
-the engine's work for a unit, forward or backward step                    steps
-the engine's work for a step update.device.DTYPE     elements                the optimizer's update
-on the compute device, by
+memory.DTYPE            bytes read and written  an elementwise operator, and any other
+operator                calls                   a call outside its kernel
+pass                    units                   the engine's work for a unit, forward or backward
+step                    steps                   the engine's work for a step
+update.device.DTYPE     elements                the optimizer's update on the compute device, by
                                                 the dtype of the parameters
 update.host.DTYPE       elements                the update on the host, with the suffix ".int8" or
                                                 ".bfloat16" for moments of fewer bits
 gather.within           bytes a rank sends      a gather among the ranks of a node, also "reduce"
                                                 and "agree" (the small all-reduce of a step)
-gather.between          bytes a rank sends      a gather between nodes gather.between.cpu      bytes
-a rank sends      processor time of a gather between nodes copy.to_host            bytes
-a copy from a device to its host, or "to_device" file.read, file.write   bytes
-access to the disk of NVMe offload
+gather.between          bytes a rank sends      a gather between nodes
+gather.between.cpu      bytes a rank sends      processor time of a gather between nodes
+copy.to_host            bytes                   a copy from a device to its host, or "to_device"
+file.read, file.write   bytes                   access to the disk of NVMe offload
 """
 
 from __future__ import annotations

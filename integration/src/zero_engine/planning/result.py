@@ -1,9 +1,12 @@
 """Plan with times: plain frozen data, as JSON or as tables of text.
 
 [Note: lanes]
-compute  forward, recomputation, backward and the device's update gather   gathers of parameters
-reduce   reductions of gradients, and the step's small all-reduce copies   between a device and its
-host host     the host's update file     reads and writes of NVMe offload
+compute  forward, recomputation, backward and the device's update
+gather   gathers of parameters
+reduce   reductions of gradients, and the step's small all-reduce
+copies   between a device and its host
+host     the host's update
+file     reads and writes of NVMe offload
 
 A lane's seconds are the sum of its work. Lanes overlap, so their sum exceeds the step. If ranks
 compute on the CPU, the computing thread also copies data of the same node: the lane is then

@@ -1,14 +1,15 @@
 """Simulation of a step whose lanes overlap as in the engine's schedule.
 
-Nothing waits and nothing is measured. Each piece of work has a duration, a resource, and earlier
-work that it depends on. `zero_offload.testing.virtual_time` drives the real tiers likewise; a test
-compares the two.
+Each piece of work has a duration, a resource, and earlier work that it depends on. In the tests,
+`zero_offload.testing.virtual_time` drives the real tiers with the same durations.
 
 [Note: resources]
-main      the computing thread, or the compute stream: in program order link      collectives
-between ranks: in launch order down      copies to the host: in launch order host      the host's
-updates: of those that are ready, first the lowest ``need``, then the oldest up        copies to the
-device: as host file      reads and writes of NVMe offload: as host
+main      the computing thread, or the compute stream: in program order
+link      collectives between ranks: in launch order
+down      copies to the host: in launch order
+host      the host's updates: of those that are ready, first the lowest ``need``, then the oldest
+up        copies to the device: as host
+file      reads and writes of NVMe offload: as host
 
 If ranks compute on the CPU, all running work shares ``cores``. If more are asked for, all work that
 uses cores is slowed down by the same factor.

@@ -1,7 +1,7 @@
 """Causes that limit a run, and the change with the largest predicted gain.
 
 Each rule looks for one cause in the usual step. It predicts the step's time without the cause from
-the run's own times. The rule with the largest gain gives the verdict. Causes of rank 0 precede:
+the run's own times. The rule with the largest gain gives the verdict. Two causes precede all others:
 gradients that are not finite, and memory that is nearly used up.
 """
 
@@ -38,7 +38,7 @@ class Cause:
         paste: key of the configuration, or command, that makes the change.
         before, after: cost now, and predicted after the change, in ``unit``.
         unit: "s" per update of the parameters, or "bytes" of the fullest rank.
-        rank: 0 precedes 1.
+        rank: priority: 0 precedes 1.
     """
 
     key: str
@@ -154,8 +154,8 @@ def transient_bytes(found: Measured) -> tuple[int, str]:
 def _activation_bytes(found: Measured) -> int:
     """Return an estimate of the bytes of activations in a step.
 
-    It is the growth from one block's forward to the next one's, times the blocks. On a CPU only the
-    first step shows the growth: freed memory stays resident.
+    The estimate is the growth from one block's forward to the next one's, times the blocks. On a
+    CPU only the first step shows the growth: freed memory stays resident.
     """
     best, num_blocks = 0.0, len(found.run.run.units) - 1
     for rank in found.run.ranks:

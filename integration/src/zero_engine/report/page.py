@@ -35,7 +35,7 @@ class Code:
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """Chart, as a Vega-Lite specification."""
+    """Vega-Lite specification of a chart."""
 
     spec: Spec
 

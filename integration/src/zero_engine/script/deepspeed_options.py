@@ -90,8 +90,7 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
     """Replace DeepSpeed's options in ``parsed`` by torchrun's, in place.
 
     If slots are chosen, sets the variable of visible devices in this process's environment. Returns
-    lines to print: options that have no effect. Raises ConfigError for options that are not
-    supported.
+    lines to print: options that have no effect. Raises ConfigError for unsupported options.
     """
     if parsed.autotuning:
         raise ConfigError(
@@ -112,7 +111,7 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
     if len(hosts) > 1 and not parsed.no_ssh:
         raise ConfigError(_commands_of_nodes(parsed, hosts, arguments))
     if len(hosts) > 1:
-        # This machine becomes node --node_rank of the hosts.
+        # This machine becomes the host with index --node_rank.
         names = ", ".join(hosts)
         if parsed.node_rank is None or not 0 <= parsed.node_rank < len(hosts):
             raise ConfigError(
@@ -243,7 +242,7 @@ def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]
 
 
 def _show_devices(slots: Sequence[int]) -> None:
-    """Hide all devices but ``slots`` from ranks. Slots count this process's visible devices."""
+    """Hide all devices but ``slots``, indices of this process's visible devices, from ranks."""
     count = torch.accelerator.device_count()
     if not count:
         return  # without accelerators a slot is just a rank

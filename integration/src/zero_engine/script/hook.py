@@ -1,9 +1,8 @@
 """Import hook that serves ``deepspeed`` and ``deepspeed.*`` as ``zero_engine.deepspeed.*``.
 
-The hook also patches modules of accelerate, Lightning and transformers after their import
-(`MENDS`). ``on_path/sitecustomize.py`` installs it in every Python process, before it is known
-whether the process imports deepspeed. Therefore this file imports only the standard library at the
-top.
+The hook also patches modules of accelerate, Lightning and transformers after their import.
+``on_path/sitecustomize.py`` installs the hook in every Python process, before it is known whether
+the process imports deepspeed. Therefore only the standard library is imported at the top.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def install() -> None:
 def record_uncaught() -> None:
     """Write an uncaught exception to torchrun's error file, unless a parent process does.
 
-    torchrun leaves the file to the script (``@record``).
+    torchrun expects the script to write the file (``@record``).
     """
     path = os.environ.get(ERROR_FILE, "")
     own = f"{os.getpid()} {path}"
@@ -87,7 +86,7 @@ def record_uncaught() -> None:
         shown(kind, error, trace)
         # A forked child keeps the hook, but has another process number.
         if issubclass(kind, Exception) and own == f"{os.getpid()} {path}":
-            with suppress(ImportError):  # the error may be a failed import of zero_core
+            with suppress(ImportError):  # zero_core itself may be missing
                 from zero_core.adapters import write_error_file
 
                 lines = traceback.format_exception(kind, error, trace)
@@ -110,7 +109,7 @@ def tell_after(shown: _ExceptHook) -> _ExceptHook:
 
 
 class _Served(MetaPathFinder):
-    """Finder of aliases and of modules to mend. Must come first in ``sys.meta_path``."""
+    """Finder of ``deepspeed.*`` and of the modules in `MENDS`. Must be first in ``sys.meta_path``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -127,7 +126,7 @@ class _Served(MetaPathFinder):
                 raise
             found = None  # a parent is a module, not a package
         if found is None:
-            # With None, the next finder would find an installed DeepSpeed's module.
+            # Raise: on None, Python asks the next finder, which may find an installed DeepSpeed.
             raise ModuleNotFoundError(
                 f"zero-engine stands for deepspeed here, and DeepSpeed 0.19.8 has no {fullname!r}",
                 name=fullname,
@@ -137,7 +136,7 @@ class _Served(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Loader that imports a module under its other name."""
+    """Loader of ``deepspeed.x``: imports ``zero_engine.deepspeed.x``."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -149,7 +148,7 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has set the alias' spec
+        module.__spec__ = self._spec  # undo: the import system has set the alias's spec
 
 
 def _mended(
@@ -171,7 +170,7 @@ def _mended(
         except (
             AttributeError,
             ImportError,
-        ) as error:  # programs may not need DeepSpeed
+        ) as error:  # the program may not need it
             import logging
 
             logging.getLogger("zero_engine").warning(

@@ -2,11 +2,12 @@
 
 [Note: local ranks]
 DeepSpeed's launcher puts ``--local_rank=N`` before the arguments of every script. A script that
-does not declare the option fails on it. Here only a script that declares it gets it: the script, or
-a module of its folder that it imports, has the string ``"--local_rank"``, or has a dataclass with
-the field ``local_rank`` and uses `HfArgumentParser`, which makes options of fields. Scripts of
-Hugging Face's Trainer do not: they read their rank from the environment. Folders that a script adds
-to sys.path are not searched. For ``-m`` with an installed module, only its package is.
+does not declare the option fails on it. Here only scripts that declare the option get the argument:
+the script, or a module of its folder that it imports, has the string ``"--local_rank"``, or has a
+dataclass with the field ``local_rank`` and uses `HfArgumentParser`, which makes options of fields.
+Scripts of Hugging Face's Trainer do not declare it: they read their rank from the environment.
+Folders that a script adds to sys.path are not searched. For ``-m`` with an installed module, only
+the module's package is searched.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def run_program(arguments: Sequence[str]) -> int:
     given.
 
     Raises:
-        ConfigError: options are given although no ranks are started; or see `rank_variables`.
+        ConfigError: options are given although no ranks are started, or as `rank_variables`.
     """
     pass_on_warnings()
     parser = _parser()
@@ -164,7 +165,7 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
     should_give = parsed.local_rank
     if should_give is None:
         script = source_of(parsed.training_script, is_module=parsed.module)
-        # Zero-engine itself has no --local_rank.
+        # The program zero_engine has no option --local_rank.
         is_own = parsed.module and parsed.training_script == "zero_engine"
         if parsed.no_python or script is None or is_own:
             return

@@ -35,7 +35,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 def read_text(path: str | None) -> str:
-    """Return the text to train on: the file at ``path``, or the Python standard library's source."""
+    """Return the text of the file at ``path``. None: the source of Python's standard library."""
     if path is None:
         return _read_stdlib()
     file = Path(path)

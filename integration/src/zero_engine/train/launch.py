@@ -36,7 +36,7 @@ def default_ranks() -> int:
 
 def rank_environment(num_ranks: int) -> dict[str, str]:
     return {
-        # By default every rank starts a thread per core.
+        # Without the limit, every rank starts a thread per core.
         "OMP_NUM_THREADS": str(max(1, available_cores() // num_ranks)),
         **local_address_only(),
         # Makes cuBLAS deterministic, so that a resumed run repeats the same bits.

@@ -1,7 +1,6 @@
 """Output of a run in progress: a progress bar, TensorBoard, and a JSON log.
 
-Only rank 0 has a `Reporter`. A resumed run first cuts both logs off at the step that it resumes
-after.
+Only rank 0 has a `Reporter`. A resumed run first cuts later steps off both logs.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ class Reporter:
     def __init__(
         self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a report reads logs without TensorBoard
+        # Slow, and a report reads logs without it.
+        from torch.utils.tensorboard import SummaryWriter
 
         self._settings = settings
         self._place = place

@@ -20,7 +20,7 @@ _Positive = Annotated[int, Field(ge=1)]
 
 
 class Start(StrEnum):
-    """Way in which a run begins: by ``--resume``, ``--resume auto``, ``--overwrite`` or neither."""
+    """Mode of a start: by ``--resume``, ``--resume auto``, ``--overwrite`` or neither."""
 
     NEW = "new"
     """In a folder without a run."""
@@ -82,7 +82,7 @@ class RunSettings(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunSettings:
-        """Return the settings with ``values``. Raises ConfigError with the wrong option."""
+        """Return the settings with ``values``. Raises ConfigError that names a wrong option."""
         try:
             return cls(**values)
         except ValidationError as error:

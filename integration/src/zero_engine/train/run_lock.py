@@ -46,7 +46,7 @@ class RunLock:
         self._lock: BaseFileLock | None = None
 
     def acquire(self, *, wait_s: float) -> None:
-        """Take the lock. If it is held, print so and wait for at most ``wait_s`` seconds."""
+        """Take the lock. If it is held, print a message and wait for at most ``wait_s`` seconds."""
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ class RunFolder:
         except CheckpointError as error:
             raise ConfigError(f"--output: {error}; give one for --checkpoints") from None
         if folder.resolved_config.is_file():
-            with suppress(ConfigError):  # a foreign file is refused later
+            with suppress(ConfigError):  # another program's file is refused later
                 checkpoints = read_resolved(folder)["run"].get("checkpoints")
         return cls(folder.root, options.get("checkpoints") or checkpoints)
 
@@ -118,7 +118,7 @@ def _check_saving(given: Mapping[str, Any]) -> None:
 
 
 def resumed_run(options: Mapping[str, Any]) -> RunSettings:
-    """Return the settings of the run in ``options["output"]``, with changed `CHANGEABLE` ones."""
+    """Return the settings of the run in ``options["output"]``, with the `CHANGEABLE` options."""
     given = {k: v for k, v in options.items() if v is not None}
     _check_saving(given)
     folder = RunFolder.of(given)

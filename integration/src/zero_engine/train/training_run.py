@@ -224,7 +224,7 @@ class TrainingRun:
 
 @contextmanager
 def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
-    """Join the ranks and prepare the run. ``options`` are fields of `RunSettings`, or None.
+    """Join the ranks and prepare the run. ``options`` are fields of `RunSettings`.
 
     Restarted ranks continue from the newest checkpoint, or from the copies in memory of
     ``memory_checkpoint``, whatever ``start`` is.
@@ -244,7 +244,7 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
             settings = fresh_run(options, start)
             config, text = engine_config(settings.config), read_text(settings.data)
             clear_run(folder, keeps_checkpoints=has_checkpoint)
-            agreed["is_resumed"] = has_checkpoint  # a replaced machine has only checkpoints
+            agreed["is_resumed"] = has_checkpoint  # a new machine resumes the old one's checkpoints
             write_resolved(folder, settings, config=config)
             sizes = {"vocab_size": settings.vocab, "context": settings.context}
             with working("preparing the text"):
@@ -262,7 +262,7 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
     yield TrainingRun(
         folder, settings, agreed["config"], device, request, is_resumed=agreed["is_resumed"]
     )
-    # Not in a `finally`: after an error, ranks may wait for each other forever.
+    # Not in a `finally`: after an error, leave_ranks() could wait for ranks that hang.
     leave_ranks()
     lock.release()
 

@@ -1,7 +1,6 @@
 """Install the hook for deepspeed. Python runs this file at start, as its folder is on PYTHONPATH.
 
-The file hides another ``sitecustomize`` of the environment, and therefore runs that file
-afterwards.
+The file hides the environment's own ``sitecustomize``, and runs it afterwards.
 """
 
 import importlib.util
