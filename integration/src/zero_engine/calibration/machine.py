@@ -59,7 +59,7 @@ def default_ranks(cores: int, devices: int) -> set[int]:
 def measure_to(
     output: str, ranks: Sequence[int] | None, disk: str | None
 ) -> tuple[Calibration, Path]:
-    """Measure this machine, write the rates to ``output``, and keep them. Returns the kept file too."""
+    """Measure this machine, write the rates to ``output``, and keep them in the returned file."""
     wrong = next((number for number in ranks or () if number < 1), None)
     if wrong is not None:
         raise ConfigError(f"--ranks {wrong}: must be at least 1")

@@ -1,8 +1,8 @@
 """Causes that limit a run, and the change with the largest predicted gain.
 
-Each rule looks for one cause in the usual step. It predicts the step's time without the cause from
-the run's own times. The rule with the largest gain gives the verdict. Two causes precede all others:
-gradients that are not finite, and memory that is nearly used up.
+Each rule looks for one cause in the usual step. The rule predicts the step's time without the cause
+from the run's own times. The rule with the largest gain gives the verdict. Two causes precede all
+others: gradients that are not finite, and memory that is nearly used up.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def tell_after(shown: _ExceptHook) -> _ExceptHook:
 
 
 class _Served(MetaPathFinder):
-    """Finder of ``deepspeed.*`` and of the modules in `MENDS`. Must be first in ``sys.meta_path``."""
+    """Finder of ``deepspeed.*`` and of `MENDS`' modules. Must be first in ``sys.meta_path``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
