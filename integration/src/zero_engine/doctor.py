@@ -196,7 +196,7 @@ def _machine() -> Iterator[_Row]:
         value = f"{shown}; pin_memory is not limited by it: CUDA pins by itself"
         yield "lockable memory", value, "note", advice
     yield _numa()
-    # The second is the old name, of torch 2.8.
+    # PYTORCH_CUDA_ALLOC_CONF is the old name, of torch 2.8.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     asked = next((os.environ[name] for name in names if name in os.environ), "")
     value = asked or "torch's defaults"

@@ -28,7 +28,7 @@ _OF_A_PEER = CollectiveError.__name__
 
 
 def pass_on_warnings() -> None:
-    """Make torchrun pass SIGUSR1 on, SLURM's usual warning. Call it before torchrun's parser."""
+    """Make torchrun pass SIGUSR1, SLURM's usual warning, on to ranks. Its parser reads the setting."""
     signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", signals)
 
@@ -72,7 +72,8 @@ def _exit_code(error: ChildFailedError) -> int:
     )
     failure = failures[rank]
     line = _line(failure)
-    if line and "TORCHELASTIC_ERROR_FILE" in os.environ:  # an outer launcher's
+    # An outer launcher reads this error file.
+    if line and "TORCHELASTIC_ERROR_FILE" in os.environ:
         with suppress(OSError):  # the error is printed below in any case
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
     reason = f": {line}" if line else ""

@@ -139,7 +139,7 @@ def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
 
 
 def transient_bytes(found: Measured) -> tuple[int, str]:
-    """Return the bytes of a step's highest moment above its start, and the moment's place."""
+    """Return the bytes by which a step's peak exceeds its start, and the place of the peak."""
     best, moment = 0, "a step"
     for rank in found.run.ranks:
         for detail in rank.details[-1:]:
