@@ -34,13 +34,7 @@ from zero_core.adapters import (
 )
 from zero_core.errors import MissingPartError
 from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Links, trace_step
-from zero_engine.calibration.operators import (
-    STEPS,
-    Points,
-    Stopwatch,
-    rising,
-    time_operators,
-)
+from zero_engine.calibration.operators import STEPS, Points, Stopwatch, rising, time_operators
 from zero_engine.planning import Calibration, Curve, Rates, plan
 
 UPDATED = (2**16, 2**20, 2**23)

@@ -23,11 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.elastic.utils.api import macros
-from torch.distributed.run import (
-    determine_local_world_size,
-    get_args_parser,
-    parse_min_max_nnodes,
-)
+from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import is_under_launcher
