@@ -169,7 +169,7 @@ def _fit(rows: Tensor) -> Tensor:
 def _attention(
     make: _Make, length: int, *, is_backward: bool
 ) -> tuple[Callable[[], object], int, str]:
-    """Return a call of causal attention or its backward, and the call's amount and dtype in a plan."""
+    """Return a call of causal attention or its backward, with the call's amount and dtype."""
     q, k, v = (make(2, HEADS, length, HEAD_WIDTH) for _ in range(3))
     if q.device.type == "cpu":
         forward = aten._scaled_dot_product_flash_attention_for_cpu.default
