@@ -45,7 +45,7 @@ def rising(points: Points) -> Points:
 
 @dataclass
 class Stopwatch:
-    """Times calls on one rank, and collects the results.
+    """Timer of calls on one rank.
 
     Attributes:
         curves: points by the names of `zero_engine.planning.rates`.

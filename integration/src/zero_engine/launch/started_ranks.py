@@ -168,5 +168,5 @@ def _watch(launcher: int) -> None:
     )
     os.kill(os.getpid(), signal.SIGTERM)
     waiting.wait(GRACE_PERIOD_S)
-    # The main thread hangs in a collective with a rank that has ended, so it cannot handle SIGTERM.
+    # The main thread may hang in a collective with a rank that has ended, and never handle SIGTERM.
     os._exit(128 + signal.SIGTERM)

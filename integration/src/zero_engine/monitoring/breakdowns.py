@@ -272,7 +272,7 @@ class FlopsProfiler(StepObserver):
 
 
 class CommunicationLog(StepObserver):
-    """Sums of `zero_core.Engine.comm_report` over steps. Overlapped collectives are not timed."""
+    """Sums of `zero_core.Engine.comm_report` over steps. Collectives overlap, so none is timed."""
 
     def __init__(
         self, engine: ShardedModel, settings: CommsLoggerSettings, *, say: Callable[[str], None]
