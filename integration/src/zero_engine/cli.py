@@ -361,7 +361,7 @@ def version(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    # No command downloads from a model hub. A script under `run` decides that itself.
+    # Commands do not download from a model hub. The script of `run` decides that itself.
     if sys.argv[1:2] != ["run"]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     app(prog_name="zero-engine")  # shell completion depends on this name

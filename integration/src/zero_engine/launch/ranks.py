@@ -78,9 +78,9 @@ def join_ranks() -> torch.device:
 def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
     """Return a new prefix, the same on all ranks that start now. See [Note: a fresh store].
 
-    Rank 0 makes the prefix. Another rank may still read the prefix of an earlier start. The rank
-    therefore writes a random number under the prefix, and uses the prefix when rank 0 has confirmed
-    the number.
+    Rank 0 makes the prefix. Another rank may at first read the prefix of an earlier start. Each
+    rank therefore writes a random number under the prefix that it reads, and uses the prefix when
+    rank 0 has confirmed the number.
     """
     if rank == 0:
         prefix = f"zero_engine/{uuid.uuid4().hex}"
