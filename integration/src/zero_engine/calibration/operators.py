@@ -36,7 +36,7 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 
 def rising(points: Points) -> Points:
-    """Return the points with seconds lowered where they exceed those of a larger amount."""
+    """Return new points, with seconds lowered to those of the next larger amount."""
     found = points[-1:]
     for amount, seconds in reversed(points[:-1]):
         found.insert(0, (amount, min(seconds, found[0][1])))

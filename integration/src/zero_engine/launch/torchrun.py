@@ -65,8 +65,8 @@ def run_ranks(arguments: Namespace) -> int:
 
 def _exit_code(error: ChildFailedError) -> int:
     failures = error.failures
-    # Timestamps are whole seconds. Among equal ones a CollectiveError comes last: it reports that
-    # another rank is gone, which is not the cause.
+    # Timestamps are whole seconds. Among equal timestamps a CollectiveError sorts last, since it
+    # reports that another rank is gone.
     rank = min(
         failures, key=lambda r: (failures[r].timestamp, _line(failures[r]).startswith(_OF_A_PEER))
     )

@@ -82,7 +82,7 @@ SHORT = {"hostfile": ("-H",), "include": ("-i",), "exclude": ("-e",), "quiet": (
 
 
 def with_host_file(arguments: Sequence[str]) -> list[str]:
-    # A --hostfile in `arguments` comes later, so it wins.
+    # If `arguments` have a --hostfile, argparse keeps the later value.
     return [*(["--hostfile", HOST_FILE] if Path(HOST_FILE).is_file() else []), *arguments]
 
 
