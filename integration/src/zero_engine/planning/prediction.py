@@ -168,7 +168,7 @@ class Prediction:
     def _unit_time(
         self, unit: UnitLayout, forward_s: float, backward_s: float, ratio: float, file_bytes: float
     ) -> UnitTime:
-        """Return a unit's times. ``file_bytes`` is the file traffic per element of the host's update."""
+        """Return a unit's times. ``file_bytes`` is the file traffic per element on the host."""
         config, links, footprint = self.config, self.links, self.forecast.collectives
         trainable = [s for s in unit.segments if s.is_trainable]
         renew: list[tuple[int, int]] = []
