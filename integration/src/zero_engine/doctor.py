@@ -98,14 +98,16 @@ def _packages() -> Iterator[_Row]:
     for name in (*PACKAGES, *OPTIONAL):
         try:
             version = importlib.metadata.version(name)
-            if name in PACKAGES:
-                importlib.import_module(PACKAGES[name])
         except importlib.metadata.PackageNotFoundError:
             cure = install_command(name)
             if name in OPTIONAL:
                 yield name, "not installed", "note", f"{cure}, for {OPTIONAL[name]}"
             else:
                 yield name, "not installed", "missing", cure
+            continue
+        try:
+            if name in PACKAGES:
+                importlib.import_module(PACKAGES[name])
         except Exception as error:  # a broken installation may raise anything
             cure = install_command(name, "--force-reinstall", "--no-deps")
             yield name, f"{version}, but: {type(error).__name__}: {error}", "missing", cure
