@@ -5,22 +5,24 @@ Imports no torch at the top.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 import zero_core
 from zero_core.errors import CheckpointError
+from zero_engine.command_options import Text, option
 from zero_engine.progress import working
-from zero_engine.terminal import Answer, Text, option, reporting
 
+Answer = tuple[Mapping[str, object], str]
+"""A report as JSON and as text."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _Folder = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
 _Output = Annotated[str, typer.Argument(metavar="OUT", show_default=False)]
 _Tag = Annotated[Text, option("Name of the checkpoint. Default: the newest.")]
 
 
-@reporting
 def verify(directory: _Folder, tag: _Tag = None) -> Answer:
     """Check every byte of a checkpoint. Ends with code 1 if it is damaged."""
     # Resolve the tag once: a live run may save a newer checkpoint meanwhile.
@@ -31,7 +33,6 @@ def verify(directory: _Folder, tag: _Tag = None) -> Answer:
     return {"is_whole": True, "folder": found["folder"], "bytes": checked}, text
 
 
-@reporting
 def inspect(directory: _Folder, tag: _Tag = None) -> Answer:
     """Show what a checkpoint holds, without reading its tensors."""
     found = zero_core.inspect_checkpoint(directory, tag)
@@ -43,7 +44,6 @@ def inspect(directory: _Folder, tag: _Tag = None) -> Answer:
     return found, "\n".join(lines)
 
 
-@reporting
 def export(
     directory: _Folder,
     output: _Output,
@@ -67,7 +67,6 @@ def export(
     return {"output": output, "parameters": len(written)}, text
 
 
-@reporting
 def prune(
     directory: _Folder,
     keep_last: Annotated[int, typer.Option(min=1, help="How many stay.", show_default=False)],
@@ -93,7 +92,6 @@ def prune(
     return {"removed": removed, "is_trial": dry_run}, text
 
 
-@reporting
 def convert(
     directory: _Folder,
     output: _Output,

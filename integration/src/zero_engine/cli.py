@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,12 +21,12 @@ from typer.core import TyperCommand
 
 import zero_engine
 from zero_core.errors import ZeroError
-from zero_engine.checkpoints import convert, export, inspect, prune, verify
+from zero_engine.checkpoints import Answer, convert, export, inspect, prune, verify
+from zero_engine.command_options import Json, Text, option
 from zero_engine.launch.started_ranks import end_with_launcher
 from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.progress import quiet, working
-from zero_engine.report import report
-from zero_engine.terminal import Json, Text, option, refuse, require
+from zero_engine.terminal import refuse, require
 from zero_engine.train.options import RunSettings, Start, flag_of
 
 app = typer.Typer(
@@ -270,11 +271,44 @@ def plan(
         sys.exit(1)
 
 
-def _add(command: Callable[..., int], name: str) -> None:
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", show_default=False)],
+    output: Annotated[Text, option("The page. Default: report.html in the run.")] = None,
+    memory: Annotated[Text, option("Memory that a rank may take, e.g. 24GB or 22GiB.")] = None,
+) -> Answer:
+    """Write an HTML page about a recorded run: what limits it, and what to change."""
+    from zero_engine.machine import parse_bytes
+    from zero_engine.report import write_report
+    from zero_engine.report.compose import first_sentence
+    from zero_engine.report.run import read_run
+
+    limit = None if memory is None else parse_bytes(memory, "--memory")
+    with working("report"), quiet():
+        page = write_report(run, output or Path(run, "report.html"), memory_limit=limit)
+        sentence = first_sentence(read_run(Path(run)), limit)
+    text = f"{sentence}\nwritten to {page}: open it in a browser"
+    return {"page": str(page), "sentence": sentence}, text
+
+
+def _add(answer: Callable[..., Answer], name: str) -> None:
+    """Add a command that prints the report of ``answer``."""
+
     @app.command(name)
-    @wraps(command)
-    def run(**options: Any) -> None:
-        sys.exit(command(**options))
+    @wraps(answer)
+    def run(*, as_json: bool = False, **options: Any) -> None:
+        try:
+            content, text = answer(**options)
+        except ZeroError as error:
+            sys.exit(refuse(error, as_json=as_json))
+        print(json.dumps(content, indent=2) if as_json else text)
+
+    own = signature(answer, eval_str=True)
+    json_option = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+    parameters = [*own.parameters.values(), json_option]
+    # typer reads a command's options from its signature, and its annotations too. Python 3.14 does
+    # not copy those of `answer`: the strings of `run` would be evaluated in the module of `answer`.
+    vars(run)["__signature__"] = own.replace(parameters=parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 _add(report, "report")
