@@ -31,7 +31,7 @@ import torch
 import transformers
 
 from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
-from zero_engine.script.mends import mend_accelerate, mend_lightning
+from zero_engine.script.hook import mend_accelerate, mend_lightning
 
 SEED = 42
 

@@ -42,8 +42,7 @@ from benchmarks.harness.ranks import HERE, Node, Place, RankError, Row, run_rank
 from benchmarks.harness.report import Column, Section, machine, write_report
 from zero_engine.report.compose import judge
 from zero_engine.report.diagnosis import Cause
-from zero_engine.report.measured import Measured, measure
-from zero_engine.report.run import read_run
+from zero_engine.report.run import Measured, measure, read_run
 
 BAR = 0.15
 RATE_MBIT = 300

@@ -43,8 +43,8 @@ from benchmarks.harness.report import MS, Column, Section, bars, judged, machine
 from benchmarks.harness.rounds import start_ranks
 from lab.experiments.plan.cases import AGAIN, SETS, Case
 from zero_engine.calibration.machine import measure_machine, read_calibration
-from zero_engine.calibration.rank import measure as measure_rank
-from zero_engine.calibration.rank import merged
+from zero_engine.calibration.training import measure as measure_rank
+from zero_engine.calibration.training import merged
 from zero_engine.planning import Calibration, Rates, TimedChoice, TimedPlan, plan
 from zero_engine.planning.search import whole
 
