@@ -19,7 +19,7 @@ EXPERIMENTS = {
     "gpu": "one accelerator, part by part: correct, and how fast",
 }
 MODULES = {"comm": "comm.race", "gpu": "gpu.program"}
-"""Of `benchmarks.experiments`, where an experiment is in a folder."""
+"""Modules of `benchmarks.experiments` for the experiments whose module is in a folder."""
 
 
 class Experiments(NamedTuple):

@@ -37,14 +37,14 @@ RANKS = 2
 WARMUP_STEPS = 2
 LIMIT_S = 600.0
 LEAST_LOSS = 1e-3
-"""A smaller loss (that of a first iteration of GRPO is 0) is rounding: differences are relative to
-this one."""
+"""Least loss to which a difference is relative. A smaller loss, as in GRPO's first iteration (0),
+is rounding."""
 OURS = "zero-engine"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 LAUNCHERS = {"deepspeed": TORCHRUN, "ddp": TORCHRUN, OURS: ("-m", "zero_engine", "run")}
-"""What starts the ranks of a side."""
+"""Arguments of the interpreter that start a side's ranks."""
 MODULES = {"deepspeed": "deepspeed", "ddp": "deepspeed", OURS: "zero_engine.deepspeed"}
-"""The name of the module that a script imports as deepspeed."""
+"""Name of the module that a script gets for ``import deepspeed``."""
 
 
 @dataclass(frozen=True)

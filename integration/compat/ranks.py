@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 MEASURED = str(HERE / "measured.py")
 START_LIMIT_S = 300.0
 GRACE_S = 5.0
-"""How long the launcher may take to end."""
+"""Seconds until a launcher that does not end is killed."""
 PRELOADED = (
     "deepspeed",
     "torch._dynamo",

@@ -18,12 +18,12 @@ from zero_engine.train.metrics import read_metrics
 from zero_engine.train.settings import RunFolder
 
 END_S = 300.0
-"""Time after which a program is said to hang."""
+"""Seconds after which a program counts as hanging."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 LEAVE_WITHIN_S = 60.0
-"""How long ranks may take to save and leave when their launcher is gone."""
+"""Seconds in which ranks must save and end after their launcher has died."""
 MARK = "PROGRAM_OUTPUT"
-"""Variable by which the processes of a program are found when their parent has ended."""
+"""Environment variable that marks a program's processes, also after their parent has ended."""
 
 
 class Program:

@@ -41,7 +41,7 @@ KILLED_RANK = "SIGKILL of a rank"
 LOST_RANK = "SIGKILL of a rank, without a restart"
 PAUSED = "SIGSTOP and SIGCONT of a rank"
 OUTLIVED = (KILLED_RANK, PAUSED)
-"""Faults after which a launch goes on."""
+"""Faults that a launch survives."""
 WRONG = ("differing bits", "hangs", "processes left", "failed launches")
 FAULTS = (
     KILLED_RANK,

@@ -28,11 +28,12 @@ from benchmarks.harness.report import (
 from benchmarks.harness.rounds import measured, quotient, race_on_cpu, start_ranks
 
 SHORT_STEPS = 10
-"""Steps of `benchmarks.experiments.python_time` for each of a workload's."""
+"""Steps in `python_time` for each timed step of a workload."""
 VOCAB, MODEL = 8192, "gpt2"
 HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
 Contenders = Mapping[str, tuple[str, int, Mapping[str, Any]]]
-"""Side, stage and further keys by name. ``zero-N`` is this engine at stage N."""
+"""Maps a name to side, stage and further keys of ``zero_optimization``. ``zero-N`` is this engine
+at stage N."""
 CONTENDERS: Contenders = {
     "bare": ("bare", 0, {}),
     "ddp": ("ddp", 0, {}),

@@ -177,7 +177,8 @@ PARTS = {
     "start": (start_rows, "CPU seconds of build, all ranks, per 10^9 parameters"),
     "plan": (plan_rows, "peak over the plan (bar 0.95 to 1.05)"),
 }
-"""The measurements by name: rows with ``case``, ``ratio`` and ``is_met``, and about the ratio."""
+"""Maps a measurement's name to its rows (``case``, ``ratio``, ``is_met``) and to what the ratio is.
+"""
 
 
 def main(only: Annotated[list[str] | None, of(PARTS)] = None, output: Output = RESULTS) -> None:

@@ -40,9 +40,10 @@ from benchmarks.harness.rounds import (
 from benchmarks.harness.sides import NEEDS
 
 BARS = {"overhead_to_rival": 0.4, "memory_to_rival": 0.8, "overlap": 0.8, "loss": 1e-5}
-"""At most, but for overlap. Loss: how far apart, relatively, contenders with fp32 states are."""
+"""Largest allowed values; for overlap the least. ``loss`` bounds the relative difference between
+contenders with fp32 states."""
 ROUNDED = "int8"
-"""In the name of a contender whose states are rounded, so that its loss is another."""
+"""Part of the name of each contender with rounded optimizer states. Its loss is not compared."""
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _INT8 = {"offload_optimizer": {"device": "cpu", "state_dtype": "int8"}}
 CONTENDERS: Contenders = {

@@ -65,7 +65,8 @@ if code < 0:
 os._exit(code)
 """
 NAMESPACES = ("net", "mnt")
-"""Those that ``ip netns exec`` changes: devices, and the mounts that list them in /sys."""
+"""Namespaces that ``ip netns exec`` changes: network devices, and the mounts that show them in
+/sys."""
 
 
 @functools.cache

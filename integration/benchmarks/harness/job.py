@@ -22,14 +22,14 @@ FOUR_BITS: Mapping[str, Any] = {
     "zero_quantized_gradients_between_nodes": "int4",
     "zero_quantized_gradients_hadamard": True,
 }
-"""ZeRO++'s flags, and all of its bits that this engine can save but for hpZ."""
+"""The fewest bits that ZeRO++ has here, without hpZ."""
 LOSSLESS_WEIGHTS: Mapping[str, Any] = {"zero_lossless_weights": True}
 LOSSLESS: Mapping[str, Any] = {**LOSSLESS_WEIGHTS, "zero_lossless_gradients": True}
 LOSSLESS_FOUR_BITS: Mapping[str, Any] = {
     **{key: value for key, value in FOUR_BITS.items() if "weights" not in key},
     **LOSSLESS_WEIGHTS,
 }
-"""Exact weights, and gradients of 4 bits between nodes."""
+"""Exact weights, and 4-bit gradients between nodes."""
 DRY_SHAPE = GptShape(layers=2, width=64, heads=2, vocab=128, context=16)
 
 
@@ -38,20 +38,19 @@ class Job:
     """A contender's model, sizes and configuration."""
 
     name: str
-    """Of its row."""
     side: str
-    """Of `benchmarks.harness.sides.SIDES`."""
+    """Key of `benchmarks.harness.sides.SIDES`."""
     shape: GptShape
     micro_batch: int
     """Samples per rank."""
     steps: int
-    """Timed."""
+    """Timed steps."""
     warmup: int = 0
-    """Untimed, before them."""
+    """Untimed steps before the timed ones."""
     model: str = "plain"
-    """Of `benchmarks.harness.models.MODELS`."""
+    """Key of `benchmarks.harness.models.MODELS`."""
     is_deferred: bool = False
-    """Deferred construction, for a model that the host cannot hold twice."""
+    """Defer the construction of parameters, for a model that the host cannot hold twice."""
     dtype: str = "fp32"
     """"fp32", or "bf16" or "fp16" over fp32 master weights."""
     lr: float = 1e-4
@@ -59,22 +58,22 @@ class Job:
     zero: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ``zero_optimization``."""
     top: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of this engine's configuration; DeepSpeed does not get them."""
+    """Further keys of this engine's configuration, which DeepSpeed does not get."""
     ranks: int = 1
     threads: int = 1
-    """Of each rank, on the CPU."""
+    """CPU threads per rank."""
     shortest: int = 0
-    """Least tokens of a sample, where each step draws a length; 0: all have ``shape.context``."""
+    """Least tokens of a sample where every step draws a length; 0: all have ``shape.context``."""
     is_repeating: bool = False
-    """Every step sees the same samples, so that the loss has to fall."""
+    """Give every step the same samples, for a loss that must fall."""
     settling: int = 0
-    """Most untimed steps more, which end when ``"ratio": "auto"`` has settled."""
+    """Most further untimed steps, which end once ``"ratio": "auto"`` has settled."""
     num_traced: int = 0
     """Steps after the timed ones whose kernels are traced."""
     trace_file: str | None = None
-    """Where that trace is kept; None: only its summary."""
+    """File for the whole trace; None: keep its summary only."""
     device_limit_bytes: int | None = None
-    """Most device memory of torch's allocator."""
+    """Most device memory that torch's allocator may take."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Job:

@@ -177,7 +177,7 @@ MODELS: Mapping[str, Callable[[GptShape], Any]] = {
     "gpt2": Gpt2,
     "t5": T5,
 }
-"""Each has ``blocks``, and its forward gives the loss."""
+"""Each model has ``blocks``, and its forward returns the loss."""
 
 
 def find_device() -> torch.device:

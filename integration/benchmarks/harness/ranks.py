@@ -24,20 +24,20 @@ import torch
 import torch.distributed as dist
 
 Row = dict[str, Any]
-"""One result as JSON. With ``failure`` or ``skipped``, the reason, where there are no figures."""
+"""One result, as JSON. A row without figures has the reason as ``failure`` or ``skipped``."""
 
 ROOT = Path(__file__).parents[2]
-"""The folder that has the package `benchmarks`."""
+"""Folder of the package `benchmarks`."""
 TIME_LIMIT_S = 600.0
 LOG_LENGTH = 4000
-"""Characters that are kept of the end of a failed process's output."""
+"""Characters kept from the end of a failed process's output."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 CPU_ALONE: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment of a comparison on the CPU, one thread per rank."""
+"""Environment of CPU benchmarks, with one thread per rank."""
 
 
 class RankError(RuntimeError):
@@ -77,7 +77,7 @@ class Place:
     rank: int
     world_size: int
     folder: Path
-    """For results and for the ranks' store."""
+    """Holds the ranks' results and their store."""
 
     @classmethod
     def here(cls, folder: str) -> Place:

@@ -26,9 +26,9 @@ PAGE_WIDTH = 120
 MS, US = 1e-3, 1e-6
 Rows = Mapping[str, Row]
 Value = str | Callable[[Row], Any]
-"""A key of a row, or a function of it."""
+"""A key of a row, or a function of the row."""
 Axes = Any
-"""matplotlib's. Rank processes, which import this, do without it."""
+"""matplotlib's axes. Rank processes import this module without matplotlib."""
 Panel = tuple[str, int, Callable[[Axes], None]]
 
 
@@ -38,11 +38,10 @@ class Column:
 
     heading: str
     value: Value
-    """None is an empty cell; a bool "met" or "missed"."""
+    """None gives an empty cell, a bool "met" or "missed"."""
     spec: str = ""
-    """A format specification."""
     unit: float = 1.0
-    """A number is shown as a multiple of it."""
+    """Unit in which a number is shown."""
 
     def cell(self, row: Row) -> str:
         value = value_of(row, self.value)
@@ -75,7 +74,7 @@ class Section:
     columns: Sequence[Column]
     caption: str | None = None
     heading: str = ""
-    """Over the rows' names."""
+    """Heading of the column of row names."""
     panels: Sequence[Panel] = ()
 
     @property

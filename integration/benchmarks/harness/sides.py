@@ -24,10 +24,7 @@ from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.twin import TwinTier
 
 Step = Callable[[Tensor], Tensor]
-"""Takes a rank's token ids, updates the model, returns the loss.
-
-It does not wait for the loss.
-"""
+"""Trains one step on a rank's token ids and returns the loss, without waiting for the device."""
 
 
 class KeptTier:
@@ -86,9 +83,9 @@ class Side:
 
     step: Step
     model: Any
-    """The job's, as the side trains it."""
+    """The job's model, as the side trains it."""
     engine: zero_core.Engine | None = None
-    """This project's. Others have none."""
+    """This project's engine; None for other sides."""
     kept: KeptTier = field(default_factory=KeptTier)
 
 

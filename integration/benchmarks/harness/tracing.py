@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 US = 1e-6
 NUM_KERNELS = 10
 NAME_LENGTH = 100
-"""Characters of a kernel's name: templates spell everything out."""
+"""Characters kept of a kernel's name. Names of C++ templates are long."""
 Events = Sequence[Mapping[str, Any]]
 
 

@@ -25,7 +25,7 @@ NOT_SERVED = {
     *("expert_parallel_config", "hybrid_engine", "pipeline", "tensor_parallel_config"),
     *("weight_quantization_config", "seq_parallel_communication_data_type", "checkpoint_config"),
 }
-"""Attributes of what is refused, or has no effect in either."""
+"""Attributes that this engine refuses, or that have no effect in either library."""
 
 FULL: dict[str, Any] = {
     "train_batch_size": 4,

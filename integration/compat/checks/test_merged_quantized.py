@@ -39,7 +39,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 DORA = ("nf4", "nf4, nested, stored as bf16")
-"""Kinds that peft adapts by DoRA."""
+"""Kinds of base weights for which peft has DoRA."""
 
 
 def _adapted(base: nn.Module, *, use_dora: bool) -> nn.Module:

@@ -91,7 +91,7 @@ class Case:
     data: Callable[[random.Random], Row]
     settings: Row = field(default_factory=dict)
     place: str = ""
-    """Its module, by default that of the case's name below ``trl.experimental``."""
+    """The trainer's module; by default the case's name below ``trl.experimental``."""
     has_reward: bool = False
     has_teacher: bool = False
     has_reference: bool = False
@@ -99,7 +99,7 @@ class Case:
 
 GROUP: Row = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
 TWICE: Row = {**GROUP, "num_iterations": 2}
-"""The loss of the first iteration is 0, but for rounding."""
+"""Two iterations, because the first one's loss is 0 up to rounding."""
 SAMPLED: Row = {"max_new_tokens": 8, "temperature": 1.0}
 SHORT: Row = {"max_completion_length": 8}
 SDPO: Row = {"num_generations": 2, **SHORT, "success_reward_threshold": 0.1}

@@ -15,13 +15,13 @@ from faults.checkpoints.small_checkpoints import rewrite
 from zero_core.checkpoint.manifest import MANIFEST
 
 BAD: tuple[Any, ...] = (None, True, -1, 2**63, 1e400, "x" * 50, [], {}, [[]], "../../etc/passwd")
-"""Values that hardly any place of a manifest may have."""
+"""Values that hardly any entry of a manifest may have."""
 _HUGE = 1 << 40
 Change = Callable[[dict[str, Any]], object]
 
 
 OF_OTHERS = ("python_rng", "param_groups", "lr_scheduler", "scalars", "client_state")
-"""Members whose content is what Python, an optimizer, a schedule or a program has put there."""
+"""Entries with arbitrary content: set by Python, an optimizer, a schedule or a program."""
 ALLOWED = {
     ("has_frozen", "true"),
     ("client_state", "{}"),
@@ -32,7 +32,7 @@ ALLOWED = {
     ("lr_scheduler", "null"),
     ("param_groups", "[]"),  # another number of groups: the engine's own stay
 }
-"""Values of `BAD` that a manifest is loaded with, by the last key of their place."""
+"""Last key of a path and value of `BAD`, as JSON, that a manifest may hold."""
 
 
 def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
@@ -165,7 +165,7 @@ FILES_OF = {
     "read_buffers": (MANIFEST, _BUFFERS),
     "verify_checkpoint": (MANIFEST, _WEIGHTS, _BUFFERS, _RNG),
 }
-"""Files of which each reader must refuse a damaged one."""
+"""Files that each reader must refuse when they are damaged."""
 
 
 def folders() -> Iterator[tuple[str, str, Callable[[Path], object]]]:
@@ -224,4 +224,4 @@ def _with_bytes(place: Path, name: str, data: bytes) -> None:
 
 
 TAGS = ("../x", "/etc", "a/b", "..", ".", "", ".x", "a\nb", "a\0b", "x" * 300, "latest", "a\\b")
-"""Tags that no checkpoint has."""
+"""Tags that no checkpoint may have."""

@@ -198,7 +198,7 @@ def test_a_refused_load_has_written_nothing_on_two_ranks(tmp_path, stage, is_off
 
 
 _SAMPLE = int(os.environ.get("ZERO_FAULTS_SAMPLE", "0"))
-"""Bytes of each file that are tried. 0: all."""
+"""Number of bytes of each file that are changed; 0: all."""
 
 
 class _Small(nn.Module):

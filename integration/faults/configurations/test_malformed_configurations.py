@@ -41,7 +41,7 @@ HOSTILE: tuple[Any, ...] = (
     *(True, -1, 0, 7, 1.5, -0.1, 1.1, 10**30, 1e300, 10**400, NAN, INF, -INF, "", "nonsense"),
     *([], [1], [None], [[]], ["x"], {}, {"x": 1}, [0.9], [0.9, 1.0], [-0.1, 0.9], [NAN, 0.9]),
 )
-"""Values of which each key takes few: the schema says which."""
+"""Values for every key. The schema decides which of them a key accepts."""
 # Keys that are only looked at beside others.
 BESIDE: Mapping[str, Any] = {
     "step_records": {"folder": "runs/mine"},
@@ -60,7 +60,7 @@ OF_OPTIMIZERS = {
     "Rprop": ("etas", "step_sizes"),
     "Adafactor": ("beta2_decay", "d"),
 }
-"""Parameters that AdamW does not have."""
+"""Parameters that AdamW does not have, by optimizer."""
 OF_SCHEDULES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cycle_": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
     "decay_": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
@@ -73,7 +73,8 @@ OF_SCHEDULES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "T_max": ("CosineAnnealingLR", {"T_max": 9}),
     "eta_min": ("CosineAnnealingLR", {"T_max": 9}),
 }
-"""By the beginning of a parameter: a schedule that has it, and what it needs. Else WarmupLR."""
+"""Maps a parameter's prefix to a schedule that has it and to that schedule's required parameters.
+All others use WarmupLR."""
 
 
 class Malformed(NamedTuple):
@@ -133,7 +134,7 @@ SERVED_BY_DEEPSPEED: Mapping[str, tuple[Any, ...]] = {
     "optimizer.params.set_grad_none": HOSTILE,
     "zero_force_ds_cpu_optimizer": HOSTILE,
 }
-"""What DeepSpeed takes, and its facade therefore too."""
+"""Values that DeepSpeed accepts and its facade here accepts too."""
 
 
 def malformed_configurations() -> Iterator[Malformed]:

@@ -27,23 +27,23 @@ from zero_core.testing import run_alone, seeded
 
 NUM_FAULTS = 300
 AT_ONCE = 4
-"""So many launches wait for their ends at the same time."""
+"""Launches that run at the same time."""
 WIDTH = 16
 NAMED_WITHIN_S, ENDED_WITHIN_S = 2.0, 4.0
 LIMIT_S = 10.0
-"""Longest time from the fault to the error of every other rank."""
+"""Most seconds from the fault to the error of every other rank."""
 START_S = 120.0
 NUM_STARTS = 3
-"""Under load a rank may be later than `ENDED_WITHIN_S` before it trains, and nothing is shown."""
+"""Starts per fault. Under load a rank may exceed `ENDED_WITHIN_S` before training begins."""
 LEAVES_AFTER_S = 1.0
-"""Time for a last heartbeat, which says that a rank gave up: an interpreter takes it to end."""
+"""Seconds for a last heartbeat, which says that the rank gave up."""
 
 OF_THE_PROCESS = {
     "is stopped": signal.SIGSTOP,
     "is killed": signal.SIGKILL,
     "is ended by SIGTERM": signal.SIGTERM,
 }
-"""At any moment, in any line of the program or the engine."""
+"""Signals, sent at any moment."""
 OF_THE_PROGRAM = {  # and a pattern of what is said of it
     "leaves": "has ended",
     "raises an error in a forward": "no more data",
@@ -57,7 +57,7 @@ OF_THE_VALUES = {
     "has frozen a parameter": "blocks.1.bias",
     "has a buffer more": "more",
 }
-"""What only the check of each step notices, and what its message names."""
+"""Faults that only the consistency check of each step detects, with a part of its message."""
 FAULTS = (*OF_THE_PROCESS, *OF_THE_PROGRAM, *OF_THE_VALUES)
 WORK = ("steps", "saves", "evaluates", "clips")
 

@@ -75,7 +75,7 @@ class Link:
     def __init__(self, number: int) -> None:
         self._namespaces = [f"zero{number}n{node}" for node in NODES]
         self.devices = [f"zb{number}v{node}" for node in NODES]
-        """The node's end of the pair."""
+        """Each node's end of the veth pair."""
         self.addresses = [f"{NETWORK}.{node + 1}" for node in NODES]
 
     @classmethod

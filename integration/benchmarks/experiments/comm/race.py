@@ -58,9 +58,9 @@ from benchmarks.harness.train import timed_apart
 
 VOCAB = 512
 LINK_SECONDS = 1.0
-"""Length of a plain transfer over the link."""
+"""Duration of the plain TCP transfer that measures the link."""
 NODE_NBYTES = 512 * 2**20
-"""Of the plain transfer within a node."""
+"""Bytes of the plain TCP transfer between two processes of one node."""
 CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "bare": ("bare", {}, False),
     "fsdp2": ("fsdp2", {}, False),
@@ -75,7 +75,7 @@ CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "zero-3-lossless": ("zero", LOSSLESS, False),
     "zero-3-lossless-4bit": ("zero", LOSSLESS_FOUR_BITS, False),
 }
-"""Side, keys of ``zero_optimization`` besides stage 3, and whether hpZ is over a node."""
+"""Side, further keys of ``zero_optimization`` (stage 3), and whether hpZ shards over a node."""
 BITS, MEGA = 8, 1e6
 BARE, PLAIN, PEERS = "bare", "zero-3", ("fsdp2", "deepspeed-3")
 BARS: Mapping[str, Any] = {
@@ -85,7 +85,7 @@ BARS: Mapping[str, Any] = {
     "deviation": 0.02,
     "loss": 0.01,
 }
-"""`to_peer` is for that rate and so many ranks per node."""
+"""The bars of ``to_peer`` hold at this rate and number of ranks per node only."""
 
 
 def main(

@@ -12,8 +12,6 @@ the same steps. The allocator keeps freed memory, so at a ratio of 1 every hole 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from benchmarks.experiments.gpu.part import IN_MEMORY, Context, Part
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB
@@ -23,10 +21,10 @@ from benchmarks.harness.rounds import race_on_device
 
 BASELINES = ("torch", "torch, masters by hand")
 BARS = {0: 0.98, 1: 0.98, 2: 0.98, 3: 0.95}
-"""Of plain torch's tokens per second, by stage."""
+"""Least tokens per second relative to plain torch, by stage."""
 FRAGMENTS_BAR = 1.05
 LENGTHS = 8
-"""The shortest sample is such a part of the longest."""
+"""Ratio of the longest to the shortest sample."""
 FRAGMENTING = (
     ("stage 3", "zero", 3),
     ("torch", "torch", 0),
@@ -105,34 +103,19 @@ def _run_fragmentation(context: Context) -> Row:
     shortest = max(2, IN_MEMORY.context // LENGTHS)
     # The engine's stage 3 and plain torch are first.
     jobs = [
-        context.sized(
-            replace(
-                Job(name, side, IN_MEMORY, 8, 500, dtype="bf16", stage=stage).unchecked(),
-                shortest=shortest,
-            )
-        )
+        Job(name, side, IN_MEMORY, 8, 500, dtype="bf16", stage=stage, shortest=shortest)
         for name, side, stage in (FRAGMENTING[:1] if context.is_dry_run else FRAGMENTING)
     ]
+    jobs = [context.sized(job.unchecked()) for job in jobs]
     rows = race_on_device(jobs, 1, context.runner)
-    return {"rows": with_fragments(rows)}
-
-
-def with_fragments(rows: Rows) -> dict[str, Row]:
-    """Return the rows with this engine's bar, null where memory is not measured."""
-    found = {}
     for name, row in rows.items():
         if "step_s" in row:
             ratio = row["reserved_to_allocated"]
             is_judged = name.startswith("stage ") and ratio is not None
-            row = {
-                **row,
-                "bar": FRAGMENTS_BAR,
-                "is_met": ratio <= FRAGMENTS_BAR if is_judged else None,
-            }
+            row |= {"bar": FRAGMENTS_BAR, "is_met": ratio <= FRAGMENTS_BAR if is_judged else None}
             if ratio is None:
                 row["why_null"] = "this device does not tell what its allocator reserves"
-        found[name] = row
-    return found
+    return {"rows": rows}
 
 
 def _section_of_fragmentation(found: Row) -> Section:

@@ -11,16 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from benchmarks.harness.job import Job
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row, Runner
 from benchmarks.harness.report import Section
-from benchmarks.harness.rounds import measured
 
 IN_MEMORY = GptShape(layers=24, width=1024, heads=16, vocab=50257, context=1024)
-"""Of the parts without offload."""
+"""The model of all parts without offload."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +25,11 @@ class Context:
     """The means of a part.
 
     Attributes:
-        device: the measured one. This process allocates nothing there: ``runner`` starts processes
-            for that, so that each begins with an empty device.
         is_dry_run: tiny sizes, on the CPU.
-        runner: starts processes within the part's time.
+        runner: starts processes within the part's time, so that each begins with an empty device.
         traces: folder for torch.profiler's traces, of this part.
     """
 
-    device: torch.device
     is_dry_run: bool
     runner: Runner
     traces: Path
@@ -68,7 +62,3 @@ class Part:
     share: float
     run: Callable[[Context], Row]
     section: Callable[[Row], Section]
-
-    def shown(self, found: Row) -> Section:
-        rows = found["rows"]
-        return self.section(found) if measured(rows) else Section(self.name, rows, ())

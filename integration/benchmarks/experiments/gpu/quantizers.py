@@ -19,13 +19,15 @@ backend alone where triton isn't installed. There, figures of an accelerator are
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import statistics
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -42,36 +44,34 @@ from zero_comm.quantizer.backend import Backend, find_backend
 from zero_comm.quantizer.torch_backend import TorchBackend
 
 MI: Final = 1 << 20
-KINDS: Final = ("int8", "int4", "e4m3", "e5m2")
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BAR: Final = 0.8
-"""Share of copy bandwidth that is asked for."""
+"""Least share of copy bandwidth."""
 BAR_NUMEL: Final = 64 * MI
-"""Elements from which on it is asked for."""
+"""Elements of the smallest tensor to which the bar applies."""
 SUM_ROWS: Final = 8
-FIRST_KINDS: Final = ("int8", "int4")
+FIRST_KINDS, OTHER_KINDS = ("int8", "int4"), ("e4m3", "e5m2")
 MEASURING: Final = 0.8
-"""Share of the part's time in which a row may begin."""
+"""Share of the part's time after which no row begins."""
 _BUSY_WIDTH = 4096
 _HOST = TorchBackend()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Kinds and sizes of a measurement."""
+    """Sizes of a measurement."""
 
-    kinds: Sequence[str]
     numels: Sequence[int]
-    """Elements, each a multiple of ``pattern_numel``."""
+    """Elements per tensor, each a multiple of ``pattern_numel``."""
     pattern_numel: int
-    """Elements that a tensor repeats. A multiple of every block size. See `operations`."""
+    """Elements of the repeated pattern, a multiple of every block size."""
     rounds: int
     calls: int
     """Calls of each contender in a round, timed together."""
 
 
-REAL: Final = Settings(KINDS, (MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), MI, rounds=7, calls=10)
-DRY: Final = Settings(KINDS, (1 << 10, 1 << 12), 1 << 10, rounds=1, calls=1)
+REAL: Final = Settings((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), MI, rounds=7, calls=10)
+DRY: Final = Settings((1 << 10, 1 << 12), 1 << 10, rounds=1, calls=1)
 
 
 def _run(context: Context) -> Row:
@@ -103,8 +103,11 @@ def measure(place: Place, settings: Mapping[str, Any], deadline: float) -> Row:
     backend = interpreted() if device.type == "cpu" else on_device(device)
     stopwatch = Stopwatch(device)
     found: Row = {"backend": backend.name, "rows": [], "num_left": 0}
-    for part in _by_interest(what):
-        for job in operations(part, device):
+    # The kinds and sizes that the bar is for come first: the time may end before the last row.
+    large = [numel for numel in what.numels if numel >= BAR_NUMEL]
+    small = [numel for numel in what.numels if numel < BAR_NUMEL]
+    for kinds, numels in itertools.product((FIRST_KINDS, OTHER_KINDS), (large, small)):
+        for job in operations(kinds, numels, what.pattern_numel, device):
             if time.time() > deadline:
                 found["num_left"] += 1
                 continue
@@ -116,19 +119,6 @@ def measure(place: Place, settings: Mapping[str, Any], deadline: float) -> Row:
             found["rows"].append(row)
             place.write(found)
     return found
-
-
-def _by_interest(settings: Settings) -> list[Settings]:
-    """Return the settings in parts: kinds and sizes of the bar, other sizes, other kinds."""
-    return [
-        replace(
-            settings,
-            kinds=[kind for kind in settings.kinds if (kind in FIRST_KINDS) == is_first],
-            numels=[numel for numel in settings.numels if (numel >= BAR_NUMEL) == is_large],
-        )
-        for is_first in (True, False)
-        for is_large in (True, False)
-    ]
 
 
 def on_device(device: torch.device) -> Backend:
@@ -162,26 +152,26 @@ class Operation:
     """One operation on tensors of one size."""
 
     about: Row
-    """``operation``, ``kind``, ``dtype``, ``numel``, and ``moved_bytes``: read and written, at the
-    least."""
+    """``operation``, ``kind``, ``dtype``, ``numel`` and ``moved_bytes``, the least bytes read and
+    written."""
     run: Callable[[Backend], object]
     spoil: Callable[[], object]
     """Overwrites the last run's result."""
     is_right: Callable[[], bool]
-    """Whether the last run's result is the host's. Waits for the device."""
+    """Returns whether the last run's result equals the host's. Waits for the device."""
 
 
-def operations(settings: Settings, device: torch.device) -> Iterator[Operation]:
+def operations(
+    kinds: Sequence[str], numels: Sequence[int], pattern_numel: int, device: torch.device
+) -> Iterator[Operation]:
     """Yield all operations, each made when it is taken: together they would fill the device."""
-    for kind in settings.kinds:
-        fmt = BlockFormat.make(kind)
-        for dtype in DTYPES:
-            for numel in settings.numels:
-                pattern = _pattern(1, settings.pattern_numel).to(DTYPES[dtype])
-                yield _encode(fmt, dtype, numel, pattern, device)
-                yield _decode(fmt, dtype, numel, pattern, device)
-        for numel in settings.numels:
-            pattern = _pattern(SUM_ROWS, settings.pattern_numel)
+    for fmt in map(BlockFormat.make, kinds):
+        for dtype, numel in itertools.product(DTYPES, numels):
+            pattern = _pattern(1, pattern_numel).to(DTYPES[dtype])
+            yield _encode(fmt, dtype, numel, pattern, device)
+            yield _decode(fmt, dtype, numel, pattern, device)
+        for numel in numels:
+            pattern = _pattern(SUM_ROWS, pattern_numel)
             yield _decode(fmt, "fp32", numel, pattern, device)
 
 
@@ -279,18 +269,13 @@ class Stopwatch:
 
     def time_s(self, run: Callable[[], object], calls: int) -> float:
         """Return the seconds per call of ``run``, which was called before."""
-
-        def run_all() -> None:
-            for _ in range(calls):
-                run()
-
         if self._device.type == "cpu":
-            return _seconds(run_all) / calls
+            return timeit.timeit(run, number=calls) / calls
         synchronize(self._device)
-        host_s = calls * _seconds(run)
+        host_s = calls * timeit.timeit(run, number=1)
         synchronize(self._device)
         self._keep_busy(math.ceil(2 * host_s / self._busy_s))
-        return self._between_events(run_all) / calls
+        return self._between_events(lambda: [run() for _ in range(calls)]) / calls
 
     def _keep_busy(self, times: int) -> None:
         for _ in range(times):
@@ -303,12 +288,6 @@ class Stopwatch:
         stop.record()
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started_at = time.perf_counter()
-    run()
-    return time.perf_counter() - started_at
 
 
 class WrongResultError(RuntimeError):

@@ -15,29 +15,26 @@ says so. torch computes deterministically here: else the oracle would not repeat
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import cpu_adam
-from benchmarks.experiments.gpu.correct.cases import (
-    BARS,
-    COLLECTIVES,
-    QUANTIZED_BAR,
-    RANKS_PER_NODE,
-    delay_cases,
-    engine_cases,
-    offload_cases,
-)
-from benchmarks.experiments.gpu.correct.delays import delayed
 from benchmarks.experiments.gpu.part import Context, Part
+from benchmarks.harness.job import QGZ, QWZ
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import HERE, Place, Row
 from benchmarks.harness.report import Column, Section, bars
@@ -55,18 +52,40 @@ GROUPS = (
     "comm 4",
     "engine 3",
 )
-"""With the number of ranks. Those of one rank are first."""
+"""Kind of cases and number of ranks. The groups of one rank run first."""
 DRY_GROUPS = ("offload 2", "delays", "comm 2")
 
 STEPS = 10
 COMM_WIDTH = 33
-"""Of the model: even the shards of its gradients are worth quantizing."""
+"""Width of the model: large enough for every gradient shard to be quantized."""
 NUMEL, KERNEL_STEPS = (1 << 20) + 77, 10
 KERNEL_RATE = 1e-2
 KERNEL_BAR = 2.0
-"""Units in the last place, per step."""
+"""Largest allowed difference per step, in units in the last place."""
 DELAY_SHARE = 0.2
 SEEDS = (1, 2, 3)
+BARS = {"fp32": (4e-6, 2e-6), "bf16": (0.07, 0.04), "fp16": (0.0045, 4.5e-4)}
+"""Largest allowed difference of a loss (about 3.6) and of a final value, as in the CPU tests. The
+bars apply where the order of sums or the kernel differs from the oracle's."""
+QUANTIZED_BAR = 0.1
+"""Largest allowed relative difference of a loss with quantized collectives. It is twice the largest
+difference on the CPU, for a model in which a quantizer's block holds several parameters."""
+RANKS_PER_NODE = 2
+_HPZ = {"zero_hpz_partition_size": RANKS_PER_NODE}
+SMALL_SCALE = {"fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 8}}
+PARAMETERS_TOO: Mapping[str, Any] = {
+    "offload_optimizer": {"device": "cpu", "ratio": 1.0},
+    "offload_param": {"device": "cpu"},
+}
+COLLECTIVES: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
+    2: {"qwZ": QWZ, "qgZ": QGZ},
+    4: {"hpZ": _HPZ, "all three": {**QWZ, **QGZ, **_HPZ}},
+}
+"""Quantized collectives by number of ranks: 2 ranks are one node, 4 are two nodes."""
+BUSY_WIDTH = 2048
+MOST_PRODUCTS = 40
+"""Most matrix products of one delay. A product takes about a millisecond."""
+LONGEST_PAUSE_S = 2e-3
 
 
 def _run(context: Context) -> Row:
@@ -258,6 +277,138 @@ def _ulps(a: Tensor, b: Tensor, start: Tensor) -> float:
     size = torch.maximum(b.abs(), start.abs()).clamp(min=KERNEL_RATE)
     spacing = (torch.nextafter(size, torch.tensor(torch.inf)) - size).double()
     return float(((a.double() - b.double()).abs() / spacing).max())
+
+
+def engine_cases(*, is_dry_run: bool) -> list[list[Case]]:
+    """Return the cases without offload, a list of equal bits for each dtype.
+
+    Some steps in fp16 overflow and are skipped.
+    """
+    grid = itertools.product((1, 3), (0.0, 0.5), (0, 1, 2, 3))
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    if is_dry_run:
+        grid, dtypes = itertools.product((1,), (0.0,), (2, 3)), ("fp32", "fp16")
+    points = list(grid)
+    return [
+        [
+            Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=clipping)
+            for accumulation, clipping, stage in points
+        ]
+        for dtype in dtypes
+    ]
+
+
+def offload_cases(*, is_dry_run: bool) -> list[list[Case]]:
+    """Return the offloaded cases, a list for each dtype and ratio.
+
+    Ratios are all, none, and a split within a parameter; with all, a list has parameters on the
+    host, too.
+
+    Within a list no bit may differ. On an accelerator ratios differ by what its kernel and the
+    host's round differently. What is added up over micro-steps is handed on in 16 bits: in fp16 the
+    sum overflows before its parts do, which torch adds up in fp32, so there the scale is small.
+    """
+    ratios = (0.3,) if is_dry_run else (1.0, 0.3, 0.0)
+    found = []
+    for cases in engine_cases(is_dry_run=is_dry_run):
+        cases = [
+            replace(case, top=SMALL_SCALE)
+            if case.dtype == "fp16" and case.accumulation > 1
+            else case
+            for case in cases
+        ]
+        for ratio in ratios:
+            zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+            found.append([replace(case, zero=zero) for case in cases if case.stage > 0])
+        if not is_dry_run:  # on the CPU parameters lie in host memory as it is
+            found.append([replace(case, zero=PARAMETERS_TOO) for case in cases if case.stage == 3])
+    return found
+
+
+def delay_cases(*, is_dry_run: bool) -> dict[str, Case]:
+    """Return everything that has a stream of its own, by name."""
+    stages = (3,) if is_dry_run else (1, 2, 3)
+    found = {f"stage {stage}": Case(stage=stage, dtype="bf16") for stage in stages}
+    ratios = (0.5,) if is_dry_run else (1.0, 0.5)
+    for stage, ratio in itertools.product(stages, ratios):
+        case = Case(
+            stage=stage, dtype="bf16", zero={"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        )
+        found[f"stage {stage}, ratio {ratio}"] = case
+        # Nothing may call a step off: units are updated while backward still runs.
+        early = replace(case, top={"check_grad_overflow": False})
+        found[f"stage {stage}, ratio {ratio}, in backward"] = early
+    if not is_dry_run:
+        found["stage 3, parameters too"] = Case(stage=3, dtype="bf16", zero=PARAMETERS_TOO)
+    return found
+
+
+@contextmanager
+def delayed(device: torch.device, *, seed: int, share: float) -> Iterator[Callable[[], int]]:
+    """Delay a ``share`` of all operations of this process, drawn by ``seed``.
+
+    Yields a function that returns their number so far.
+    """
+    lateness = _Lateness(device, seed, share)
+    run_thread = threading.Thread.run
+
+    def run(self: threading.Thread) -> None:
+        with _Delays(lateness):  # a mode is a thread's own
+            run_thread(self)
+
+    threading.Thread.run = run  # type: ignore[method-assign]
+    try:
+        with _Delays(lateness):
+            yield lambda: lateness.num_late
+    finally:
+        threading.Thread.run = run_thread  # type: ignore[method-assign]
+
+
+class _Lateness:
+    """Draws which operations are late, and by how much."""
+
+    def __init__(self, device: torch.device, seed: int, share: float) -> None:
+        self._random = random.Random(seed)
+        self._share = share
+        self._busy: Tensor | None = None
+        if device.type != "cpu":
+            shape = (BUSY_WIDTH, BUSY_WIDTH)
+            self._busy = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            self._product = torch.empty_like(self._busy)
+            torch.mm(self._busy, self._busy, out=self._product)
+            torch.accelerator.synchronize(device)  # for every stream
+        self.num_late = 0
+
+    def maybe_wait(self, *, is_on_host: bool) -> None:
+        """Enqueue work on the current stream, pause, or do nothing."""
+        if self._random.random() >= self._share:
+            return
+        self.num_late += 1
+        if self._busy is None or is_on_host:
+            time.sleep(self._random.random() * LONGEST_PAUSE_S)
+            return
+        for _ in range(self._random.randint(1, MOST_PRODUCTS)):
+            # Of zeros: streams that write it at once write the same.
+            torch.mm(self._busy, self._busy, out=self._product)
+
+
+class _Delays(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The mode of one thread."""
+
+    def __init__(self, lateness: _Lateness) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lateness = lateness
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._lateness.maybe_wait(is_on_host=all(x.device.type == "cpu" for x in tensors))
+        return func(*args, **(kwargs or {}))
 
 
 def _section(found: Row) -> Section:
