@@ -23,9 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cases import Case
 from material import save_data, save_models
-from pack import PACK
+from pack import PACK, Case
 from ranks import MEASURED, Ranks, environment, first_error
 from scripts import trl_trainer
 
@@ -98,7 +97,10 @@ class Sides:
                 commands = [[*start, *own, MEASURED, *filled]]
                 environments = [{**environment(), **variables}]
             else:
-                commands, environments = self._served(side).commands(filled, variables)
+                launcher = LAUNCHERS[side]
+                if launcher not in self._ranks:
+                    self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
+                commands, environments = self._ranks[launcher].commands(filled, variables)
             begun = time.monotonic()
             try:
                 run_together(commands, environments, folder, limit_s=LIMIT_S)
@@ -123,12 +125,6 @@ class Sides:
         """End all ranks."""
         for ranks in self._ranks.values():
             ranks.close()
-
-    def _served(self, side: str) -> Ranks:
-        launcher = LAUNCHERS[side]
-        if launcher not in self._ranks:
-            self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
-        return self._ranks[launcher]
 
 
 def _filled(text: str, places: dict[str, str]) -> str:

@@ -86,9 +86,11 @@ class Ranks:
         self, program: Sequence[str], variables: Mapping[str, str]
     ) -> tuple[list[list[str]], list[dict[str, str]]]:
         """Return by rank what runs ``measured.py PROGRAM`` on all ranks, and its environment."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])  # a port that nobody listens at now
         shared = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": port,
             # The launcher's store has the keys of the program before.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             **variables,
@@ -128,13 +130,6 @@ def environment() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def first_error(log: str) -> str:

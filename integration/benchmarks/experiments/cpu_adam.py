@@ -46,6 +46,7 @@ NUMELS = (64 * 2**20, 2**20)
 REST_S = 0.05
 NUM_SMALL, SMALL_NUMEL = 500, 10_000
 OURS = "cpu-adam"
+PEERS = ("torch", "deepspeed", "torchao", "bitsandbytes")
 BANDWIDTH = "bandwidth, 28 B/element"
 
 Step = Callable[[], object]
@@ -69,7 +70,13 @@ def main(
             gc.collect()  # the race's memory, before the next one's is there
     settings = {"numels": NUMELS, "rounds": rounds, "rest_s": REST_S, "threads": num_threads}
     races = {name: rows for name, (_, rows) in found.items()}
-    report = {"settings": settings, "machine": _machine(), "races": races}
+    about = {
+        **machine(),
+        "isa": cpu_adam.active_isa(),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
+        **{name: version(name) or "not installed" for name in PEERS},
+    }
+    report = {"settings": settings, "machine": about, "races": races}
     sections = [section(name, num_elements, rows) for name, (num_elements, rows) in found.items()]
     publish(output, "cpu_adam", report, sections, columns=2)
 
@@ -100,7 +107,12 @@ def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
             steps[name]()
         # Another package's failure, of whatever kind, is a result like any other.
         except Exception as error:
-            failures[name] = {"failure": _explain(error)}
+            lines = str(error).splitlines() or [type(error).__name__]
+            why = f"failed: {lines[0]}"
+            if isinstance(error, ModuleNotFoundError) and error.name is not None:
+                package = error.name.partition(".")[0]
+                why = f"{package} is not installed: pip install {package}"
+            failures[name] = {"failure": why}
 
     def take_turn(name: str, _: int) -> Row:
         if name in failures:
@@ -134,14 +146,6 @@ def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
     return {name: failures.get(name) or row(name) for name in contenders}
 
 
-def _explain(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        package = error.name.partition(".")[0]
-        return f"{package} is not installed: pip install {package}"
-    lines = str(error).splitlines() or [type(error).__name__]
-    return f"failed: {lines[0]}"
-
-
 # [Note: shared memory]
 # A race's optimizers share parameters, gradients and moments: each is a quarter of a gigabyte for
 # 64 Mi elements. Everyone's step count is its own.
@@ -169,11 +173,11 @@ class Flat:
         return optimizer.step
 
     def ours(self, isa: str | None = None) -> Step:
-        step = self.lend(cpu_adam.CPUAdam(self.params, **ADAMW), _tensor_step)
+        step = self.lend(cpu_adam.CPUAdam(self.params, **ADAMW), partial(torch.tensor, 0.0))
         return step if isa is None else _with_isa(isa, step)
 
     def torch(self, **how: Any) -> Step:
-        return self.lend(torch.optim.AdamW(self.params, **ADAMW, **how), _tensor_step)
+        return self.lend(torch.optim.AdamW(self.params, **ADAMW, **how), partial(torch.tensor, 0.0))
 
     def deepspeed(self) -> Step:
         """DeepSpeed's, which compiles itself first."""
@@ -348,10 +352,6 @@ def _by_isa(name: str, make: Callable[[str], Step], numel: int = 0) -> Contender
     return {f"{name}, {isa}": (partial(make, isa), bar) for isa in others}
 
 
-def _tensor_step() -> Tensor:
-    return torch.tensor(0.0)
-
-
 def _with_isa(isa: str, step: Step) -> Step:
     def run() -> None:
         with use_isa(isa):
@@ -396,13 +396,3 @@ def _cache_bytes() -> int:
     found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [path.read_text().strip() for path in found]
     return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=0)
-
-
-def _machine() -> Row:
-    peers = ("torch", "deepspeed", "torchao", "bitsandbytes")
-    return {
-        **machine(),
-        "isa": cpu_adam.active_isa(),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
-        **{name: version(name) or "not installed" for name in peers},
-    }

@@ -190,13 +190,6 @@ def _start(request: dict[str, Any], files: list[int], connection: socket.socket)
     return child
 
 
-def _enter(kind: str, namespace: int) -> None:
-    """Enter a Linux namespace unless this process is in it. (`os.setns` is Python 3.12's.)"""
-    is_there = os.fstat(namespace).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
-    if not is_there and ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
-        raise OSError(ctypes.get_errno(), f"cannot enter the namespace {kind!r}")
-
-
 def _run(files: list[int], arguments: list[str], folder: str, variables: dict[str, str]) -> None:
     """Be the interpreter of a command line, and end the process."""
     for number, file in enumerate(files[:3]):
@@ -204,7 +197,10 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
     code = 0
     try:
         for kind, namespace in zip(NAMESPACES, files[3:], strict=False):
-            _enter(kind, namespace)
+            is_there = os.fstat(namespace).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
+            # Python 3.11 has no `os.setns`.
+            if not is_there and ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter the namespace {kind!r}")
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(variables)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -17,7 +19,7 @@ from benchmarks.harness.ranks import Place
 
 def main() -> None:
     target, arguments, folder = sys.argv[1:]
-    place = Place.here(folder)
+    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(folder))
     try:
         module, _, name = target.partition(":")
         measure = getattr(importlib.import_module(module), name)

@@ -79,10 +79,6 @@ class Place:
     folder: Path
     """Holds the ranks' results and their store."""
 
-    @classmethod
-    def here(cls, folder: str) -> Place:
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(folder))
-
     def write(self, found: Mapping[str, Any], suffix: str = ".json") -> None:
         """Replace this rank's result. A process that is killed meanwhile leaves the one before."""
         write_json(self.folder / f"rank{self.rank}{suffix}", found)

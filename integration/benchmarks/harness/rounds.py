@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,9 @@ def _added_up(rounds: Sequence[Row]) -> Row:
     by_round = [row["ranks"] for row in rounds]
     ranks = [rank for ranks in by_round for rank in ranks]
     added = [rank["added_bytes"] for rank in ranks]
+    counted: Counter[str] = Counter()
+    for rank in ranks:
+        counted.update(rank["counted"])
     times = [seconds for ranks in by_round for seconds in ranks[0]["times_s"]]
     return {
         **spread(times),
@@ -116,20 +120,12 @@ def _added_up(rounds: Sequence[Row]) -> Row:
         "last_loss": statistics.fmean(rank["losses"][-1] for rank in by_round[-1]),
         "times_s": times,
         "added_bytes": added,
-        "counted": _sums(rank["counted"] for rank in ranks),
+        "counted": counted,
     }
 
 
 def spread(times_s: Sequence[float]) -> Row:
     return {"median_s": statistics.median(times_s), "min_s": min(times_s)}
-
-
-def _sums(counted: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for one in counted:
-        for name, value in one.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
 
 
 def has_figures(row: Mapping[str, object]) -> bool:

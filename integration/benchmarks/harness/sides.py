@@ -23,6 +23,7 @@ from benchmarks.harness.ranks import Place
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.twin import TwinTier
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[Tensor], Tensor]
 """Trains one step on a rank's token ids and returns the loss, without waiting for the device."""
 
@@ -91,7 +92,7 @@ class Side:
 
 def bare(job: Job, device: torch.device, place: Place) -> Side:
     """Forward and backward alone: no engine can be faster."""
-    model = job.make_model().to(device, _dtype(job))
+    model = job.make_model().to(device, DTYPES[job.dtype])
     return Side(_step(model, model.zero_grad), model)
 
 
@@ -110,14 +111,14 @@ def plain(job: Job, device: torch.device, place: Place) -> Side:
 
 def plain_low(job: Job, device: torch.device, place: Place) -> Side:
     """Weights, moments and all in the job's dtype: no master weights, so other numbers."""
-    return torch_loop(job, job.make_model().to(device, _dtype(job)))
+    return torch_loop(job, job.make_model().to(device, DTYPES[job.dtype]))
 
 
 def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
     """Weights and gradients in the job's dtype, fp32 master weights by hand: as the engine."""
     model = job.make_model().to(device)
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    model.to(_dtype(job))
+    model.to(DTYPES[job.dtype])
     weights: list[Tensor] = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, fused=True, **job.adamw)
 
@@ -146,7 +147,7 @@ def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
     model = job.make_model()
     settings: dict[str, Any] = {"mesh": init_device_mesh(device.type, (place.world_size,))}
     if job.dtype != "fp32":
-        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=_dtype(job))
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype])
     if job.is_offloaded:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         settings["reshard_after_forward"] = job.stage == 3
@@ -200,10 +201,6 @@ SIDES: Mapping[str, Callable[[Job, torch.device, Place], Side]] = {
 }
 NEEDS = {"deepspeed": "deepspeed"}
 """Packages that a side needs besides this project's."""
-
-
-def _dtype(job: Job) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.dtype]
 
 
 def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:

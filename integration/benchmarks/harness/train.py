@@ -91,7 +91,10 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
     ready = [next(batches) for _ in range(what.steps + num_counted + what.num_traced)]
     num_tokens = sum(ids.numel() for ids in ready[: what.steps])
     if not what.is_offloaded:
-        _restart_device_peak(device)
+        gc.collect()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats(device)
     following = iter(ready)
     step_s = timed_together(lambda: losses.append(side.step(next(following))), what.steps, device)
     peaks = device_peaks(device)
@@ -107,7 +110,7 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
         losses = losses[:: -max(1, len(losses) // NUM_LOSSES)][:NUM_LOSSES][::-1]
     allocated, reserved = peaks["device_peak_bytes"], peaks["device_reserved_bytes"]
     return {
-        "device": device_name(device),
+        "device": _device_name(device),
         "num_parameters": what.shape.numel,
         "build_s": build_s,
         "step_s": step_s,
@@ -126,7 +129,7 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
     }
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """Return the name of the accelerator, or of the processor."""
     if device.type == "cpu":
         return processor_name()
@@ -152,10 +155,3 @@ def timed_together(run: Callable[[], object], steps: int, device: torch.device) 
         run()
     synchronize(device)
     return (time.perf_counter() - started_at) / steps
-
-
-def _restart_device_peak(device: torch.device) -> None:
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats(device)

@@ -20,7 +20,6 @@ from torch import nn
 def add_argument():
     parser = argparse.ArgumentParser(description="CIFAR")
     parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--dtype", default="fp16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--stage", default=0, type=int, choices=[0, 1, 2, 3])
     parser = deepspeed.add_config_arguments(parser)
     return parser.parse_args()
@@ -40,9 +39,9 @@ def get_ds_config(args):
         },
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
-        "bf16": {"enabled": args.dtype == "bf16"},
+        "bf16": {"enabled": False},
         "fp16": {
-            "enabled": args.dtype == "fp16",
+            "enabled": False,
             "fp16_master_weights_and_grads": False,
             "loss_scale": 0,
             "loss_scale_window": 500,
@@ -93,16 +92,11 @@ def main(args) -> None:
         config=get_ds_config(args),
     )
     device = get_accelerator().device_name(engine.local_rank)
-    dtype = None
-    if engine.bfloat16_enabled():
-        dtype = torch.bfloat16
-    elif engine.fp16_enabled():
-        dtype = torch.half
+    assert not engine.bfloat16_enabled()
+    assert not engine.fp16_enabled()
     criterion = nn.CrossEntropyLoss()
     for data in loader:
         inputs, labels = data[0].to(device), data[1].to(device)
-        if dtype is not None:
-            inputs = inputs.to(dtype)
         with measured.step() as step:
             loss = criterion(engine(inputs), labels)
             engine.backward(loss)

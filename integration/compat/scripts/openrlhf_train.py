@@ -14,7 +14,7 @@ import measured
 import texts
 import torch
 import torch.nn.functional as F
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,8 +35,8 @@ AUTO_AT_3 = (
 def common_config(args, stage: int) -> dict:
     return {
         "steps_per_print": 100,
-        "bf16": {"enabled": args.param_dtype == "bf16"},
-        "fp16": {"enabled": args.param_dtype == "fp16"},
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
         "compile": {"deepcompile": False},
@@ -51,7 +51,7 @@ def train_config(args) -> dict:
     config = common_config(args, args.zero_stage)
     config["zero_optimization"] |= {
         "offload_param": {"device": "none"},
-        "offload_optimizer": {"device": "cpu" if args.adam_offload else "none", "pin_memory": True},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "sub_group_size": "auto",
         "reduce_bucket_size": "auto",
         "zero_hpz_partition_size": 1,
@@ -85,12 +85,9 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = AutoModel.from_pretrained(path)
         self.value_head = nn.Linear(self.model.config.hidden_size, 1, bias=False)
-        if any(hasattr(p, "ds_id") for p in self.model.parameters()):
-            with deepspeed.zero.GatheredParameters([self.value_head.weight], modifier_rank=0):
-                if torch.distributed.get_rank() == 0:
-                    self.value_head.weight.data.normal_(mean=0.0, std=0.02)
-        else:
-            self.value_head.weight.data.normal_(mean=0.0, std=0.02)
+        with deepspeed.zero.GatheredParameters([self.value_head.weight], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                self.value_head.weight.data.normal_(mean=0.0, std=0.02)
 
     def forward(self, input_ids, attention_mask):
         hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
@@ -162,11 +159,8 @@ def main() -> None:
     parser.add_argument("--save_path")
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--zero_stage", type=int, default=2)
-    parser.add_argument("--param_dtype", default="bf16")
-    parser.add_argument("--adam_offload", action="store_true")
     parser.add_argument("--ref_offload", action="store_true")
     parser.add_argument("--overlap_comm", action="store_true")
-    parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--micro_train_batch_size", type=int, default=4)
     parser.add_argument("--train_batch_size", type=int, default=16)
     args = parser.parse_args()
@@ -188,10 +182,8 @@ def main() -> None:
     else:
         inner = model = AutoModelForCausalLM.from_pretrained(args.pretrain)
     inner.config.use_cache = False
-    if args.gradient_checkpointing:
-        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    adam = DeepSpeedCPUAdam if args.adam_offload else FusedAdam
-    optimizer = adam(
+    inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = DeepSpeedCPUAdam(
         groups_of(model), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
     )
     schedule = get_scheduler(

@@ -62,9 +62,6 @@ def run_clm(own, training, tokenizer):
     rows = blocks(tokenizer, texts.read(own.dataset_name), 64)
     config = AutoConfig.from_pretrained(own.model_name_or_path)
     model = AutoModelForCausalLM.from_pretrained(own.model_name_or_path, config=config)
-    embeddings = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > embeddings > 0:
-        model.resize_token_embeddings(len(tokenizer))
     return model, rows, {"data_collator": default_data_collator}
 
 
@@ -184,14 +181,14 @@ OTHERS = {
 
 def main() -> None:
     name, *given = sys.argv[1:]
-    kinds = (Seq2SeqTrainer, Seq2SeqTrainingArguments)
-    if name not in SEQ2SEQ:
-        kinds = (Trainer, TrainingArguments)
-    own, training = HfArgumentParser((Arguments, kinds[1])).parse_args_into_dataclasses(given)
+    make, of_training = Trainer, TrainingArguments
+    if name in SEQ2SEQ:
+        make, of_training = Seq2SeqTrainer, Seq2SeqTrainingArguments
+    own, training = HfArgumentParser((Arguments, of_training)).parse_args_into_dataclasses(given)
     set_seed(training.seed)  # adapters are made before the Trainer seeds
     tokenizer = AutoTokenizer.from_pretrained(own.model_name_or_path)
     model, rows, more = (SEQ2SEQ | OTHERS)[name](own, training, tokenizer)
-    trainer = kinds[0](
+    trainer = make(
         model=model,
         args=training,
         processing_class=tokenizer,
@@ -199,7 +196,7 @@ def main() -> None:
         eval_dataset=texts.Rows(rows[:NUM_EVAL]),
         **more,
     )
-    result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    result = trainer.train()
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)

@@ -124,7 +124,8 @@ def _own() -> Iterator[tuple[str, Change]]:
     yield "betas of text", lambda c: _groups(c)[0].update(betas=["a", "b"])
     yield "a schedule of text", lambda c: c["progress"].update(lr_scheduler="x")
     yield "a schedule of nothing", lambda c: c["progress"].update(lr_scheduler={})
-    yield "a count of text", lambda c: c["progress"].update(lr_scheduler=_count("x"))
+    count = {"last_batch_iteration": "x"}
+    yield "a count of text", lambda c: c["progress"].update(lr_scheduler=count)
     yield "a scale of 0", lambda c: c["progress"].update(loss_scaler={"scale": 0.0})
     for name, value in (
         ("a tensor of another size", {"__tensor__": ["float32", [_HUGE], [1.0]]}),
@@ -145,10 +146,6 @@ def _own() -> Iterator[tuple[str, Change]]:
 
 def _groups(content: dict[str, Any]) -> Any:
     return content["progress"]["param_groups"]
-
-
-def _count(value: object) -> dict[str, object]:
-    return {"last_batch_iteration": value}
 
 
 def _replace(place: Path, name: str, make: Callable[[Path], object]) -> None:
@@ -180,17 +177,15 @@ def folders() -> Iterator[tuple[str, str, Callable[[Path], object]]]:
         yield MANIFEST, what, lambda p, t=text: (p / MANIFEST).write_bytes(t)
     for header in (b"[" * 10**5, b'{"a":' * 10**5, b"null", b"{}", b'{"0": 1}'):
         what = f"a header {header[:9]!r}..."
-        yield _WEIGHTS, what, lambda p, h=header: _with_header(p, _WEIGHTS, h)
-    size = (2**63).to_bytes(8, "little")
-    what = "a header of 2^63 bytes"
-    yield _WEIGHTS, what, lambda p: _with_bytes(p, _WEIGHTS, size + b"{}")
+        yield _WEIGHTS, what, lambda p, h=header: _with_header(p, len(h), h)
+    yield _WEIGHTS, "a header of 2^63 bytes", lambda p: _with_header(p, 2**63, b"{}")
 
 
 def _ways(name: str) -> Iterator[tuple[str, Callable[[Path], object]]]:
     yield "is a pipe", lambda p: _replace(p, name, os.mkfifo)
     yield "is missing", lambda p: (p / name).unlink()
     yield "is a folder", lambda p: _replace(p, name, Path.mkdir)
-    yield "is a device", lambda p: _link(p, name, "/dev/zero")
+    yield "is a device", lambda p: _replace(p, name, lambda path: path.symlink_to("/dev/zero"))
     yield "is a link", lambda p: _link_to_copy(p, name)
     yield "is empty", lambda p: (p / name).write_bytes(b"")
     yield "is 2^40 bytes long", lambda p: os.truncate(p / name, _HUGE)
@@ -202,25 +197,18 @@ def _swap(place: Path, one: str, two: str) -> None:
     (place / two).write_bytes(first)
 
 
-def _link(place: Path, name: str, target: str) -> None:
-    _replace(place, name, lambda path: path.symlink_to(target))
-
-
 def _link_to_copy(place: Path, name: str) -> None:
     copy = place.parent / f"copy-of-{name}"
     copy.write_bytes((place / name).read_bytes())
-    _link(place, name, str(copy))
+    _replace(place, name, lambda path: path.symlink_to(copy))
 
 
-def _with_header(place: Path, name: str, header: bytes) -> None:
-    _with_bytes(place, name, len(header).to_bytes(8, "little") + header)
-
-
-def _with_bytes(place: Path, name: str, data: bytes) -> None:
-    """Replace a file, with the right size and checksum in the manifest."""
-    (place / name).write_bytes(data)
+def _with_header(place: Path, size: int, header: bytes) -> None:
+    """Replace the file of weights, with the right size and checksum in the manifest."""
+    data = size.to_bytes(8, "little") + header
+    (place / _WEIGHTS).write_bytes(data)
     facts = {"bytes": len(data), "crc32": [zlib.crc32(data)]}
-    rewrite(place, lambda content: content["files"].update({name: facts}))
+    rewrite(place, lambda content: content["files"].update({_WEIGHTS: facts}))
 
 
 TAGS = ("../x", "/etc", "a/b", "..", ".", "", ".x", "a\nb", "a\0b", "x" * 300, "latest", "a\\b")

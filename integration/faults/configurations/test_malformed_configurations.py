@@ -438,20 +438,15 @@ NOBODY_READS = 1
 """Exit code of a command whose output is closed."""
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "zero_engine", *arguments]
-    return subprocess.Popen(
-        command,
+@pytest.mark.parametrize("verb", ["plan --layers 1", "config", "doctor", "--help"])
+def test_reader_that_has_left_causes_no_traceback(verb: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "zero_engine", *verb.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **ENVIRONMENT},
-    )
-
-
-@pytest.mark.parametrize("verb", ["plan --layers 1", "config", "doctor", "--help"])
-def test_reader_that_has_left_causes_no_traceback(verb: str) -> None:
-    with _start(*verb.split()) as command:
+    ) as command:
         assert command.stdout is not None
         assert command.stderr is not None
         command.stdout.close()  # before anything is written

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from faults.harness import END_S, Program, is_running
+from faults.ranks import test_restarts
 from faults.ranks.test_restarts import (
     ONE_NODE,
     OWN_STORE,
@@ -32,10 +33,6 @@ from zero_core.checkpoint.in_memory import keeper, snapshots
 from zero_engine.train.settings import RunFolder
 
 STEPS = 200
-OPTIONS = (
-    *("--layers=2", "--width=32", "--heads=2", "--context=32", "--vocab=300"),
-    *("--eval-every=50", "--eval-windows=16", "--save-every=100000", "--log-every=1"),
-)
 MEMORY = Path("/dev/shm")
 
 
@@ -58,8 +55,8 @@ def config(
 
 
 def program(folder: RunFolder, config: str) -> tuple[str, ...]:
-    own = (f"--steps={STEPS}", f"--output={folder.root}", f"--config={config}")
-    return ("-m", "zero_engine", "train", *OPTIONS, *own)
+    times = ("--eval-every=50", "--save-every=100000", "--log-every=1")
+    return test_restarts.program(folder, *times, f"--config={config}", steps=STEPS)
 
 
 def resumed_at(*nodes: Program) -> list[int]:

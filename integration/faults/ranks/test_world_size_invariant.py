@@ -140,11 +140,8 @@ def run_grid(rank: int, world_size: int, grid: Grid, folder: Path) -> None:
 def count_differing_bits(path: Path, reference: Path) -> int:
     one, other = load_file(path), load_file(reference)
     assert one.keys() == other.keys()
-    return sum(int((_bits(one[name]) ^ _bits(other[name])).ne(0).sum()) for name in one)
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(-1).view(torch.uint8)
+    raw = [[values[name].view(-1).view(torch.uint8) for name in one] for values in (one, other)]
+    return sum(int(a.ne(b).sum()) for a, b in zip(*raw, strict=True))
 
 
 def grid() -> Grid:
