@@ -37,7 +37,7 @@ from benchmarks.experiments.gpu.part import Context, Part
 from benchmarks.harness.job import QGZ, QWZ
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import HERE, Place, Row
-from benchmarks.harness.report import Column, Section, bars
+from benchmarks.harness.report import Column, Section
 from benchmarks.harness.rounds import has_figures
 from zero_core.testing import Case, Trace, compare_with_ddp, read_gaps, run_engine
 
@@ -425,7 +425,6 @@ def _section(found: Row) -> Section:
             "found": max(row["found"] for row in mine.values()),
         }
         rows |= missed
-    counted = {name: row for name, row in rows.items() if "cases" in row}
     left_out = {name: row for name, row in found["rows"].items() if not has_figures(row)}
     columns = (
         Column("cases", "cases"),
@@ -433,9 +432,8 @@ def _section(found: Row) -> Section:
         Column("largest", "found", ".3g"),
         Column("bar", "bar", "g"),
     )
-    panels = bars("correct", counted, {"cases": "cases", "met": "met"}, "cases")
     caption = "the largest difference of a group's cases"
-    return Section("correct", {**rows, **left_out}, columns, caption, panels=panels)
+    return Section("correct", {**rows, **left_out}, columns, caption)
 
 
 PART = Part(

@@ -16,7 +16,7 @@ from benchmarks.experiments.gpu.part import IN_MEMORY, Context, Part
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB
 from benchmarks.harness.ranks import Row
-from benchmarks.harness.report import MS, Column, Rows, Section, bars, green
+from benchmarks.harness.report import MS, Column, Rows, Section
 from benchmarks.harness.rounds import race_on_device
 
 BASELINES = ("torch", "torch, masters by hand")
@@ -93,10 +93,8 @@ def _section_of_single(found: Row) -> Section:
         Column("device GiB", "device_peak_bytes", ".2f", GIB),
         Column("last loss", lambda row: row["losses"][-1], ".4f"),
     )
-    color = green(lambda name: ": stage" in name)
-    panels = bars("single", rows, {"": "tokens_per_s"}, "tokens per second", color=color)
     caption = "medians over rounds; bars: 0.98, stage 3 0.95"
-    return Section("nothing offloaded", rows, columns, caption, panels=panels)
+    return Section("nothing offloaded", rows, columns, caption)
 
 
 def _run_fragmentation(context: Context) -> Row:
@@ -126,10 +124,8 @@ def _section_of_fragmentation(found: Row) -> Section:
         Column("ratio", "reserved_to_allocated", ".3f"),
         Column("tokens/s", "tokens_per_s", ",.0f"),
     )
-    values, label = {"": "reserved_to_allocated"}, "reserved over allocated"
-    panels = bars("fragmentation", rows, values, label, bar=FRAGMENTS_BAR)
     caption = f"GiB, at the most; bar: {FRAGMENTS_BAR}"
-    return Section("random lengths", rows, columns, caption, panels=panels)
+    return Section("random lengths", rows, columns, caption)
 
 
 SINGLE = Part(

@@ -34,7 +34,7 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB, available_bytes
 from benchmarks.harness.models import GptShape, find_device
 from benchmarks.harness.ranks import Place, Row
-from benchmarks.harness.report import MS, Column, Rows, Section, bars, green
+from benchmarks.harness.report import MS, Column, Rows, Section
 from benchmarks.harness.rounds import quotient, race_on_device, start_on_device
 from benchmarks.harness.tracing import synchronize
 from zero_core.errors import ZeroError
@@ -189,10 +189,7 @@ def _section_of_speed(found: Row) -> Section:
     ]
     limit = found["device_limit_bytes"] / 1e9
     title = f"tokens per second, at most {limit:.0f} GB of device memory"
-    color = green(lambda name: name.rpartition(", ")[2].startswith("ratio"))
-    values = {"": "tokens_per_s"}
-    panels = bars(title, found["rows"], values, "tokens per second", color=color)
-    return Section(title, found["rows"], SPEED_COLUMNS, "\n".join(lines), panels=panels)
+    return Section(title, found["rows"], SPEED_COLUMNS, "\n".join(lines))
 
 
 _OPT = replace(SPEED, model="checkpointed")
@@ -320,10 +317,8 @@ def _section_of_bounds(found: Row) -> Section:
         Column("", "is_met"),
         Column("idle", "idle_share", ".1%"),
     )
-    values = {"step": "step_s", "device": "device_busy_s", "bus": "bus_s", "host": "host_s"}
-    panels = bars("a step and its bounds", found["rows"], values, "ms", MS)
     caption = f"ms; bars: at most {BOUND_GOAL} of the slowest, idle below {IDLE_BAR:.0%}"
-    return Section("a step and its bounds", found["rows"], columns, caption, panels=panels)
+    return Section("a step and its bounds", found["rows"], columns, caption)
 
 
 ROOFLINE = Part(
@@ -404,11 +399,8 @@ def _row_of_capacity(job: Job, context: Context) -> Row:
 
 
 def _section_of_capacity(found: Row) -> Section:
-    rows = found["rows"]
     caption = "GiB; met: the loss fell, within the limits; bar of the peak: within 5% of the plan"
-    keys = ("device_peak_bytes", "planned_peak_bytes", "host_peak_bytes")
-    panels = bars("capacity", rows, {key: key for key in keys}, "GiB", GIB)
-    return Section("large models", rows, CAPACITY_COLUMNS, caption, panels=panels)
+    return Section("large models", found["rows"], CAPACITY_COLUMNS, caption)
 
 
 def _run_capacity(context: Context) -> Row:

@@ -22,7 +22,6 @@ import json
 import os
 import subprocess
 import traceback
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -31,10 +30,10 @@ import torch
 import typer
 
 from benchmarks.experiments.gpu import correct, in_memory, offloaded, quantizers
-from benchmarks.experiments.gpu.part import Context, Part
+from benchmarks.experiments.gpu.part import Context
 from benchmarks.harness.options import RESULTS, DryRun, find_device_type, of
 from benchmarks.harness.ranks import Row, Runner
-from benchmarks.harness.report import Section, save_panels, write_report
+from benchmarks.harness.report import Section, write_report
 from benchmarks.harness.rounds import measured, version
 from zero_engine.machine import memory_limit_bytes, processor_name
 
@@ -58,83 +57,54 @@ def main(
     minutes: Annotated[
         float, typer.Option(min=0, help="Time for everything; what is left then is skipped.")
     ] = 9.0,
-    out: Annotated[Path, typer.Option(help="Folder for gpu.json, gpu.png and traces.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Folder for gpu.json and traces.")] = RESULTS,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure one accelerator part by part."""
+    """Measure one accelerator part by part.
+
+    The file ``gpu.json`` is ``{"parts": {name: {"measured": ..., "rows": ...}}}``. A run replaces
+    the parts that it measures and keeps the others, so each part has its own date, machine and
+    commit.
+    """
     parts = [PARTS[name] for name in only or PARTS]
     device = find_device_type(is_dry_run=dry_run)
+    path = out / "gpu.json"
     try:
-        results = Results(out)
-        if dry_run:
-            results.refuse_dry_run(part.name for part in parts)
+        results = _read(path) if path.exists() else {}
+        real = [name for name, part in results.items() if not part["measured"]["is_dry_run"]]
+        if kept := [part.name for part in parts if dry_run and part.name in real]:
+            raise ValueError(
+                f"{path} has figures of an accelerator for {', '.join(kept)}, and a dry run "
+                "would replace them; give another --out"
+            )
         about = provenance(device, is_dry_run=dry_run)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     clock = Runner(60 * minutes, device_type=device.type)
-    found = {}
+    found: dict[str, Row] = {}
     for place, part in enumerate(parts):
         left_s = clock.left_s() * part.share / sum(p.share for p in parts[place:])
         print(f"{part.name}: {part.about} ({left_s:.0f} s)")
         runner = Runner(left_s, device_type=device.type)
-        context = Context(dry_run, runner, out.resolve() / "traces" / part.name)
-        found[part.name] = _run(part, context)
-        if not results.add(part.name, found[part.name], about):
+        try:
+            found[part.name] = part.run(
+                Context(dry_run, runner, out.resolve() / "traces" / part.name)
+            )
+        except Exception as error:  # the other parts still run
+            traceback.print_exc()
+            failure = f"{type(error).__name__}: {error}"
+            found[part.name] = {"rows": {"all": {"failure": failure}}}
+        earlier = results.get(part.name, {}).get("rows", {})
+        if measured(earlier) and not measured(found[part.name]["rows"]):
             print(f"{part.name}: no figures; those of an earlier run stay")
+        else:
+            results[part.name] = {"measured": about, **found[part.name]}
+            write_report(out, "gpu", {"parts": results})  # after every part: the next may be killed
     print(f"written to {out}")
     for part in parts:
-        _section(part, found[part.name]).show(f"{part.name}: ")
-    drawn = [_section(PARTS[name], results.parts[name]) for name in PARTS if name in results.parts]
-    save_panels(out / "gpu.png", [panel for section in drawn for panel in section.panels])
-
-
-def _run(part: Part, context: Context) -> Row:
-    """Return the part's result. An error of its own is a row too, so that the other parts run."""
-    try:
-        return part.run(context)
-    except Exception as error:
-        traceback.print_exc()
-        return {"rows": {"all": {"failure": f"{type(error).__name__}: {error}"}}}
-
-
-def _section(part: Part, found: Row) -> Section:
-    rows = found["rows"]
-    return part.section(found) if measured(rows) else Section(part.name, rows, ())
-
-
-class Results:
-    """The file ``gpu.json``: ``{"parts": {name: {"measured": ..., "rows": ...}}}``.
-
-    A run replaces the parts that it measures and keeps the others, so each part has its own date,
-    machine and commit. The file is written after every part.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ValueError if ``folder`` has a ``gpu.json`` that is not one of this program."""
-        self._folder = folder
-        self._json = folder / "gpu.json"
-        self.parts: dict[str, Row] = _read(self._json) if self._json.exists() else {}
-
-    def refuse_dry_run(self, names: Iterable[str]) -> None:
-        """Raises ValueError if one of the parts has figures of an accelerator."""
-        kept = [n for n in names if n in self.parts and not self.parts[n]["measured"]["is_dry_run"]]
-        if kept:
-            raise ValueError(
-                f"{self._json} has figures of an accelerator for {', '.join(kept)}, and a dry run "
-                "would replace them; give another --out"
-            )
-
-    def add(self, name: str, found: Row, about: Row) -> bool:
-        """Write the result of a part, in place of an earlier one.
-
-        Returns:
-            Whether it was written: a part without figures leaves those of an earlier run.
-        """
-        if measured(self.parts.get(name, {}).get("rows", {})) and not measured(found["rows"]):
-            return False
-        self.parts[name] = {"measured": dict(about), **found}
-        write_report(self._folder, "gpu", {"parts": self.parts})
-        return True
+        rows = found[part.name]["rows"]
+        section = part.section(found[part.name]) if measured(rows) else Section(part.name, rows, ())
+        section.show(f"{part.name}: ")
 
 
 def provenance(device: torch.device, *, is_dry_run: bool) -> Row:
@@ -143,7 +113,8 @@ def provenance(device: torch.device, *, is_dry_run: bool) -> Row:
     Raises:
         ValueError: the commit is unknown, and figures of an accelerator need one.
     """
-    commit = _commit()
+    given = os.environ.get(COMMIT_VARIABLE)
+    commit = given or _output("git", "describe", "--always", "--abbrev=12", "--dirty")
     if commit is None and not is_dry_run:
         raise ValueError(
             f"the sources lie in no repository: set {COMMIT_VARIABLE} to the commit measured"
@@ -170,12 +141,6 @@ def _read(path: Path) -> dict[str, Row]:
             f"{path} is not a result of this program, and would be overwritten: {error!r}; move it "
             "away, or give another --out"
         ) from error
-
-
-def _commit() -> str | None:
-    """Return the commit of the sources, marked where they differ, or None without a repository."""
-    given = os.environ.get(COMMIT_VARIABLE)
-    return given or _output("git", "describe", "--always", "--abbrev=12", "--dirty")
 
 
 def _from_driver(what: str) -> str | None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.experiments.gpu.part import Context, Part
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
-from benchmarks.harness.report import US, Column, Section, bars
+from benchmarks.harness.report import US, Column, Section
 from benchmarks.harness.rounds import has_figures, measured, take_turns
 from benchmarks.harness.tracing import synchronize
 from zero_comm import BlockFormat
@@ -360,7 +360,6 @@ def _section(found: Row) -> Section:
     there = measured(rows)
     largest = max((row["numel"] for row in there.values()), default=0)
     of_largest = {name: row for name, row in there.items() if row["numel"] == largest}
-    has_share = any(row["share"] is not None for row in there.values())
 
     def microseconds(row: Row) -> float:
         return float(row["median_s"][row["backend"]]) / US
@@ -372,14 +371,9 @@ def _section(found: Row) -> Section:
         Column("torch / it", "times_torch", ".1f"),
         Column("bar", "is_met"),
     )
-    panels = (
-        bars(title, of_largest, {"": "share"}, "share of copy bandwidth", bar=BAR)
-        if has_share
-        else bars(title, of_largest, {"": microseconds}, "µs")
-    )
     left_out = {name: row for name, row in rows.items() if name not in there}
     caption = f"bar: {BAR} of copy bandwidth from {BAR_NUMEL // MI} Mi elements on"
-    return Section(title, {**of_largest, **left_out}, columns, caption, "operation", panels)
+    return Section(title, {**of_largest, **left_out}, columns, caption, "operation")
 
 
 PART = Part("quantizers", "Triton's quantizer kernels against copy bandwidth", 3.0, _run, _section)
