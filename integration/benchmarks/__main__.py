@@ -1,4 +1,4 @@
-"""The command line: a benchmark's name, then its own options."""
+"""Command line of the benchmarks: the name of a benchmark, then its options."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MODULES = {"comm": "comm.race", "gpu": "gpu.program"}
 
 
 class Experiments(NamedTuple):
-    """Programs that are started by name.
+    """A set of programs that are started by name.
 
     Attributes:
-        program: how the command line is called.
-        package: of their modules.
-        about: what each is about, by name.
-        modules: of ``package``, where it has another name.
+        program: command line that starts them, for messages.
+        package: package of their modules.
+        about: description by program name.
+        modules: module name by program name, where the two differ.
     """
 
     program: str
@@ -38,14 +38,14 @@ class Experiments(NamedTuple):
     modules: Mapping[str, str]
 
     def command(self, name: str) -> typer.Typer:
-        """Return the program of an experiment, which alone is imported."""
+        """Import one experiment only and return it as a typer program."""
         module = importlib.import_module(f"{self.package}.{self.modules.get(name, name)}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(help=module.__doc__)(module.main)
         return app
 
     def run(self) -> None:
-        """Run the experiment that the first argument names. ``--dry-run``: print all helps."""
+        """Run the experiment named by the first argument. ``--dry-run`` prints the help of all."""
         name = sys.argv[1] if len(sys.argv) > 1 else "--help"
         if name == "--dry-run":
             for known in self.about:

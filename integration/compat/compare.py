@@ -1,11 +1,11 @@
-"""Public scripts and configurations with DeepSpeed itself and with ``zero-engine run``.
+"""Compares public scripts under DeepSpeed itself with the same scripts under ``zero-engine run``.
 
-``nox -s compat`` runs it. Ranks are processes on the CPU, two of one thread each. Where DeepSpeed
-does not run a script on the CPU, DDP stands in its place. The limits that libraries set themselves
-on a CPU are lifted on both sides.
+Started by ``nox -s compat``. Each side has two CPU ranks with one thread each. Where DeepSpeed
+cannot run a script on the CPU, DDP replaces DeepSpeed. Limits that libraries impose on CPUs are
+lifted on both sides.
 
-Each case is written to the file of results when it is over. Ends with code 1 if a case fails or a
-loss differs by more than the case's tolerance at any step.
+Each case's result is written when the case ends. The exit code is 1 if a case fails or if a loss at
+any step differs by more than the case's tolerance.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ MODULES = {"deepspeed": "deepspeed", "ddp": "deepspeed", OURS: "zero_engine.deep
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one side: by rank, the losses of the steps; by step, the slowest rank's seconds;
-    the largest peak of a rank's memory."""
+    """Losses by rank and step, the slowest rank's seconds by step, and the largest peak memory."""
 
     losses: list[list[float]]
     step_seconds: list[float]
@@ -57,19 +56,19 @@ class Run:
 
 
 class Sides:
-    """Starts programs; the ranks of each launcher are started once, when they are first needed."""
+    """Starts programs. The ranks of each launcher start once, at their first use."""
 
     def __init__(self, material: Path) -> None:
         self._material = material
         self._ranks: dict[tuple[str, ...], Ranks] = {}
 
     def run(self, side: str, case: Case) -> Run:
-        """Run a case's program.
+        """Run a case's program on one side.
 
         Raises:
-            RankError: it failed. The message is the first error of a rank.
+            RankError: the program failed. The message is the first error of a rank.
         """
-        # A process that was killed may write until its server has killed it.
+        # A killed process may still write files until its server has ended it.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch)
             program = [case.program, *(case.ddp if side == "ddp" else case.arguments)]
@@ -122,7 +121,6 @@ class Sides:
         )
 
     def close(self) -> None:
-        """End all ranks."""
         for ranks in self._ranks.values():
             ranks.close()
 
@@ -134,7 +132,7 @@ def _filled(text: str, places: dict[str, str]) -> str:
 
 
 def difference(theirs: Run, ours: Run) -> float:
-    """The largest relative difference of a loss at any step on any rank."""
+    """Return the largest relative difference of a loss at any step on any rank."""
     pairs = [
         pair
         for one, other in zip(theirs.losses, ours.losses, strict=True)
@@ -145,7 +143,7 @@ def difference(theirs: Run, ours: Run) -> float:
 
 
 def compare(case: Case, sides: Sides) -> dict[str, Any]:
-    """Run a case on both sides. The row has ``failure`` and ``log`` if one failed."""
+    """Run a case on both sides. The row has ``failure`` and ``log`` if a side failed."""
     missing = [name for name in case.needs if find_spec(name) is None]
     row: dict[str, Any] = {"family": case.family, "name": case.name, "reference": case.reference}
     if missing:
@@ -178,12 +176,12 @@ def compare(case: Case, sides: Sides) -> dict[str, Any]:
 
 
 def is_good(row: Mapping[str, Any] | None) -> bool:
-    """Whether it ran, with the losses of its reference."""
+    """Return whether the case ran with its reference's losses."""
     return row is not None and "failure" not in row and row["difference"] <= row["tolerance"]
 
 
 def in_words(row: Mapping[str, Any]) -> str:
-    """One line on a row."""
+    """Describe a row in one line."""
     if "failure" in row:
         return f"FAILED with {row.get('failed', 'both')}: {row['failure']}"
     theirs, ours = row[row["reference"]], row[OURS]
@@ -196,7 +194,6 @@ def in_words(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
     parser.add_argument(

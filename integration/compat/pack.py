@@ -1,4 +1,4 @@
-"""The pack: public scripts and configurations, by the project that they are of."""
+"""The compared public scripts and configurations, by project."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ Config = dict[str, Any]
 class Case:
     """A program with its arguments.
 
-    In ``arguments`` and ``launcher``, ``{model}`` is a folder of tiny models, ``{data}`` one of
-    data, ``{output}`` a new folder, and ``{config}`` the file that ``config`` is written to.
+    In ``arguments`` and ``launcher``, ``{model}`` is a folder of tiny models, ``{data}`` a folder
+    of data, ``{output}`` a new folder, and ``{config}`` the file to which ``config`` is written.
 
     Attributes:
-        family: whose script or configuration it is.
-        name: unique in its family.
-        program: a file in ``scripts/``, or an installed module.
-        config: DeepSpeed's configuration; None where the program has its own.
-        launcher: a launcher of the program's own that takes the place of the ranks' launcher, and
-            its arguments.
-        files: further files by name, written beside the configuration; ``{config}`` is replaced.
-        ddp: where DeepSpeed itself does not run on the CPU, the arguments for the same training
-            with DDP.
-        tolerance: of a loss against the other side's, relative.
-        compared: what of a Trainer's log is compared, where its loss is always 0.
-        needs: modules that not every installation has.
+        family: project of the script or configuration.
+        name: name, unique in the family.
+        program: file in ``scripts/``, or an installed module.
+        config: DeepSpeed configuration; None where the program has its own.
+        launcher: the program's own launcher with arguments, which replaces the ranks' launcher.
+        files: further files by name, written to the folder of the configuration. ``{config}`` is
+            replaced.
+        ddp: arguments for the same training with DDP, where DeepSpeed cannot run on the CPU.
+        tolerance: largest relative difference of a loss.
+        compared: entry of a Trainer's log to compare, where the loss is always 0.
+        needs: required modules that may be missing.
     """
 
     family: str
@@ -49,12 +48,12 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Name among all cases."""
+        """Unique name of the case."""
         return f"{self.family}: {self.name}"
 
     @property
     def reference(self) -> str:
-        """The side that its losses are compared with."""
+        """Side whose losses are the reference."""
         return "ddp" if self.ddp else "deepspeed"
 
 
@@ -90,7 +89,7 @@ TRAINER = (
     *("--lr_scheduler_type=cosine", *QUIET),
 )
 
-# TRL's own scripts, as installed, with the blocks of its ``accelerate_configs``.
+# TRL's installed scripts, with the blocks of TRL's ``accelerate_configs``.
 NEEDS_TRL = ("trl", "datasets")
 TRL_AUTO: Config = {**AUTO_BATCH, **CLIPPED}
 TRL_2: Config = {**TRL_AUTO, "zero_optimization": {"stage": 2}}
@@ -129,7 +128,7 @@ def trl_script(
 
 
 def trl_lora() -> Case:
-    """Return LoRA with a file that TRL ships."""
+    """Return a LoRA case with a configuration file that TRL ships."""
     found = find_spec("trl")
     origin = found.origin if found is not None else None
     file = Path(origin or "trl/__init__.py").parent / "accelerate_configs" / "zero3.yaml"
@@ -157,7 +156,7 @@ TRL = [
 ]
 
 
-# All of TRL's trainers that need no server, beside DDP.
+# All trainers of TRL that need no server, compared with DDP.
 def trl_trainer_case(name: str, setting: str, config: Config) -> Case:
     trainer = "DPOTrainer with BEMA" if name == "bema_dpo" else trl_trainer.CASES[name].trainer
     common = (name, "--model={model}", "--output_dir={output}")
@@ -180,12 +179,12 @@ TRL_TRAINERS = [
         ("stage 3", TRL_3),
         ("stage 3, all offloaded", TRL_OFFLOADED),
     )
-    # TRL refuses A2PO at stage 3: it copies its model as the reference.
+    # At stage 3 TRL refuses A2PO, which copies its model as the reference model.
     if name != "a2po" or setting == "stage 2"
 ]
 
 
-# Tokens at stage 3, beside those of a plain model on each rank and of DeepSpeed.
+# Tokens generated at stage 3, compared with a plain model on each rank and with DeepSpeed.
 def generation(way: str, reference: str, *options: str) -> Case:
     model = "--model={model}/speaker"
     return Case(
@@ -229,7 +228,7 @@ LLAMAFACTORY: dict[str, Config] = {
 
 
 def llamafactory(name: str, zero: Config) -> Case:
-    """Return full fine-tuning with one of its files."""
+    """Return full fine-tuning with one of LlamaFactory's files."""
     arguments = (
         *("llamafactory_sft", "--model_name_or_path={model}/llama"),
         *("--dataset_name={data}/instruction", "--deepspeed={config}"),
@@ -279,7 +278,7 @@ ALL_3: Config = {
     "stage3_max_reuse_distance": 0,
     **GATHERED,
 }
-# These files have some keys without "stage3_".
+# Some keys of these axolotl files lack the prefix "stage3_".
 OFFLOADED_3: Config = {
     **AXOLOTL_3,
     **AUTO_3,
@@ -306,9 +305,10 @@ AXOLOTL: dict[str, tuple[Config, Config]] = {
 
 
 def axolotl(name: str, zero: Config, further: Config) -> Case:
-    """Return packed rows with one of its files. The model is compiled where the name says so.
+    """Return training on packed rows with one of axolotl's files.
 
-    Not by inductor, whose compiler takes minutes on a CPU.
+    Files named "torch_compile" compile the model, by aot_eager, because inductor's compiler takes
+    minutes on a CPU.
     """
     compiled = "torch_compile" in name
     arguments = (
@@ -323,14 +323,13 @@ def axolotl(name: str, zero: Config, further: Config) -> Case:
         "trainers.py",
         ("axolotl_train", "--deepspeed={config}", *arguments),
         {"zero_optimization": zero, **AUTO_BATCH, "wall_clock_breakdown": False, **further},
-        # 0.19.8 refuses compile.disable and compile.backend.
+        # DeepSpeed 0.19.8 refuses compile.disable and compile.backend.
         ddp=("axolotl_train", "--use_cpu=True", *arguments) if compiled else (),
     )
 
 
-# QLoRA as PEFT's documentation and TRL's script have it, with bitsandbytes' weights on the CPU,
-# beside DDP: DeepSpeed's stages aren't meant for weights whose bytes have another shape than the
-# matrix.
+# QLoRA as in PEFT's documentation and TRL's script, with bitsandbytes' weights on the CPU. DDP is
+# the reference, because DeepSpeed's stages do not support packed weights.
 def peft_qlora(name: str, zero: Config, *further: str) -> Case:
     arguments = (
         *("--model_name_or_path={model}/llama", "--dataset_name={data}/text"),
@@ -348,10 +347,10 @@ def peft_qlora(name: str, zero: Config, *further: str) -> Case:
 
 
 def trl_qlora(name: str, config: Config) -> Case:
-    """Return supervised fine-tuning by TRL's script.
+    """Return QLoRA fine-tuning by TRL's script.
 
-    TRL makes the adapters bf16. DDP clips and updates them in bf16, the engine in fp32, which is
-    what the losses differ by.
+    TRL makes the adapters bf16. DDP clips and updates them in bf16, the engine in fp32, so the
+    losses differ slightly.
     """
     arguments = (
         *("--dataset_name={data}/text", "--load_in_4bit", "--use_bnb_nested_quant", "--use_peft"),
@@ -466,7 +465,7 @@ EXAMPLES = [
     ),
 ]
 
-# accelerate's documented ways to DeepSpeed, started by its own launcher.
+# The ways to use DeepSpeed in accelerate's documentation, started by accelerate's launcher.
 LAUNCH = """
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -558,8 +557,8 @@ ACCELERATE = [
 ]
 
 
-# Lightning's DeepSpeed strategies, as its documentation names them, beside DDP: Lightning gives
-# DeepSpeed the number of a GPU, and ends without one.
+# Lightning's documented DeepSpeed strategies. DDP is the reference, because Lightning passes a
+# GPU's index to DeepSpeed and fails without a GPU.
 def lightning(name: str, way: str) -> Case:
     run = ("--model={model}/llama", "--dataset={data}/text", "--output_dir={output}")
     return Case("Lightning", name, "lightning_docs.py", (way, *run), ddp=("ddp", *run))
@@ -573,7 +572,7 @@ LIGHTNING = [
     lightning("DeepSpeedStrategy(stage=3, offload_optimizer, offload_parameters)", "in_code"),
 ]
 
-# Ray Train's DeepSpeed page. Ray starts the workers. They inherit the hook from the driver.
+# Ray Train's DeepSpeed page. Ray starts the workers, which inherit the import hook from the driver.
 RAY = Case(
     "Ray",
     "deepspeed.initialize in TorchTrainer's workers, ZeRO-3",

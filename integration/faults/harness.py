@@ -1,4 +1,4 @@
-"""Programs to which something happens: started, watched until the moment, and ended."""
+"""Programs under fault injection: started, observed, and ended."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MARK = "PROGRAM_OUTPUT"
 
 
 class Program:
-    """A program in a session of its own, all of whose processes are ended on exit.
+    """A program in its own session. All of its processes are killed when the context ends.
 
     Attributes:
-        pid: number of the process that was started.
+        pid: pid of the started process.
     """
 
     def __init__(self, *arguments: str, **variables: str) -> None:
-        """Run Python with ``arguments``, and with ``variables`` in its environment."""
+        """Run Python with ``arguments`` and with ``variables`` added to the environment."""
         self._output = Path(tempfile.mkdtemp(), "output")
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -61,11 +61,10 @@ class Program:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process that was started is over."""
         return self._process.poll() is not None
 
     def wait_for(self, has_come: Callable[[], bool]) -> None:
-        """Wait until ``has_come``, while the program runs."""
+        """Wait until ``has_come`` returns True. The program must keep running."""
         limit = time.monotonic() + END_S
         while not has_come():
             assert not self.has_ended, self.output
@@ -77,33 +76,33 @@ class Program:
         return self._process.wait(END_S)
 
     def kill(self) -> None:
-        """Kill the process that was started, and none that it started."""
+        """Kill the started process but not its children."""
         self._process.kill()
         self._process.wait()
 
     def kill_all(self) -> None:
-        """Kill the process that was started and the ranks that it started, unless it has ended."""
+        """Kill the started process and its ranks, unless the process has ended."""
         for pid in [*self.ranks(), self.pid] if not self.has_ended else []:
             os.kill(pid, signal.SIGKILL)
 
     def descendants(self) -> list[int]:
-        """Return the processes that inherited this program's environment, in any session."""
+        """Return the pids of all processes with this program's mark in their environment."""
         mark = f"{MARK}={self._output}".encode()
         found = []
         for environment in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended meanwhile, or is another user's
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if mark in environment.read_bytes().split(b"\0"):
                     found.append(int(environment.parent.name))
         return found
 
     def ranks(self) -> list[int]:
-        """Return the processes of the ranks that torchrun started, by local rank."""
+        """Return the pids of the ranks that torchrun started, by local rank."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         found: dict[int, int] = {}
         for child in map(int, children):
             try:
                 variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the process has ended
                 continue
             values = dict(v.split(b"=", 1) for v in variables if b"=" in v)
             if b"LOCAL_RANK" in values:
@@ -112,19 +111,19 @@ class Program:
 
 
 def last_step(folder: RunFolder) -> int:
-    """Return the last step that the log of a run holds."""
+    """Return the last step in a run's log, or 0."""
     if not folder.metrics.exists():
         return 0
     return max((int(entry["step"]) for entry in read_metrics(folder.metrics)), default=0)
 
 
 def weights(folder: RunFolder) -> bytes:
-    """Return what a run that is complete leaves for transformers."""
+    """Return the weights that a completed run exports for transformers."""
     return (folder.hf / "model.safetensors").read_bytes()
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs that this one need not have started."""
+    """Return whether a process runs. It need not be a child of this process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -133,7 +132,7 @@ def is_running(pid: int) -> bool:
 
 
 def ranks_leave(ranks: list[int]) -> bool:
-    """Whether these processes end in time."""
+    """Wait until the processes have ended. Return whether they did within `LEAVE_WITHIN_S`."""
     limit = time.monotonic() + LEAVE_WITHIN_S
     while any(map(is_running, ranks)) and time.monotonic() < limit:
         time.sleep(0.05)

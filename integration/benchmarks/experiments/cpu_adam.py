@@ -1,9 +1,9 @@
 """One optimizer step on host memory: cpu-adam, torch, DeepSpeed, torchao, bitsandbytes.
 
-All contenders of a **race** run in one process, on the same memory, in turn: every **round** gives
-each its turn, so slow moments of the machine fall on all of them. A turn begins with a rest (the
-OpenMP threads of torch spin for a while after a call, and would slow the next contender down) and
-one call that is not timed; then come the timed ones. Figures are medians of all timed calls.
+All contenders of a race run in one process on the same memory. Every round gives each contender one
+turn, so slow moments of the machine affect all of them. A turn is a pause, one untimed call, and
+timed calls. The pause is needed because torch's OpenMP threads keep spinning after a call and would
+slow the next contender down. Figures are medians over all timed calls.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def main(
     threads: AllThreads = 0,
     output: Output = RESULTS,
 ) -> None:
-    """Run every race, write ``cpu_adam.json`` and ``cpu_adam.png``, print tables."""
+    """Run all races, write ``cpu_adam.json`` and ``cpu_adam.png``, print the tables."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     found: dict[str, tuple[int, dict[str, Row]]] = {}
     with threads_of_all(threads) as num_threads:
         for name, num_elements, make in _races():
             print(f"{name} ...", flush=True)
             found[name] = num_elements, _run(make(), rounds)
-            gc.collect()  # the race's memory, before the next one's is there
+            gc.collect()  # frees the race's memory before the next race allocates its own
     settings = {"numels": NUMELS, "rounds": rounds, "rest_s": REST_S, "threads": num_threads}
     races = {name: rows for name, (_, rows) in found.items()}
     about = {
@@ -95,7 +95,7 @@ def _races() -> Iterator[tuple[str, int, Callable[[], Contenders]]]:
 
 
 def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
-    """Return a row per contender: of all its timed calls, beside ours."""
+    """Return a row per contender, with its time relative to cpu-adam's."""
     ours = next(iter(contenders))
     steps: dict[str, Step] = {}
     failures: dict[str, Row] = {}
@@ -105,7 +105,7 @@ def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
                 raise RuntimeError("not run: there is nothing to compare it with")
             steps[name] = make()
             steps[name]()
-        # Another package's failure, of whatever kind, is a result like any other.
+        # A failure of another package, of any type, becomes a row.
         except Exception as error:
             lines = str(error).splitlines() or [type(error).__name__]
             why = f"failed: {lines[0]}"
@@ -146,13 +146,12 @@ def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
     return {name: failures.get(name) or row(name) for name in contenders}
 
 
-# [Note: shared memory]
-# A race's optimizers share parameters, gradients and moments: each is a quarter of a gigabyte for
-# 64 Mi elements. Everyone's step count is its own.
+# [Note: shared memory] The optimizers of a race share parameters, gradients and moments, because
+# each takes 256 MiB for 64 Mi elements. Step counts are not shared.
 
 
 class Flat:
-    """fp32 parameters, gradients and moments, of ``count`` tensors."""
+    """``count`` parameters of ``numel`` fp32 elements, with gradients and moments."""
 
     def __init__(self, numel: int, count: int = 1) -> None:
         draw = partial(torch.randn, numel, generator=torch.Generator().manual_seed(0))
@@ -167,7 +166,7 @@ class Flat:
         return [param.grad for param in self.params if param.grad is not None]
 
     def lend(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> Step:
-        """Return ``optimizer.step``, on these moments."""
+        """Return ``optimizer.step`` after setting the optimizer's moments to the shared ones."""
         for param, first, second in zip(self.params, self.exp_avg, self.exp_avg_sq, strict=True):
             optimizer.state[param].update(step=step(), exp_avg=first, exp_avg_sq=second)
         return optimizer.step
@@ -180,12 +179,12 @@ class Flat:
         return self.lend(torch.optim.AdamW(self.params, **ADAMW, **how), partial(torch.tensor, 0.0))
 
     def deepspeed(self) -> Step:
-        """DeepSpeed's, which compiles itself first."""
+        """Return the step of DeepSpeedCPUAdam, which compiles its kernel at first use."""
         adam: Any = importlib.import_module("deepspeed.ops.adam")
         return self.lend(adam.DeepSpeedCPUAdam(self.params, adamw_mode=True, **ADAMW), int)
 
     def peers(self, *, fused: float, loop: float, deepspeed: float | None) -> Contenders:
-        """Return torch's and DeepSpeed's kernels, with the bars given."""
+        """Return torch's and DeepSpeed's kernels with their bars."""
         plain = {"foreach": False, "fused": False}
         return {
             "torch fused": (lambda: self.torch(fused=True), fused),
@@ -195,15 +194,15 @@ class Flat:
         }
 
     def bandwidth(self) -> Step:
-        """Read and write as AdamW does, in three torch calls that compute next to nothing."""
+        """Return a step with AdamW's memory traffic and almost no arithmetic."""
 
         def step() -> None:
             for param, grad, first, second in zip(
                 self.params, self.grads, self.exp_avg, self.exp_avg_sq, strict=True
             ):
-                param.mul_(1.0)  # 8 bytes per element
-                second.mul_(1.0)  # 8
-                first.add_(grad, alpha=1e-6)  # 12
+                param.mul_(1.0)  # moves 8 bytes per element
+                second.mul_(1.0)  # moves 8 bytes per element
+                first.add_(grad, alpha=1e-6)  # moves 12 bytes per element
 
         return step
 
@@ -219,16 +218,17 @@ def fp32_race(numel: int) -> Contenders:
 
 
 def small_race() -> Contenders:
-    """AdamW on many small tensors: the cost of a call decides."""
+    """AdamW on many small tensors, where the overhead of a call dominates."""
     flat = Flat(SMALL_NUMEL, NUM_SMALL)
     return {OURS: (flat.ours, None), **flat.peers(fused=1.0, loop=3.0, deepspeed=None)}
 
 
 def offload_race(numel: int) -> Contenders:
-    """16-bit gradient in, unscaled and clipped, 16-bit parameter out.
+    """Update from a 16-bit gradient with unscaling and clipping, and write a 16-bit parameter.
 
-    DeepSpeed has the gradient in fp32 by then, so its sides start with that: its own
-    ``unscale_and_clip_grads``, its own Adam, and the cast that its ZeRO optimizer makes.
+    DeepSpeed has fp32 gradients at this point. Its contender therefore starts from an fp32 gradient
+    and runs DeepSpeed's ``unscale_and_clip_grads``, DeepSpeed's Adam, and the cast of its ZeRO
+    optimizer.
     """
     flat = Flat(numel)
     (param,), (grad,) = flat.params, flat.grads
@@ -237,7 +237,8 @@ def offload_race(numel: int) -> Contenders:
 
     def ours(isa: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Step:
         count = iter(range(1, 2**31))
-        source, copy = half_grad.to(dtype), half.to(dtype)  # bf16: the same memory
+        # for bf16 the same tensors, without a copy
+        source, copy = half_grad.to(dtype), half.to(dtype)
 
         def step() -> None:
             cpu_adam.adam_step(
@@ -254,7 +255,8 @@ def offload_race(numel: int) -> Contenders:
         zero: Any = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
         adam = flat.deepspeed()
         settings = SimpleNamespace(clip_grad=1.0, loss_scale=1.0, device=torch.device("cpu"))
-        norm = torch.tensor(1.0001)  # clipped a little, or the gradients would be gone soon
+        # clips slightly, because repeated strong clipping would bring the gradients to 0
+        norm = torch.tensor(1.0001)
 
         def step() -> None:
             zero.DeepSpeedZeroOptimizer.unscale_and_clip_grads(settings, [grad], norm)
@@ -285,7 +287,7 @@ def offload_race(numel: int) -> Contenders:
 
 
 def undo_race(numel: int) -> Contenders:
-    """AdamW of bf16 gradients whose old weights and moments are kept: in its pass, or before it."""
+    """AdamW that keeps the old weights and moments, in the kernel's pass or by separate copies."""
     flat = Flat(numel)
     half_grad = flat.grads[0].to(torch.bfloat16)
     states = (flat.params[0], flat.exp_avg[0], flat.exp_avg_sq[0])
@@ -311,7 +313,7 @@ def undo_race(numel: int) -> Contenders:
 
 
 def int8_race(numel: int) -> Contenders:
-    """AdamW with 8-bit moments on bf16 parameters, and torch's fused fp32 as a measure."""
+    """AdamW with 8-bit moments on bf16 parameters, with torch's fused fp32 AdamW as reference."""
     draw = partial(torch.randn, numel, generator=torch.Generator().manual_seed(0))
 
     def bf16() -> list[torch.nn.Parameter]:
@@ -342,10 +344,10 @@ def int8_race(numel: int) -> Contenders:
 
 
 def _by_isa(name: str, make: Callable[[str], Step], numel: int = 0) -> Contenders:
-    """Return the same with the other vector instruction sets that work here.
+    """Return the contenders for the other vector instruction sets that this processor has.
 
-    They should be as fast where memory sets the pace: not where all of ``numel`` elements are in
-    the caches.
+    They should be as fast where memory bandwidth is the limit. They have no bar where all ``numel``
+    elements fit into the caches.
     """
     bar = 0.9 if numel * FUSED_BYTES > _cache_bytes() else None
     others = [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
@@ -362,7 +364,10 @@ def _with_isa(isa: str, step: Step) -> Step:
 
 def section(name: str, numel: int, rows: Rows) -> Section:
     def is_met(who: str, row: Row) -> bool | None:
-        """Return whether the bar is reached, by our own instruction sets in speed to ours."""
+        """Return whether a row reaches its bar.
+
+        cpu-adam's own rows are compared by speed, not time.
+        """
         if row.get("bar") is None:
             return None
         speed = 1.0 / row["to_ours"] if _is_ours(who) else row["to_ours"]
@@ -391,7 +396,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _cache_bytes() -> int:
-    """Return the size of the processor's largest cache, 0 where the system does not know it."""
+    """Return the size of the processor's largest cache in bytes, 0 if unknown."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [path.read_text().strip() for path in found]

@@ -1,14 +1,13 @@
 """Step time and peak memory: bare model, DDP, FSDP2, DeepSpeed, and this engine.
 
-Overhead is the step less the bare forward and backward of the same run.
+Overhead is the step time less the bare forward and backward of the same run.
 
 [Note: what is measured]
-overhead  processor time of forward and backward by the engine's main thread less that of the bare
-          model, per unit and pass. The tensors of the model are too small to compute, and the
-          collectives do nothing: what is left is Python, and torch's dispatch of the few operations
-          that the engine adds (copies of gradients, norms).
-Python    of that, the time in the engine's own Python code, from a profile, without what it calls.
-          The profiler's own time per call, found on empty functions, is taken off.
+overhead  CPU time of forward and backward in the engine's main thread less that of the bare model,
+          per unit and pass. The model's tensors are tiny and the collectives do nothing. The rest
+          is Python and torch's dispatch of the engine's few operations (gradient copies, norms)
+Python    profiled time of the engine's own Python functions, without the functions they call. The
+          profiler's cost per call, measured on empty functions, is subtracted
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ SMALL = Job(
     warmup=10,
     model="gpt2",
     ranks=2,
-    # The norm of what silent collectives bring is arbitrary.
+    # The silent collectives leave arbitrary values, whose norm must not stop the step.
     top={"check_grad_overflow": False},
 )
 NUM_SHOWN = 12
@@ -99,7 +98,7 @@ def main(
 def races(
     contenders: Contenders, sizes: Sequence[str], ranks: Sequence[int], steps: int
 ) -> list[list[Job]]:
-    """Return the contenders' jobs in fp32, a list for each size and number of ranks."""
+    """Return the contenders' jobs in fp32, a list per model size and number of ranks."""
     shapes = [parse_size(size, vocab=VOCAB, context=128) for size in sizes]
     return [
         [
@@ -119,7 +118,7 @@ def races(
 
 
 def report_of(runs: Sequence[tuple[Job, Rows]], **about: Any) -> Row:
-    """Return the JSON of contenders on the CPU."""
+    """Return the JSON report of races on the CPU."""
     listed = [{"workload": job.workload, "contenders": rows} for job, rows in runs]
     return {**about, "machine": machine(), "runs": listed}
 
@@ -134,7 +133,7 @@ def panels(title: str, rows: Rows) -> list[Panel]:
 
 
 def python_time(stage: int, steps: int, runner: Runner) -> Row:
-    """Return the worst rank's figures. See [Note: what is measured]."""
+    """Return the figures of the rank with the most Python time. See [Note: what is measured]."""
     job = replace(SMALL, stage=stage)
     arguments = {"job": job, "steps": SHORT_STEPS * steps}
     found = start_ranks(f"{__name__}:measure", arguments, job, runner)
@@ -142,7 +141,7 @@ def python_time(stage: int, steps: int, runner: Runner) -> Row:
 
 
 class _Silent:
-    """Collectives that do nothing: what arrives is what was in the buffer."""
+    """Collectives that do nothing and leave their output buffers unchanged."""
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
@@ -172,7 +171,7 @@ def measure(place: Place, job: Mapping[str, Any], steps: int) -> Row:
         engine.backward(engine(ids))
 
     gc.collect()
-    gc.freeze()  # the collector's time is not the engine's
+    gc.freeze()  # keeps garbage collection out of the measured time
     passes = 2 * len(engine.layout.units)
     added_s = []
     for turn in range(what.warmup + steps):
@@ -202,7 +201,7 @@ def _thread_seconds(run: Callable[[Tensor], None], ids: Tensor) -> float:
 
 
 def _own_times(profile: cProfile.Profile, num: int) -> dict[str, float]:
-    """Return microseconds of the engine's own functions over ``num``, the profiler taken off."""
+    """Return microseconds of each engine function over ``num``, without the profiler's own cost."""
     per_call, per_child, per_builtin = _calibrate()
     spent: Counter[tuple[str, int, str]] = Counter()
     for function, (_, num_calls, own_s, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
@@ -219,7 +218,7 @@ def _own_times(profile: cProfile.Profile, num: int) -> dict[str, float]:
 
 
 def _calibrate() -> tuple[float, float, float]:
-    """Return the seconds that the profiler adds to a call, its caller, and a builtin's caller."""
+    """Return the seconds the profiler adds to a call, to its caller, and to a builtin's caller."""
 
     def empty() -> None:
         return None

@@ -1,4 +1,4 @@
-"""A contender with one model: the settings that its rank processes are started with."""
+"""Settings of a contender's rank processes."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ class Job:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Job:
-        """Return the job whose `asdict` went through JSON."""
+        """Restore a job whose `asdict` was passed as JSON."""
         return cls(**{**values, "shape": GptShape(**values["shape"])})
 
     def dry(self) -> Job:
-        """Return the job in the size of a dry run: the model and the steps are tiny."""
+        """Return the job with a tiny model and few steps."""
         warmup, shortest = min(self.warmup, 1), min(self.shortest, 2)
         small = replace(self, shape=DRY_SHAPE, micro_batch=2, steps=2)
         return replace(small, warmup=warmup, shortest=shortest)
 
     def unchecked(self) -> Job:
-        """Return the job without checks of gradients, as the peers: nothing skips a step."""
+        """Return the job without overflow checks, which the peers do not make either."""
         return replace(self, top={**self.top, "check_grad_overflow": False})
 
     @property
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def workload(self) -> dict[str, int]:
-        """The part of a comparison on the CPU that all contenders share, for a report."""
+        """Model size and settings that all contenders of a CPU race share, for the report."""
         names = ("micro_batch", "ranks", "threads", "steps", "warmup")
         sizes = {name: asdict(self.shape)[name] for name in ("layers", "width", "context")}
         return sizes | {name: asdict(self)[name] for name in names}
@@ -107,14 +107,14 @@ class Job:
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """Hyperparameters of everyone's AdamW."""
+        """Hyperparameters of every contender's AdamW."""
         return {"lr": self.lr, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
 
     def make_model(self) -> Any:
-        """Make the model on the CPU, fp32, with the same values in every process.
+        """Make the model on the CPU in fp32, with the same values in every process.
 
-        Values are drawn on the device, which is faster; its peak memory is counted from the end on.
-        A deferred model has no values yet.
+        Values are drawn on the device, which is faster. The device's peak memory is reset
+        afterwards. A deferred model has no values yet.
         """
         torch.manual_seed(0)
         if self.is_deferred:
@@ -129,12 +129,12 @@ class Job:
         return model
 
     def meta_model(self) -> Any:
-        """Return the model without memory."""
+        """Return the model on the meta device."""
         with torch.device("meta"):
             return MODELS[self.model](self.shape)
 
     def plan(self, *, has_activations: bool = False, **where: Any) -> zero_core.Plan:
-        """Return this engine's plan, with activations only if it is asked for them."""
+        """Return this engine's plan. ``where`` has further arguments of `zero_core.plan`."""
         size = (self.micro_batch, self.shape.context)
         ids = torch.zeros(size, dtype=torch.int64, device="meta")
         inputs = [ids] if has_activations else None
@@ -142,7 +142,6 @@ class Job:
         return zero_core.plan(model, config, self.ranks, example_inputs=inputs, **where)
 
     def config(self) -> dict[str, Any]:
-        """Return this engine's configuration."""
         return {**self.deepspeed_config(), **self.top}
 
     def deepspeed_config(self) -> dict[str, Any]:
@@ -154,15 +153,13 @@ class Job:
         }
         if self.dtype != "fp32":
             config[self.dtype] = {"enabled": True}
-        if self.dtype == "fp16":  # 2^16, the default, would cost the first steps
+        # with the default, 2^16, the first steps would overflow and be skipped
+        if self.dtype == "fp16":
             config["fp16"]["initial_scale_power"] = 12
         return config
 
     def batches(self, rank: int, device: torch.device | None = None) -> Iterator[Tensor]:
-        """Yield a rank's token ids for ever, on ``device``.
-
-        int64, ``[micro_batch, length]``.
-        """
+        """Yield a rank's token ids endlessly, on ``device``: int64, ``[micro_batch, length]``."""
         generator = torch.Generator().manual_seed(1 + rank)
         length = self.shape.context
         while True:

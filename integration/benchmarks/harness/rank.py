@@ -1,6 +1,7 @@
-"""The program of every rank process: ``python -m benchmarks.harness.rank TARGET ARGUMENTS FOLDER``.
+"""Program of a rank process: ``python -m benchmarks.harness.rank TARGET ARGUMENTS FOLDER``.
 
-Calls a function by its name and writes its result, or its error; see `benchmarks.harness.ranks`.
+It calls the function TARGET and writes the function's result, or its error, to FOLDER. See
+`benchmarks.harness.ranks`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def main() -> None:
         place.write({"error": f"{type(error).__name__}: {said}"}, ".failure")
         raise
     if dist.is_initialized():
-        gc.collect()  # an engine that still held the group would end its threads only at exit
+        # an engine that still holds the group would end the group's threads only at exit
+        gc.collect()
         dist.destroy_process_group()
 
 

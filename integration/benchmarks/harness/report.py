@@ -1,8 +1,8 @@
-"""Results of an experiment: rows as JSON, as tables and as pictures.
+"""Reports of an experiment: rows as JSON, tables and pictures.
 
 [Note: report]
 section  rows under one title, with the columns of their table and the panels of their picture
-panel    a part of the picture: its title, its height in lines, and what draws it
+panel    one diagram of the picture: title, height in lines, and drawing function
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def word(is_met: bool | None) -> str:
 
 
 def judged(value: float | None, spec: str, is_met: bool | None) -> str | None:
-    """Return a figure with the verdict on its bar."""
+    """Format a figure and whether it meets its bar."""
     return None if value is None else f"{value:{spec}} {word(is_met)}".rstrip()
 
 
@@ -79,7 +79,7 @@ class Section:
 
     @property
     def table(self) -> Table:
-        """A line per row with figures: its name under ``heading``, then its cells."""
+        """Table with a line per row that has figures."""
         table = Table(title=self.title, caption=self.caption)
         table.add_column(self.heading, no_wrap=True)
         for column in self.columns:
@@ -96,7 +96,7 @@ class Section:
                     yield f"{name}: {kind}: {row[kind]}"
 
     def show(self, prefix: str = "") -> None:
-        """Print the table, as wide as a page where there is no terminal, then the reasons."""
+        """Print the table, then the reasons of missing rows."""
         if measured(self.rows):
             width = None if sys.stdout.isatty() else PAGE_WIDTH
             Console(width=width, highlight=False, markup=False).print(self.table)
@@ -107,7 +107,7 @@ class Section:
 def publish(
     output: Path, name: str, report: Row, sections: Sequence[Section], *, columns: int = 1
 ) -> None:
-    """Write ``name.json`` and ``name.png``, then print tables and reasons."""
+    """Write ``name.json`` and ``name.png``. Print tables and the reasons of missing rows."""
     write_report(output, name, report)
     save_panels(output / f"{name}.png", [p for s in sections for p in s.panels], columns=columns)
     print(f"written to {output}")
@@ -134,16 +134,16 @@ def bars(
     color: Callable[[str], str | None] = lambda _: None,
     bar: float | None = None,
 ) -> list[Panel]:
-    """Return a panel of horizontal bars, one per row and value, or none without figures.
+    """Return a panel with a horizontal bar per row and value, or no panel without figures.
 
     Args:
-        title: of the panel.
-        rows: those with figures are drawn.
-        values: by their names in the legend, which several values have.
-        label: of the axis.
-        unit: values are shown as multiples of it.
-        color: by a row's name; matplotlib's own by default.
-        bar: where a line is drawn.
+        title: title of the panel.
+        rows: rows; those without figures are left out.
+        values: values by legend name. A single value has no legend.
+        label: label of the axis.
+        unit: unit of the axis, by which values are divided.
+        color: color by row name; None for matplotlib's default.
+        bar: position of a vertical line.
     """
     shown = measured(rows)
     height = 0.8 / len(values)
@@ -166,12 +166,12 @@ def bars(
 
 
 def green(is_ours: Callable[[str], bool]) -> Callable[[str], str]:
-    """Return the color of a contender: this project's are green."""
+    """Return a function that colors this project's contenders green and others gray."""
     return lambda name: "tab:green" if is_ours(name) else "tab:gray"
 
 
 def save_panels(path: Path, panels: Sequence[Panel], *, columns: int = 1) -> None:
-    """Save a picture, if there is a panel."""
+    """Save the panels as one picture. Without panels no file is written."""
     if not panels:
         return
     from matplotlib.figure import Figure

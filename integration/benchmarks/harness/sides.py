@@ -1,7 +1,7 @@
-"""The sides of a comparison: each makes a function that takes one training step.
+"""Contenders of a comparison. Each makes a function that trains one step.
 
-All compute in the job's dtype over fp32 master weights, but for "torch_low". Everyone has the
-fastest AdamW for its device: torch's fused one, DeepSpeed's, or the engine's own.
+All compute in the job's dtype over fp32 master weights, except "torch_low". Each uses its fastest
+AdamW for the device: torch's fused one, DeepSpeed's, or the engine's.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Step = Callable[[Tensor], Tensor]
 
 
 class KeptTier:
-    """A `zero_core.protocols.StateTierFactory` that keeps the tier in reach.
+    """A `zero_core.protocols.StateTierFactory` that keeps a reference to the tier it makes.
 
-    Makes the tier with the kernel that ``"device": "cpu"`` names.
+    The tier uses cpu-adam as its kernel.
 
     Attributes:
-        tier: the tier, or None before it was made.
+        tier: the tier, or None before the engine is built.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class KeptTier:
         return self.tier
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes so far: ``bytes_d2h`` of gradients, ``bytes_h2d`` of parameters.
+        """Return the bytes moved so far: gradients as ``bytes_d2h``, parameters as ``bytes_h2d``.
 
-        Waits for an update under way, so that it is counted.
+        Waits for a running update, whose bytes count too.
         """
         if self.tier is None:
             return {"bytes_d2h": 0, "bytes_h2d": 0}
@@ -57,21 +57,21 @@ class KeptTier:
         return {"bytes_d2h": self.tier.bytes_d2h, "bytes_h2d": self.tier.bytes_h2d}
 
     def ratio_report(self) -> dict[str, Any] | None:
-        """Return the choice of ``"ratio": "auto"`` with its reason, or None."""
+        """Return the choice made by ``"ratio": "auto"`` with its reason, or None."""
         report = self.tier.ratio_report if isinstance(self.tier, AutoTier) else None
         return None if report is None else asdict(report)
 
     def host_share(self) -> float | None:
-        """Return the share of the elements that the host updates now."""
+        """Return the share of elements that the host updates at present."""
         if self.tier is None:
             return None
         return self.tier.host_numel / self._numel if self._numel else 0.0
 
     def io_seconds(self) -> dict[str, float]:
-        """Return seconds of file access so far, nothing if the tier has no file.
+        """Return seconds of file access so far, or an empty dict if the tier has no file.
 
-        ``io_s``: a file was read or written; ``waited_s``: updates waited for that; ``stall_s``:
-        the caller was blocked because an update was not done.
+        ``io_s`` is the time of reads and writes, ``waited_s`` the time that updates waited for
+        them, ``stall_s`` the time that the training thread waited for an update.
         """
         if self.tier is None or (file := self.tier.file) is None:
             return {}
@@ -91,13 +91,13 @@ class Side:
 
 
 def bare(job: Job, device: torch.device, place: Place) -> Side:
-    """Forward and backward alone: no engine can be faster."""
+    """Train without an optimizer: forward and backward only, a lower bound for all engines."""
     model = job.make_model().to(device, DTYPES[job.dtype])
     return Side(_step(model, model.zero_grad), model)
 
 
 def ddp(job: Job, device: torch.device, place: Place) -> Side:
-    """DistributedDataParallel with fp32 weights, in bf16 by autocast."""
+    """Train with DistributedDataParallel and fp32 weights, in bf16 by autocast."""
     place.join(device)
     model = job.make_model().to(device)
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -105,17 +105,17 @@ def ddp(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def plain(job: Job, device: torch.device, place: Place) -> Side:
-    """The bare model with fp32 weights, in bf16 by autocast."""
+    """Train the bare model with fp32 weights, in bf16 by autocast."""
     return torch_loop(job, job.make_model().to(device), autocast=device.type)
 
 
 def plain_low(job: Job, device: torch.device, place: Place) -> Side:
-    """Weights, moments and all in the job's dtype: no master weights, so other numbers."""
+    """Train with weights and moments in the job's dtype, without master weights."""
     return torch_loop(job, job.make_model().to(device, DTYPES[job.dtype]))
 
 
 def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
-    """Weights and gradients in the job's dtype, fp32 master weights by hand: as the engine."""
+    """Train with weights and gradients in the job's dtype and hand-written fp32 master weights."""
     model = job.make_model().to(device)
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     model.to(DTYPES[job.dtype])
@@ -135,12 +135,12 @@ def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
-    """`fully_shard` on every block and on the whole, offloaded by CPUOffloadPolicy.
+    """Train with `fully_shard` on every block and on the model, offloaded by CPUOffloadPolicy.
 
-    Offloaded at stage 2, a unit stays whole from forward to backward; at stage 3 it is gathered
-    twice.
+    With offload at stage 2, a unit stays unsharded from forward to backward. At stage 3 it is
+    all-gathered in both.
     """
-    # Imported here: it takes half a second that no other side needs.
+    # Imported here, because this import takes half a second and only this side needs it.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     place.join(device)
@@ -158,9 +158,9 @@ def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
-    """DeepSpeed from the package index. It compiles its Adam where it has not yet.
+    """Train with the installed DeepSpeed, which compiles its Adam at first use.
 
-    On the CPU it is given its own Adam if the states are offloaded, torch's fused one else.
+    On the CPU it gets its own Adam if states are offloaded, otherwise torch's fused AdamW.
     """
     package: Any = importlib.import_module("deepspeed")
     place.join(device)
@@ -180,7 +180,7 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def zero(job: Job, device: torch.device, place: Place) -> Side:
-    """This engine, in a single process without a group."""
+    """Train with this engine. A single process needs no process group."""
     kept = KeptTier()
     engine = zero_core.build(
         *(job.make_model(), job.config()),
@@ -214,7 +214,7 @@ def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:
 
 
 def _step(model: nn.Module, update: Callable[[], object], autocast: str = "") -> Step:
-    """Return forward, backward and ``update``, in bf16 by autocast on the device type given."""
+    """Return a step of forward, backward and ``update``, with bf16 autocast on a device type."""
 
     def step(ids: Tensor) -> Tensor:
         with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=bool(autocast)):

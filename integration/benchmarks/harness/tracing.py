@@ -1,8 +1,8 @@
-"""The device's work in a step, from torch.profiler's trace.
+"""Device time of a step, from torch.profiler's trace.
 
-Events around a step would tell when its work began and ended on one stream, not the gaps within it
-nor what other streams do. The profiler records every kernel and copy of every stream, on each
-accelerator that it supports; the busy time is the union of the kernels' intervals, copies left out.
+Events before and after a step would measure one stream from its first to its last operation, and
+miss gaps and other streams. The profiler records every kernel and copy of every stream. The busy
+time is the length of the union of the kernels' intervals, without copies.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def trace(
     """Trace ``num_steps`` calls of ``step`` and return their `summary`.
 
     Args:
-        step: is called.
-        num_steps: how often.
-        device: whose kernels are recorded.
-        keep: a file for the trace itself, gzipped JSON, for https://ui.perfetto.dev; of the CPU
-            too, which has no kernels.
+        step: function to trace.
+        num_steps: number of calls.
+        device: device whose kernels are recorded.
+        keep: file for the whole trace, as gzipped JSON for https://ui.perfetto.dev. On the CPU it
+            is written too, but has no kernels.
 
     Returns:
-        None if torch's profiler sees no kernels of the device (the CPU has none); ``failure`` with
-        the reason if it fails: what else was measured is not lost by that.
+        None if torch's profiler sees no kernels of the device, as on the CPU. A dict with
+        ``failure`` if profiling fails, because the other measurements of the job must survive.
     """
     supported = supported_activities()  # type: ignore[no-untyped-call]
     activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
@@ -47,7 +47,7 @@ def trace(
     if not num_steps or not (is_seen or keep):
         return None
     try:
-        synchronize(device)  # what was enqueued before is not counted
+        synchronize(device)  # work enqueued earlier must not be in the trace
         with profile(activities=activities) as traced:
             for _ in range(num_steps):
                 step()
@@ -70,8 +70,9 @@ def synchronize(device: torch.device) -> None:
 def summary(events: Events, num_steps: int) -> dict[str, Any] | None:
     """Return figures of a trace per step, or None if it has no kernels.
 
-    ``busy_s``: at least one kernel ran; ``d2h_s``, ``h2d_s``: a copy that way was under way;
-    ``num_kernels``; ``kernels``: those that took longest in all, with ``name``, ``s``, ``calls``.
+    ``busy_s`` is the time in which a kernel ran, ``d2h_s`` and ``h2d_s`` the time of copies in
+    either direction, ``num_kernels`` the number of kernels. ``kernels`` lists those with the
+    longest total time, with ``name``, ``s`` and ``calls``.
     """
     kernels = _complete(events, "kernel")
     if not kernels:
@@ -97,7 +98,7 @@ def summary(events: Events, num_steps: int) -> dict[str, Any] | None:
 
 
 def busy_seconds(events: Iterable[Mapping[str, Any]]) -> float:
-    """The length of the union of the intervals of a trace's events, whose times are in us."""
+    """Return the seconds covered by the events of a trace, whose times are in microseconds."""
     total, end = 0.0, float("-inf")
     for start, duration in sorted((float(e["ts"]), float(e["dur"])) for e in events):
         total += max(0.0, start + duration - max(start, end))

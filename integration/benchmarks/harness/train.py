@@ -1,10 +1,10 @@
-"""The measuring loops, each a target of `benchmarks.harness.ranks`.
+"""The measuring loops. Each is a target of `benchmarks.harness.ranks`.
 
 [Note: how a step is timed]
-on the CPU          step by step, from the moment all ranks begin it to the moment all begin the
-                    next: updates in the background count, wherever they fall
-on an accelerator   all timed steps together over their number: nothing waits in between, so what a
-                    contender still does after ``step`` has returned overlaps with the next step
+on the CPU          every step separately, from a barrier to the next one. Updates in the background
+                    therefore count, in whichever step they run
+on an accelerator   all timed steps together, divided by their number. Nothing waits in between, so
+                    work that continues after ``step`` returns overlaps with the next step
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ NUM_LOSSES = 20
 
 
 def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
-    """Measure one rank of a job: ``times_s``, ``losses``, memory in bytes, counters.
+    """Train a job on this CPU rank. Return ``times_s``, ``losses``, memory in bytes and counters.
 
-    ``counted`` are the seconds of file access in the timed steps.
+    ``counted`` has the seconds of file access in the timed steps.
     """
     what = Job.of(job)
     torch.set_num_threads(what.threads)
     place.join()
-    # Imports are no part of a contender's memory.
+    # Imports must not count as a contender's memory.
     importlib.import_module("torch.distributed.fsdp")
     what.meta_model()
     batches = what.batches(place.rank)
@@ -57,7 +57,7 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
     times = timed_apart(lambda: losses.append(float(side.step(next(batches)))), what.steps)
     after = side.kept.io_seconds()
     peak = peak_bytes()
-    dist.barrier()  # nobody ends while another still measures
+    dist.barrier()  # no rank may end while another still measures
     return {
         "times_s": times,
         "losses": losses,
@@ -67,13 +67,13 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
 
 
 def on_device(place: Place, job: Mapping[str, Any]) -> Row:
-    """Measure a job on one device, with null for figures that it does not have.
+    """Train a job on one device. Figures that the device does not have are None.
 
-    Without offload, peaks are those of the timed steps, what is held in between included.
+    Without offload, memory peaks are those of the timed steps only.
     """
     what = Job.of(job)
     if not what.is_offloaded:
-        torch.set_float32_matmul_precision("high")  # TF32 where there is some, on every side
+        torch.set_float32_matmul_precision("high")  # allows TF32 for all sides
     device = find_device()
     limit = limit_device(what.device_limit_bytes, device)
     watch = HostWatch()
@@ -86,7 +86,7 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
         if side.kept.ratio_report() is not None:
             break
         losses.append(side.step(next(batches)))
-    # Made before: a copy to the device would wait for the step before it.
+    # Prepared in advance, because copying a batch to the device would wait for the previous step.
     num_counted = 1 if what.is_offloaded else 0
     ready = [next(batches) for _ in range(what.steps + num_counted + what.num_traced)]
     num_tokens = sum(ids.numel() for ids in ready[: what.steps])
@@ -106,7 +106,7 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
     )
     if what.is_offloaded:
         peaks = device_peaks(device)
-    else:  # about `NUM_LOSSES` of them, the last among them
+    else:  # keeps about `NUM_LOSSES` losses, the last one included
         losses = losses[:: -max(1, len(losses) // NUM_LOSSES)][:NUM_LOSSES][::-1]
     allocated, reserved = peaks["device_peak_bytes"], peaks["device_reserved_bytes"]
     return {
@@ -137,7 +137,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
-    """Return the seconds of each call, all ranks beginning together."""
+    """Return the seconds of each call. All ranks begin each call together."""
     times = []
     for _ in range(steps):
         started_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The configuration and the launcher beside the installed DeepSpeed."""
+"""Configuration attributes and launcher options compared with the installed DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FULL: dict[str, Any] = {
 
 
 def _plain(value: Any) -> Any:
-    """Return the fields of an object, and those of its fields."""
+    """Convert an object and the objects in its fields to plain dicts and lists."""
     if isinstance(value, BaseModel):
         value = value.model_dump()
     elif not isinstance(value, dict | list | tuple | str) and hasattr(value, "__dict__"):
@@ -61,7 +61,8 @@ def _plain(value: Any) -> Any:
 def test_attributes_are_those_of_deepspeed(given: dict[str, Any]) -> None:
     expected = vars(Theirs(dict(given)))
     ours = DeepSpeedConfig(dict(given))
-    blocks = {"zero_config", "float16_config", "bfloat16_config"}  # of zero-core's types
+    # these attributes have zero-core's types
+    blocks = {"zero_config", "float16_config", "bfloat16_config"}
     names = {n for n in expected if not n.startswith("_")} - NOT_SERVED - blocks
     for name in sorted(names):
         found, wanted = _plain(getattr(ours, name)), _plain(expected[name])
@@ -87,7 +88,7 @@ def test_every_option_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     parser = get_args_parser()
     add_options(parser)
     assert {"--num_gpus", "-H", "--bind_core_list"} <= names
-    names.remove("--no_local_rank")  # an option of zero_engine.script.run
+    names.remove("--no_local_rank")  # `zero_engine.script.run` handles this option itself
     assert names <= {name for action in parser._actions for name in action.option_strings}
 
 

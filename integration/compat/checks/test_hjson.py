@@ -1,4 +1,4 @@
-"""Hjson is read as by the package hjson, by which DeepSpeed reads its configuration."""
+"""The Hjson reader agrees with the package hjson, which DeepSpeed uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    # The package writes these without quotes, and JSON's constants are numbers here.
+    # The package writes these strings without quotes, and JSON readers here take them as numbers.
     | st.text().filter(lambda text: text.strip() not in ("NaN", "Infinity", "-Infinity")),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,

@@ -1,4 +1,4 @@
-"""Adapters on bases of bitsandbytes and torchao are merged into the dequantized weights."""
+"""Adapters on quantized bases (bitsandbytes, torchao) are merged into dequantized weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _quantized(folder: Path, kind: str) -> nn.Module:
 
 
 def _dequantized(model: nn.Module, plain: nn.Module) -> nn.Module:
-    """Give ``plain`` the values of the quantized ``model``."""
+    """Copy the dequantized values of ``model`` into ``plain``."""
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             is_weight = isinstance(module, nn.Linear) and name == "weight"
@@ -75,7 +75,7 @@ def _export(ranks: SimulatedRanks, folder: Path, models: list[nn.Module], stage:
     ids = torch.arange(5)[None]
     engine.backward(
         engine(input_ids=ids, labels=ids).loss
-    )  # LLM.int8 moves its scales in a forward
+    )  # LLM.int8 moves its scales to the module in the first forward
     export_merged(engine.module, folder)
 
 

@@ -1,4 +1,4 @@
-"""Adapters on weights of bitsandbytes and torchao, and torchao's float8 linears, follow DDP."""
+"""Adapters on quantized weights (bitsandbytes, torchao) and torchao's float8 linears follow DDP."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _x(step: int, rank: int) -> Tensor:
 
 
 def _raw(value: Tensor) -> list[Tensor]:
-    """Return the bytes of a tensor, or of those that it wraps."""
+    """Return the bytes of a tensor, or of the tensors that a subclass wraps."""
     inner = getattr(value, "__tensor_flatten__", None)
     if inner is None:
         return [value.detach().contiguous().view(-1).view(torch.uint8)]
@@ -137,7 +137,7 @@ def test_adapters_on_a_librarys_weights_follow_ddp(kind: str, place: Any) -> Non
 
 
 def _evaluate(ranks: SimulatedRanks) -> None:
-    """bitsandbytes repacks 4-bit weights in the first evaluation on some CPUs."""
+    """Evaluate between steps, because bitsandbytes repacks 4-bit weights on some CPUs then."""
     expected = _Adapted("nf4").eval()
     engine = Case(3).build(ranks, _Adapted("nf4"))
     for _ in range(2):

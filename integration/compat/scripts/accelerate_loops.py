@@ -1,8 +1,8 @@
-"""Loops of accelerate's documentation.
+"""Training loops from accelerate's documentation.
 
-``config_file`` is the one of its DeepSpeed guide, where the file names optimizer and schedule
-(``DummyOptim``, ``DummyScheduler``); ``plugin`` is its ``nlp_example.py``, with an optimizer of
-torch; ``in_code`` makes a ``DeepSpeedPlugin``.
+``config_file`` is the loop of accelerate's DeepSpeed guide, whose configuration names optimizer and
+schedule (``DummyOptim``, ``DummyScheduler``). ``plugin`` is ``nlp_example.py`` with a torch
+optimizer. ``in_code`` creates a ``DeepSpeedPlugin`` itself.
 """
 
 from __future__ import annotations

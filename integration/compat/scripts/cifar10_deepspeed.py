@@ -1,7 +1,7 @@
-"""A small network on pictures by the calls of DeepSpeedExamples' cifar10_deepspeed.py.
+"""Training of a small network with the calls of DeepSpeedExamples' cifar10_deepspeed.py.
 
-The options that deepspeed adds, ``--local_rank``, a configuration in the program, and the loader
-that ``initialize`` returns.
+It uses deepspeed's command-line options, ``--local_rank``, a configuration in the program, and the
+data loader that ``initialize`` returns.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def get_ds_config(args):
 
 
 class Net(nn.Module):
-    """Two convolutions and three linear layers."""
+    """Network of two convolutions and three linear layers."""
 
     def __init__(self) -> None:
         super().__init__()

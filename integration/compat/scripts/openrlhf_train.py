@@ -1,7 +1,8 @@
-"""SFT, reward model and DPO by the calls that OpenRLHF's strategy makes.
+"""Training of SFT, reward and DPO models with the calls of OpenRLHF's DeepSpeed strategy.
 
-It has OpenRLHF's configuration, Adam on the host with its two groups, ``deepspeed.initialize`` with
-model, optimizer and schedule, an engine without an optimizer for the reference, and its own saving.
+It uses OpenRLHF's configuration, Adam on the host with two parameter groups,
+``deepspeed.initialize`` with model, optimizer and schedule, a reference engine without optimizer,
+and OpenRLHF's own saving.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def eval_config(args) -> dict:
 
 
 class RewardModel(nn.Module):
-    """A transformer with a value of the last token."""
+    """Transformer that scores a sequence at its last token."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class RewardModel(nn.Module):
 
 
 def log_probs(model, batch) -> torch.Tensor:
-    """Sum over the answer's tokens, by row."""
+    """Return the summed log probabilities of each row's answer."""
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     chosen = labels.clamp(min=0).unsqueeze(-1)
@@ -105,7 +106,7 @@ def log_probs(model, batch) -> torch.Tensor:
 
 
 class Objective:
-    """The loss of one micro-batch."""
+    """Loss of one micro-batch."""
 
     def __init__(self, args, model, reference, tokenizer) -> None:
         self.args, self.model, self.reference, self.tokenizer = args, model, reference, tokenizer
@@ -129,7 +130,8 @@ class Objective:
             return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         chosen = [(row["prompt"], row["chosen"]) for row in rows]
         rejected = [(row["prompt"], row["rejected"]) for row in rows]
-        batch = self.padded(chosen + rejected)  # one forward, as the models are wrapped once
+        # one forward for all rows, because the engine expects one forward per backward
+        batch = self.padded(chosen + rejected)
         if self.args.task == "rm":
             values = self.model(batch["input_ids"], batch["attention_mask"])
             return -F.logsigmoid(values[: len(rows)] - values[len(rows) :]).mean()
@@ -174,7 +176,7 @@ def main() -> None:
     mesh = init_device_mesh(device, (ranks, 1, 1), mesh_dim_names=("dp", "sp", "tp"))
     accumulated = args.train_batch_size // args.micro_train_batch_size // ranks
 
-    # transformers loads straight into shards while this object lives.
+    # While this object exists, transformers loads models directly into shards.
     from_shards = HfDeepSpeedConfig(train_config(args)) if args.zero_stage == 3 else None
     if args.task == "rm":
         model = RewardModel(args.pretrain)

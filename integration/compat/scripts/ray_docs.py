@@ -1,4 +1,4 @@
-"""Fine-tuning by the calls of Ray Train's DeepSpeed page: workers call ``deepspeed.initialize``."""
+"""Fine-tuning with the calls of Ray Train's DeepSpeed page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Trains with one of TRL's trainers on local data: ``trl_trainer.py NAME --model FOLDER ...``.
 
-Nothing here knows of zero-engine: ``--deepspeed FILE`` goes to the trainer's own configuration,
-and without it ranks train as DDP's do on the CPU.
+This file does not mention zero-engine. ``--deepspeed FILE`` goes to the trainer's configuration.
+Without the option, ranks train with DDP on the CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def say(*words: str) -> str:
 
 
 def prompts(draw: random.Random) -> Row:
-    """A prompt alone, for those that generate."""
     return {"prompt": say(*draw.choices(WORDS, k=draw.randint(3, 8)))}
 
 
@@ -69,7 +68,7 @@ def messages(draw: random.Random) -> Row:
 
 
 def asked(draw: random.Random) -> Row:
-    """A conversation up to the assistant's turn."""
+    """Return a conversation that ends with the user's message."""
     return {"prompt": [{"role": "user", "content": prompts(draw)["prompt"]}]}
 
 
@@ -78,14 +77,14 @@ def privileged(draw: random.Random) -> Row:
 
 
 def reward(completions: list[Any], **_columns: Any) -> list[float]:
-    """Even characters of a completion, as a fraction."""
+    """Reward completions by their share of characters with an even code."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [sum(ord(char) % 2 == 0 for char in text) / (1 + len(text)) for text in texts]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One trainer, its data, and what its configuration and itself are given."""
+    """A trainer with its data, configuration and further arguments."""
 
     trainer: str
     data: Callable[[random.Random], Row]
@@ -128,7 +127,7 @@ CASES = {
 
 
 def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
-    """Write Llamas of these blocks and widths with a tokenizer, each to the folder of its name."""
+    """Write Llamas of the given numbers of blocks and widths, with tokenizer, by folder name."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     inner = ByteLevelBPETokenizer()
@@ -158,11 +157,11 @@ def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
 
 
 def make_trainer(name: str, models: Path, arguments: Row) -> Any:
-    """The trainer as a script makes it, with models by their folders."""
+    """Make the trainer as a script would, with models given by folder."""
     case = CASES[name]
     module = importlib.import_module(case.place or f"trl.experimental.{name}")
     config = case.trainer.replace("Trainer", "Config")
-    # The variant with BEMA has the configuration of the trainer itself.
+    # The BEMA variant uses the configuration class of the plain trainer.
     of_config = importlib.import_module("trl") if name == "bema_dpo" else module
     draw = random.Random(0)
     given: Row = {
@@ -204,7 +203,7 @@ def main() -> None:
         {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
     )
     trainer = make_trainer(options.name, options.model, arguments)
-    set_seed(7)  # loading draws other random numbers where parameters are sharded from the start
+    set_seed(7)  # loading a sharded model draws other random numbers, so the seed is set again
     trainer.train()
 
 

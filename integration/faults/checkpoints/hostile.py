@@ -30,13 +30,16 @@ ALLOWED = {
     ("whole_states", "{}"),
     ("loss_scaler", "{}"),
     ("lr_scheduler", "null"),
-    ("param_groups", "[]"),  # another number of groups: the engine's own stay
+    ("param_groups", "[]"),  # the engine keeps its own groups if the checkpoint has another number
 }
 """Last key of a path and value of `BAD`, as JSON, that a manifest may hold."""
 
 
 def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
-    """Yield edits of a manifest like ``content``, each of which must be refused, with a name."""
+    """Yield a name and an edit of a manifest like ``content``.
+
+    Each edited manifest must be refused.
+    """
     num_steps = ("scalars", min(content["scalars"]), "num_steps")
     for path in (*_places(content), num_steps):
         for bad in BAD:
@@ -47,11 +50,11 @@ def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of all members and of the first entry of each list or table of names."""
+    """Yield the paths of all entries. Of a list or a table of names only the first entry counts."""
     entries = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
     is_table = isinstance(node, list) or path[-1:] == ("files",)
     for key, value in entries[:1] if is_table else entries:
-        if key != "sha256":  # of the edited rest
+        if key != "sha256":  # the digest is recomputed after an edit
             yield (*path, key)
         if isinstance(value, dict | list) and key not in OF_OTHERS:
             yield from _places(value, (*path, key))
@@ -166,7 +169,7 @@ FILES_OF = {
 
 
 def folders() -> Iterator[tuple[str, str, Callable[[Path], object]]]:
-    """Yield what somebody does to a file of a checkpoint, with the file's name and its own."""
+    """Yield a file's name, a description, and a function that damages the file in a checkpoint."""
     for name in (MANIFEST, _WEIGHTS, _BUFFERS, _RNG):
         for what, change in _ways(name):
             yield name, f"{name} {what}", change
@@ -204,7 +207,7 @@ def _link_to_copy(place: Path, name: str) -> None:
 
 
 def _with_header(place: Path, size: int, header: bytes) -> None:
-    """Replace the file of weights, with the right size and checksum in the manifest."""
+    """Replace the weights' file, with the right size and checksum in the manifest."""
     data = size.to_bytes(8, "little") + header
     (place / _WEIGHTS).write_bytes(data)
     facts = {"bytes": len(data), "crc32": [zlib.crc32(data)]}

@@ -1,4 +1,4 @@
-"""Engines with small checkpoints, and a digest of everything that a load sets."""
+"""Engines with small checkpoints, and a digest of all state that loading sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 def build(
     stage: int, *, is_offloaded: bool = False, process_group: SimulatedRanks | None = None
 ) -> zero_core.Engine:
-    """Build an engine with a schedule."""
+    """Build a small engine with a learning-rate schedule."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
     config = Case(stage, top={"scheduler": scheduler}).config()
     if is_offloaded:
@@ -30,21 +30,20 @@ def build(
 
 
 def train(engine: zero_core.Engine, steps: int) -> None:
-    """Take some steps."""
     for step in range(steps):
         engine.backward(engine(**batch(step, 0, engine.rank))["loss"])
         engine.step()
 
 
 def rewrite(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Have ``change`` edit the manifest, and put the right digest under it."""
+    """Edit the manifest with ``change`` and recompute the manifest's digest."""
     content = json.loads(place.joinpath(MANIFEST).read_bytes())
     change(content)
     place.joinpath(MANIFEST).write_bytes(seal(content))
 
 
 def digest(engine: zero_core.Engine) -> str:
-    """Return a digest of this rank's weights, states, numbers, buffers, groups and counters."""
+    """Return a digest of this rank's weights, optimizer states, buffers, groups and counters."""
     found = hashlib.sha256()
     state = engine.sharded_state
 

@@ -1,4 +1,4 @@
-"""Forged, damaged and half-written checkpoints are refused in time, before anything is written."""
+"""Forged, damaged and half-written checkpoints are refused quickly, with nothing written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zero_core.testing import SimulatedRanks, simulate
 
 _MAX_S = 1.0
 _MAX_BYTES = 32 << 20
-_NEVER_FREE = 2**30  # more than this process has mapped without a use
+_NEVER_FREE = 2**30  # more bytes than this process has mapped but unused
 
 
 def _save(ranks: SimulatedRanks | None, folder: str, stage: int, is_offloaded: bool) -> None:
@@ -59,7 +59,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _refused(engine: zero_core.Engine, folder: Path, tag: str | None = None) -> str:
-    """Load what must be refused, and return what went wrong with that: nothing, if "" ."""
+    """Load a checkpoint that must be refused. Return what went wrong, or an empty string."""
     before, began = digest(engine), time.perf_counter()
     try:
         with _little_memory():
@@ -78,7 +78,7 @@ def _refused(engine: zero_core.Engine, folder: Path, tag: str | None = None) -> 
 
 @contextmanager
 def _little_memory() -> Iterator[None]:
-    """Let this process map `_MAX_BYTES` more than it has, torch's memory included."""
+    """Let this process map at most `_MAX_BYTES` more than now, torch's memory included."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MAX_BYTES, limits[1]))
@@ -90,7 +90,8 @@ def _little_memory() -> Iterator[None]:
 
 def test_forged_manifests_with_a_valid_digest_are_refused(saved, engine, tmp_path):
     with _little_memory(), pytest.raises(RuntimeError, match="alloc"):
-        torch.empty(_NEVER_FREE, dtype=torch.uint8)  # the limit holds for torch's memory, too
+        # checks that the limit holds for torch's allocations, too
+        torch.empty(_NEVER_FREE, dtype=torch.uint8)
     found, count = [], 0
     for name, change in manifests(_manifest(saved)):
         folder = tmp_path / str(count)
@@ -163,7 +164,7 @@ def test_a_save_over_a_checkpoint_on_a_full_disk_leaves_it_as_it_was(saved, engi
 
 
 def _loads(ranks: SimulatedRanks, folder: str, stage: int, is_offloaded: bool) -> None:
-    """Refuse every hostile manifest on both ranks, with the same state before and after."""
+    """Refuse hostile manifests on both ranks, and check that no state changes."""
     engine = build(stage, is_offloaded=is_offloaded, process_group=ranks)
     train(engine, 1)
     control = engine.sharded_state.control
@@ -234,7 +235,7 @@ def _positions(size: int) -> list[int]:
 
 
 def _check(path: Path, readers: list[Callable[[], object]]) -> None:
-    """Change each byte of a file, its length too, and require all readers to refuse it."""
+    """Change each byte of a file, and the file's length. All readers must refuse each variant."""
     data, wrong, count = path.read_bytes(), [], 0
     flips = [(at, mask) for at in _positions(len(data)) for mask in (1 << at % 8, 0xFF)]
     changed = [
@@ -293,7 +294,7 @@ def _saving_program(folder: Path) -> Program:
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the newest checkpoint's weights. A damaged one raises."""
+    """Return the newest checkpoint's weights. Raises if the checkpoint is damaged."""
     return {weight.names[0]: weight.value for weight in read_weights(folder)}
 
 
@@ -323,5 +324,5 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole_and_training_ends_w
     theirs = _weights(tmp_path / "straight")
     for name, value in _weights(folder).items():
         assert torch.equal(value, theirs[name]), name
-    left = list(folder.glob(".*"))  # ranks' marks, which stay for a day
+    left = list(folder.glob(".*"))  # marker files of ranks, which are removed after a day
     assert all(path.is_file() and not path.stat().st_size for path in left), left

@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, wherever it is: all others end in time and name it."""
+"""Whatever happens to a rank at whatever moment, all others end in time and name the rank."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ OF_THE_PROCESS = {
     "is ended by SIGTERM": signal.SIGTERM,
 }
 """Signals, sent at any moment."""
-OF_THE_PROGRAM = {  # and a pattern of what is said of it
+OF_THE_PROGRAM = {  # with a pattern of the error messages of other ranks
     "leaves": "has ended",
     "raises an error in a forward": "no more data",
-    "sleeps in a forward": "has been in|last seen in",  # without heartbeats, where load is high
+    # under high load the message has no heartbeats
+    "sleeps in a forward": "has been in|last seen in",
     "sleeps between two steps": "has been in|last seen in",
     "takes another branch": "",
 }
@@ -64,7 +65,7 @@ WORK = ("steps", "saves", "evaluates", "clips")
 
 @dataclass(frozen=True)
 class Drawn:
-    """What runs, and what happens to which of its ranks."""
+    """A training and the fault that happens to one of its ranks."""
 
     fault: str
     world_size: int
@@ -147,7 +148,7 @@ def _rank(rank: int, drawn: Drawn, folder: str) -> None:
 
 
 def _steps(engine: zero_core.Engine, drawn: Drawn, root: Path) -> Iterator[int]:
-    """Train for ever, with what programs do between steps."""
+    """Train endlessly, with the work that programs do between steps."""
     number = 0
     while True:
         engine.backward(engine(torch.ones(2, WIDTH)))
@@ -173,7 +174,7 @@ def _signal_itself(drawn: Drawn, root: Path) -> None:
 
 
 def _suffer(engine: zero_core.Engine, model: _Net, fault: str, root: Path) -> None:
-    """Do to this rank what ``fault`` says."""
+    """Inject ``fault`` into this rank."""
     if fault in OF_THE_PROCESS:
         return
     _note(root)
@@ -204,7 +205,7 @@ def _suffer(engine: zero_core.Engine, model: _Net, fault: str, root: Path) -> No
 
 
 def _fault(number: int) -> list[str]:
-    """Return what did not hold."""
+    """Run one fault. Return the violated expectations."""
     drawn = Drawn.of(number)
     what = f"{number} {asdict(drawn)}"
     for _ in range(NUM_STARTS):
@@ -215,7 +216,7 @@ def _fault(number: int) -> list[str]:
 
 
 def _launch(drawn: Drawn) -> list[str] | None:
-    """Return what did not hold, or None: it did not begin to train."""
+    """Run one fault once. Return the violated expectations, or None if training did not begin."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(drawn.world_size) as started:
         root = Path(folder)
         ranks = [started.submit(_run, r, drawn, folder) for r in range(drawn.world_size)]
@@ -228,7 +229,7 @@ def _launch(drawn: Drawn) -> list[str] | None:
         wait([ranks[r] for r in others], timeout=LIMIT_S + LEAVES_AFTER_S + 5.0)
         for rank, process in enumerate(ranks):
             if not process.done():
-                with suppress(ProcessLookupError):  # it has ended meanwhile
+                with suppress(ProcessLookupError):  # the process has ended
                     os.kill(int((root / f"pid-{rank}").read_text()), signal.SIGKILL)
         wait(ranks)
         return list(_wrong(drawn, root, others)) if (root / "moment").exists() else None
@@ -237,7 +238,7 @@ def _launch(drawn: Drawn) -> list[str] | None:
 def _run(rank: int, drawn: Drawn, folder: str) -> None:
     with suppress(
         ProcessExitedException, ProcessRaisedException
-    ):  # of the victim; what the others say is in files
+    ):  # the victim fails as intended, and other ranks report in files
         run_alone(_rank, rank, drawn, folder)
 
 

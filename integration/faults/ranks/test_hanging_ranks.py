@@ -1,4 +1,4 @@
-"""A rank stops or ends: its launcher and every exchange name it. Healthy ones are not named."""
+"""The launcher and every exchange name a rank that stops or ends, and no healthy rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _step(engine: zero_core.Engine) -> None:
 
 
 def _round(engine: zero_core.Engine, folder: Path) -> None:
-    """Train, save, evaluate and meet, as programs do."""
+    """Train, save, export and synchronize, as programs do."""
     for _ in range(3):
         _step(engine)
     engine.save_checkpoint(folder / "checkpoints", "newest")
@@ -77,7 +77,7 @@ def _lose_peer(rank: int, world_size: int, folder: str, exchange: str, stage: in
 
 @pytest.mark.parametrize(
     ("exchange", "stage"),
-    # At stage 1 the step has launched what is to be published.
+    # At stage 1 the step has already launched what `publish` sends.
     [(e, stage) for e in EXCHANGES for stage in (1, 3) if (e, stage) != ("publish", 1)],
 )
 def test_every_exchange_with_a_rank_that_died_raises_an_error_that_names_it(
@@ -130,7 +130,7 @@ def _program(folder: Path) -> str:
 
 
 def _torchrun(folder: Path, **variables: str) -> tuple[str, str]:
-    """Return what a launch that fails says, and its summary."""
+    """Run a launch that fails. Return its output and the output from "Root Cause" on."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     with Program(*launcher, _program(folder), **variables) as run:
         assert run.end() == 1
@@ -179,11 +179,11 @@ def test_no_rank_is_named_in_a_hundred_thousand_healthy_steps(caplog, monkeypatc
 
 
 def _held() -> tuple[int, int, int]:
-    """Return descriptors, threads and bytes of tensors of this process."""
+    """Return the numbers of descriptors and threads and the bytes of tensors in this process."""
     gc.collect()
     tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    # The thread of heartbeats ends with the next beat.
+    # The heartbeat thread ends only with its next beat.
     is_watched = any(t.name == "zero_core watch" for t in threading.enumerate())
     threads = len(os.listdir("/proc/self/task")) - is_watched
     return len(os.listdir("/proc/self/fd")), threads, sum(sizes.values())
@@ -203,7 +203,7 @@ def _drop(rank: int, world_size: int, stage: int, is_on_host: bool) -> None:
     for _ in range(20):
         use()
     deadline = time.monotonic() + 30.0
-    # A thread that was told to end takes a moment.
+    # Stopped threads need a moment to end.
     while any(now > then for now, then in zip(_held(), before, strict=True)):
         assert time.monotonic() < deadline, f"held {_held()}, {before} before"
         time.sleep(0.1)

@@ -1,7 +1,7 @@
-"""Copies in memory: killed ranks come back without a checkpoint on the disk.
+"""Killed ranks resume from copies in memory, without a checkpoint on disk.
 
-Nothing is saved before the end of the run, which is held to the bits of one that nothing happened
-to.
+The runs save no checkpoint before their end. Their results must be bit-identical to those of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def program(folder: RunFolder, config: str) -> tuple[str, ...]:
 
 
 def resumed_at(*nodes: Program) -> list[int]:
-    """Return the steps after which the run went on, as the first rank says."""
+    """Return the steps after which the run resumed, from rank 0's output."""
     lines = [line for node in nodes for line in node.output.splitlines()]
     return [int(line.split()[4]) for line in lines if line.startswith("goes on after step ")]
 
@@ -71,9 +71,9 @@ def left_in_memory() -> set[Path]:
 
 @contextmanager
 def nothing_left_in_memory() -> Iterator[None]:
-    """Check that the jobs within remove what they keep in memory.
+    """Check that the jobs in this context remove their data in memory.
 
-    Jobs of other installations on this machine are left out.
+    Data of jobs of other installations on this machine is ignored.
     """
     before = left_in_memory()
     yield
@@ -96,7 +96,8 @@ def test_killed_ranks_lose_at_most_one_step(stage: int, device: str, tmp_path: P
         Program(*ONE_NODE, "--max-restarts=3", *program(folder, copied)) as run,
     ):
         reached = []
-        for first in (10, 60, 110):  # by steps: a fast machine takes all of them in a second
+        # steps instead of seconds, because a fast machine takes all steps in a second
+        for first in (10, 60, 110):
             after = first + moments.randrange(40)
             run.wait_for(lambda step=after: last_step(folder) >= step)
             killed = run.ranks()
@@ -113,15 +114,15 @@ def test_killed_ranks_lose_at_most_one_step(stage: int, device: str, tmp_path: P
 
 
 def keepers(*, is_own: bool = True) -> dict[Path, int]:
-    """Return the processes that keep memory of jobs on this machine, by the folder.
+    """Return the keeper processes of this machine's jobs, by their folder in memory.
 
-    Without ``is_own``: those of jobs that run another installation.
+    Without ``is_own`` they are those of jobs that run another installation.
     """
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             arguments = path.read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         programs = [a for a in arguments if a.endswith("/in_memory/keeper.py")]
         if programs and (programs[0] == keeper.__file__) == is_own:
@@ -137,11 +138,11 @@ def test_node_that_is_lost_with_its_memory_comes_back_from_the_other_one(tmp_pat
     copied = config(tmp_path, 3, "none", is_copied=True, is_invariant=True)
     command = (*node(29613), *program(folder, copied))
     with nothing_left_in_memory(), Program(*command, **OWN_STORE) as first:
-        first.wait_for(lambda: bool(first.ranks()))  # it hosts the rendezvous
+        first.wait_for(lambda: bool(first.ranks()))  # the first node hosts the rendezvous
         with Program(*command, **OWN_STORE) as second, Program(*command, **OWN_STORE) as third:
             first.wait_for(lambda: num_ranks(folder)[-1] == 2)
             first.wait_for(lambda: last_step(folder) >= 20)
-            # Two of them train, whichever met first. The other one waits until a node is missing.
+            # The two nodes that met first train. The third waits until one of them is missing.
             assert sum(bool(p.ranks()) for p in (first, second, third)) == 2
             lost = second if second.ranks() else third
             left = (first, third if lost is second else second)

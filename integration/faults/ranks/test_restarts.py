@@ -1,6 +1,7 @@
-"""The train program goes on by itself after a rank, a node or the launcher has died.
+"""The train program resumes by itself after a rank, a node or the launcher has died.
 
-Where the number of ranks stays, the run is held to the bits of one that nothing happened to.
+If the number of ranks stays the same, the result must be bit-identical to that of an undisturbed
+run.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ OPTIONS = (
     *("--eval-every=20", "--eval-windows=16", "--save-every=10"),
 )
 TORCHRUN = ("-m", "torch.distributed.run")
-# Nodes that come later wait for an address that torch 2.13 does not publish again.
+# torch 2.13 does not publish a shared store's address again, for which late nodes would wait.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ONE_NODE = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
 
 
 def program(folder: RunFolder, *options: str, steps: int = STEPS) -> tuple[str, ...]:
-    """Return what torchrun is to start: training in ``folder``."""
+    """Return torchrun's arguments for a training in ``folder``."""
     own = (f"--steps={steps}", f"--output={folder.root}", *options)
     return ("-m", "zero_engine", "train", *OPTIONS, *own)
 
 
 def num_ranks(folder: RunFolder) -> list[int]:
-    """Return the number of ranks at each step of the log."""
+    """Return the number of ranks at each logged step, or [0] without a log."""
     if not folder.metrics.exists():
         return [0]
     return [len(e["memory_bytes"]) for e in read_metrics(folder.metrics) if "loss" in e] or [0]
 
 
 def steps_of(folder: RunFolder) -> list[int]:
-    """Return the steps of the log, as often as it has them."""
+    """Return the logged steps, repeated ones included."""
     return [int(e["step"]) for e in read_metrics(folder.metrics) if "loss" in e]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of two ranks that nothing happens to."""
+    """An undisturbed run of two ranks."""
     folder = RunFolder(tmp_path_factory.mktemp("straight"))
     with Program(*ONE_NODE, *program(folder)) as run:
         assert run.end() == 0, run.output
@@ -123,7 +124,7 @@ def test_ranks_of_a_killed_launcher_save_and_leave_and_the_run_goes_on(straight,
 
 
 def node(port: int) -> tuple[str, ...]:
-    """Return what starts one of up to two nodes of a job."""
+    """Return the interpreter's arguments that start one node of a job of one or two nodes."""
     return (
         *TORCHRUN,
         *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--local-addr=127.0.0.1"),
@@ -136,7 +137,7 @@ def test_killed_node_leaves_the_run_to_the_other(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     command = (*node(29611), *program(folder, steps=100))
     with Program(*command, **OWN_STORE) as first:
-        time.sleep(2)  # the first one hosts the rendezvous
+        time.sleep(2)  # the first node must host the rendezvous
         with Program(*command, **OWN_STORE) as second:
             first.wait_for(lambda: last_step(folder) >= 15)
             assert num_ranks(folder)[-1] == 2
@@ -162,7 +163,7 @@ def test_ranks_of_a_launcher_that_is_killed_while_they_import_leave(tmp_path: Pa
     folder = RunFolder(tmp_path / "run")
     with Program(*ONE_NODE, "--max-restarts=1", *program(folder), **OWN_STORE) as run:
         run.wait_for(lambda: len(run.ranks()) == 2)
-        time.sleep(1)  # Python has started; torch takes longer
+        time.sleep(1)  # by now Python has started, but torch is still being imported
         ranks = run.ranks()
         run.kill()
         assert ranks_leave(ranks)
@@ -197,7 +198,8 @@ sys.exit(train({**sizes, "output": folder, "steps": steps}, Start.OVERWRITE))
 def test_ranks_that_see_the_folder_of_before_take_the_settings_of_the_first(tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "run-"
     script.write_text(STALE_VIEW)
-    for number, steps in (("1", 3), ("0", 3)):  # left by an earlier run, on each machine
+    # an earlier run has left different folders on the two machines
+    for number, steps in (("1", 3), ("0", 3)):
         with Program(str(script), str(folder), str(steps), RANK=number) as run:
             assert run.end() == 0, run.output
     with Program(*ONE_NODE, str(script), str(folder), "5") as run:

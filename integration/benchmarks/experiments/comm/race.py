@@ -1,18 +1,19 @@
-"""Two nodes and a slow link between them: FSDP2, DeepSpeed, and this engine's ZeRO++. Root.
+"""Two nodes with a slow link: FSDP2, DeepSpeed, and this engine's ZeRO++. Needs root.
 
-Each node is a network namespace of Linux, and a limited veth pair is the only way between them
-(`benchmarks.experiments.comm.link`). Everyone communicates in bf16 over fp32 master weights, and
-sees the same samples in every step.
+Each node is a Linux network namespace. The nodes reach each other only over a rate-limited veth
+pair (`benchmarks.experiments.comm.link`). All contenders communicate in bf16, hold fp32 master
+weights and train on the same samples in every step.
 
 [Note: figures]
 step        median step time
-comm        communication time: step less that of the bare forward and backward of the same run
-to peer     comm of the faster peer, which sends 16 bits, over this one's: times as fast
-to plain    comm over that of this engine's plain stage 3
-sent        bytes that a node's end of the link has counted, per step; the busier direction
-planned     `zero_core.plan`'s figure for the same; off: by how much the counters differ from it
-link        sent over the rate of the link: no communication over it can be faster
-cpu         processor seconds of all ranks together, per step
+comm        communication time: step less the bare forward and backward of the same run
+to peer     communication time of the faster 16-bit peer (FSDP2, DeepSpeed) over this contender's
+to plain    communication time over that of this engine's plain stage 3
+sent        bytes per step counted at a node's end of the link, in the busier direction
+planned     bytes per step by `zero_core.plan`
+off         relative difference of the counted bytes from the planned ones
+link        sent over the link's rate, the least possible communication time
+cpu         CPU seconds of all ranks per step
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def jobs_of(
     *,
     lr: float,
 ) -> list[Job]:
-    """Return the contenders' jobs, hpZ alone only where a node has several ranks."""
+    """Return a job per contender. "zero-3-hpz" needs several ranks per node."""
     jobs = []
     for name in names:
         side, flags, has_hpz = CONTENDERS[name]
@@ -149,10 +150,10 @@ def jobs_of(
 def compare(
     jobs_by_count: Mapping[int, Sequence[Job]], rates: Sequence[int], *, rounds: int, output: Path
 ) -> None:
-    """Measure the contenders, by ranks per node, at all rates in every process.
+    """Measure all contenders at all rates, for each number of ranks per node.
 
     Raises:
-        LinkError: the system makes no link.
+        LinkError: the system cannot create the link.
     """
     runner = Runner()
     runs: list[Row] = []
@@ -184,7 +185,7 @@ def compare(
 
 
 def _measure_link(link: Link, rate: int) -> Row:
-    """Return the rates of plain TCP over the link, both ways at once, and within a node."""
+    """Return plain TCP's rates between the nodes, in both directions at once, and within a node."""
     link.limit(rate)
     num_bytes = int(rate * MEGA / BITS * LINK_SECONDS)
     across = [speed / MEGA * BITS for speed in link.plain_rates(num_bytes)]
@@ -198,7 +199,7 @@ def _measure_link(link: Link, rate: int) -> Row:
 
 
 def _planned_bytes(job: Job, ranks_per_node: int) -> int | None:
-    """Return the bytes that a node sends to the other per step, by this engine's plan."""
+    """Return the bytes per step that one node sends to the other, by `zero_core.plan`."""
     if job.side != "zero":
         return None
     plan = job.plan(ranks_per_node=ranks_per_node, device_type="cpu")
@@ -206,7 +207,7 @@ def _planned_bytes(job: Job, ranks_per_node: int) -> int | None:
 
 
 def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
-    """Return ``rates``, a row each: seconds, losses, and bytes that this node sent."""
+    """Train on this rank. Return a row of seconds, losses and sent bytes per rate."""
     what = Job.of(job)
     device = os.environ["GLOO_SOCKET_IFNAME"]
     torch.set_num_threads(1)
@@ -229,7 +230,7 @@ def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
             step()
         dist.barrier()
         sent = sent_bytes(device)
-        dist.barrier()  # nobody sends its first step before another has read its counter
+        dist.barrier()  # no rank may send before all ranks have read their counter
         cpu_s = time.process_time()
         times = timed_apart(step, what.steps)
         row: Row = {
@@ -239,20 +240,20 @@ def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
             "losses": list(losses),
         }
         found.append(row)
-        dist.barrier()  # nobody goes on while another still reads its counter
+        dist.barrier()  # no rank may continue before all ranks have read their counter
     return {"rates": found}
 
 
 def summed_up(
     rounds: Sequence[Row], place: int, ranks_per_node: int, planned_bytes: int | None
 ) -> Row:
-    """Sum up a contender's rounds at one rate: bytes by node, means over ranks.
+    """Combine a contender's rounds at one rate: bytes per node, means over ranks.
 
     Args:
-        rounds: rows with ``ranks``: by rank, ``rates`` with what was found at each.
-        place: of the rate.
-        ranks_per_node: of these ranks.
-        planned_bytes: that a node sends per step.
+        rounds: rows with ``ranks``, whose entries have a row per rate.
+        place: index of the rate.
+        ranks_per_node: number of ranks of each node.
+        planned_bytes: planned bytes per step and node.
     """
     if not has_figures(rounds[-1]):
         return rounds[-1]
@@ -272,7 +273,7 @@ def summed_up(
 
 
 def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
-    """Return the rows with [Note: figures], or None where there is nothing to compare with."""
+    """Return the rows with [Note: figures]. A figure without its reference contender is None."""
     there = measured(found)
     medians = {name: statistics.median(row["times_s"]) for name, row in there.items()}
     comm = {
@@ -292,7 +293,7 @@ def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
             "to_peer": quotient(peer_s, comm[name]),
             "to_plain": quotient(comm[name], comm.get(PLAIN)),
             **row,
-            # Of the direction that differs more.
+            # Deviation of the direction that differs more.
             "deviation": max(deviations, key=abs, default=None),
             "link_s": max(sent) * BITS / (rate * MEGA),
             "is_loss_close": None if name == BARE or exact is None else is_close,
@@ -302,14 +303,15 @@ def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
 
 
 def section(run: Mapping[str, Any]) -> Section:
-    """Return the figures of one size at one rate. See [Note: figures]."""
+    """Return the table of one model size at one rate. See [Note: figures]."""
     rate = run["rate_mbit"]
     rows = {name: {"name": name, **row} for name, row in run["contenders"].items()}
     title = f"{run['title']}, a link of {rate} Mbit/s between them"
 
     def is_as_planned(row: Row) -> bool | None:
         deviation = row["deviation"]
-        if deviation is None or "lossless" in row["name"]:  # what is planned is expected
+        # for lossless modes the plan is only an expectation
+        if deviation is None or "lossless" in row["name"]:
             return None
         return bool(abs(deviation) <= BARS["deviation"])
 

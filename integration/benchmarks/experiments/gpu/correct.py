@@ -1,16 +1,16 @@
-"""Whether the accelerator computes right: every group of cases in a fresh process.
+"""Correctness of the engine on an accelerator. Every group of cases runs in fresh processes.
 
 [Note: groups]
-engine        every stage against DDP (one rank: the bare model) with torch's fused AdamW, in fp16
-              with its GradScaler
-offload       the same with the optimizer's state on the host, at several ratios
-comm          quantized collectives: the loss against that of the engine without; four ranks are
-              two nodes, hpZ there changes no bit
-delays        the same bits when operations on any stream are late at random
+engine        every stage against DDP (on one rank the bare model) with torch's fused AdamW, in fp16
+              with torch's GradScaler
+offload       the same with the optimizer state on the host, at several ratios
+comm          quantized collectives: losses compared with the engine's without them. Four ranks form
+              two nodes, where hpZ must not change a bit
+delays        results must be bit-identical when random operations on any stream are delayed
 host_kernel   cpu-adam on the host against torch's fused AdamW on the device
 
-Several ranks share one device, by a gloo group that serves it; where that does not work the row
-says so. torch computes deterministically here: else the oracle would not repeat its own bits.
+Several ranks share one device through gloo. Where gloo does not support the device, the row says
+so. torch's deterministic algorithms are on, because the oracle must repeat its own bits.
 """
 
 from __future__ import annotations
@@ -95,18 +95,19 @@ def _run(context: Context) -> Row:
         num_ranks = int(group.partition(" ")[2] or 1)
         arguments = {"group": group, "is_dry_run": context.is_dry_run}
         nodes = (HERE,) * max(1, num_ranks // RANKS_PER_NODE)
-        # All ranks find the same.
+        # Rank 0's rows stand for all ranks, whose results are equal.
         found = context.runner.start(f"{__name__}:measure", arguments, num_ranks, nodes=nodes)[0]
         for name, row in found.pop("rows", {}).items():
             rows[f"{group}: {name}"] = row
-        if found:  # the reason why there is no more
+        if found:  # ``found`` now holds the reason why later cases are missing
             rows[group] = found
     return {"rows": rows}
 
 
 def measure(place: Place, group: str, is_dry_run: bool) -> Row:
-    """Run a group. Its rows are written as they are found."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # CUDA's condition for the next line
+    """Run a group on this rank and write each row as soon as it is known."""
+    # CUDA requires this variable for deterministic matrix products
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     rows: dict[str, Row] = {}
     for found in _found(place, group.partition(" ")[0], is_dry_run=is_dry_run):
@@ -133,16 +134,16 @@ def _found(place: Place, kind: str, *, is_dry_run: bool) -> Iterator[dict[str, R
 
 
 def with_ddp(cases: list[Case], place: Place, *, is_offloaded: bool) -> dict[str, Row]:
-    """Return the losses' distance to DDP's by case, where no bit may differ across stages."""
+    """Compare losses and values of cases with DDP's. No bit may differ between stages."""
     num_ranks = place.world_size
     compare_with_ddp(place.rank, num_ranks, cases, str(place.folder), STEPS)
     dist.barrier()
     gaps = read_gaps(place.folder, num_ranks)
-    dist.barrier()  # nobody writes the next ones while another still reads
+    dist.barrier()  # no rank may overwrite these files while another still reads them
     rows = {}
     for index, case in enumerate(cases):
-        # A sum of two has no order, and without clipping there is no norm to add up either. In bf16
-        # DDP adds ranks in 16 bits.
+        # With two ranks a sum has only one order, and without clipping no norm is summed. In bf16
+        # DDP adds gradients of several ranks in 16 bits.
         is_summed = num_ranks > (2 if case.dtype == "fp32" else 1)
         is_exact = not is_summed and not case.clipping and not is_offloaded
         loss_bar, value_bar = (0.0, 0.0) if is_exact else BARS[case.dtype]
@@ -154,10 +155,11 @@ def with_ddp(cases: list[Case], place: Place, *, is_offloaded: bool) -> dict[str
 
 
 def collectives(place: Place) -> dict[str, Row]:
-    """Compare stage 3 with zero-comm's collectives with stage 3 without.
+    """Compare stage 3 with zero-comm's collectives to stage 3 without them.
 
-    Found is the largest relative difference of a loss; for hpZ, which rounds nothing, the number of
-    values that differ. All have to send less between nodes, where there are some.
+    A row's ``found`` is the largest relative difference of a loss. For hpZ, which rounds nothing,
+    it is the number of values that differ. Every case must send fewer bytes between nodes if there
+    are several nodes.
     """
     case = Case(3, width=COMM_WIDTH)
     plain = run_engine(case, place.rank, STEPS)
@@ -176,16 +178,16 @@ def collectives(place: Place) -> dict[str, Row]:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         gap, sent = worst.tolist()
         bar = 0.0 if is_exact else QUANTIZED_BAR
-        # 0 would say that nothing was quantized; as many bytes, that nothing was kept.
+        # A gap of 0 means that nothing was quantized, equal bytes that nothing was saved.
         is_met = (gap > 0.0) != is_exact and gap <= bar and sent < 1.0
         rows[name] = {"found": gap, "bar": bar, "is_met": is_met, "sent_to_plain": sent}
     return rows
 
 
 def under_delays(device: torch.device, *, is_dry_run: bool) -> Iterator[dict[str, Row]]:
-    """Yield the number of values per case that differ from those of a run without delays.
+    """Yield per case the number of values that differ from a run without delays.
 
-    One case plants a race, which the delays have to show.
+    Planted races check that the delays can reveal a missing wait.
     """
     yield {"a planted race of threads": _planted_race(torch.device("cpu"), device)}
     if device.type != "cpu":
@@ -229,7 +231,7 @@ def _name(case: Case) -> str:
 
 
 def _num_different(trace: Trace, plain: Trace) -> int:
-    """Return the number of losses and elements of final values that differ in a bit."""
+    """Return the number of losses and elements of final values that differ in any bit."""
     num_losses = sum(a != b for a, b in zip(trace.losses, plain.losses, strict=True))
     return num_losses + sum(
         int((trace.values[name] != value).sum()) for name, value in plain.values.items()
@@ -237,9 +239,9 @@ def _num_different(trace: Trace, plain: Trace) -> int:
 
 
 def _planted_race(place: torch.device, device: torch.device) -> Row:
-    """Write a value and read it without waiting: found is 1 if the read was too early.
+    """Write a value and read it without waiting. ``found`` is 1 if the read came too early.
 
-    The value lies at ``place``; the delays are those of ``device``.
+    The value is on device ``place``. The delays are those of ``device``.
     """
     value = torch.zeros(1, device=place)
     with delayed(device, seed=0, share=1.0):
@@ -251,10 +253,13 @@ def _planted_race(place: torch.device, device: torch.device) -> Row:
 
 
 def _write_beside(value: Tensor) -> Callable[[], None]:
-    """Set ``value`` to 1 on a stream of its own, on a host in a thread of its own."""
+    """Set ``value`` to 1 on another stream, or for a CPU tensor in another thread.
+
+    Return the wait.
+    """
 
     def write() -> None:
-        for _ in range(20):  # each of them late: all together later than the reader
+        for _ in range(20):  # each write is delayed, so that together they end after the read
             value.fill_(0.0)
         value.fill_(1.0)
 
@@ -270,9 +275,10 @@ def _write_beside(value: Tensor) -> Callable[[], None]:
 
 
 def _ulps(a: Tensor, b: Tensor, start: Tensor) -> float:
-    """Return the largest difference in units in the last place (fp32) of ``b`` or ``start``.
+    """Return the largest difference in fp32 units in the last place of ``b`` or ``start``.
 
-    The larger of the two: a value that moved close to 0 has the rounding of those before.
+    The unit is that of the larger of the two, because a value that moved close to 0 carries the
+    rounding errors of its earlier, larger values.
     """
     size = torch.maximum(b.abs(), start.abs()).clamp(min=KERNEL_RATE)
     spacing = (torch.nextafter(size, torch.tensor(torch.inf)) - size).double()
@@ -280,9 +286,9 @@ def _ulps(a: Tensor, b: Tensor, start: Tensor) -> float:
 
 
 def engine_cases(*, is_dry_run: bool) -> list[list[Case]]:
-    """Return the cases without offload, a list of equal bits for each dtype.
+    """Return the cases without offload, a list of bit-identical cases for each dtype.
 
-    Some steps in fp16 overflow and are skipped.
+    Some fp16 steps overflow and are skipped.
     """
     grid = itertools.product((1, 3), (0.0, 0.5), (0, 1, 2, 3))
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
@@ -299,14 +305,15 @@ def engine_cases(*, is_dry_run: bool) -> list[list[Case]]:
 
 
 def offload_cases(*, is_dry_run: bool) -> list[list[Case]]:
-    """Return the offloaded cases, a list for each dtype and ratio.
+    """Return the offloaded cases, a list of bit-identical cases for each dtype and ratio.
 
-    Ratios are all, none, and a split within a parameter; with all, a list has parameters on the
-    host, too.
+    The host updates all elements, none, or a part that ends within a parameter. The lists with
+    parameters on the host use ratio 1. Between ratios the device's kernel and the host's may round
+    differently.
 
-    Within a list no bit may differ. On an accelerator ratios differ by what its kernel and the
-    host's round differently. What is added up over micro-steps is handed on in 16 bits: in fp16 the
-    sum overflows before its parts do, which torch adds up in fp32, so there the scale is small.
+    Gradients accumulated over micro-steps pass to the host in 16 bits. In fp16 their sum overflows
+    before the single gradients do, while torch accumulates in fp32. These cases therefore start
+    with a small loss scale.
     """
     ratios = (0.3,) if is_dry_run else (1.0, 0.3, 0.0)
     found = []
@@ -320,13 +327,13 @@ def offload_cases(*, is_dry_run: bool) -> list[list[Case]]:
         for ratio in ratios:
             zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
             found.append([replace(case, zero=zero) for case in cases if case.stage > 0])
-        if not is_dry_run:  # on the CPU parameters lie in host memory as it is
+        if not is_dry_run:  # a CPU run has its parameters in host memory anyway
             found.append([replace(case, zero=PARAMETERS_TOO) for case in cases if case.stage == 3])
     return found
 
 
 def delay_cases(*, is_dry_run: bool) -> dict[str, Case]:
-    """Return everything that has a stream of its own, by name."""
+    """Return the cases with work on several streams, by name."""
     stages = (3,) if is_dry_run else (1, 2, 3)
     found = {f"stage {stage}": Case(stage=stage, dtype="bf16") for stage in stages}
     ratios = (0.5,) if is_dry_run else (1.0, 0.5)
@@ -335,7 +342,7 @@ def delay_cases(*, is_dry_run: bool) -> dict[str, Case]:
             stage=stage, dtype="bf16", zero={"offload_optimizer": {"device": "cpu", "ratio": ratio}}
         )
         found[f"stage {stage}, ratio {ratio}"] = case
-        # Nothing may call a step off: units are updated while backward still runs.
+        # Without this check no step is skipped, and units are updated while backward still runs.
         early = replace(case, top={"check_grad_overflow": False})
         found[f"stage {stage}, ratio {ratio}, in backward"] = early
     if not is_dry_run:
@@ -345,15 +352,15 @@ def delay_cases(*, is_dry_run: bool) -> dict[str, Case]:
 
 @contextmanager
 def delayed(device: torch.device, *, seed: int, share: float) -> Iterator[Callable[[], int]]:
-    """Delay a ``share`` of all operations of this process, drawn by ``seed``.
+    """Delay a random ``share`` of all operations of this process, drawn from ``seed``.
 
-    Yields a function that returns their number so far.
+    Yields a function that returns the number of delayed operations so far.
     """
     lateness = _Lateness(device, seed, share)
     run_thread = threading.Thread.run
 
     def run(self: threading.Thread) -> None:
-        with _Delays(lateness):  # a mode is a thread's own
+        with _Delays(lateness):  # a dispatch mode is active in one thread only
             run_thread(self)
 
     threading.Thread.run = run  # type: ignore[method-assign]
@@ -365,7 +372,7 @@ def delayed(device: torch.device, *, seed: int, share: float) -> Iterator[Callab
 
 
 class _Lateness:
-    """Draws which operations are late, and by how much."""
+    """Draws which operations are delayed, and by how much."""
 
     def __init__(self, device: torch.device, seed: int, share: float) -> None:
         self._random = random.Random(seed)
@@ -376,11 +383,12 @@ class _Lateness:
             self._busy = torch.zeros(shape, dtype=torch.bfloat16, device=device)
             self._product = torch.empty_like(self._busy)
             torch.mm(self._busy, self._busy, out=self._product)
-            torch.accelerator.synchronize(device)  # for every stream
+            # the product must be complete before other streams use it
+            torch.accelerator.synchronize(device)
         self.num_late = 0
 
     def maybe_wait(self, *, is_on_host: bool) -> None:
-        """Enqueue work on the current stream, pause, or do nothing."""
+        """Enqueue work on the current stream, sleep, or do nothing."""
         if self._random.random() >= self._share:
             return
         self.num_late += 1
@@ -388,12 +396,12 @@ class _Lateness:
             time.sleep(self._random.random() * LONGEST_PAUSE_S)
             return
         for _ in range(self._random.randint(1, MOST_PRODUCTS)):
-            # Of zeros: streams that write it at once write the same.
+            # Streams may write ``_product`` concurrently, because all products are zero.
             torch.mm(self._busy, self._busy, out=self._product)
 
 
 class _Delays(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode of one thread."""
+    """Dispatch mode that delays the operations of one thread."""
 
     def __init__(self, lateness: _Lateness) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

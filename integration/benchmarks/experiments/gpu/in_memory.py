@@ -1,13 +1,13 @@
-"""One device, nothing offloaded: speed, and steps of random lengths.
+"""Speed on one device without offload, and memory fragmentation with random sample lengths.
 
 [Note: plain torch]
-Plain torch is its users' usual loop, with a fused AdamW: in bf16 either autocast over fp32 weights,
-or bf16 weights with fp32 master weights kept by hand, which are the engine's numbers. The faster of
-the two is the reference of speed. The row "all in bf16" has no master weights, so it trains other
-numbers; it shows their cost.
+The reference is a usual torch loop with fused AdamW. In bf16 there are two such loops: autocast
+over fp32 weights, and bf16 weights with hand-written fp32 master weights, which matches the
+engine's arithmetic. The faster one is the reference. The row "all in bf16" has no master weights
+and therefore trains different values. It shows the cost of master weights.
 
-Steps of random lengths fragment: torch's reserved memory over its allocated memory, both peaks of
-the same steps. The allocator keeps freed memory, so at a ratio of 1 every hole was filled again.
+Fragmentation is torch's peak reserved memory over its peak allocated memory in the same steps. The
+allocator keeps freed memory, so a ratio of 1 means that all freed memory was reused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FRAGMENTING = (
 
 
 def single_jobs() -> list[Job]:
-    """Return every contender, in turns: those that are compared stand beside each other."""
+    """Return a job per contender and dtype. Contenders compared with each other are neighbours."""
     jobs = []
     for dtype in ("bf16", "fp32"):
         sides = [("torch", "torch", 0), *((f"stage {s}", "zero", s) for s in BARS)]
@@ -64,11 +64,11 @@ def _run_single(context: Context) -> Row:
 
 
 def to_torch(rows: Rows, *, is_judged: bool) -> dict[str, Row]:
-    """Return the rows with ``to_torch``: tokens per second over plain torch's in the same dtype.
+    """Return the rows with ``to_torch``, tokens per second relative to plain torch's in that dtype.
 
     Args:
-        rows: by contender.
-        is_judged: whether bars apply: not on the CPU.
+        rows: rows by contender.
+        is_judged: whether bars apply. They do not on the CPU.
     """
     found = {}
     for name, row in rows.items():
@@ -99,7 +99,7 @@ def _section_of_single(found: Row) -> Section:
 
 def _run_fragmentation(context: Context) -> Row:
     shortest = max(2, IN_MEMORY.context // LENGTHS)
-    # The engine's stage 3 and plain torch are first.
+    # The most important rows run first, because the time may end before the last.
     jobs = [
         Job(name, side, IN_MEMORY, 8, 500, dtype="bf16", stage=stage, shortest=shortest)
         for name, side, stage in (FRAGMENTING[:1] if context.is_dry_run else FRAGMENTING)

@@ -1,23 +1,24 @@
 """Training with offload on one device: speed, its bounds, and the largest models.
 
 [Note: speed]
-Models of OPT's shapes (arXiv 2205.01068, table 1) in the parts twin_flow. There every side computes
-in bf16, keeps states in fp32 and recomputes blocks and logits in backward; torch's allocator may
-take no more than the limit, on every side, and a ratio that does not fit is a row that says so.
+The parts twin_flow train models of OPT's shapes (arXiv 2205.01068, table 1). Every contender
+computes in bf16, keeps fp32 states and recomputes blocks and logits in backward. The limit of
+device memory applies to every contender. A ratio that does not fit becomes a row with the failure.
 
 [Note: bounds of a step]
-device  seconds in which a kernel ran: from torch.profiler, in steps after the timed ones
-bus     bytes that the tier counted over the measured bandwidth of pinned copies; both ways run at
-        once on a full-duplex bus, so the slower of the two counts
-host    28 bytes per element that the host updates (gradient 2; master and two moments, in and out,
-        24; parameter 2) over the measured bandwidth of a triad
-bound   the largest of the three; a step that overlaps perfectly takes no longer
+device  seconds in which at least one kernel ran, by torch.profiler, in steps after the timed ones
+bus     bytes counted by the tier over the measured bandwidth of pinned copies, in the slower
+        direction, because a full-duplex bus transfers both directions at once
+host    28 bytes per element updated on the host (gradient 2, master weight and two moments in and
+        out 24, parameter 2) over the measured bandwidth of a triad
+bound   the largest of device, bus and host. A step with perfect overlap takes no longer
 idle    time of a step in which no kernel ran
 
 [Note: capacity]
-Before a job starts, `zero_core.plan` predicts its memory; a job that needs more host memory than is
-available is skipped with both numbers. The limit of the device is torch's, of its own allocator. A
-measured peak of device memory is compared with the plan, activations included.
+`zero_core.plan` predicts the memory of each job. A job that needs more host memory than is
+available is skipped, and its row has the needed and the available bytes. The device limit is
+enforced by torch's allocator. Measured peaks of device memory are compared with the plan,
+activations included.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ SPEED_COLUMNS = (
     Column("host GiB", "host_peak_bytes", ".2f", GIB),
     Column("loss", lambda row: row["losses"][-1], ".4f"),
 )
-# At ratio 0 all states must fit on the device.
+# At ratio 0 this model's whole optimizer state must fit on the device.
 GPT_1_3B = GptShape(layers=24, width=2048, heads=16, vocab=50257, context=1024)
 SPEED = Job("", "", GPT_1_3B, micro_batch=4, steps=10, warmup=3, dtype="bf16", stage=2)
 BOUND_GOAL, IDLE_BAR = 1.15, 0.1
@@ -68,7 +69,7 @@ TRIAD_NUMEL, DRY_TRIAD_NUMEL = 256 * 2**20, 2**20
 TRIAD_BYTES = 12
 """Bytes moved per element of the triad: one fp32 value read and written, one read."""
 BOUND_RATIOS: tuple[float | str, ...] = (1.0, 0.6, "auto")
-# DeepSpeed's ZeRO-Offload tutorial: 50 layers, 4096 wide, batch 10, activation checkpointing.
+# Model of DeepSpeed's ZeRO-Offload tutorial, with batch 10 and activation checkpointing.
 TUTORIAL = GptShape(layers=50, width=4096, heads=32, vocab=50257, context=1024)
 WIDE = GptShape(layers=40, width=5120, heads=40, vocab=50257, context=1024)
 DEVICE_LIMIT_BYTES, HOST_LIMIT_BYTES = 32 * GIB, 128 * GIB
@@ -88,7 +89,7 @@ CAPACITY_COLUMNS = (
 
 
 def speed_jobs(first: Job) -> list[Job]:
-    """Return every contender, this engine at the stage of ``first``."""
+    """Return a job per contender, with this engine at the stage of ``first``."""
 
     def job(name: str, side: str, stage: int, **offload: Any) -> Job:
         return replace(
@@ -112,25 +113,24 @@ def speed_jobs(first: Job) -> list[Job]:
 
 
 def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
-    """Return a part with rounds by micro-batch, in order: the time may end before the last."""
+    """Return a part that runs ``rounds[micro_batch]`` rounds, micro-batch by micro-batch."""
 
     def run(context: Context) -> Row:
-        """Return a row per contender and micro-batch, and the verdicts by micro-batch."""
         rows: dict[str, Row] = {}
         judged: dict[str, Row] = {}
         is_dry = context.is_dry_run
         for micro_batch, num_rounds in ({2: 1} if is_dry else rounds).items():
             jobs = speed_jobs(replace(context.sized(first), micro_batch=micro_batch))
-            # The two ends of the comparison first.
+            # Contenders of the most important comparison run first.
             order = ("ratio 0.4", "fsdp2") if is_dry else ("ratio 1.0", *PEERS, "ratio auto")
             known = {job.name: job for job in jobs}
             names = order if is_dry else dict.fromkeys((*order, *known))
             able, found = [], {}
             for job in (known[name] for name in names):
                 why = ""
-                if job.side == "zero":  # peers have no plan
+                if job.side == "zero":  # plans exist for this engine only
                     try:
-                        # The model itself lies on the host while it is built.
+                        # While the engine is built, the host also holds the fp32 model.
                         needed_bytes = job.plan().memory.host_bytes + 4 * job.shape.numel
                         why = why_too_large(needed_bytes)
                     except ZeroError as error:
@@ -149,14 +149,14 @@ def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
 
 
 def verdicts(rows: Rows, *, is_judged: bool = True) -> Row:
-    """Return ratios of tokens per second, each with its bar and the missing contenders.
+    """Return ratios of tokens per second, each with its bar and the contenders not tried.
 
-    Null where a side has no figure, and not judged unless every peer and every fixed ratio has been
-    tried: a ratio that did not fit was, one after the end of the time was not.
+    A ratio is None if a contender has no figure. It is not judged unless every peer and every fixed
+    ratio was tried. A ratio that did not fit was tried, one skipped for lack of time was not.
 
     Args:
-        rows: of one micro-batch, by contender.
-        is_judged: whether bars apply: not on the CPU.
+        rows: rows of one micro-batch by contender.
+        is_judged: whether bars apply. They do not on the CPU.
     """
     speeds = {name: row["tokens_per_s"] for name, row in rows.items() if "tokens_per_s" in row}
     fixed = [name for name in rows if name.startswith("ratio ") and name != "ratio auto"]
@@ -208,14 +208,14 @@ LARGER = _part(
         _OPT,
         shape=GptShape(layers=32, width=4096, heads=32, vocab=50272, context=2048),
         steps=5,
-        device_limit_bytes=76 * 10**9,  # of a device of 80 GB, beside what its driver keeps
+        device_limit_bytes=76 * 10**9,  # a device of 80 GB also holds memory of its driver
     ),
     rounds={4: 1, 1: 1, 8: 1, 2: 1},
 )
 
 
 def why_too_large(needed_bytes: int) -> str:
-    """Return both numbers, if the host has not so much memory left."""
+    """Return both numbers of bytes if the host has too little memory, or an empty string."""
     there = available_bytes()
     if needed_bytes <= there:
         return ""
@@ -223,7 +223,6 @@ def why_too_large(needed_bytes: int) -> str:
 
 
 def _run_bounds(context: Context) -> Row:
-    """Return a row per ratio of the optimizer's state on the host, and the bandwidths."""
     print("bandwidth", flush=True)
     numel = DRY_TRIAD_NUMEL if context.is_dry_run else TRIAD_NUMEL
     first = context.sized(replace(SPEED, micro_batch=8))
@@ -239,11 +238,11 @@ def _run_bounds(context: Context) -> Row:
 
 
 def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
-    """Return [Note: bounds of a step], or null where a figure is not measured.
+    """Return [Note: bounds of a step]. A figure that could not be measured is None.
 
     Args:
-        row: the result of a job.
-        bandwidth: bytes/s: ``host``, and ``pinned`` with ``d2h`` and ``h2d``, or null.
+        row: result of a job.
+        bandwidth: bytes per second of ``host``, and of ``d2h`` and ``h2d`` in ``pinned`` (or None).
     """
     moved, busy_s, pinned = row["moved_bytes"], row["device_busy_s"], bandwidth.get("pinned")
     numel, step_s = row["host_share"] * row["num_parameters"], row["step_s"]
@@ -263,8 +262,8 @@ def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
     if busy_s is not None:
         found["device_idle_s"] = max(0.0, step_s - busy_s)
         share = found["device_idle_s"] / step_s
-        # The device must wait where the host or the bus is the slowest: the bar is for steps that
-        # the device bounds, and for the ratio that was chosen automatically.
+        # The device must wait where the host or the bus is the slowest. The bar applies to steps
+        # that the device bounds, and to the automatically chosen ratio.
         has_bar = found["bound"] == "device" or row["ratio_report"] is not None
         is_met = share < IDLE_BAR if has_bar else None
         found |= {"idle_share": share, "idle_bar": IDLE_BAR, "is_idle_met": is_met}
@@ -272,11 +271,11 @@ def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
 
 
 def bandwidth(place: Place, numel: int) -> Row:
-    """Measure the host's memory and the bus. A target of `benchmarks.harness.ranks`."""
+    """Measure the bandwidths of host memory and bus. A target of `benchmarks.harness.ranks`."""
     device = find_device()
     copies = None if device.type == "cpu" else _pinned_copy_bytes_per_s(4 * numel, device)
-    # A triad ``a += s * b`` of all threads. In place, as in an optimizer's step: every written line
-    # was read, and none is fetched uncounted.
+    # The triad ``a += s * b`` writes in place, as an optimizer does. Every written cache line is
+    # also read, so no uncounted line is fetched.
     a, b = torch.ones(numel), torch.ones(numel)
     triad_s = _best_s(lambda: a.add_(b, alpha=1e-6))
     return {"host": numel * TRIAD_BYTES / triad_s, "pinned": copies}
@@ -297,7 +296,7 @@ def _pinned_copy_bytes_per_s(num_bytes: int, device: torch.device) -> dict[str, 
 
 
 def _best_s(run: Callable[[], object]) -> float:
-    """Return the seconds of the fastest call, after one that is not timed."""
+    """Return the seconds of the fastest call after one untimed call."""
     run()
     return min(timeit.repeat(run, number=1, repeat=REPEATS))
 
@@ -331,9 +330,9 @@ ROOFLINE = Part(
 
 
 def capacity_jobs() -> list[Job]:
-    """Return the tutorial's model in both 16-bit types and with 8-bit states, and a wider one.
+    """Return the tutorial's model in bf16, in fp16 and with 8-bit states, and a wider model.
 
-    The bars are memory and that the loss falls, not speed.
+    Their bars are memory and a falling loss, not speed.
     """
 
     def job(name: str, shape: GptShape = TUTORIAL, dtype: str = "bf16", **offload: Any) -> Job:
@@ -352,7 +351,7 @@ def capacity_jobs() -> list[Job]:
 
     return [
         job("tutorial, bf16"),
-        # For a host that cannot hold fp32 states of so many parameters.
+        # A host with too little memory for fp32 states can still run this one.
         job("tutorial, bf16, int8 states", state_dtype="int8"),
         job("wide, bf16, int8 states", WIDE, state_dtype="int8"),
         job("tutorial, fp16", dtype="fp16"),
@@ -361,7 +360,7 @@ def capacity_jobs() -> list[Job]:
 
 def _row_of_capacity(job: Job, context: Context) -> Row:
     try:
-        memory = job.plan().memory  # what it holds as long as the engine lives
+        memory = job.plan().memory  # memory held throughout the engine's life
     except ZeroError as error:
         return {"failure": str(error)}
     row: Row = {
@@ -383,7 +382,7 @@ def _row_of_capacity(job: Job, context: Context) -> Row:
     is_narrow = "state_dtype" in job.zero["offload_optimizer"]
     row["is_falling"] = row["losses"][-1] < row["losses"][0]
     is_within = not is_narrow or row["host_peak_bytes"] <= HOST_LIMIT_BYTES
-    # Where the device cannot be limited, the CPU, nothing is shown about its limit.
+    # The CPU ignores a device limit, so a row there shows nothing about the limit.
     is_limited = job.device_limit_bytes is None or row["device_limit_bytes"] is not None
     row["is_met"] = row["is_falling"] and is_within if is_limited else None
     try:

@@ -1,19 +1,19 @@
-"""Is the engine right and fast on one accelerator.
+"""Correctness and speed of the engine on one accelerator.
 
 [Note: parts]
 correct        equivalence with DDP and torch's optimizers at every stage, with and without offload
-               and quantized collectives; the same bits with every stream delayed at random
-twin_flow_1b   tokens/s over the ratio, 1.3 B parameters, beside FSDP2 and DeepSpeed
-twin_flow_7b   the same, 6.7 B parameters
-roofline       an offloaded step over the slowest of its bounds
-largest        10 B parameters within 32 GiB of device memory, 13 B within 128 GiB of the host's;
-               the peak against the plan
-single         nothing offloaded: the engine against plain torch
-quantizers     Triton's kernels against copy bandwidth
-fragmentation  random lengths: the allocator's reserved over its allocated memory
+               and quantized collectives, and identical bits with random delays on every stream
+twin_flow_1b   tokens/s over the offload ratio, 1.3 B parameters, with FSDP2 and DeepSpeed
+twin_flow_7b   the same for 6.7 B parameters
+roofline       time of an offloaded step over the slowest of device, bus and host
+largest        10 B parameters in 32 GiB of device memory and 13 B in 128 GiB of host memory, with
+               the measured peak over the planned one
+single         the engine without offload against plain torch
+quantizers     Triton kernels against copy bandwidth
+fragmentation  reserved over allocated memory of torch's allocator with random sample lengths
 
-Each part runs in processes of its own and needs nothing from a network. ``--dry-run`` is the same
-program with tiny models on the CPU: figures of an accelerator are null there.
+Each part runs in its own processes and needs no network. ``--dry-run`` runs tiny models on the CPU,
+where figures of an accelerator are null.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for gpu.json and traces.")] = RESULTS,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure one accelerator part by part.
+    """Measure one accelerator, part by part.
 
     The file ``gpu.json`` is ``{"parts": {name: {"measured": ..., "rows": ...}}}``. A run replaces
     the parts that it measures and keeps the others, so each part has its own date, machine and
@@ -90,7 +90,7 @@ def main(
             found[part.name] = part.run(
                 Context(dry_run, runner, out.resolve() / "traces" / part.name)
             )
-        except Exception as error:  # the other parts still run
+        except Exception as error:  # the remaining parts still run
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"
             found[part.name] = {"rows": {"all": {"failure": failure}}}
@@ -99,7 +99,8 @@ def main(
             print(f"{part.name}: no figures; those of an earlier run stay")
         else:
             results[part.name] = {"measured": about, **found[part.name]}
-            write_report(out, "gpu", {"parts": results})  # after every part: the next may be killed
+            # after every part, because a later part may be killed
+            write_report(out, "gpu", {"parts": results})
     print(f"written to {out}")
     for part in parts:
         rows = found[part.name]["rows"]
@@ -108,10 +109,10 @@ def main(
 
 
 def provenance(device: torch.device, *, is_dry_run: bool) -> Row:
-    """Return date, machine, commit and versions, for the file.
+    """Return date, machine, commit and package versions.
 
     Raises:
-        ValueError: the commit is unknown, and figures of an accelerator need one.
+        ValueError: the commit is unknown and this is not a dry run.
     """
     given = os.environ.get(COMMIT_VARIABLE)
     commit = given or _output("git", "describe", "--always", "--abbrev=12", "--dirty")
@@ -144,16 +145,16 @@ def _read(path: Path) -> dict[str, Row]:
 
 
 def _from_driver(what: str) -> str | None:
-    """Return a property of the first device from NVIDIA's tool, or None without it.
+    """Return a property of the first device from nvidia-smi, or None without that program.
 
-    torch would take memory on the device for it, as long as the whole program runs.
+    Asking torch would allocate memory on the device in this process.
     """
     said = _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
     return None if said is None else said.split("\n")[0].strip()
 
 
 def _output(*command: str) -> str | None:
-    """Return what a command prints, or None where it is missing or fails."""
+    """Return the output of a command, or None if it is missing or fails."""
     here = Path(__file__).parent
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)

@@ -1,19 +1,18 @@
-"""The Triton kernels of the block quantizer against copy bandwidth.
+"""Bandwidth of the block quantizer's Triton kernels relative to copy bandwidth.
 
 [Note: figures]
-Each row is one operation (encode; decode; decode_sum of 8 rows), kind, dtype and size. Its
-**moved** bytes are those that it must read and write, in closed form. A device-to-device copy that
-moves as many is timed in the same rounds, in turns with the Triton kernel and with the plain torch
-backend on the device. **share** is the copy's time over the kernel's: the kernel's bandwidth as a
-share of copy bandwidth. The bar, 0.8, is for sizes of 64 Mi elements and more, which no cache
-holds. Before it is timed, each result is compared with the torch backend's on the host; a kernel
-that gives another is a row with that failure.
+A row is one operation (encode, decode, decode_sum of 8 rows), kind, dtype and size. Its moved bytes
+are the bytes that the operation must read and write. Three contenders take turns in the same
+rounds: the Triton kernel, the plain torch backend on the device, and a device-to-device copy of as
+many bytes. The share is the copy's time over the kernel's. The bar (0.8) applies to sizes of at
+least 64 Mi elements, which no cache holds. Each result is first compared with that of the torch
+backend on the host. A kernel with a different result becomes a row with a failure.
 
-The tensors repeat one pattern, a whole number of blocks long. Blocks don't affect each other, so
-the result is the pattern's, repeated; the host computes that once, whatever the size.
+The tensors repeat a pattern of whole blocks. Blocks are independent, so the result is the repeated
+result of the pattern, which the host computes once for all sizes.
 
-Needs an accelerator that Triton serves. A dry run is in Triton's interpreter, or with the torch
-backend alone where triton isn't installed. There, figures of an accelerator are null.
+A dry run uses Triton's interpreter, or only the torch backend where triton is not installed. Its
+figures of an accelerator are null.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _HOST = TorchBackend()
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a measurement."""
+    """Sizes and repetitions of the measurement."""
 
     numels: Sequence[int]
     """Elements per tensor, each a multiple of ``pattern_numel``."""
@@ -75,7 +74,7 @@ DRY: Final = Settings((1 << 10, 1 << 12), 1 << 10, rounds=1, calls=1)
 
 
 def _run(context: Context) -> Row:
-    # It stops by itself before it would be ended.
+    # The measurement stops itself before its process would be killed.
     deadline = time.time() + MEASURING * context.runner.left_s()
     settings = DRY if context.is_dry_run else REAL
     target = f"{__name__}:measure"
@@ -93,17 +92,18 @@ def _name(row: Row) -> str:
 
 
 def measure(place: Place, settings: Mapping[str, Any], deadline: float) -> Row:
-    """Measure all rows in a process of their own. A target of `benchmarks.harness.ranks`.
+    """Measure all rows in this process. A target of `benchmarks.harness.ranks`.
 
-    The result is written row by row, the kinds and sizes of the bar first. Rows after ``deadline``,
-    a time of `time.time`, are counted.
+    The result is written after every row. Rows that would begin after ``deadline`` (a `time.time`)
+    are only counted.
     """
     what = Settings(**settings)
     device = find_device()
     backend = interpreted() if device.type == "cpu" else on_device(device)
     stopwatch = Stopwatch(device)
     found: Row = {"backend": backend.name, "rows": [], "num_left": 0}
-    # The kinds and sizes that the bar is for come first: the time may end before the last row.
+    # The kinds and sizes with a bar are measured first, because the time may end before the last
+    # row.
     large = [numel for numel in what.numels if numel >= BAR_NUMEL]
     small = [numel for numel in what.numels if numel < BAR_NUMEL]
     for kinds, numels in itertools.product((FIRST_KINDS, OTHER_KINDS), (large, small)):
@@ -114,7 +114,7 @@ def measure(place: Place, settings: Mapping[str, Any], deadline: float) -> Row:
             row = dict(job.about)
             try:
                 row |= compare(job, backend, what, stopwatch, device)
-            except Exception as error:  # a wrong result, a kernel that does not compile: a row
+            except Exception as error:  # wrong results and failed compilations become rows
                 row["failure"] = f"{type(error).__name__}: {error}"
             found["rows"].append(row)
             place.write(found)
@@ -122,7 +122,7 @@ def measure(place: Place, settings: Mapping[str, Any], deadline: float) -> Row:
 
 
 def on_device(device: torch.device) -> Backend:
-    """Return Triton's kernels, or raise LookupError if another backend serves ``device``."""
+    """Return Triton's backend, or raise LookupError if another backend serves ``device``."""
     backend = find_backend(device)
     if backend.name != "triton":
         raise LookupError(
@@ -133,23 +133,23 @@ def on_device(device: torch.device) -> Backend:
 
 
 def interpreted() -> Backend:
-    """Return the kernels in Triton's interpreter, or the torch backend where triton is missing.
+    """Return Triton's backend in its interpreter, or the torch backend without triton.
 
-    Sets TRITON_INTERPRET of this process, which has not imported triton.
+    Sets TRITON_INTERPRET in this process, before triton is imported.
     """
     if importlib.util.find_spec("triton") is None:
         return TorchBackend()
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it as it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads this variable when it is imported
     from zero_comm.quantizer.triton_backend import BACKEND
 
-    # NumPy, which interprets, warns of overflow that is meant.
+    # The interpreter computes with NumPy, which warns of intended overflows.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
     return BACKEND
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation on tensors of one size."""
+    """One quantizer operation on tensors of one size."""
 
     about: Row
     """``operation``, ``kind``, ``dtype``, ``numel`` and ``moved_bytes``, the least bytes read and
@@ -164,7 +164,7 @@ class Operation:
 def operations(
     kinds: Sequence[str], numels: Sequence[int], pattern_numel: int, device: torch.device
 ) -> Iterator[Operation]:
-    """Yield all operations, each made when it is taken: together they would fill the device."""
+    """Yield operations one at a time, because the tensors of all would not fit on the device."""
     for fmt in map(BlockFormat.make, kinds):
         for dtype, numel in itertools.product(DTYPES, numels):
             pattern = _pattern(1, pattern_numel).to(DTYPES[dtype])
@@ -176,7 +176,7 @@ def operations(
 
 
 def _pattern(num_rows: int, numel: int) -> Tensor:
-    """Return values with runs of many magnitudes, fp32 on the host."""
+    """Return fp32 values on the host whose magnitude changes every 32 elements."""
     generator = torch.Generator().manual_seed(numel + num_rows)
     x = torch.randn(num_rows, numel, generator=generator)
     runs = torch.randint(-20, 5, (num_rows, numel // 32), generator=generator)
@@ -194,7 +194,7 @@ def _repeated_rows(pattern: Tensor, numel: int, fmt: BlockFormat, device: torch.
     part = pattern.shape[1]
     rows = _encoded(pattern, fmt)
     whole = torch.zeros(len(rows), fmt.nbytes(numel), dtype=torch.uint8, device=device)
-    # The bytes of the codes, and those of the scales.
+    # Positions in bytes where codes begin, codes end, and scales end.
     stops = (0, fmt.codes_nbytes(part), fmt.used_nbytes(part))
     stops_of_whole = (0, fmt.codes_nbytes(numel), fmt.used_nbytes(numel))
     for i in (0, 1):
@@ -220,7 +220,7 @@ def _encode(
 def _decode(
     fmt: BlockFormat, dtype: str, numel: int, pattern: Tensor, device: torch.device
 ) -> Operation:
-    """Return decoding a row, or the sum of several."""
+    """Return the operation that decodes one row, or sums several."""
 
     def run(backend: Backend, rows: Tensor, out: Tensor) -> None:
         if len(rows) > 1:
@@ -229,7 +229,7 @@ def _decode(
             backend.decode(rows, out, fmt)
 
     def is_right() -> bool:
-        """Return whether finite values repeat the pattern's, but for signs of zeros."""
+        """Return whether the finite values repeat the pattern's. 0 and -0 count as equal."""
         there = expected[0].to(device)
         return bool((out[0].view(-1, len(there)) == there).all())
 
@@ -252,11 +252,11 @@ def _about(operation: str, fmt: BlockFormat, dtype: str, numel: int, moved_bytes
 
 
 class Stopwatch:
-    """Times calls: by events on an accelerator, by the clock on a CPU.
+    """Measures the time of calls, by events on an accelerator and by the clock on a CPU.
 
-    A call takes the host longer to start than a small kernel takes to run. So the device is first
-    given other work, long enough for the host to start all the calls meanwhile: they then run back
-    to back, and the time between the two events is theirs alone.
+    The host takes longer to launch a call than a small kernel takes to run. The device therefore
+    first gets other work, during which the host launches all calls. The calls then run back to
+    back, and the time between two events is theirs alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -268,7 +268,7 @@ class Stopwatch:
             self._busy_s = self._between_events(lambda: self._keep_busy(10)) / 10
 
     def time_s(self, run: Callable[[], object], calls: int) -> float:
-        """Return the seconds per call of ``run``, which was called before."""
+        """Return the seconds per call of ``run``, which must have been called once already."""
         if self._device.type == "cpu":
             return timeit.timeit(run, number=calls) / calls
         synchronize(self._device)
@@ -291,16 +291,16 @@ class Stopwatch:
 
 
 class WrongResultError(RuntimeError):
-    """The backend gives other bytes or values than the host."""
+    """A backend's result differs from the host's."""
 
 
 def compare(
     job: Operation, backend: Backend, settings: Settings, stopwatch: Stopwatch, device: torch.device
 ) -> Row:
-    """Check and time ``backend``, plain torch and a copy of as many bytes.
+    """Check ``backend``, then time it, the torch backend, and a copy of as many bytes.
 
     Raises:
-        WrongResultError: a result differs from the host's.
+        WrongResultError: the backend's result differs from the host's.
     """
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
     is_equal = {}
@@ -325,7 +325,7 @@ def compare(
     def time_s(name: str, _: int) -> Row:
         return {"s": stopwatch.time_s(lambda: run(name), settings.calls)}
 
-    run("copy")  # allocates; the others ran before
+    run("copy")  # allocates the copy's memory, as the checks above did for the others
     found = take_turns(["copy", *backends], settings.rounds, time_s)
     times = {name: statistics.median(row["s"] for row in rows) for name, rows in found.items()}
     return {
@@ -337,7 +337,7 @@ def compare(
 
 
 def figures(times: Mapping[str, float], about: Row, name: str, device: torch.device) -> Row:
-    """Return bandwidths and their ratios, null on a CPU."""
+    """Return bandwidths and their ratios, all None on a CPU."""
     if device.type == "cpu":
         keys = ("bytes_per_s", "copy_bytes_per_s", "share", "times_torch", "is_met")
         return dict.fromkeys(keys)
@@ -352,10 +352,7 @@ def figures(times: Mapping[str, float], about: Row, name: str, device: torch.dev
 
 
 def _section(found: Row) -> Section:
-    """Return a line per row of the largest size, which the bar is for.
-
-    Cells of figures that this device does not have are empty.
-    """
+    """Return the table of the largest size, to which the bar applies."""
     title, rows = f"{found['backend']} kernels, the largest tensors", found["rows"]
     there = measured(rows)
     largest = max((row["numel"] for row in there.values()), default=0)
