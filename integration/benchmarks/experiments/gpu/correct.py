@@ -239,7 +239,7 @@ def _num_different(trace: Trace, plain: Trace) -> int:
 
 
 def _planted_race(place: torch.device, device: torch.device) -> Row:
-    """Write a value and read it without waiting. ``found`` is 1 if the read came too early.
+    """Write a value and read it without waiting. ``found`` is 1 if the read was too early.
 
     The value is on device ``place``. The delays are those of ``device``.
     """
