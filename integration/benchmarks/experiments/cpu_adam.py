@@ -237,7 +237,7 @@ def offload_race(numel: int) -> Contenders:
 
     def ours(isa: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Step:
         count = iter(range(1, 2**31))
-        # for bf16 the same tensors, without a copy
+        # For bf16 the same tensors, without a copy.
         source, copy = half_grad.to(dtype), half.to(dtype)
 
         def step() -> None:
@@ -255,7 +255,7 @@ def offload_race(numel: int) -> Contenders:
         zero: Any = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
         adam = flat.deepspeed()
         settings = SimpleNamespace(clip_grad=1.0, loss_scale=1.0, device=torch.device("cpu"))
-        # clips slightly, because repeated strong clipping would bring the gradients to 0
+        # Clips slightly, because repeated strong clipping would bring the gradients to 0.
         norm = torch.tensor(1.0001)
 
         def step() -> None:

@@ -66,7 +66,7 @@ def formula_rows() -> Iterator[Row]:
         job = replace(LARGE, stage=stage)
         found = _run(job, environment)
         numel = job.shape.numel
-        # two gathered units of 2-byte elements
+        # Two gathered units of 2-byte elements.
         gathered = 2 * 2 * (numel // job.shape.layers) if stage == 3 else 0
         planned = job.plan(has_activations=True, device_type="cpu").memory.device
         kinds = ("gradients under way", "exchange buffers", "parameter gradient", "activations")

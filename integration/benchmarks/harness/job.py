@@ -153,7 +153,7 @@ class Job:
         }
         if self.dtype != "fp32":
             config[self.dtype] = {"enabled": True}
-        # with the default, 2^16, the first steps would overflow and be skipped
+        # With the default, 2^16, the first steps would overflow and be skipped.
         if self.dtype == "fp16":
             config["fp16"]["initial_scale_power"] = 12
         return config

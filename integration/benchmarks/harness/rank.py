@@ -30,7 +30,7 @@ def main() -> None:
         place.write({"error": f"{type(error).__name__}: {said}"}, ".failure")
         raise
     if dist.is_initialized():
-        # an engine that still holds the group would end the group's threads only at exit
+        # An engine that still holds the group would end the group's threads only at exit.
         gc.collect()
         dist.destroy_process_group()
 

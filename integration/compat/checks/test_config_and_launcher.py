@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 def test_attributes_are_those_of_deepspeed(given: dict[str, Any]) -> None:
     expected = vars(Theirs(dict(given)))
     ours = DeepSpeedConfig(dict(given))
-    # these attributes have zero-core's types
+    # These attributes have zero-core's types.
     blocks = {"zero_config", "float16_config", "bfloat16_config"}
     names = {n for n in expected if not n.startswith("_")} - NOT_SERVED - blocks
     for name in sorted(names):

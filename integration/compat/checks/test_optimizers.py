@@ -90,7 +90,7 @@ def engine_of(
 
 
 def _same_bits(rank: int, world_size: int, names: list[str], folder: str) -> None:
-    # skips torchao's compilation of the update, which takes minutes
+    # Skips torchao's compilation of the update, which takes minutes.
     torch.compiler.set_stance("force_eager")
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
     batches = [inputs(step, rank) for step in range(STEPS)]
@@ -143,7 +143,7 @@ def losses_by_word(starter: str, folder: Path, zero: dict[str, Any] | None) -> d
         settings = {
             **dict.fromkeys(keys.split(), "auto"),
             "zero_allow_untested_optimizer": True,
-            # otherwise accelerate replaces the optimizer by an Adam of DeepSpeed's
+            # Otherwise accelerate replaces the optimizer by an Adam of DeepSpeed's.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
         }

@@ -130,7 +130,7 @@ class Objective:
             return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         chosen = [(row["prompt"], row["chosen"]) for row in rows]
         rejected = [(row["prompt"], row["rejected"]) for row in rows]
-        # one forward for all rows, because the engine expects one forward per backward
+        # One forward for all rows, because the engine expects one forward per backward.
         batch = self.padded(chosen + rejected)
         if self.args.task == "rm":
             values = self.model(batch["input_ids"], batch["attention_mask"])

@@ -42,7 +42,7 @@ def losses_of(word: str, arguments: list[str]) -> list[float]:
 
 def main() -> None:
     output, words, *arguments = sys.argv[1:]
-    # skips torchao's compilation of the update, which takes minutes
+    # Skips torchao's compilation of the update, which takes minutes.
     torch.compiler.set_stance("force_eager")
     found = {word: losses_of(word, arguments) for word in words.split(",")}
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

@@ -90,7 +90,7 @@ def _little_memory() -> Iterator[None]:
 
 def test_forged_manifests_with_a_valid_digest_are_refused(saved, engine, tmp_path):
     with _little_memory(), pytest.raises(RuntimeError, match="alloc"):
-        # checks that the limit holds for torch's allocations, too
+        # Checks that the limit holds for torch's allocations, too.
         torch.empty(_NEVER_FREE, dtype=torch.uint8)
     found, count = [], 0
     for name, change in manifests(_manifest(saved)):

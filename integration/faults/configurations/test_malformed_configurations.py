@@ -243,7 +243,7 @@ def _texts() -> Iterator[Malformed]:
         yield Malformed("", text)
     yield Malformed("", b'\xff\xfe{\x00"\x00a\x00"\x00')
     yield Malformed("", b"\xef\xbb\xbf{" + base + b"}", is_for_deepspeed=False)
-    # valid Hjson, which DeepSpeed reads
+    # Valid Hjson, which DeepSpeed reads.
     for text in (b"{'a': 1}", b'{"a": 1,}', b"{a: 1}", b'{"a": 1} // x'):
         yield Malformed("", text, is_for_deepspeed=False)
 
@@ -267,7 +267,7 @@ def outcome(reader: Callable[[Any], None], case: Malformed, folder: Path) -> str
     except ConfigError as error:
         said = str(error)
         lines = said.splitlines()
-        # the message has a line for each wrong key
+        # The message has a line for each wrong key.
         if not lines or any(case.key not in line for line in lines):
             return f"no key: {said[:200]}"
         if len(lines) > 2 or len(said) > MOST_CHARACTERS:

@@ -96,7 +96,7 @@ def test_killed_ranks_lose_at_most_one_step(stage: int, device: str, tmp_path: P
         Program(*ONE_NODE, "--max-restarts=3", *program(folder, copied)) as run,
     ):
         reached = []
-        # steps instead of seconds, because a fast machine takes all steps in a second
+        # Steps instead of seconds, because a fast machine takes all steps in a second.
         for first in (10, 60, 110):
             after = first + moments.randrange(40)
             run.wait_for(lambda step=after: last_step(folder) >= step)

@@ -238,7 +238,7 @@ def test_the_train_program_logs_and_exports_the_same_when_it_moves_between_ranks
 
 def compare_with_torch(rank: int, world_size: int) -> None:
     """Compare one rank with plain torch that accumulates micro-batches in order."""
-    # disables dropout, for which plain torch would draw other random numbers
+    # Disables dropout, for which plain torch would draw other random numbers.
     net = make_net().eval()
     given = {**config(0, "none", "fp32", Path()), "check_grad_overflow": False}
     engine = zero_core.build(make_net().eval(), given)

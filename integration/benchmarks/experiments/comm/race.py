@@ -310,7 +310,7 @@ def section(run: Mapping[str, Any]) -> Section:
 
     def is_as_planned(row: Row) -> bool | None:
         deviation = row["deviation"]
-        # for lossless modes the plan is only an expectation
+        # For lossless modes the plan is only an expectation.
         if deviation is None or "lossless" in row["name"]:
             return None
         return bool(abs(deviation) <= BARS["deviation"])

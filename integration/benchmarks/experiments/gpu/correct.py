@@ -383,7 +383,7 @@ class _Lateness:
             self._busy = torch.zeros(shape, dtype=torch.bfloat16, device=device)
             self._product = torch.empty_like(self._busy)
             torch.mm(self._busy, self._busy, out=self._product)
-            # the product must be complete before other streams use it
+            # The product must be complete before other streams use it.
             torch.accelerator.synchronize(device)
         self.num_late = 0
 
