@@ -1,8 +1,8 @@
-"""Every part beside the protocol of `zero_core.protocols` that it is to satisfy.
+"""Proof that each part satisfies its protocol of `zero_core.protocols`.
 
-No package imports another's protocols; they match by shape. Here both sides are imported, and the
-match is proved twice: mypy --strict checks the assignments below, and ``test_signatures.py``
-compares what `inspect.signature` shows, parameter names and kinds included.
+No package imports another package's protocols. Parts and protocols match by shape only. The match
+is proved twice: mypy --strict checks the assignments below, and ``test_signatures.py`` compares
+signatures, including parameter names and kinds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def prove_instances(
     local_store: LocalStore,
     partitioned: Partitioned,
 ) -> None:
-    """For mypy: instances of each part may stand where the engine asks for its protocol."""
+    """Check by mypy that instances of each part match the protocol that the engine requires."""
     transports: list[TransportCollectives] = [host, device]
     collectives: list[Collectives] = [*transports, quantized]
     stateful: StatefulCollectives = quantized
@@ -129,7 +129,7 @@ def prove_what_is_handed_over(
     watched: SnapshotTier,
     codec: UploadCodec,
 ) -> None:
-    """For mypy: what the engine hands to a part fits the part's own idea of it."""
+    """Check by mypy that the engine's objects match the protocols of the parts that receive them."""
     comm: CommTransport = transport
     coding: CodingCollectives = transport
     offload: OffloadStateTier = tier
