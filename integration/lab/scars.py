@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH, SAMPLES = 8, 4
 OTHER = 100
-"""Steps from here on have the samples of a loss's second part."""
+"""First step number of the samples for a loss's second part."""
 CPU = {"device": "cpu"}
 BF16 = torch.bfloat16
 
@@ -30,17 +30,17 @@ class Shape:
     """Special properties of a network."""
 
     width: int = WIDTH
-    """Features of each block, of the first features of a sample."""
+    """Width of each block, which uses the first ``width`` features of a sample."""
     uses: tuple[int, ...] = (0, 1, 2)
-    """Blocks in the order of use."""
+    """Indices of the used blocks, in order."""
     reentrant: bool | None = None
-    """How blocks are checkpointed. None: not at all."""
+    """Kind of activation checkpointing of the blocks; None for none."""
     frozen: tuple[str, ...] = ()
-    """Prefixes of names of parameters that are not trained."""
+    """Prefixes of the names of frozen parameters."""
     adapter_dtype: torch.dtype | None = None
-    """Dtype of adapters beside the blocks, which are frozen then."""
+    """Dtype of adapters added to the blocks, which are then frozen."""
     has_angles: bool = False
-    """Whether the input is turned by a buffer of angles in fp32, too large for bf16."""
+    """Whether the input is multiplied by the sine of fp32 angles that bf16 cannot represent."""
 
 
 class Net(nn.Module):
@@ -103,12 +103,12 @@ class Scar:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     learning_rate: float = 0.1
     resumes: bool = False
-    """Save after the second step, and go on in a new engine of other values."""
+    """Save after the second step and resume in a new engine with other initial values."""
     autocast: bool = False
     calls_module: bool = False
-    """The loss also takes a call of the model inside the engine, with other samples."""
+    """Add to the loss a second call of the model, directly and with other samples."""
     halves: bool = False
-    """Each rank halves its part of the gradients by name, before the step."""
+    """Let each rank halve its part of the gradients before the step, by name."""
 
     @property
     def tolerance(self) -> float:
@@ -139,7 +139,7 @@ class Scar:
 
 OFFLOAD = {"offload_optimizer": CPU}
 NAMED = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
-"""The optimizer by the configuration: DeepSpeedCPUAdam where its state is on the host."""
+"""An optimizer given by the configuration. With states on the host it is DeepSpeedCPUAdam."""
 ADAMW = torch.optim.AdamW
 MUON = partial(torch.optim.Muon, weight_decay=0.0)
 MUON_NAMED = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}}
@@ -635,10 +635,10 @@ SEEN: dict[int, tuple[str, str]] = {
     8441: ("0.19.2", "AssertionError: updates differ by 0.95"),
     8443: ("0.19.2", "AssertionError: updates differ by 1.9"),
 }
-"""The release of DeepSpeed in which a number was seen, and how its program ends there: another
-error, or another wrong number, is another bug's."""
+"""The release of DeepSpeed that shows the bug, and how its program ends. Another error or another
+wrong number belongs to another bug."""
 SOMETIMES: dict[int, str] = {8113: "0.19.2", 8158: "0.19.2"}
-"""The release in which a number was seen in some runs, and not in others."""
+"""The release that shows the bug in some runs only."""
 
 
 def run_all(

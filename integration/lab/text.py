@@ -16,7 +16,7 @@ from zero_engine.train.data import prepare_corpus, read_text
 from zero_engine.train.settings import fill_auto
 
 LAST_STEPS = 50
-"""The training loss is the mean over this many steps at the end."""
+"""Number of last steps whose mean is the training loss."""
 
 
 @contextmanager

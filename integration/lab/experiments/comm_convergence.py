@@ -37,12 +37,12 @@ from zero_engine.train.data import Corpus
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 SHAPE = GptShape(layers=2, width=64, heads=4, vocab=512, context=64)
-"""137 thousand parameters: a shard of each of the three units is several dozen blocks."""
+"""137 thousand parameters, so that each shard of the three units has several dozen blocks."""
 MICRO_BATCH = 2
 HELD_OUT_WINDOWS, HELD_OUT_BATCH = 512, 8
 CURVE_POINTS = 50
 SECONDS_PER_STEP, START_UP_S = 2.0, 300.0
-"""Ranks that take longer are ended."""
+"""Limits of a run. Slower ranks are killed."""
 BAR_PERCENT, BAR_PERCENT_4_BIT = 1.0, 2.0
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -57,7 +57,7 @@ CONTENDERS: Mapping[str, Mapping[str, Any]] = {
     "qgZ, error feedback": {**QGZ, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
     "4-bit": {**FOUR_BITS, **_HPZ},
 }
-"""Keys of ``zero_optimization``, besides stage 3."""
+"""Keys of ``zero_optimization`` in addition to stage 3."""
 COLORS = {name: f"C{number}" for number, name in enumerate(CONTENDERS)}
 
 
@@ -66,11 +66,11 @@ class Training:
     """A run with its contender, dtype and seed."""
 
     contender: str
-    """Of `CONTENDERS`."""
+    """Key of `CONTENDERS`."""
     dtype: str
-    """Of `DTYPES`: of the computation, over fp32 master weights."""
+    """Dtype of the computation, over fp32 master weights: one of `DTYPES`."""
     seed: int
-    """Of the first weights and of the order of the text."""
+    """Seed of the initial weights and of the order of the text."""
     steps: int
 
     @property
@@ -194,7 +194,7 @@ def train(job: Training, corpus: Corpus) -> Row:
 
 
 Runs = Mapping[tuple[str, str, int], Row]
-"""By contender, dtype and seed."""
+"""Rows by contender, dtype and seed."""
 
 
 def _line(run: Row, plain: Row | None) -> str:

@@ -46,7 +46,7 @@ MODEL = RunSettings(layers=4, width=160, heads=5, context=128, vocab=1024)
 MICRO_BATCH = 8
 HELD_OUT_WINDOWS = 256
 BAR_PERCENT = 0.5
-"""How far a narrow side's loss may be from the wide one's."""
+"""Largest difference of a narrow side's loss from the wide side's."""
 NUM_LINES = 10
 """Lines of progress per trial."""
 WIDE, NARROW, ORACLE = "float32", ("int8", "bfloat16"), "torch"
@@ -56,7 +56,7 @@ LABELS = {
     "bfloat16": "cpu-adam, bf16 states",
     ORACLE: "torch AdamW, all fp32",
 }
-"""By ``state_dtype``, the oracle last."""
+"""Names by ``state_dtype``. The oracle is the last."""
 COLORS = dict(zip(LABELS.values(), ("C7", "C2", "C1", "C0"), strict=True))
 KINDS = ("training", "held_out")
 
@@ -70,7 +70,7 @@ class Side:
     schedule: Schedule
     max_norm: float
     losses: list[float] = field(default_factory=list)
-    """Of every step, in nats per token."""
+    """Losses of every step, in nats per token."""
 
     def take_step(self, ids: Tensor) -> None:
         loss = self.loss(ids)

@@ -51,9 +51,9 @@ RATE_MBIT = 300
 _SHAPE = GptShape(layers=4, width=256, heads=4, vocab=512, context=64)
 _WIDE = GptShape(layers=3, width=512, heads=4, vocab=512, context=64)
 _HEAVY = GptShape(layers=4, width=768, heads=4, vocab=256, context=8)
-"""Few tokens for many parameters: the update is most of a step."""
+"""A model with few tokens for many parameters, so that the update dominates a step."""
 _SLOW_RULE = {"optimizer": {"type": "RAdam", "params": {"lr": 1e-4}}}
-"""An update that no host kernel does."""
+"""An optimizer for which no host kernel exists."""
 _HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
 
 
@@ -68,7 +68,7 @@ class Setup:
     micro_steps: int = 1
     threads: int = 1
     fault: str = ""
-    """Of `_faulty`."""
+    """Name of a fault of `_Loop`, or an empty string."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class Case:
     """A faulty configuration and the fixed one."""
 
     cause: str
-    """Of `zero_engine.report.diagnosis.Cause.key`."""
+    """Value of `zero_engine.report.diagnosis.Cause.key`."""
     spoilt: Setup
     mended: Setup
     ranks: int = 2
     shape: GptShape = _SHAPE
     is_linked: bool = False
-    """Whether the ranks are on both sides of a slow link."""
+    """Whether a slow link separates the ranks."""
     is_apart: bool = False
-    """Whether each engine has processes of its own."""
+    """Whether each engine has its own processes."""
 
 
 _PLAIN = Setup()

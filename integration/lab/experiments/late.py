@@ -41,7 +41,7 @@ STEPS = 4
 TIMEOUT_S = 60.0
 RUNS_PER_PROCESS = 50
 DELAYS_S = (0.0, 1e-5, 1e-4, 5e-4)
-"""Longest delays of a job, from which a run draws; of a copy ten times that."""
+"""Longest delays of a kernel, from which a run draws. A copy's are ten times as long."""
 
 Result = tuple[list[float], dict[str, Tensor]]
 

@@ -60,7 +60,7 @@ T5_LARGE_NUMEL, CARD_BYTES = 737_668_096, 24 * GIB
 BEAMS, HEADS, VOCAB_PER_WIDTH = 4, 16, 32128 / 1024
 FIRST_TRIES = (2, 10)
 TRY_STEPS = 1
-"""After one to warm up, in which states and pools are made."""
+"""Steps of a try after one warm-up step, which allocates states and pools."""
 IMPORTED = ("transformers.models.t5.modeling_t5", "transformers.generation.utils")
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CONTENDERS: Contenders = {
@@ -73,9 +73,9 @@ CONTENDERS: Contenders = {
     **{f"zero-{stage}-offload": ("zero", stage, HOST) for stage in (2, 3)},
 }
 BASELINE = "ddp"
-"""The post's."""
+"""The baseline is that of the post."""
 ALONE = "plain"
-"""The contender of a single process."""
+"""The contender that runs in a single process."""
 POST: Rows = {
     "baseline": {"batch": 16, "train_s": 30.9458, "eval_s": 56.3310},
     "fp16": {"batch": 20, "train_s": 21.4943, "eval_s": 53.4675},
@@ -84,7 +84,7 @@ POST: Rows = {
     "deepspeed": {"batch": 40, "train_s": 10.4007, "eval_s": 34.9289},
     "deepspeed, cpu offload": {"batch": 50, "train_s": 20.9706, "eval_s": 32.1409},
 }
-"""What the post measured. Nothing here is compared with a GPU but the ratios to a baseline."""
+"""The post's figures. Only ratios to a baseline are compared with it."""
 Attempt = Callable[[int], Row]
 """Runs a micro-batch and returns its row."""
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BASE = "71eeaa7f"
-"""The last commit with all tests, each in the file that it was written in."""
+"""Last commit with all tests in their original files."""
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = Path(__file__).with_suffix(".tsv")
 

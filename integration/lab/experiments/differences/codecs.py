@@ -32,7 +32,7 @@ from zero_engine.train.data import Corpus
 SHAPE = GptShape(layers=4, width=256, heads=4, vocab=2048, context=128)
 """3.7 million parameters."""
 FROM_NOTHING = 3e-4
-"""Learning rate of the training that the others go on from."""
+"""Learning rate of the training from which the fine-tunings start."""
 FINE_TUNING = (1e-6, 1e-5, 2e-5)
 MICRO_BATCH = 8
 _NUM_CALLS = 7

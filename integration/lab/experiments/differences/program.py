@@ -24,7 +24,7 @@ from zero_engine.train.data import Corpus
 
 GIGA = 1e9
 BARS: Mapping[str, float] = {"3e-04": 0.35, "2e-05": 0.15, "1e-05": 0.125}
-"""Largest share of whole weights' bytes, by learning rate."""
+"""Largest share of the whole weights' bytes, by learning rate."""
 SPEED_BAR = 5e9
 WORST_BAR = 1.02
 

@@ -34,7 +34,7 @@ CONTENDERS: Mapping[str, Mapping[str, Any]] = {
     "4-bit differences": {**QWZ, **_HPZ, "zero_quantized_weights_format": "int4_difference"},
     LOSSLESS: {"zero_lossless_weights": True, **_HPZ},
 }
-"""Keys of ``zero_optimization``, besides stage 3."""
+"""Keys of ``zero_optimization`` in addition to stage 3."""
 LIMIT_S = 1800.0
 
 
@@ -46,9 +46,9 @@ class Run:
     lr: float
     steps: int
     base: str | None = None
-    """File of the weights to begin with."""
+    """File with the initial weights."""
     saved: str | None = None
-    """File that the weights are written to at the end."""
+    """File to which the final weights are written."""
 
 
 def start(run: Run, corpus: Path) -> Row:

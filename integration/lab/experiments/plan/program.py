@@ -50,12 +50,12 @@ from zero_engine.planning import Calibration, Rates, TimedChoice, TimedPlan, pla
 from zero_engine.planning.search import whole
 
 RATE_MBIT = 500
-"""Of the link between the nodes."""
+"""Rate of the link between the nodes."""
 TIME_BAR, WORST_TIME_BAR, NUM_WITHIN = 0.10, 0.20, 20
 MEMORY_BAR, WORST_MEMORY_BAR = 0.05, 0.08
 CHOICE_BAR, PLAN_BAR_S = 0.05, 30.0
 NUM_FINALISTS, FINAL_ROUNDS, HOPELESS = 3, 9, 1.5
-"""Of a search. See `search`."""
+"""Parameters of `search`."""
 
 
 @dataclass(frozen=True)

@@ -73,13 +73,13 @@ MODES: tuple[Mode, ...] = (
 CPU = torch.device("cpu")
 CHUNK_NUMEL = 64
 EIGHT_BIT_CHUNK_NUMEL = 128
-"""No less than a block of the codes."""
+"""At least one block of the 8-bit codes."""
 ROOT_NUMEL = 16
 LAUNCH_S = 0.5e-3
 WARM_STEPS = 2
 MOST_AUTO_STEPS = 80
 CLIPPED = 2.0
-"""A gradient whose norm is above the limit."""
+"""A gradient value whose norm exceeds the limit."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,15 @@ class Times:
     device_s: float = 0.07
     blocks: int = 50
     log_s: float = 0.0
-    """Host's copies of all states to an undo log."""
+    """The host's copies of all states to an undo log."""
     keep_s: float = 0.0
-    """What it takes the host to publish all of what was updated with the log."""
+    """The host's work to publish all logged updates."""
     undo_s: float = 0.0
-    """Host's copies back from the log."""
+    """The host's copies back from the log."""
     term_s: float = 0.0
-    """Host's reads of one more micro-batch's gradient in the update."""
+    """The host's reads of one further micro-batch's gradient in the update."""
     root: float = 0.0
-    """Share of the embedding and of the head each, of all parameters."""
+    """Share of all parameters in the embedding, and the same in the head."""
 
     def bound_s(self, mode: Mode, ratio: float) -> float:
         """Return the least length of a step. See [Note: bounds]."""
@@ -128,11 +128,11 @@ class Variant:
     """A schedule: the present one, or one with an earlier behaviour."""
 
     end: str = "last"
-    """The host's end of the model."""
+    """End of the model that the host updates."""
     is_fifo: bool = False
-    """Updates in the order of arrival."""
+    """Whether updates run in the order of arrival."""
     is_hasty: bool = False
-    """The caller lets the stream up wait, before the copies of earlier steps are enqueued."""
+    """Whether the upload stream must wait before the copies of earlier steps are enqueued."""
 
 
 TODAY = Variant()

@@ -30,7 +30,7 @@ from zero_engine.calibration.machine import BYTES_PER_UPDATE, device_calibration
 from zero_engine.planning.rates import Rates
 
 CHUNK_NUMEL = 1 << 24
-"""Elements of an update that are published at once, at most."""
+"""Most elements of an update that are published at once."""
 _GRAD_BYTES = 2
 
 
@@ -54,13 +54,13 @@ class States:
 
 
 FP32 = States("fp32", BYTES_PER_UPDATE, log=24, keep=8, undo=36)
-"""Master weight and moments of 4 bytes each. A kept one is rounded from the master weight."""
+"""Master weight and moments of 4 bytes each. Publishing rounds the master weight."""
 INT8 = States("8 bit", 14, log=12, keep=6, undo=12, is_eight_bit=True)
-"""Moments of a byte each, and a master weight whose upper half is the parameter."""
+"""One-byte moments, and a master weight whose upper half is the parameter."""
 FUSED = States("fp32, log in the kernel's pass", BYTES_PER_UPDATE, log=12, keep=8, undo=36)
-"""Modelled: a kernel that writes the log itself, past the caches, as cpu-adam's do."""
+"""Modelled: a kernel that also writes the log, bypassing the caches, as cpu-adam's can."""
 BESIDE = States("fp32, new states beside the old", BYTES_PER_UPDATE, log=0, keep=8, undo=0)
-"""Modelled: a kernel that writes new states to other memory, past the caches. There is none."""
+"""Modelled: a kernel that writes new states to other memory, bypassing the caches. None exists."""
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from zero_offload.testing.virtual_time import Span
 
 ZENFLOW_TOP, ZENFLOW_STEPS = 0.1, 4
 _SUM_BYTES, _UPDATE_BYTES = 10, 28
-"""Of a gradient that is added to a sum of 4 bytes, and of an update, per parameter."""
+"""Host traffic per parameter: adding a gradient to a 4-byte sum, and an update."""
 CYCLES = 4
-"""Of which the last one counts."""
+"""Simulated cycles. The last one counts."""
 CYCLE_STEPS = 20
-"""A multiple of ZenFlow's interval, and of steps of which one is clipped."""
+"""A multiple of ZenFlow's interval and of ``clipped_every``."""
 
 
 @dataclass

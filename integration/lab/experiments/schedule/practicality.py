@@ -50,10 +50,10 @@ from zero_offload.testing.virtual_time import Span
 VOCAB, CONTEXT = 32_000, 4096
 TOKENS = (16_384, 4096)
 BARS: Mapping[int, float] = {16_384: 0.9, 4096: 0.6}
-"""Least practicality at these tokens per step and device."""
+"""Least practicality, by tokens per step and device."""
 CLIPPED_EVERY = 10
 HOST_GB = (200, 300, 400, 500, 600, 800, 1000, 1200)
-"""Peaks of a node's host memory, in GB/s."""
+"""Peak bandwidths of a node's host memory, in GB/s."""
 
 
 @dataclass(frozen=True)
