@@ -20,8 +20,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate.state
@@ -36,31 +36,17 @@ from zero_engine.script.mends import mend_accelerate, mend_lightning
 SEED = 42
 
 
-@dataclass
-class Step:
-    """One optimizer step. The training loop sets ``loss``."""
-
-    loss: torch.Tensor | float = float("nan")
-
-
-@dataclass
-class Recorded:
-    """Losses and seconds of the steps, in order."""
-
-    losses: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-
-
-FOUND = Recorded()
+LOSSES: list[float] = []
+STEP_SECONDS: list[float] = []
 
 
 @contextmanager
-def step() -> Iterator[Step]:
-    """Time one optimizer step."""
-    begun, one = time.perf_counter(), Step()
+def step() -> Iterator[SimpleNamespace]:
+    """Time one optimizer step. The training loop sets ``loss`` of the yielded object."""
+    begun, one = time.perf_counter(), SimpleNamespace(loss=float("nan"))
     yield one
-    FOUND.losses.append(float(one.loss))  # waits for the device, as per-step logging does
-    FOUND.step_seconds.append(time.perf_counter() - begun)
+    LOSSES.append(float(one.loss))  # waits for the device, as per-step logging does
+    STEP_SECONDS.append(time.perf_counter() - begun)
 
 
 class Steps(transformers.TrainerCallback):
@@ -73,12 +59,12 @@ class Steps(transformers.TrainerCallback):
         self._begun = time.perf_counter()
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        FOUND.step_seconds.append(time.perf_counter() - self._begun)
+        STEP_SECONDS.append(time.perf_counter() - self._begun)
 
     def on_log(self, *args: Any, logs: dict[str, float], **_kwargs: Any) -> None:
         compared = os.environ["COMPAT_COMPARED"]
         if compared in logs:
-            FOUND.losses.append(float(logs[compared]))
+            LOSSES.append(float(logs[compared]))
 
 
 def allow_cpu() -> None:
@@ -100,8 +86,8 @@ def measuring() -> Iterator[None]:
     yield
     found = {
         "deepspeed": deepspeed.__name__,
-        "losses": FOUND.losses,
-        "step_seconds": FOUND.step_seconds,
+        "losses": LOSSES,
+        "step_seconds": STEP_SECONDS,
         "peak_bytes": peak_bytes() - before,
     }
     file = Path(os.environ["COMPAT_RESULTS"], f"rank{os.environ['RANK']}.json")

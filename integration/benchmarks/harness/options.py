@@ -28,7 +28,6 @@ Sizes = Annotated[
 Context = Annotated[int, typer.Option(min=2, help="Tokens per sample.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Samples per rank.")]
 Output = Annotated[Path, typer.Option(help="Folder for the results, as JSON and pictures.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")]
 
 
 def of(names: Iterable[str], *options: str) -> Any:
@@ -66,19 +65,3 @@ def parse_size(size: str, *, vocab: int, context: int) -> GptShape:
         )
     heads = int(width) // HEAD_WIDTH
     return GptShape(int(layers), int(width), heads=heads, vocab=vocab, context=context)
-
-
-def find_device_type(*, is_dry_run: bool) -> torch.device:
-    """Return the device without its index, because querying the index allocates memory on it.
-
-    Raises:
-        typer.BadParameter: there is no accelerator, and this is no dry run.
-    """
-    if is_dry_run:
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        raise typer.BadParameter(
-            "torch finds no accelerator; --dry-run is the same program on the CPU"
-        )
-    return torch.device(accelerator.type)

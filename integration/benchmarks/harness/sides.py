@@ -1,6 +1,6 @@
 """Contenders of a comparison. Each makes a function that trains one step.
 
-All compute in the job's dtype over fp32 master weights, except "torch_low". Each uses its fastest
+All compute in the job's dtype over fp32 master weights. Each uses its fastest
 AdamW for the device: torch's fused one, DeepSpeed's, or the engine's.
 """
 
@@ -109,11 +109,6 @@ def plain(job: Job, device: torch.device, place: Place) -> Side:
     return torch_loop(job, job.make_model().to(device), autocast=device.type)
 
 
-def plain_low(job: Job, device: torch.device, place: Place) -> Side:
-    """Train with weights and moments in the job's dtype, without master weights."""
-    return torch_loop(job, job.make_model().to(device, DTYPES[job.dtype]))
-
-
 def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
     """Train with weights and gradients in the job's dtype and hand-written fp32 master weights."""
     model = job.make_model().to(device)
@@ -194,7 +189,6 @@ SIDES: Mapping[str, Callable[[Job, torch.device, Place], Side]] = {
     "ddp": ddp,
     "torch": plain,
     "torch_masters": plain_masters,
-    "torch_low": plain_low,
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,
     "zero": zero,

@@ -36,16 +36,15 @@ SAMPLES, STEPS = 64, 6
 Row = dict[str, Any]
 
 
-def say(*words: str) -> str:
-    return " ".join(words)
-
-
 def prompts(draw: random.Random) -> Row:
-    return {"prompt": say(*draw.choices(WORDS, k=draw.randint(3, 8)))}
+    return {"prompt": " ".join(draw.choices(WORDS, k=draw.randint(3, 8)))}
 
 
 def completions(draw: random.Random) -> Row:
-    return {**prompts(draw), "completion": " " + say(*draw.choices(WORDS, k=draw.randint(2, 9)))}
+    return {
+        **prompts(draw),
+        "completion": " ".join(["", *draw.choices(WORDS, k=draw.randint(2, 9))]),
+    }
 
 
 def labelled(draw: random.Random) -> Row:
@@ -73,7 +72,7 @@ def asked(draw: random.Random) -> Row:
 
 
 def privileged(draw: random.Random) -> Row:
-    return {**prompts(draw), "privileged_context": say(*draw.choices(WORDS, k=4))}
+    return {**prompts(draw), "privileged_context": " ".join(draw.choices(WORDS, k=4))}
 
 
 def reward(completions: list[Any], **_columns: Any) -> list[float]:
@@ -132,7 +131,7 @@ def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
 
     inner = ByteLevelBPETokenizer()
     turns = [f"<{role}>" for role in ("system", "user", "assistant")]
-    inner.train_from_iterator([say(*WORDS)] * 4, vocab_size=320, show_progress=False)
+    inner.train_from_iterator([" ".join(WORDS)] * 4, vocab_size=320, show_progress=False)
     inner.add_special_tokens([AddedToken(word) for word in ("<pad>", "<eos>", *turns)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE

@@ -445,9 +445,6 @@ def _section(found: Row) -> Section:
 
 
 PART = Part(
-    "correct",
-    "equivalence with DDP and torch's optimizers; the same bits under delays",
-    8.0,
-    _run,
-    _section,
+    *("correct", "equivalence with DDP and torch's optimizers; the same bits under delays"),
+    *(8.0, _run, _section),
 )

@@ -3,8 +3,7 @@
 [Note: plain torch]
 The reference is a usual torch loop with fused AdamW. In bf16 there are two such loops: autocast
 over fp32 weights, and bf16 weights with hand-written fp32 master weights, which matches the
-engine's arithmetic. The faster one is the reference. The row "all in bf16" has no master weights
-and therefore trains different values. It shows the cost of master weights.
+engine's arithmetic. The faster one is the reference.
 
 Fragmentation is torch's peak reserved memory over its peak allocated memory in the same steps. The
 allocator keeps freed memory, so a ratio of 1 means that all freed memory was reused.
@@ -16,7 +15,7 @@ from benchmarks.experiments.gpu.part import IN_MEMORY, Context, Part
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB
 from benchmarks.harness.ranks import Row
-from benchmarks.harness.report import MS, Column, Rows, Section
+from benchmarks.harness.report import MS, Column, Section
 from benchmarks.harness.rounds import race_on_device
 
 BASELINES = ("torch", "torch, masters by hand")
@@ -44,7 +43,6 @@ def single_jobs() -> list[Job]:
         sides += [("fsdp2", "fsdp2", 3), ("deepspeed stage 3", "deepspeed", 3)]
         if dtype == "bf16":
             sides.insert(1, ("torch, masters by hand", "torch_masters", 0))
-            sides.append(("torch, all in bf16", "torch_low", 0))
         for name, side, stage in sides:
             job = Job(f"{dtype}: {name}", side, IN_MEMORY, 8, 20, 5, dtype=dtype, stage=stage)
             jobs.append(job.unchecked())
@@ -58,19 +56,7 @@ def _run_single(context: Context) -> Row:
         for job in single_jobs()
         if not context.is_dry_run or job.name in dry
     ]
-    rounds = 1 if context.is_dry_run else 3
-    rows = race_on_device(jobs, rounds, context.runner)
-    return {"rows": to_torch(rows, is_judged=not context.is_dry_run)}
-
-
-def to_torch(rows: Rows, *, is_judged: bool) -> dict[str, Row]:
-    """Return the rows with ``to_torch``, tokens per second relative to plain torch's in that dtype.
-
-    Args:
-        rows: rows by contender.
-        is_judged: whether bars apply. They do not on the CPU.
-    """
-    found = {}
+    rows = race_on_device(jobs, 1 if context.is_dry_run else 3, context.runner)
     for name, row in rows.items():
         dtype, _, who = name.partition(": ")
         speeds = [rows.get(f"{dtype}: {plain}", {}).get("tokens_per_s") for plain in BASELINES]
@@ -78,14 +64,12 @@ def to_torch(rows: Rows, *, is_judged: bool) -> dict[str, Row]:
         bar = BARS[int(who.removeprefix("stage "))] if who.startswith("stage ") else None
         if "tokens_per_s" in row and plain is not None:
             ratio = row["tokens_per_s"] / plain
-            is_met = None if bar is None or not is_judged else ratio >= bar
-            row = {**row, "to_torch": ratio, "bar": bar, "is_met": is_met}
-        found[name] = row
-    return found
+            is_met = None if bar is None or context.is_dry_run else ratio >= bar
+            row |= {"to_torch": ratio, "bar": bar, "is_met": is_met}
+    return {"rows": rows}
 
 
 def _section_of_single(found: Row) -> Section:
-    rows = found["rows"]
     columns = (
         Column("tokens/s", "tokens_per_s", ",.0f"),
         Column("ms", "step_s", ".1f", MS),
@@ -94,7 +78,7 @@ def _section_of_single(found: Row) -> Section:
         Column("last loss", lambda row: row["losses"][-1], ".4f"),
     )
     caption = "medians over rounds; bars: 0.98, stage 3 0.95"
-    return Section("nothing offloaded", rows, columns, caption)
+    return Section("nothing offloaded", found["rows"], columns, caption)
 
 
 def _run_fragmentation(context: Context) -> Row:
@@ -117,7 +101,6 @@ def _run_fragmentation(context: Context) -> Row:
 
 
 def _section_of_fragmentation(found: Row) -> Section:
-    rows = found["rows"]
     columns = (
         Column("allocated", "device_peak_bytes", ".3f", GIB),
         Column("reserved", "device_reserved_bytes", ".3f", GIB),
@@ -125,20 +108,14 @@ def _section_of_fragmentation(found: Row) -> Section:
         Column("tokens/s", "tokens_per_s", ",.0f"),
     )
     caption = f"GiB, at the most; bar: {FRAGMENTS_BAR}"
-    return Section("random lengths", rows, columns, caption)
+    return Section("random lengths", found["rows"], columns, caption)
 
 
 SINGLE = Part(
-    "single",
-    "nothing offloaded, beside plain torch, FSDP2 and DeepSpeed",
-    8.0,
-    _run_single,
-    _section_of_single,
+    *("single", "nothing offloaded, beside plain torch, FSDP2 and DeepSpeed", 8.0),
+    *(_run_single, _section_of_single),
 )
 FRAGMENTATION = Part(
-    "fragmentation",
-    "500 steps of random lengths: reserved over allocated memory",
-    5.0,
-    _run_fragmentation,
-    _section_of_fragmentation,
+    *("fragmentation", "500 steps of random lengths: reserved over allocated memory", 5.0),
+    *(_run_fragmentation, _section_of_fragmentation),
 )

@@ -321,11 +321,8 @@ def _section_of_bounds(found: Row) -> Section:
 
 
 ROOFLINE = Part(
-    "roofline",
-    "an offloaded step over the slowest of device, bus and host",
-    5.0,
-    _run_bounds,
-    _section_of_bounds,
+    *("roofline", "an offloaded step over the slowest of device, bus and host", 5.0),
+    *(_run_bounds, _section_of_bounds),
 )
 
 
@@ -397,21 +394,21 @@ def _row_of_capacity(job: Job, context: Context) -> Row:
     return {**row, "peak_to_plan": ratio, "is_plan_met": abs(ratio - 1) <= PLAN_BAR}
 
 
-def _section_of_capacity(found: Row) -> Section:
-    caption = "GiB; met: the loss fell, within the limits; bar of the peak: within 5% of the plan"
-    return Section("large models", found["rows"], CAPACITY_COLUMNS, caption)
-
-
 def _run_capacity(context: Context) -> Row:
     jobs = map(context.sized, capacity_jobs()[2:3] if context.is_dry_run else capacity_jobs())
     rows = {job.name: _row_of_capacity(job, context) for job in jobs}
     return {"host_limit_bytes": HOST_LIMIT_BYTES, "rows": rows}
 
 
+def _section_of_capacity(found: Row) -> Section:
+    caption = "GiB; met: the loss fell, within the limits; bar of the peak: within 5% of the plan"
+    return Section("large models", found["rows"], CAPACITY_COLUMNS, caption)
+
+
 LARGEST = Part(
-    "largest",
-    "10 B parameters within 32 GiB of device memory, 13 B within 128 GiB of the host's",
-    8.0,
-    _run_capacity,
-    _section_of_capacity,
+    *(
+        "largest",
+        "10 B parameters within 32 GiB of device memory, 13 B within 128 GiB of the host's",
+    ),
+    *(8.0, _run_capacity, _section_of_capacity),
 )

@@ -31,7 +31,7 @@ import typer
 
 from benchmarks.experiments.gpu import correct, in_memory, offloaded, quantizers
 from benchmarks.experiments.gpu.part import Context
-from benchmarks.harness.options import RESULTS, DryRun, find_device_type, of
+from benchmarks.harness.options import RESULTS, of
 from benchmarks.harness.ranks import Row, Runner
 from benchmarks.harness.report import Section, write_report
 from benchmarks.harness.rounds import measured, version
@@ -58,7 +58,7 @@ def main(
         float, typer.Option(min=0, help="Time for everything; what is left then is skipped.")
     ] = 9.0,
     out: Annotated[Path, typer.Option(help="Folder for gpu.json and traces.")] = RESULTS,
-    dry_run: DryRun = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")] = False,
 ) -> None:
     """Measure one accelerator, part by part.
 
@@ -67,7 +67,12 @@ def main(
     commit.
     """
     parts = [PARTS[name] for name in only or PARTS]
-    device = find_device_type(is_dry_run=dry_run)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None and not dry_run:
+        raise typer.BadParameter(
+            "torch finds no accelerator; --dry-run is the same program on the CPU"
+        )
+    device_type = "cpu" if dry_run or accelerator is None else accelerator.type
     path = out / "gpu.json"
     try:
         results = _read(path) if path.exists() else {}
@@ -77,15 +82,15 @@ def main(
                 f"{path} has figures of an accelerator for {', '.join(kept)}, and a dry run "
                 "would replace them; give another --out"
             )
-        about = provenance(device, is_dry_run=dry_run)
+        about = provenance(device_type, is_dry_run=dry_run)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    clock = Runner(60 * minutes, device_type=device.type)
+    clock = Runner(60 * minutes, device_type=device_type)
     found: dict[str, Row] = {}
     for place, part in enumerate(parts):
         left_s = clock.left_s() * part.share / sum(p.share for p in parts[place:])
         print(f"{part.name}: {part.about} ({left_s:.0f} s)")
-        runner = Runner(left_s, device_type=device.type)
+        runner = Runner(left_s, device_type=device_type)
         try:
             found[part.name] = part.run(
                 Context(dry_run, runner, out.resolve() / "traces" / part.name)
@@ -108,7 +113,7 @@ def main(
         section.show(f"{part.name}: ")
 
 
-def provenance(device: torch.device, *, is_dry_run: bool) -> Row:
+def provenance(device_type: str, *, is_dry_run: bool) -> Row:
     """Return date, machine, commit and package versions.
 
     Raises:
@@ -124,8 +129,8 @@ def provenance(device: torch.device, *, is_dry_run: bool) -> Row:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
         "is_dry_run": is_dry_run,
-        "device": "CPU" if device.type == "cpu" else _from_driver("name"),
-        "driver": None if device.type == "cpu" else _from_driver("driver_version"),
+        "device": "CPU" if device_type == "cpu" else _from_driver("name"),
+        "driver": None if device_type == "cpu" else _from_driver("driver_version"),
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "host_bytes": memory_limit_bytes(),
