@@ -23,14 +23,7 @@ MODULES = {"comm": "comm.race", "gpu": "gpu.program"}
 
 
 class Experiments(NamedTuple):
-    """A set of programs that are started by name.
-
-    Attributes:
-        program: command line that starts them, for messages.
-        package: package of their modules.
-        about: description by program name.
-        modules: module name by program name, where the two differ.
-    """
+    """Programs started by name, each a module of ``package``."""
 
     program: str
     package: str
@@ -38,7 +31,6 @@ class Experiments(NamedTuple):
     modules: Mapping[str, str]
 
     def command(self, name: str) -> typer.Typer:
-        """Import one experiment only and return it as a typer program."""
         module = importlib.import_module(f"{self.package}.{self.modules.get(name, name)}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(help=module.__doc__)(module.main)

@@ -132,7 +132,6 @@ def _filled(text: str, places: dict[str, str]) -> str:
 
 
 def difference(theirs: Run, ours: Run) -> float:
-    """Return the largest relative difference of a loss at any step on any rank."""
     pairs = [
         pair
         for one, other in zip(theirs.losses, ours.losses, strict=True)
@@ -176,12 +175,10 @@ def compare(case: Case, sides: Sides) -> dict[str, Any]:
 
 
 def is_good(row: Mapping[str, Any] | None) -> bool:
-    """Return whether the case ran with its reference's losses."""
     return row is not None and "failure" not in row and row["difference"] <= row["tolerance"]
 
 
 def in_words(row: Mapping[str, Any]) -> str:
-    """Describe a row in one line."""
     if "failure" in row:
         return f"FAILED with {row.get('failed', 'both')}: {row['failure']}"
     theirs, ours = row[row["reference"]], row[OURS]

@@ -95,7 +95,6 @@ def measuring() -> Iterator[None]:
 
 
 def run(program: str, arguments: list[str]) -> None:
-    """Run ``program`` as the main program."""
     make = transformers.Trainer.__init__
 
     def make_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:

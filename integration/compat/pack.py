@@ -48,7 +48,6 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Unique name of the case."""
         return f"{self.family}: {self.name}"
 
     @property
@@ -128,7 +127,6 @@ def trl_script(
 
 
 def trl_lora() -> Case:
-    """Return a LoRA case with a configuration file that TRL ships."""
     found = find_spec("trl")
     origin = found.origin if found is not None else None
     file = Path(origin or "trl/__init__.py").parent / "accelerate_configs" / "zero3.yaml"
@@ -228,7 +226,6 @@ LLAMAFACTORY: dict[str, Config] = {
 
 
 def llamafactory(name: str, zero: Config) -> Case:
-    """Return full fine-tuning with one of LlamaFactory's files."""
     arguments = (
         *("llamafactory_sft", "--model_name_or_path={model}/llama"),
         *("--dataset_name={data}/instruction", "--deepspeed={config}"),

@@ -133,7 +133,6 @@ def environment() -> dict[str, str]:
 
 
 def first_error(log: str) -> str:
-    """Return the message of the first exception in a program's output."""
     lines = log.splitlines()
     found = [match.group(1) for line in lines if (match := _ERROR.match(line))]
     return (found or [line for line in lines if line.strip()][-1:] or ["no output"])[0][:300]

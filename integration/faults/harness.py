@@ -72,7 +72,6 @@ class Program:
             time.sleep(0.02)
 
     def end(self) -> int:
-        """Wait for the end and return the exit code."""
         return self._process.wait(END_S)
 
     def kill(self) -> None:
@@ -111,14 +110,12 @@ class Program:
 
 
 def last_step(folder: RunFolder) -> int:
-    """Return the last step in a run's log, or 0."""
     if not folder.metrics.exists():
         return 0
     return max((int(entry["step"]) for entry in read_metrics(folder.metrics)), default=0)
 
 
 def weights(folder: RunFolder) -> bytes:
-    """Return the weights that a completed run exports for transformers."""
     return (folder.hf / "model.safetensors").read_bytes()
 
 

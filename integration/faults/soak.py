@@ -62,7 +62,6 @@ class Run:
     save_every: int
 
     def config(self) -> dict[str, Any]:
-        """Return the configuration, with four micro-batches per step on any number of ranks."""
         zero: dict[str, Any] = {"stage": self.stage}
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu", "ratio": self.offload}
@@ -149,7 +148,6 @@ class Soak:
         print(f"  {differing} of {8 * len(wanted):,} bits differ", flush=True)
 
     def _straight_weights(self, run: Run) -> bytes:
-        """Return the weights of an undisturbed run."""
         key = (run.stage, run.offload)
         if key not in self._straight:
             folder = RunFolder(self._folder / f"straight-{run.stage}-{run.offload}")
@@ -209,7 +207,6 @@ class Soak:
 
 
 def command(run: Run, folder: RunFolder, num_ranks: int, restarts: int) -> tuple[str, ...]:
-    """Return the command that starts or resumes a run."""
     config = folder.root.with_suffix(".json")
     config.write_text(json.dumps(run.config()))
     return (
@@ -231,7 +228,6 @@ def launches(faults: list[str]) -> Iterator[list[str]]:
 
 
 def main(seed: int, minutes: float) -> int:
-    """Run for some minutes and print the counts. Return 1 if anything went wrong."""
     print(f"seed {seed}: {minutes:g} minutes", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -60,7 +60,6 @@ def main(
     threads: AllThreads = 0,
     output: Output = RESULTS,
 ) -> None:
-    """Run all races, write ``cpu_adam.json`` and ``cpu_adam.png``, print the tables."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     found: dict[str, tuple[int, dict[str, Row]]] = {}
     with threads_of_all(threads) as num_threads:
@@ -179,12 +178,10 @@ class Flat:
         return self.lend(torch.optim.AdamW(self.params, **ADAMW, **how), partial(torch.tensor, 0.0))
 
     def deepspeed(self) -> Step:
-        """Return the step of DeepSpeedCPUAdam, which compiles its kernel at first use."""
         adam: Any = importlib.import_module("deepspeed.ops.adam")
         return self.lend(adam.DeepSpeedCPUAdam(self.params, adamw_mode=True, **ADAMW), int)
 
     def peers(self, *, fused: float, loop: float, deepspeed: float | None) -> Contenders:
-        """Return torch's and DeepSpeed's kernels with their bars."""
         plain = {"foreach": False, "fused": False}
         return {
             "torch fused": (lambda: self.torch(fused=True), fused),
@@ -344,10 +341,9 @@ def int8_race(numel: int) -> Contenders:
 
 
 def _by_isa(name: str, make: Callable[[str], Step], numel: int = 0) -> Contenders:
-    """Return the contenders for the other vector instruction sets that this processor has.
+    """Return contenders for the processor's other instruction sets.
 
-    They should be as fast where memory bandwidth is the limit. They have no bar where all ``numel``
-    elements fit into the caches.
+    They have no bar where all ``numel`` elements fit into the caches.
     """
     bar = 0.9 if numel * FUSED_BYTES > _cache_bytes() else None
     others = [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
@@ -364,10 +360,7 @@ def _with_isa(isa: str, step: Step) -> Step:
 
 def section(name: str, numel: int, rows: Rows) -> Section:
     def is_met(who: str, row: Row) -> bool | None:
-        """Return whether a row reaches its bar.
-
-        cpu-adam's own rows are compared by speed, not time.
-        """
+        """Return whether the bar is met. cpu-adam's own rows are compared by speed, not time."""
         if row.get("bar") is None:
             return None
         speed = 1.0 / row["to_ours"] if _is_ours(who) else row["to_ours"]

@@ -82,7 +82,6 @@ def main(
     only: Annotated[list[str] | None, of(CONTENDERS)] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, write ``engine.json`` and ``engine.png``, print a table per workload."""
     chosen = {name: CONTENDERS[name] for name in only or CONTENDERS}
     runner = Runner()
     found = [
@@ -118,7 +117,6 @@ def races(
 
 
 def report_of(runs: Sequence[tuple[Job, Rows]], **about: Any) -> Row:
-    """Return the JSON report of races on the CPU."""
     listed = [{"workload": job.workload, "contenders": rows} for job, rows in runs]
     return {**about, "machine": machine(), "runs": listed}
 

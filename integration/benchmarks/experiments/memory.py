@@ -182,7 +182,6 @@ PARTS = {
 
 
 def main(only: Annotated[list[str] | None, of(PARTS)] = None, output: Output = RESULTS) -> None:
-    """Measure, write ``memory.json`` and ``memory.png``, print a table per part."""
     started_at = time.perf_counter()
     parts: dict[str, list[Row]] = {}
     for part in only or PARTS:
@@ -229,10 +228,7 @@ def _run(job: Job, environment: Mapping[str, str], marks: Sequence[int] = ()) ->
 def measure(place: Place, job: Mapping[str, Any], marks: Sequence[int]) -> Row:
     """Train on this rank. Return seconds, and bytes less those before the model was made.
 
-    Args:
-        place: this rank.
-        job: what to train, as JSON.
-        marks: steps after which resident memory is also recorded.
+    Resident memory is also recorded after each step in ``marks``.
     """
     what = Job.of(job)
     torch.set_num_threads(1)

@@ -66,11 +66,7 @@ def main(
     ] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, write ``offload.json`` and ``offload.png``, print the tables last.
-
-    ``nvme_path`` should be on the disk to be measured. The files have no name, so none remain
-    afterwards.
-    """
+    """Put the states of "nvme" contenders into ``nvme_path``, a folder on the disk to measure."""
     runner = Runner()
     nvme = (nvme_path or output).resolve()
     nvme.mkdir(parents=True, exist_ok=True)

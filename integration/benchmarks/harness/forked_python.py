@@ -81,10 +81,7 @@ def forked_python() -> str:
 
 
 def start_server(environment: Mapping[str, str], *modules: str) -> str:
-    """Start a server that imports ``modules`` in ``environment``, and return its client program.
-
-    The server ends with this process.
-    """
+    """Start a server with ``modules`` that ends with this process. Return its client program."""
     listener, program = listen(tempfile.mkdtemp(prefix="python"))
     number = listener.fileno()
     command = [sys.executable, "-m", __spec__.name, str(number), *modules]
@@ -104,7 +101,6 @@ def listen(folder: str) -> tuple[socket.socket, str]:
 
 
 def hold_server(program: str) -> socket.socket:
-    """Return a connection to the server of a client program. Closing it ends the server."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(Path(program).with_name("server")))
     connection.sendall(b" {}\n")
@@ -177,7 +173,6 @@ def _request_of(connection: socket.socket) -> tuple[dict[str, Any] | None, list[
 
 
 def _start(request: dict[str, Any], files: list[int], connection: socket.socket) -> int:
-    """Fork the requested process, send its pid to the client and return it."""
     child = os.fork()
     if not child:
         signal.set_wakeup_fd(-1)

@@ -81,7 +81,6 @@ class Job:
         return cls(**{**values, "shape": GptShape(**values["shape"])})
 
     def dry(self) -> Job:
-        """Return the job with a tiny model and few steps."""
         warmup, shortest = min(self.warmup, 1), min(self.shortest, 2)
         small = replace(self, shape=DRY_SHAPE, micro_batch=2, steps=2)
         return replace(small, warmup=warmup, shortest=shortest)
@@ -129,7 +128,6 @@ class Job:
         return model
 
     def meta_model(self) -> Any:
-        """Return the model on the meta device."""
         with torch.device("meta"):
             return MODELS[self.model](self.shape)
 

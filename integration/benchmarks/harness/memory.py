@@ -62,7 +62,6 @@ class HostWatch:
         self._thread.start()
 
     def stop(self) -> int:
-        """Stop watching and return the largest drop in bytes."""
         self._is_over.set()
         self._thread.join()
         self._update()
@@ -77,7 +76,6 @@ class HostWatch:
 
 
 def device_peaks(device: torch.device) -> dict[str, int | None]:
-    """Return the peaks of allocated and of reserved device memory, None on the CPU."""
     if device.type == "cpu":
         return {"device_peak_bytes": None, "device_reserved_bytes": None}
     return {
@@ -87,11 +85,7 @@ def device_peaks(device: torch.device) -> dict[str, int | None]:
 
 
 def limit_device(limit_bytes: int | None, device: torch.device) -> int | None:
-    """Limit the memory of torch's allocator. Return the limit, or None where nothing is limited.
-
-    Raises:
-        RuntimeError: the device has less memory, or torch cannot limit it.
-    """
+    """Limit the memory of torch's allocator. Return the limit, or None where nothing is limited."""
     if limit_bytes is None or device.type == "cpu":
         return None
     module = torch.get_device_module(device)

@@ -55,7 +55,6 @@ def threads_of_all(asked: int) -> Iterator[int]:
 
 
 def parse_size(size: str, *, vocab: int, context: int) -> GptShape:
-    """Parse ``LAYERSxWIDTH`` into a shape with heads of 64 elements."""
     layers, _, width = size.partition("x")
     is_number = layers.isdigit() and width.isdigit() and int(layers) and int(width)
     if not is_number or int(width) % HEAD_WIDTH:

@@ -56,12 +56,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """A node for ranks. The default is this machine with its loopback device.
-
-    Attributes:
-        prefix: words before a rank's command.
-        interface: network device for gloo.
-    """
+    """A node for ranks: words before each rank's command, and the network device for gloo."""
 
     prefix: tuple[str, ...] = ()
     interface: str = LOOPBACK
@@ -120,10 +115,8 @@ def run_ranks(
     Args:
         target: ``module:function``, called with the rank's `Place` and ``arguments``.
         arguments: plain values and dataclasses, which the function gets as JSON.
-        num_ranks: number of processes.
         environment: variables added to this process's own.
         nodes: nodes with equally many ranks each. Ranks get torchrun's variables.
-        limit_s: seconds after which the processes are killed.
         python: interpreter; None for this process's.
 
     Raises:
@@ -168,8 +161,6 @@ def run_together(
     limit_s: float = TIME_LIMIT_S,
 ) -> None:
     """Run commands at the same time, with their output in files of ``folder``.
-
-    Their working directory is ``work_folder``, or this process's.
 
     Raises:
         RankError: a command failed or took longer than ``limit_s`` seconds. All were killed.
@@ -241,16 +232,11 @@ def _why(ranks: Sequence[subprocess.Popen[bytes]], said: str, folder: Path) -> s
 
 
 class Runner:
-    """Starts ranks within a common time limit and turns failures into rows.
-
-    Attributes:
-        limit_s: seconds after construction.
-    """
+    """Starts ranks within a common time limit and turns failures into rows."""
 
     def __init__(
         self, limit_s: float = math.inf, *, device_type: str = "cpu", python: str | None = None
     ) -> None:
-        """``python`` is the ranks' interpreter, by default this process's."""
         self.limit_s = limit_s
         self._python = python
         # A CPU benchmark must not use an accelerator of the machine.
@@ -258,7 +244,6 @@ class Runner:
         self._end = time.monotonic() + limit_s
 
     def left_s(self) -> float:
-        """Return the remaining seconds, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     def start(

@@ -34,8 +34,6 @@ Panel = tuple[str, int, Callable[[Axes], None]]
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of rows."""
-
     heading: str
     value: Value
     """None gives an empty cell, a bool "met" or "missed"."""
@@ -61,7 +59,6 @@ def word(is_met: bool | None) -> str:
 
 
 def judged(value: float | None, spec: str, is_met: bool | None) -> str | None:
-    """Format a figure and whether it meets its bar."""
     return None if value is None else f"{value:{spec}} {word(is_met)}".rstrip()
 
 
@@ -79,7 +76,6 @@ class Section:
 
     @property
     def table(self) -> Table:
-        """Table with a line per row that has figures."""
         table = Table(title=self.title, caption=self.caption)
         table.add_column(self.heading, no_wrap=True)
         for column in self.columns:
@@ -89,7 +85,6 @@ class Section:
         return table
 
     def reasons(self) -> Iterator[str]:
-        """Yield a line for every row without figures."""
         for name, row in self.rows.items():
             for kind in ("failure", "skipped"):
                 if kind in row:
@@ -107,7 +102,6 @@ class Section:
 def publish(
     output: Path, name: str, report: Row, sections: Sequence[Section], *, columns: int = 1
 ) -> None:
-    """Write ``name.json`` and ``name.png``. Print tables and the reasons of missing rows."""
     write_report(output, name, report)
     save_panels(output / f"{name}.png", [p for s in sections for p in s.panels], columns=columns)
     print(f"written to {output}")
@@ -136,14 +130,8 @@ def bars(
 ) -> list[Panel]:
     """Return a panel with a horizontal bar per row and value, or no panel without figures.
 
-    Args:
-        title: title of the panel.
-        rows: rows; those without figures are left out.
-        values: values by legend name. A single value has no legend.
-        label: label of the axis.
-        unit: unit of the axis, by which values are divided.
-        color: color by row name; None for matplotlib's default.
-        bar: position of a vertical line.
+    ``values`` are named in the legend. ``color`` maps a row's name to a color (None: matplotlib's
+    default). ``bar`` is the position of a vertical line.
     """
     shown = measured(rows)
     height = 0.8 / len(values)
@@ -166,12 +154,10 @@ def bars(
 
 
 def green(is_ours: Callable[[str], bool]) -> Callable[[str], str]:
-    """Return a function that colors this project's contenders green and others gray."""
     return lambda name: "tab:green" if is_ours(name) else "tab:gray"
 
 
 def save_panels(path: Path, panels: Sequence[Panel], *, columns: int = 1) -> None:
-    """Save the panels as one picture. Without panels no file is written."""
     if not panels:
         return
     from matplotlib.figure import Figure

@@ -22,13 +22,7 @@ from benchmarks.harness.sides import NEEDS
 def take_turns(
     names: Sequence[str], rounds: int, run: Callable[[str, int], Row]
 ) -> dict[str, list[Row]]:
-    """Run all contenders in every round. Return each contender's rows by round.
-
-    Args:
-        names: contenders, in the order of every round.
-        rounds: number of rounds.
-        run: measures one contender, given its name and the round's index.
-    """
+    """Run each contender once per round. Return each contender's rows by round."""
     found: dict[str, list[Row]] = {name: [] for name in names}
     for number in range(rounds):
         for name, rows in found.items():
@@ -99,7 +93,6 @@ def start_ranks(
     runner: Runner,
     nodes: Sequence[Node] = (HERE,),
 ) -> Row:
-    """Start a job's ranks. Return their rows as ``ranks``, or the reason of the failure."""
     ranks = runner.start(target, arguments, job.ranks, threads=job.threads, nodes=nodes)
     return {"ranks": ranks} if has_figures(ranks[0]) else ranks[0]
 
@@ -129,12 +122,10 @@ def spread(times_s: Sequence[float]) -> Row:
 
 
 def has_figures(row: Mapping[str, object]) -> bool:
-    """Return whether the row's case was measured."""
     return not {"failure", "skipped"} & set(row)
 
 
 def measured(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Return the rows with figures."""
     return {name: row for name, row in rows.items() if has_figures(row)}
 
 
@@ -152,7 +143,6 @@ def quotient(value: float | None, other: float | None) -> float | None:
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -29,13 +29,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 class KeptTier:
-    """A `zero_core.protocols.StateTierFactory` that keeps a reference to the tier it makes.
-
-    The tier uses cpu-adam as its kernel.
-
-    Attributes:
-        tier: the tier, or None before the engine is built.
-    """
+    """A `zero_core.protocols.StateTierFactory` that keeps a reference to the tier it makes."""
 
     def __init__(self) -> None:
         self.tier: TwinTier | None = None
@@ -57,12 +51,10 @@ class KeptTier:
         return {"bytes_d2h": self.tier.bytes_d2h, "bytes_h2d": self.tier.bytes_h2d}
 
     def ratio_report(self) -> dict[str, Any] | None:
-        """Return the choice made by ``"ratio": "auto"`` with its reason, or None."""
         report = self.tier.ratio_report if isinstance(self.tier, AutoTier) else None
         return None if report is None else asdict(report)
 
     def host_share(self) -> float | None:
-        """Return the share of elements that the host updates at present."""
         if self.tier is None:
             return None
         return self.tier.host_numel / self._numel if self._numel else 0.0
@@ -91,7 +83,6 @@ class Side:
 
 
 def bare(job: Job, device: torch.device, place: Place) -> Side:
-    """Train without an optimizer: forward and backward only, a lower bound for all engines."""
     model = job.make_model().to(device, DTYPES[job.dtype])
     return Side(_step(model, model.zero_grad), model)
 
@@ -175,7 +166,6 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def zero(job: Job, device: torch.device, place: Place) -> Side:
-    """Train with this engine. A single process needs no process group."""
     kept = KeptTier()
     engine = zero_core.build(
         *(job.make_model(), job.config()),

@@ -30,15 +30,12 @@ def trace(
     """Trace ``num_steps`` calls of ``step`` and return their `summary`.
 
     Args:
-        step: function to trace.
-        num_steps: number of calls.
-        device: device whose kernels are recorded.
         keep: file for the whole trace, as gzipped JSON for https://ui.perfetto.dev. On the CPU it
             is written too, but has no kernels.
 
     Returns:
         None if torch's profiler sees no kernels of the device, as on the CPU. A dict with
-        ``failure`` if profiling fails, because the other measurements of the job must survive.
+        ``failure`` if profiling fails, because the job's other measurements must survive.
     """
     supported = supported_activities()  # type: ignore[no-untyped-call]
     activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)

@@ -130,7 +130,6 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return the name of the accelerator, or of the processor."""
     if device.type == "cpu":
         return processor_name()
     return str(torch.get_device_module(device).get_device_name(device))
@@ -148,7 +147,6 @@ def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
 
 
 def timed_together(run: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Return the seconds per call."""
     synchronize(device)
     started_at = time.perf_counter()
     for _ in range(steps):

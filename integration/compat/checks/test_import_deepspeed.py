@@ -63,7 +63,6 @@ class Model(nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return one group with weight decay and one without."""
     params = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in params if p.ndim > 1]
     return [{"params": decayed}, {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
@@ -139,7 +138,6 @@ def write_by_deepspeed(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints written by two ranks of DeepSpeed on the CPU."""
     folder = tmp_path_factory.mktemp("deepspeed")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -61,7 +61,6 @@ def _quantized(folder: Path, kind: str) -> nn.Module:
 
 
 def _dequantized(model: nn.Module, plain: nn.Module) -> nn.Module:
-    """Copy the dequantized values of ``model`` into ``plain``."""
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             is_weight = isinstance(module, nn.Linear) and name == "weight"

@@ -64,8 +64,6 @@ def get_ds_config(args):
 
 
 class Net(nn.Module):
-    """Network of two convolutions and three linear layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)

@@ -106,8 +106,6 @@ def log_probs(model, batch) -> torch.Tensor:
 
 
 class Objective:
-    """Loss of one micro-batch."""
-
     def __init__(self, args, model, reference, tokenizer) -> None:
         self.args, self.model, self.reference, self.tokenizer = args, model, reference, tokenizer
 

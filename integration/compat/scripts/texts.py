@@ -10,7 +10,6 @@ from torch.utils.data import Dataset
 
 
 def read(folder: str) -> list[dict]:
-    """Return the rows of a data set."""
     lines = Path(folder, "train.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 

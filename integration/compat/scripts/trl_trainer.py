@@ -67,7 +67,6 @@ def messages(draw: random.Random) -> Row:
 
 
 def asked(draw: random.Random) -> Row:
-    """Return a conversation that ends with the user's message."""
     return {"prompt": [{"role": "user", "content": prompts(draw)["prompt"]}]}
 
 
@@ -156,7 +155,6 @@ def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
 
 
 def make_trainer(name: str, models: Path, arguments: Row) -> Any:
-    """Make the trainer as a script would, with models given by folder."""
     case = CASES[name]
     module = importlib.import_module(case.place or f"trl.experimental.{name}")
     config = case.trainer.replace("Trainer", "Config")

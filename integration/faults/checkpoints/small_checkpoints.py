@@ -21,7 +21,6 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 def build(
     stage: int, *, is_offloaded: bool = False, process_group: SimulatedRanks | None = None
 ) -> zero_core.Engine:
-    """Build a small engine with a learning-rate schedule."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
     config = Case(stage, top={"scheduler": scheduler}).config()
     if is_offloaded:

@@ -294,7 +294,6 @@ def _saving_program(folder: Path) -> Program:
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the newest checkpoint's weights. Raises if the checkpoint is damaged."""
     return {weight.names[0]: weight.value for weight in read_weights(folder)}
 
 

@@ -92,7 +92,6 @@ class Malformed(NamedTuple):
 
 
 def _paths(block: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each key of the schema."""
     for key, value in block["properties"].items():
         if key != "$schema":
             yield (*prefix, key)

@@ -174,7 +174,6 @@ def _signal_itself(drawn: Drawn, root: Path) -> None:
 
 
 def _suffer(engine: zero_core.Engine, model: _Net, fault: str, root: Path) -> None:
-    """Inject ``fault`` into this rank."""
     if fault in OF_THE_PROCESS:
         return
     _note(root)

@@ -39,7 +39,6 @@ MEMORY = Path("/dev/shm")
 def config(
     folder: Path, stage: int, device: str, *, is_copied: bool, is_invariant: bool = False
 ) -> str:
-    """Write a configuration, with or without copies in memory, and return its path."""
     path = folder / f"{stage}-{device}-{is_copied}.json"
     content: dict[str, object] = {
         "train_batch_size": 8,

@@ -33,7 +33,6 @@ ONE_NODE = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
 
 
 def program(folder: RunFolder, *options: str, steps: int = STEPS) -> tuple[str, ...]:
-    """Return torchrun's arguments for a training in ``folder``."""
     own = (f"--steps={steps}", f"--output={folder.root}", *options)
     return ("-m", "zero_engine", "train", *OPTIONS, *own)
 
@@ -46,13 +45,11 @@ def num_ranks(folder: RunFolder) -> list[int]:
 
 
 def steps_of(folder: RunFolder) -> list[int]:
-    """Return the logged steps, repeated ones included."""
     return [int(e["step"]) for e in read_metrics(folder.metrics) if "loss" in e]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """An undisturbed run of two ranks."""
     folder = RunFolder(tmp_path_factory.mktemp("straight"))
     with Program(*ONE_NODE, *program(folder)) as run:
         assert run.end() == 0, run.output

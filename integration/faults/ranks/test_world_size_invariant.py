@@ -72,7 +72,6 @@ def make_net() -> Net:
 
 
 def batch(step: int, number: int) -> dict[str, Any]:
-    """Return a micro-batch by its number in the step."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     ids = torch.randint(0, 31, (MICRO_BATCH, 9), generator=generator)
     return {"ids": ids, "has_extra": number % 3 == 1}
@@ -97,7 +96,6 @@ def config(stage: int, offload: str, variant: str, folder: Path) -> dict[str, An
 
 
 def take_step(engine: Engine) -> Tensor:
-    """Take a step and return the losses of this rank's micro-batches."""
     losses = []
     step = engine.global_steps
     for micro_step in range(engine.gradient_accumulation_steps):
@@ -210,7 +208,6 @@ def test_a_run_killed_on_4_then_2_then_1_rank_ends_on_4_as_if_nothing_had_been(s
 
 
 def train(output: Path, config: Path, ranks: int, steps: int, *more: str) -> None:
-    """Run ``zero-engine train`` with a tiny model."""
     sizes = ["--layers=1", "--width=32", "--heads=2", "--context=16", "--vocab=300"]
     times = ["--eval-every=100", "--eval-windows=8", f"--steps={steps}", f"--ranks={ranks}"]
     given = [*sizes, f"--config={config}", *times, f"--data={__file__}"] if not more else times[2:]
@@ -219,7 +216,6 @@ def train(output: Path, config: Path, ranks: int, steps: int, *more: str) -> Non
 
 
 def logged(output: Path) -> list[tuple[int, float, float]]:
-    """Return step, loss and gradient norm of each logged step."""
     rows = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row]
 

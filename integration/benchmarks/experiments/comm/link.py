@@ -58,13 +58,11 @@ def missing_for_link() -> str:
 
 
 def limit_command(device: str, rate: int) -> list[str]:
-    """Return the command that limits the sending rate of ``device`` to ``rate`` Mbit/s."""
     limits = ("rate", f"{rate}mbit", "burst", BURST, "limit", QUEUE)
     return ["tc", "qdisc", "replace", "dev", device, "root", "tbf", *limits]
 
 
 def sent_bytes(device: str) -> int:
-    """Return how many bytes ``device`` in the current namespace has sent."""
     counter = Path("/sys/class/net", device, "statistics", "tx_bytes")
     return int(counter.read_text(encoding="ascii"))
 
@@ -81,10 +79,9 @@ class Link:
     @classmethod
     @contextmanager
     def made(cls) -> Iterator[Link]:
-        """Create an unlimited link that exists until the context ends.
+        """Create an unlimited link until the context ends.
 
-        Raises:
-            LinkError: the system cannot create the link.
+        Raises LinkError if the system cannot.
         """
         link = cls(os.getpid())
         keeper = subprocess.Popen(
@@ -117,7 +114,6 @@ class Link:
         return _transfer(ways, num_bytes, self.nodes)
 
     def plain_rate_within(self, num_bytes: int) -> float:
-        """Return the bytes per second between two processes of one node."""
         return _transfer([(0, 1, self.addresses[0])], num_bytes, self.nodes[:1])[0]
 
     def _make(self) -> None:

@@ -103,7 +103,6 @@ def main(
     only: Annotated[list[str] | None, of(CONTENDERS, "--only", "--contenders")] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, write ``comm.json`` and ``comm.png``, and print the tables."""
     shape = parse_size(size, vocab=VOCAB, context=64)
     counts = ranks_per_node or (1, 2)
     reason = missing_for_link()
@@ -127,7 +126,6 @@ def jobs_of(
     *,
     lr: float,
 ) -> list[Job]:
-    """Return a job per contender. "zero-3-hpz" needs several ranks per node."""
     jobs = []
     for name in names:
         side, flags, has_hpz = CONTENDERS[name]
@@ -150,11 +148,6 @@ def jobs_of(
 def compare(
     jobs_by_count: Mapping[int, Sequence[Job]], rates: Sequence[int], *, rounds: int, output: Path
 ) -> None:
-    """Measure all contenders at all rates, for each number of ranks per node.
-
-    Raises:
-        LinkError: the system cannot create the link.
-    """
     runner = Runner()
     runs: list[Row] = []
     with Link.made() as link:
@@ -199,7 +192,6 @@ def _measure_link(link: Link, rate: int) -> Row:
 
 
 def _planned_bytes(job: Job, ranks_per_node: int) -> int | None:
-    """Return the bytes per step that one node sends to the other, by `zero_core.plan`."""
     if job.side != "zero":
         return None
     plan = job.plan(ranks_per_node=ranks_per_node, device_type="cpu")
@@ -247,14 +239,7 @@ def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
 def summed_up(
     rounds: Sequence[Row], place: int, ranks_per_node: int, planned_bytes: int | None
 ) -> Row:
-    """Combine a contender's rounds at one rate: bytes per node, means over ranks.
-
-    Args:
-        rounds: rows with ``ranks``, whose entries have a row per rate.
-        place: index of the rate.
-        ranks_per_node: number of ranks of each node.
-        planned_bytes: planned bytes per step and node.
-    """
+    """Combine a contender's rounds at the rate with index ``place``."""
     if not has_figures(rounds[-1]):
         return rounds[-1]
     by_round = [[of_rank["rates"][place] for of_rank in row["ranks"]] for row in rounds]
@@ -303,7 +288,6 @@ def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
 
 
 def section(run: Mapping[str, Any]) -> Section:
-    """Return the table of one model size at one rate. See [Note: figures]."""
     rate = run["rate_mbit"]
     rows = {name: {"name": name, **row} for name, row in run["contenders"].items()}
     title = f"{run['title']}, a link of {rate} Mbit/s between them"

@@ -333,7 +333,6 @@ def offload_cases(*, is_dry_run: bool) -> list[list[Case]]:
 
 
 def delay_cases(*, is_dry_run: bool) -> dict[str, Case]:
-    """Return the cases with work on several streams, by name."""
     stages = (3,) if is_dry_run else (1, 2, 3)
     found = {f"stage {stage}": Case(stage=stage, dtype="bf16") for stage in stages}
     ratios = (0.5,) if is_dry_run else (1.0, 0.5)
@@ -388,7 +387,6 @@ class _Lateness:
         self.num_late = 0
 
     def maybe_wait(self, *, is_on_host: bool) -> None:
-        """Enqueue work on the current stream, sleep, or do nothing."""
         if self._random.random() >= self._share:
             return
         self.num_late += 1
@@ -420,7 +418,6 @@ class _Delays(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _section(found: Row) -> Section:
-    """Return a line per group, and one for every case that misses its bar."""
     rows: dict[str, Row] = {}
     cases = {name: row for name, row in found["rows"].items() if "found" in row}
     for group in dict.fromkeys(name.partition(":")[0] for name in cases):

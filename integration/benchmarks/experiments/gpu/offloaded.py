@@ -89,8 +89,6 @@ CAPACITY_COLUMNS = (
 
 
 def speed_jobs(first: Job) -> list[Job]:
-    """Return a job per contender, with this engine at the stage of ``first``."""
-
     def job(name: str, side: str, stage: int, **offload: Any) -> Job:
         return replace(
             first.unchecked(),
@@ -153,10 +151,6 @@ def verdicts(rows: Rows, *, is_judged: bool = True) -> Row:
 
     A ratio is None if a contender has no figure. It is not judged unless every peer and every fixed
     ratio was tried. A ratio that did not fit was tried, one skipped for lack of time was not.
-
-    Args:
-        rows: rows of one micro-batch by contender.
-        is_judged: whether bars apply. They do not on the CPU.
     """
     speeds = {name: row["tokens_per_s"] for name, row in rows.items() if "tokens_per_s" in row}
     fixed = [name for name in rows if name.startswith("ratio ") and name != "ratio auto"]
@@ -240,9 +234,8 @@ def _run_bounds(context: Context) -> Row:
 def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
     """Return [Note: bounds of a step]. A figure that could not be measured is None.
 
-    Args:
-        row: result of a job.
-        bandwidth: bytes per second of ``host``, and of ``d2h`` and ``h2d`` in ``pinned`` (or None).
+    ``bandwidth`` has bytes per second: ``host``, and ``d2h`` and ``h2d`` in ``pinned`` (None on the
+    CPU).
     """
     moved, busy_s, pinned = row["moved_bytes"], row["device_busy_s"], bandwidth.get("pinned")
     numel, step_s = row["host_share"] * row["num_parameters"], row["step_s"]

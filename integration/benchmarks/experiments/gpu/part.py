@@ -35,7 +35,6 @@ class Context:
     traces: Path
 
     def sized(self, job: Job) -> Job:
-        """Return the job, reduced to a tiny size in a dry run."""
         return job.dry() if self.is_dry_run else job
 
     def traced(self, job: Job, num_steps: int) -> Job:

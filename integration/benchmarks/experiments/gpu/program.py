@@ -72,6 +72,7 @@ def main(
         raise typer.BadParameter(
             "torch finds no accelerator; --dry-run is the same program on the CPU"
         )
+    # Only the type, because asking for the device's index would allocate memory on the device.
     device_type = "cpu" if dry_run or accelerator is None else accelerator.type
     path = out / "gpu.json"
     try:
@@ -114,11 +115,7 @@ def main(
 
 
 def provenance(device_type: str, *, is_dry_run: bool) -> Row:
-    """Return date, machine, commit and package versions.
-
-    Raises:
-        ValueError: the commit is unknown and this is not a dry run.
-    """
+    """Return date, machine, commit and versions. A real run without a commit raises ValueError."""
     given = os.environ.get(COMMIT_VARIABLE)
     commit = given or _output("git", "describe", "--always", "--abbrev=12", "--dirty")
     if commit is None and not is_dry_run:
@@ -159,7 +156,6 @@ def _from_driver(what: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Return the output of a command, or None if it is missing or fails."""
     here = Path(__file__).parent
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)

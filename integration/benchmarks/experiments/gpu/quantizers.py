@@ -58,8 +58,6 @@ _HOST = TorchBackend()
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and repetitions of the measurement."""
-
     numels: Sequence[int]
     """Elements per tensor, each a multiple of ``pattern_numel``."""
     pattern_numel: int
@@ -220,8 +218,6 @@ def _encode(
 def _decode(
     fmt: BlockFormat, dtype: str, numel: int, pattern: Tensor, device: torch.device
 ) -> Operation:
-    """Return the operation that decodes one row, or sums several."""
-
     def run(backend: Backend, rows: Tensor, out: Tensor) -> None:
         if len(rows) > 1:
             backend.decode_sum(rows, out[0], fmt)
@@ -297,11 +293,7 @@ class WrongResultError(RuntimeError):
 def compare(
     job: Operation, backend: Backend, settings: Settings, stopwatch: Stopwatch, device: torch.device
 ) -> Row:
-    """Check ``backend``, then time it, the torch backend, and a copy of as many bytes.
-
-    Raises:
-        WrongResultError: the backend's result differs from the host's.
-    """
+    """Check ``backend``, then time it, the torch backend, and a copy of as many bytes."""
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
     is_equal = {}
     for name, contender in backends.items():
@@ -337,7 +329,6 @@ def compare(
 
 
 def figures(times: Mapping[str, float], about: Row, name: str, device: torch.device) -> Row:
-    """Return bandwidths and their ratios, all None on a CPU."""
     if device.type == "cpu":
         keys = ("bytes_per_s", "copy_bytes_per_s", "share", "times_torch", "is_met")
         return dict.fromkeys(keys)
@@ -352,7 +343,6 @@ def figures(times: Mapping[str, float], about: Row, name: str, device: torch.dev
 
 
 def _section(found: Row) -> Section:
-    """Return the table of the largest size, to which the bar applies."""
     title, rows = f"{found['backend']} kernels, the largest tensors", found["rows"]
     there = measured(rows)
     largest = max((row["numel"] for row in there.values()), default=0)
