@@ -2,7 +2,7 @@
 
 python integration/examples/ray_train.py
 
-If a worker is lost, as many as there is room for restart from the newest checkpoint.
+If a worker is lost, training restarts from the newest checkpoint, if necessary with one worker.
 """
 
 import argparse

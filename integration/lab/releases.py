@@ -3,9 +3,10 @@
     python integration/lab/releases.py                   each scar in the release it was seen in
     python integration/lab/releases.py --release 0.19.8  all scars in this release
 
-Each release is installed without dependencies into its own folder, and each scar runs in its own
-processes. Modules that a release requires but that are missing here are replaced (see `stand_in`).
-No code of a release is changed. The exit code is 1 if a scar does not end as in `scars.SEEN`, which
+A scar is a training in `scars.py` that a release got silently wrong. Each release is installed
+without dependencies into its own folder, and each scar runs in its own processes. Modules that a
+release requires but that are missing here are replaced (see `stand_in`). No code of a release is
+changed. The exit code is 1 if a scar does not end as in `scars.SEEN`, which
 ``integration/lab/evidence/scars.md`` repeats.
 """
 
@@ -28,7 +29,7 @@ LIMIT_S = 900  # the first program of a release compiles operators for minutes
 
 
 def install(release: str, folder: Path) -> Path:
-    """Install ``release`` if it is not installed yet, and return its folder."""
+    """Return the folder of ``release``, after installing the release there if necessary."""
     target = folder / release
     if not (target / "deepspeed").is_dir():
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
@@ -38,7 +39,7 @@ def install(release: str, folder: Path) -> Path:
 
 
 def run_release(target: Path, number: int) -> str:
-    """Run a scar with the release in ``target``. Return the error, or an empty string."""
+    """Run one scar with the release in ``target``. Return the error, or an empty string."""
     results = target.with_name(f"{target.name}.{number}.json")
     results.unlink(missing_ok=True)
     paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]

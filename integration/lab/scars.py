@@ -1,4 +1,4 @@
-"""Trainings in which releases of DeepSpeed were silently wrong, by number of the issue.
+"""Scars: trainings in which releases of DeepSpeed were silently wrong, by issue number.
 
 Each training runs on two ranks with ``import deepspeed`` and is compared with plain torch in one
 process that trains on all ranks' samples. `releases.py` runs the trainings with releases of
@@ -537,7 +537,7 @@ def check_evaluation(deepspeed: Any, rank: int) -> None:
 
 
 def check_reloaded(deepspeed: Any, rank: int) -> None:
-    """#7050: reloaded weights were those of other parameters."""
+    """#7050: after reloading, parameters had the values of other parameters."""
     scar = Scar(7050, "", 3, config={"optimizer": NAMED})
     model = Net(scar.shape, scar.dtype)
     params = list(model.parameters())
@@ -561,10 +561,7 @@ def check_rates(
     expected: list[float],
     rates: tuple[float, float] = (0.1, 0.2),
 ) -> None:
-    """Compare two groups' learning rates with those of a schedule.
-
-    ``rates`` are the initial rates.
-    """
+    """Compare two groups' learning rates, initially ``rates``, with ``expected``."""
     scar = Scar(0, "", 1)
     model = Net(scar.shape, scar.dtype)
     groups = [
@@ -644,7 +641,7 @@ SOMETIMES: dict[int, str] = {8113: "0.19.2", 8158: "0.19.2"}
 def run_all(
     deepspeed: Any, numbers: list[int], rank: int, world_size: int, folder: str
 ) -> dict[int, str]:
-    """Run the scars ``numbers``. Return the error of each, or an empty string."""
+    """Run the scars with the issue numbers ``numbers``. Return each one's error or ""."""
     trainings = {scar.number: scar for scar in TRAININGS}
     found = {}
     for number in numbers:

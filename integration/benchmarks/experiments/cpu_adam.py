@@ -343,7 +343,7 @@ def int8_race(numel: int) -> Contenders:
 def _by_isa(name: str, make: Callable[[str], Step], numel: int = 0) -> Contenders:
     """Return contenders for the processor's other instruction sets.
 
-    They have no bar where all ``numel`` elements fit into the caches.
+    The contenders have no bar if all ``numel`` elements fit into the caches.
     """
     bar = 0.9 if numel * FUSED_BYTES > _cache_bytes() else None
     others = [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]

@@ -11,9 +11,9 @@ plan      peak of a rank over `zero_core.plan`, activations included
 The ranks set glibc's ``MALLOC_MMAP_THRESHOLD_`` to 64 KiB, so that freed tensors return to the
 system. By default glibc keeps freed blocks of up to 32 MiB. One row of "formula" uses the default.
 
-Memory is resident memory (`benchmarks.harness.memory`) less that before the model was made. Before,
-the process trains a small engine with the same configuration, so that libraries, kernels and the
-process group's buffers are not counted.
+Memory is a process's resident memory (`benchmarks.harness.memory`) minus its value before the model
+was made. The process first trains a small engine with the same configuration, so that libraries,
+kernels and the process group's buffers are not counted.
 """
 
 from __future__ import annotations

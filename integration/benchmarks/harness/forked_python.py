@@ -74,8 +74,8 @@ def forked_python() -> str:
     """Start a server that ends with this process, and return the path of its client program."""
     listener, program = listen(tempfile.mkdtemp(prefix="python"))
     threading.Thread(target=run_alone, args=(_stand_in, listener, program), daemon=True).start()
-    # Registered after multiprocessing's handler, this one runs first, before that one joins the
-    # server.
+    # Exit handlers run in reverse order. The server must end before multiprocessing's handler joins
+    # the server process.
     atexit.register(hold_server(program).close)
     return program
 
@@ -92,7 +92,7 @@ def start_server(environment: Mapping[str, str], *modules: str) -> str:
 
 
 def listen(folder: str) -> tuple[socket.socket, str]:
-    """Create the server's socket and its client program in ``folder``. Return both."""
+    """Create the server's socket and its client program in ``folder``, and return them."""
     address, program = f"{folder}/server", Path(folder, "python")
     client = CLIENT.format(python=sys.executable, address=address, namespaces=NAMESPACES)
     program.write_text(client, encoding="utf-8")
@@ -113,7 +113,7 @@ def _stand_in(listener: socket.socket, program: str) -> None:
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork a process for each connection until the owner closes its own, then remove the folder."""
+    """Fork a process per connection until the owner's connection closes. Then remove the folder."""
     gc.freeze()  # keeps the garbage collector from scanning imported objects in every fork
     ended, notify = socket.socketpair()
     for end in (ended, notify):
@@ -202,8 +202,7 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         os.environ.update(variables)
         torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
         sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
-        # The server may have imported another sitecustomize, such as Debian's, so import it again
-        # below.
+        # The server may have imported another sitecustomize, such as Debian's.
         sys.modules.pop("sitecustomize", None)
         # In Python 3.14 multiprocessing clears the exit handlers, but weakref still counts on its
         # own.

@@ -28,8 +28,8 @@ def resident_bytes() -> int:
 def peak_bytes() -> int:
     """Return the largest resident memory since `restart_peak`.
 
-    The current maps of peers' memory are subtracted. They exist from the first optimizer step on,
-    and training peaks in a step. For an earlier peak the result is too small.
+    The current size of peers' maps is subtracted. These maps exist from the first optimizer step
+    on, and training peaks in a step. For a peak before the first step the result is too small.
     """
     return _field("self/status", "VmHWM") - _peers_bytes()
 

@@ -25,7 +25,7 @@ VALUES = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    # The package writes these strings without quotes, and JSON readers here take them as numbers.
+    # The package writes these strings without quotes, and unquoted they are numbers.
     | st.text().filter(lambda text: text.strip() not in ("NaN", "Infinity", "-Infinity")),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,

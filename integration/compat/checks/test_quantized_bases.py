@@ -137,7 +137,7 @@ def test_adapters_on_a_librarys_weights_follow_ddp(kind: str, place: Any) -> Non
 
 
 def _evaluate(ranks: SimulatedRanks) -> None:
-    """Evaluate between steps, because bitsandbytes repacks 4-bit weights on some CPUs then."""
+    """Evaluate between steps, because bitsandbytes then repacks 4-bit weights on some CPUs."""
     expected = _Adapted("nf4").eval()
     engine = Case(3).build(ranks, _Adapted("nf4"))
     for _ in range(2):

@@ -51,7 +51,7 @@ def config_of(folder, width):
 
 
 def fits(shape, config, num_ranks, device):
-    """Print the planned memory. Return whether this machine has it, as rank 0 sees."""
+    """Print the planned memory. Return whether this machine has enough, by rank 0's view."""
     kind = "cpu" if device.type == "cpu" else "accelerator"
     ids = torch.zeros(1, CONTEXT, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}

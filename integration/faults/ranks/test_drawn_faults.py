@@ -47,7 +47,7 @@ OF_THE_PROCESS = {
 OF_THE_PROGRAM = {  # with a pattern of the error messages of other ranks
     "leaves": "has ended",
     "raises an error in a forward": "no more data",
-    # Under high load the message has no heartbeats.
+    # The message has the second form if heartbeats stop under high load.
     "sleeps in a forward": "has been in|last seen in",
     "sleeps between two steps": "has been in|last seen in",
     "takes another branch": "",

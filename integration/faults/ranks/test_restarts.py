@@ -195,7 +195,7 @@ sys.exit(train({**sizes, "output": folder, "steps": steps}, Start.OVERWRITE))
 def test_ranks_that_see_the_folder_of_before_take_the_settings_of_the_first(tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "run-"
     script.write_text(STALE_VIEW)
-    # An earlier run has left different folders on the two machines.
+    # An earlier run has left a folder on each of the two machines.
     for number, steps in (("1", 3), ("0", 3)):
         with Program(str(script), str(folder), str(steps), RANK=number) as run:
             assert run.end() == 0, run.output

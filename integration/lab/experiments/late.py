@@ -199,14 +199,17 @@ class Run:
 
     @classmethod
     def draw(cls, number: int, cases: Sequence[str]) -> Run:
-        """Return the run of a number. Cases take turns, the rest is drawn."""
+        """Return run ``number``.
+
+        Runs take the cases in order. Ranks and delays are drawn at random.
+        """
         drawn = random.Random(number)
         case = cases[number % len(cases)]
         return cls(number, case, drawn.choice(CASES[case].world_sizes), drawn.choice(DELAYS_S))
 
 
 class Bits:
-    """Compares runs on late devices with the CPU's results, in a process of its own.
+    """Compares runs on late devices with the CPU's results. Needs a process without other users.
 
     The CPU's results are cached by case and number of ranks.
     """

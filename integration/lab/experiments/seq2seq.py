@@ -101,9 +101,9 @@ def main(
     only: Annotated[list[str] | None, of(CONTENDERS)] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Search, measure, write ``seq2seq.json`` and ``seq2seq.png``, print both tables.
+    """Search, measure, write ``seq2seq.json`` and ``seq2seq.png``, and print two tables.
 
-    All contenders are searched first, and then measured in turn.
+    All contenders are searched before the first one is measured.
     """
     if width % HEADS:
         raise typer.BadParameter(f"{width} is no multiple of {HEADS}", param_hint="--width")
@@ -184,11 +184,11 @@ def search(job: Job, cap: int, most: int, runner: Runner) -> Row:
 
 
 def largest_batch(attempt: Attempt, cap: int, most: int) -> Row:
-    """Return the largest fitting ``batch`` up to ``most``, 0 if none fits, and all ``tries``.
+    """Return the largest fitting ``batch`` up to ``most`` (0: none fits) and all ``tries``.
 
-    The next try is where memory, interpolated linearly between the largest batch that fits and the
-    smallest that does not, meets the cap. Without one of the two it is extrapolated from the two
-    largest. A failed attempt is returned instead.
+    The next batch to try is where interpolated memory meets the cap. The interpolation is linear,
+    between the largest batch that fits and the smallest that does not, or otherwise through the two
+    largest. If an attempt fails, its row is returned.
     """
     tries: dict[int, Row] = {}
     fits, over = 0, most + 1
@@ -291,7 +291,7 @@ class Cap:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Memory counts from now on. Every rank must call it."""
+        """Start to count memory now. Every rank must call it."""
         gc.collect()
         dist.barrier()  # by then all ranks have freed other ranks' shards
         # Otherwise the model would use memory that imports have freed.

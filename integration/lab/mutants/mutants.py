@@ -1,4 +1,4 @@
-"""Measure which deliberate faults the gate's tests detect.
+"""Measure which deliberate faults are detected by the gate, the tests of ``.ci/run``.
 
     python integration/lab/mutants/mutants.py reach WORK
     python integration/lab/mutants/mutants.py draw WORK

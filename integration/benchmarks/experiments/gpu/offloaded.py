@@ -202,14 +202,14 @@ LARGER = _part(
         _OPT,
         shape=GptShape(layers=32, width=4096, heads=32, vocab=50272, context=2048),
         steps=5,
-        device_limit_bytes=76 * 10**9,  # a device of 80 GB also holds memory of its driver
+        device_limit_bytes=76 * 10**9,  # the driver of an 80 GB device needs the other 4 GB
     ),
     rounds={4: 1, 1: 1, 8: 1, 2: 1},
 )
 
 
 def why_too_large(needed_bytes: int) -> str:
-    """Return both numbers of bytes if the host has too little memory, or an empty string."""
+    """Return the needed and available memory if the host has too little, or an empty string."""
     there = available_bytes()
     if needed_bytes <= there:
         return ""
@@ -341,7 +341,7 @@ def capacity_jobs() -> list[Job]:
 
     return [
         job("tutorial, bf16"),
-        # A host with too little memory for fp32 states can still run this one.
+        # A host with too little memory for fp32 states can still run 8-bit states.
         job("tutorial, bf16, int8 states", state_dtype="int8"),
         job("wide, bf16, int8 states", WIDE, state_dtype="int8"),
         job("tutorial, fp16", dtype="fp16"),

@@ -293,7 +293,7 @@ class WrongResultError(RuntimeError):
 def compare(
     job: Operation, backend: Backend, settings: Settings, stopwatch: Stopwatch, device: torch.device
 ) -> Row:
-    """Check ``backend``, then time it, the torch backend, and a copy of as many bytes."""
+    """Check ``backend``, then time ``backend``, plain torch, and a copy of as many bytes."""
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
     is_equal = {}
     for name, contender in backends.items():

@@ -66,8 +66,8 @@ def longer(plain: list[float], other: list[float]) -> tuple[float, float]:
 def comparison(plain: list[Taken], other: list[Taken], name: str) -> dict[str, float]:
     """Return both engines' medians and the figures of `longer`, without the first turn.
 
-    The keys are ``step_s``, ``{name}_s``, ``longer_s`` and ``error_s``. Those of CPU time end in
-    ``cpu_s``.
+    The keys of wall-clock times are ``step_s``, ``{name}_s``, ``longer_s`` and ``error_s``. The
+    keys of CPU times end in ``cpu_s``.
     """
     row: dict[str, float] = {}
     for index, kind in enumerate(Taken._fields):

@@ -73,7 +73,7 @@ class Bench:
         return self.nodes if case.has_link else (HERE,)
 
     def plan(self, case: Case) -> tuple[TimedPlan, float]:
-        """Return the plan and the seconds it took."""
+        """Return the plan and how many seconds planning took."""
         started_at = time.perf_counter()
         job = case.job
         size = (job.micro_batch, job.shape.context)

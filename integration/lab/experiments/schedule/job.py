@@ -277,7 +277,10 @@ class _TimedLog(UndoLog):
 
 
 class _Pass(torch.autograd.Function):
-    """The identity function. Both passes take time, and the weight gets a constant gradient."""
+    """The identity function.
+
+    Forward and backward take time, and the weight's gradient is constant.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, job: Job) -> Tensor:
@@ -439,13 +442,13 @@ class Job:
         self.time.spans = [span for span in self.time.spans if span.stop > recent]
 
     def run(self) -> float:
-        """Train until the step length is steady and return it."""
+        """Train until the step length is steady, and return that length."""
         for _ in range(WARM_STEPS + 1):
             self.step()
         return self.ends[-1] - self.ends[-2]
 
     def mean_run(self) -> float:
-        """Train until the mean length of ``clipped_every`` steps is steady and return it."""
+        """Train until the mean length of ``clipped_every`` steps is steady, and return that mean."""
         count = max(self.clipped_every, 1)
         for _ in range(WARM_STEPS + 1 + count):
             self.step()
