@@ -6,8 +6,7 @@ job      a contender with one model, as plain data
 ranks    starts rank processes and collects their results; `rank` is the processes' program
 sides    the contenders: this engine, plain torch, DDP, FSDP2, DeepSpeed
 memory   resident and device memory
-tracing  device time of a step, from torch.profiler
-train    the measuring loops
+train    the measuring loops, and the device time of a step from torch.profiler
 rounds   runs contenders in turn, round by round
 report   rows as JSON, tables and pictures
 options  command-line options shared by several experiments

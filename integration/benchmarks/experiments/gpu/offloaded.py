@@ -37,7 +37,7 @@ from benchmarks.harness.models import GptShape, find_device
 from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.report import MS, Column, Rows, Section
 from benchmarks.harness.rounds import quotient, race_on_device, start_on_device
-from benchmarks.harness.tracing import synchronize
+from benchmarks.harness.train import synchronize
 from zero_core.errors import ZeroError
 
 PINNED = {"device": "cpu", "pin_memory": True}

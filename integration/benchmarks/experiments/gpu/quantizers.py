@@ -37,7 +37,7 @@ from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.report import US, Column, Section
 from benchmarks.harness.rounds import has_figures, measured, take_turns
-from benchmarks.harness.tracing import synchronize
+from benchmarks.harness.train import synchronize
 from zero_comm import BlockFormat
 from zero_comm.quantizer.backend import Backend, find_backend
 from zero_comm.quantizer.torch_backend import TorchBackend

@@ -448,7 +448,7 @@ class Job:
         return self.ends[-1] - self.ends[-2]
 
     def mean_run(self) -> float:
-        """Train until the mean length of ``clipped_every`` steps is steady, and return that mean."""
+        """Train until the mean length of ``clipped_every`` steps is steady. Return that mean."""
         count = max(self.clipped_every, 1)
         for _ in range(WARM_STEPS + 1 + count):
             self.step()
