@@ -2,7 +2,7 @@
 
 ``PROGRAM`` is a file or a module's name. Each rank writes a JSON file into the folder
 COMPAT_RESULTS: the name of the module imported as deepspeed, losses and seconds of the optimizer
-steps, and peak memory less that after the imports. A Trainer's steps are recorded by a callback. A
+steps, and the growth of memory after the imports. A Trainer's steps are recorded by a callback. A
 training loop records its own steps:
 
     with measured.step() as step:

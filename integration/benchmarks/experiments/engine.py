@@ -1,9 +1,9 @@
 """Step time and peak memory: bare model, DDP, FSDP2, DeepSpeed, and this engine.
 
-Overhead is the step time less the bare forward and backward of the same run.
+Overhead is the step time minus the time of the bare forward and backward in the same run.
 
 [Note: what is measured]
-overhead  CPU time of forward and backward in the engine's main thread less that of the bare model,
+overhead  CPU time of forward and backward in the engine's main thread minus the bare model's time,
           per unit and pass. The model's tensors are tiny and the collectives do nothing. The rest
           is Python and torch's dispatch of the engine's few operations (gradient copies, norms)
 Python    profiled time of the engine's own Python functions, without the functions they call. The

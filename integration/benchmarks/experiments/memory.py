@@ -226,7 +226,7 @@ def _run(job: Job, environment: Mapping[str, str], marks: Sequence[int] = ()) ->
 
 
 def measure(place: Place, job: Mapping[str, Any], marks: Sequence[int]) -> Row:
-    """Train on this rank. Return seconds, and bytes less those before the model was made.
+    """Train on this rank. Return seconds, and memory minus the memory before the model was made.
 
     Resident memory is also recorded after each step in ``marks``.
     """

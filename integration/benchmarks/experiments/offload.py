@@ -1,13 +1,13 @@
 """Optimizer states in host memory and in files: this engine and DeepSpeed's ZeRO-Offload. CPU.
 
 [Note: figures]
-overhead    median step less the median bare forward and backward of the same run. "of min" is the
+overhead    median step time minus the median time of the bare forward and backward. "of min" is the
             same for the fastest steps, which other work on the machine disturbs least
 to rival    a figure over that of DeepSpeed at the same stage with states in host memory
-memory      peak resident memory of a rank less that before the model was made
-overlap     1 less the seconds that forward or backward waited for an update, over the seconds of
+memory      peak resident memory of a rank minus its resident memory before the model was made
+overlap     1 minus the seconds that forward or backward waited for an update, over the seconds of
             file access
-hidden      1 less the additional step time relative to states in host memory, over the seconds of
+hidden      1 minus the additional step time relative to states in host memory, over the seconds of
             file access in a step
 
 DeepSpeed compiles its Adam in separate runs before the rounds.

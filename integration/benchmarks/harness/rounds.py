@@ -72,7 +72,7 @@ def start_on_device(job: Job, runner: Runner) -> Row:
 def race_on_cpu(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
     """Run jobs on the CPU in turn. Return a row per job over all rounds.
 
-    ``times_s`` are rank 0's. ``added_bytes`` has each rank's and round's peak less the memory
+    ``times_s`` are rank 0's. ``added_bytes`` has each rank's and round's peak minus the memory
     before the model was made. ``last_loss`` is the mean over ranks. ``counted`` is summed over
     ranks and rounds.
     """

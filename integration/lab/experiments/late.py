@@ -209,7 +209,7 @@ class Run:
 
 
 class Bits:
-    """Compares runs on late devices with the CPU's results. Needs a process without other users.
+    """Compares runs on late devices with the CPU's results. Needs its own process.
 
     The CPU's results are cached by case and number of ranks.
     """

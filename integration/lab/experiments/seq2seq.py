@@ -13,12 +13,12 @@ dtype    fp32 on all sides, because processors without bf16 instructions are man
          bf16
 
 [Note: cap]
-A rank's memory is the kernel's peak of its resident memory, less that before the model was made and
-less other ranks' shards (`benchmarks.harness.memory`). After the build, each step and each batch of
-beams, all ranks learn the largest value and stop if it exceeds the cap. Limits of the kernel would
-measure something else: RLIMIT_DATA ignores shared memory and counts untouched stacks, RLIMIT_RSS
-has no effect, and a cgroup needs root and counts imports. glibc returns freed tensors to the
-system, so that no side's peak includes fragments of earlier ones.
+A rank's memory is the kernel's peak of its resident memory, minus the value before the model was
+made and minus other ranks' shards (`benchmarks.harness.memory`). After the build, each step and
+each batch of beams, all ranks learn the largest value and stop if it exceeds the cap. Limits of the
+kernel would measure something else: RLIMIT_DATA ignores shared memory and counts untouched stacks,
+RLIMIT_RSS has no effect, and a cgroup needs root and counts imports. glibc returns freed tensors to
+the system, so that no side's peak includes fragments of earlier ones.
 
 [Note: search]
 Every try starts fresh processes, which take two steps. The search ends when a micro-batch fits and

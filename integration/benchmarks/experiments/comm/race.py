@@ -6,7 +6,7 @@ weights and train on the same samples in every step.
 
 [Note: figures]
 step        median step time
-comm        communication time: step less the bare forward and backward of the same run
+comm        communication time: step time minus the bare forward and backward of the same run
 to peer     communication time of the faster 16-bit peer (FSDP2, DeepSpeed) over this contender's
 to plain    communication time over that of this engine's plain stage 3
 sent        bytes per step counted at a node's end of the link, in the busier direction

@@ -3,9 +3,9 @@
 Steps are compared with the bounds of [Note: bounds] in `lab.experiments.schedule.job`, for fixed
 times of 10.3 B parameters, for the ratio that ``"auto"`` finds, and for random times.
 
-The tail is the time per step in which the limiting resource is idle, less the part that no order of
-updates can avoid. Where the host limits, that part is the last unit's forward, and its backward too
-if updates run during backward. Both are between the last update and the first gradient.
+The tail is the time per step in which the limiting resource is idle, minus the part that no order
+of updates can avoid. Where the host limits, that part is the last unit's forward, and its backward
+too if updates run during backward. Both are between the last update and the first gradient.
 
 With random times a block has eight chunks, in comparisons with "auto" four.
 """
