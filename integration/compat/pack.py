@@ -112,18 +112,18 @@ GENERATES = (
 )
 
 
-def trl_script(
-    trainer: str, what: str, config: Config, *arguments: str, compared: str = "loss"
+def trained(
+    family: str, name: str, program: tuple[str, ...], config: Config, *arguments: str, **more: Any
 ) -> Case:
-    return Case(
-        "TRL",
-        f"trl.scripts.{trainer}, {what}",
-        f"trl.scripts.{trainer}",
-        ("--deepspeed={config}", *arguments, *TRL_RUN),
-        config,
-        compared=compared,
-        needs=NEEDS_TRL,
-    )
+    """Return a case of a Trainer. ``is_by_ddp``: DDP is the reference."""
+    ddp = (*program[1:], "--use_cpu=True", *arguments) if more.pop("is_by_ddp", False) else ()
+    given = (*program[1:], "--deepspeed={config}", *arguments)
+    return Case(family, name, program[0], given, config, ddp=ddp, **more)
+
+
+def trl_script(trainer: str, what: str, config: Config, *arguments: str, **more: Any) -> Case:
+    script, more = f"trl.scripts.{trainer}", {"needs": NEEDS_TRL, **more}
+    return trained("TRL", f"{script}, {what}", (script,), config, *arguments, *TRL_RUN, **more)
 
 
 def trl_lora() -> Case:
@@ -308,66 +308,41 @@ def axolotl(name: str, zero: Config, further: Config) -> Case:
     minutes on a CPU.
     """
     compiled = "torch_compile" in name
-    arguments = (
+    return trained(
+        *("axolotl", f"{name}.json", ("trainers.py", "axolotl_train")),
+        {"zero_optimization": zero, **AUTO_BATCH, "wall_clock_breakdown": False, **further},
         *("--model_name_or_path={model}/llama", "--dataset_name={data}/text"),
         *("--optim=adamw_torch_fused", f"--bf16={'bf16' in name}", f"--torch_compile={compiled}"),
         *(["--torch_compile_backend=aot_eager"] if compiled else []),
         *TRAINER,
-    )
-    return Case(
-        "axolotl",
-        f"{name}.json",
-        "trainers.py",
-        ("axolotl_train", "--deepspeed={config}", *arguments),
-        {"zero_optimization": zero, **AUTO_BATCH, "wall_clock_breakdown": False, **further},
-        # DeepSpeed 0.19.8 refuses compile.disable and compile.backend.
-        ddp=("axolotl_train", "--use_cpu=True", *arguments) if compiled else (),
+        is_by_ddp=compiled,  # DeepSpeed 0.19.8 refuses compile.disable and compile.backend
     )
 
 
 # QLoRA as in PEFT's documentation and TRL's script, with bitsandbytes' weights on the CPU. DDP is
 # the reference, because DeepSpeed's stages do not support packed weights.
 def peft_qlora(name: str, zero: Config, *further: str) -> Case:
-    arguments = (
+    return trained(
+        *("PEFT", f"QLoRA, {name}", ("trainers.py", "peft_qlora")),
+        {**AUTO_BATCH, **CLIPPED, "zero_optimization": zero},
         *("--model_name_or_path={model}/llama", "--dataset_name={data}/text"),
         *("--optim=adamw_torch", *further, *TRAINER),
-    )
-    return Case(
-        "PEFT",
-        f"QLoRA, {name}",
-        "trainers.py",
-        ("peft_qlora", "--deepspeed={config}", *arguments),
-        {**AUTO_BATCH, **CLIPPED, "zero_optimization": zero},
-        ddp=("peft_qlora", "--use_cpu=True", *arguments),
+        is_by_ddp=True,
         needs=("bitsandbytes",),
     )
 
 
-def trl_qlora(name: str, config: Config) -> Case:
-    """Return QLoRA fine-tuning by TRL's script.
-
-    TRL makes the adapters bf16. DDP clips and updates them in bf16, the engine in fp32, so the
-    losses differ slightly.
-    """
-    arguments = (
-        *("--dataset_name={data}/text", "--load_in_4bit", "--use_bnb_nested_quant", "--use_peft"),
-        *("--lora_r=8", "--lora_target_modules=all-linear", *TRL_RUN),
-    )
-    return Case(
-        "TRL",
-        f"trl.scripts.sft, QLoRA, {name}",
-        "trl.scripts.sft",
-        ("--deepspeed={config}", *arguments),
-        config,
-        ddp=("--use_cpu=True", *arguments),
-        needs=("bitsandbytes", *NEEDS_TRL),
-    )
-
-
+# TRL makes the adapters bf16. DDP clips and updates them in bf16, the engine in fp32, so the losses
+# differ slightly.
+TRL_QLORA = (
+    *("--dataset_name={data}/text", "--load_in_4bit", "--use_bnb_nested_quant", "--use_peft"),
+    *("--lora_r=8", "--lora_target_modules=all-linear"),
+)
+TRL_QLORA_NEEDS = {"is_by_ddp": True, "needs": ("bitsandbytes", *NEEDS_TRL)}
 QUANTIZED = [
-    trl_qlora("ZeRO-2", TRL_2),
-    trl_qlora("ZeRO-3", TRL_3),
-    trl_qlora("ZeRO-3, all offloaded", TRL_OFFLOADED),
+    trl_script("sft", "QLoRA, ZeRO-2", TRL_2, *TRL_QLORA, **TRL_QLORA_NEEDS),
+    trl_script("sft", "QLoRA, ZeRO-3", TRL_3, *TRL_QLORA, **TRL_QLORA_NEEDS),
+    trl_script("sft", "QLoRA, ZeRO-3, all offloaded", TRL_OFFLOADED, *TRL_QLORA, **TRL_QLORA_NEEDS),
     peft_qlora("stage 2", {"stage": 2}),
     peft_qlora("stage 3", {"stage": 3}, "--bnb_4bit_quant_storage_dtype=bfloat16"),
     peft_qlora("stage 3, recomputed", {"stage": 3}, "--gradient_checkpointing=True"),
