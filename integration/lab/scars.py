@@ -124,7 +124,7 @@ class Scar:
             "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.dtype == BF16},
             "fp16": {"enabled": self.dtype == torch.float16, "loss_scale": 128},
-            # 0, because small parameters would otherwise stay unsharded at stage 3.
+            # The threshold is 0 so that stage 3 also shards small parameters.
             "zero_optimization": {
                 "stage": self.stage,
                 "stage3_param_persistence_threshold": 0,

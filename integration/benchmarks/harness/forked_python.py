@@ -204,8 +204,7 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
         # The server may have imported another sitecustomize, such as Debian's.
         sys.modules.pop("sitecustomize", None)
-        # In Python 3.14 multiprocessing clears the exit handlers, but weakref still counts on its
-        # own.
+        # In Python 3.14 multiprocessing clears all exit handlers. Register weakref's again.
         atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
         with suppress(ImportError):
             importlib.import_module("sitecustomize")

@@ -225,7 +225,7 @@ def _why(ranks: Sequence[subprocess.Popen[bytes]], said: str, folder: Path) -> s
         return str(json.loads(failures[0].read_text(encoding="utf-8"))["error"])
     lines = [line for line in said.splitlines() if line.strip()][-1:]
     killed = next((-rank.returncode for rank in ranks if rank.returncode < 0), 0)
-    # If a rank failed by itself, the signals of the others are those of `_wait`.
+    # If a rank failed by itself, the others were killed by `_wait`.
     if killed and not any(rank.returncode > 0 for rank in ranks):
         lines.append(f"(ended by signal {killed})")
     return " ".join(lines) or "no output"

@@ -84,7 +84,7 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
         bnb.nn.Params4bit(torch.ones(1408, WIDTH, dtype=torch.bfloat16), quant_type="nf4").to("cpu")
     with OwnPeakMemory() as peak:
         model = _loaded(folder, "nf4")
-    # 4 bits per weight, and an fp32 scale for each 64 weights
+    # 4 bits per weight, and an fp32 scale for each 64 weights.
     whole = DEPTH * BLOCK_NUMEL * 9 // 16 + 2 * 2 * VOCAB * WIDTH
     unit = BLOCK_NUMEL * 2 + BLOCK_NUMEL * 9 // 16
     bound = whole // world_size + unit + kernel.nbytes + SLACK_BYTES

@@ -32,7 +32,7 @@ OPTIONS = (
     *("--eval-every=20", "--eval-windows=16", "--save-every=10"),
 )
 TORCHRUN = ("-m", "torch.distributed.run")
-# torch 2.13 does not publish a shared store's address again, for which late nodes would wait.
+# Late nodes would wait for a shared store's address, which torch 2.13 does not publish again.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ONE_NODE = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
 

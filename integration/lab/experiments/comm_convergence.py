@@ -170,7 +170,7 @@ def train(job: Training, corpus: Corpus) -> Row:
     means = (sum_over_ranks(torch.stack(losses)) / engine.world_size).tolist()
     engine.eval()
     windows = corpus.held_out_batches(HELD_OUT_WINDOWS, **here, micro_batch_size=HELD_OUT_BATCH)
-    with torch.no_grad():  # evaluates with the quantized weights that all-gathers return
+    with torch.no_grad():  # evaluates with the weights that all-gathers return, quantized or not
         of_rank = torch.stack([engine(ids).double() for ids in windows]).mean()
     held_out = float(sum_over_ranks(of_rank)) / engine.world_size
     engine.close()

@@ -28,7 +28,8 @@ from typing import Annotated, Any
 
 import torch
 
-# If an optimizer imported it while a process group exists, the group would live until exit.
+# An optimizer imports torch._dynamo. If that happened while a process group exists, the group
+# would live until exit.
 import torch._dynamo
 import torch.distributed as dist
 import typer

@@ -202,7 +202,7 @@ def draw(work: Path) -> None:
             for mutant in _mutants(path, text, lines):
                 if _is_python(
                     _mutated(text, mutant._asdict())
-                ):  # a replacement that splits parentheses does not parse
+                ):  # skips replacements that split a pair of parentheses
                     by_kind.setdefault(mutant.kind, []).append(mutant)
     chosen, generator = [], random.Random(SEED)
     for number in range(NUM_MUTANTS):

@@ -126,7 +126,7 @@ class Link:
             self._namespaces, self.devices, self.addresses, strict=True
         ):
             own = ("ip", "-n", namespace)
-            # IPv6 would send packets of its own
+            # IPv6 would send packets of its own.
             _do([*own, "link", "set", device, "addrgenmode", "none"])
             _do([*own, "address", "add", f"{address}/24", "dev", device])
             for up in ("lo", device):
