@@ -443,5 +443,7 @@ def _section(found: Row) -> Section:
 
 PART = Part(
     *("correct", "equivalence with DDP and torch's optimizers; the same bits under delays"),
-    *(8.0, _run, _section),
+    8.0,
+    _run,
+    _section,
 )

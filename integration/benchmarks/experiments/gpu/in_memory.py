@@ -113,9 +113,11 @@ def _section_of_fragmentation(found: Row) -> Section:
 
 SINGLE = Part(
     *("single", "nothing offloaded, beside plain torch, FSDP2 and DeepSpeed", 8.0),
-    *(_run_single, _section_of_single),
+    _run_single,
+    _section_of_single,
 )
 FRAGMENTATION = Part(
     *("fragmentation", "500 steps of random lengths: reserved over allocated memory", 5.0),
-    *(_run_fragmentation, _section_of_fragmentation),
+    _run_fragmentation,
+    _section_of_fragmentation,
 )

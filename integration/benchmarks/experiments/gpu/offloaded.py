@@ -315,7 +315,8 @@ def _section_of_bounds(found: Row) -> Section:
 
 ROOFLINE = Part(
     *("roofline", "an offloaded step over the slowest of device, bus and host", 5.0),
-    *(_run_bounds, _section_of_bounds),
+    _run_bounds,
+    _section_of_bounds,
 )
 
 
@@ -403,5 +404,7 @@ LARGEST = Part(
         "largest",
         "10 B parameters within 32 GiB of device memory, 13 B within 128 GiB of the host's",
     ),
-    *(8.0, _run_capacity, _section_of_capacity),
+    8.0,
+    _run_capacity,
+    _section_of_capacity,
 )
