@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,29 +74,20 @@ class Section:
     """Heading of the column of row names."""
     panels: Sequence[Panel] = ()
 
-    @property
-    def table(self) -> Table:
-        table = Table(title=self.title, caption=self.caption)
-        table.add_column(self.heading, no_wrap=True)
-        for column in self.columns:
-            table.add_column(column.heading, justify="right", no_wrap=True)
-        for name, row in measured(self.rows).items():
-            table.add_row(name, *(column.cell(row) for column in self.columns))
-        return table
-
-    def reasons(self) -> Iterator[str]:
-        for name, row in self.rows.items():
-            for kind in ("failure", "skipped"):
-                if kind in row:
-                    yield f"{name}: {kind}: {row[kind]}"
-
     def show(self, prefix: str = "") -> None:
         """Print the table, then the reasons of missing rows."""
-        if measured(self.rows):
+        if found := measured(self.rows):
+            table = Table(title=self.title, caption=self.caption)
+            table.add_column(self.heading, no_wrap=True)
+            for column in self.columns:
+                table.add_column(column.heading, justify="right", no_wrap=True)
+            for name, row in found.items():
+                table.add_row(name, *(column.cell(row) for column in self.columns))
             width = None if sys.stdout.isatty() else PAGE_WIDTH
-            Console(width=width, highlight=False, markup=False).print(self.table)
-        for line in self.reasons():
-            print(f"{prefix}{line}")
+            Console(width=width, highlight=False, markup=False).print(table)
+        for name, row in self.rows.items():
+            for kind in {"failure", "skipped"} & row.keys():
+                print(f"{prefix}{name}: {kind}: {row[kind]}")
 
 
 def publish(

@@ -110,7 +110,11 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
             torch.accelerator.empty_cache()
             torch.accelerator.reset_peak_memory_stats(device)
     following = iter(ready)
-    step_s = timed_together(lambda: losses.append(side.step(next(following))), what.steps, device)
+    synchronize(device)
+    started_at = time.perf_counter()
+    losses += [side.step(next(following)) for _ in range(what.steps)]
+    synchronize(device)
+    step_s = (time.perf_counter() - started_at) / what.steps
     peaks = device_peaks(device)
     before = side.kept.moved_bytes()
     losses += [side.step(next(following)) for _ in range(num_counted)]
@@ -122,9 +126,12 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
         peaks = device_peaks(device)
     else:  # keeps about `NUM_LOSSES` losses, the last one included
         losses = losses[:: -max(1, len(losses) // NUM_LOSSES)][:NUM_LOSSES][::-1]
+    name = processor_name()
+    if device.type != "cpu":
+        name = str(torch.get_device_module(device).get_device_name(device))
     allocated, reserved = peaks["device_peak_bytes"], peaks["device_reserved_bytes"]
     return {
-        "device": _device_name(device),
+        "device": name,
         "num_parameters": what.shape.numel,
         "build_s": build_s,
         "step_s": step_s,
@@ -143,12 +150,6 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
     }
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return processor_name()
-    return str(torch.get_device_module(device).get_device_name(device))
-
-
 def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
     """Return the seconds of each call. All ranks begin each call together."""
     times = []
@@ -158,15 +159,6 @@ def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
         dist.barrier()
         times.append(time.perf_counter() - started_at)
     return times
-
-
-def timed_together(run: Callable[[], object], steps: int, device: torch.device) -> float:
-    synchronize(device)
-    started_at = time.perf_counter()
-    for _ in range(steps):
-        run()
-    synchronize(device)
-    return (time.perf_counter() - started_at) / steps
 
 
 def trace(

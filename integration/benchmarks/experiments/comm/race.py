@@ -104,27 +104,21 @@ def main(
     output: Output = RESULTS,
 ) -> None:
     shape = parse_size(size, vocab=VOCAB, context=64)
-    counts = ranks_per_node or (1, 2)
-    reason = missing_for_link()
-    try:
-        if not reason:
-            jobs = {
-                count: jobs_of(only or CONTENDERS, shape, count, steps, lr=lr) for count in counts
-            }
-            compare(jobs, rate or (200, 1000), rounds=rounds, output=output)
-    except LinkError as error:
-        reason = f"the system refuses a link of two network namespaces: {error}"
-    if reason:
+    if reason := missing_for_link():
         print(f"skipped: {reason}")
+        return
+    jobs = {
+        count: jobs_of(only or CONTENDERS, shape, count, steps, lr=lr)
+        for count in ranks_per_node or (1, 2)
+    }
+    try:
+        compare(jobs, rate or (200, 1000), rounds=rounds, output=output)
+    except LinkError as error:
+        print(f"skipped: the system refuses a link of two network namespaces: {error}")
 
 
 def jobs_of(
-    names: Iterable[str],
-    shape: GptShape,
-    ranks_per_node: int,
-    steps: int,
-    *,
-    lr: float,
+    names: Iterable[str], shape: GptShape, ranks_per_node: int, steps: int, *, lr: float
 ) -> list[Job]:
     jobs = []
     for name in names:
@@ -162,17 +156,21 @@ def compare(
             title = f"{jobs[0].shape.numel / 1e6:.0f} M parameters, 2 nodes of {ranks}"
             print(title)
             found = race(jobs, rounds, run)
-            planned = {job.name: _planned_bytes(job, count) for job in jobs}
+            planned: dict[str, int] = {}
+            for job in jobs:
+                if job.side == "zero":
+                    traffic = job.plan(ranks_per_node=count, device_type="cpu").traffic
+                    planned[job.name] = count * sum(kind.between_nodes_bytes for kind in traffic)
             names = ("shape", "micro_batch", "steps", "warmup", "lr")
             common = {name: asdict(jobs[0])[name] for name in names}
             for place, rate in enumerate(rates):
                 rows = {
-                    name: summed_up(by_round, place, count, planned[name])
+                    name: summed_up(by_round, place, count, planned.get(name))
                     for name, by_round in found.items()
                 }
                 about = {"title": title, "rate_mbit": rate, "ranks_per_node": count}
-                job = {**common, "ranks_per_node": count, "rates": list(rates)}
-                runs.append({**about, "job": job, "contenders": rows_of(rows, rate=rate)})
+                shared = {**common, "ranks_per_node": count, "rates": list(rates)}
+                runs.append({**about, "job": shared, "contenders": rows_of(rows, rate=rate)})
     report = {"rounds": rounds, "bars": BARS, "machine": machine(), "links": links, "runs": runs}
     publish(output, "comm", report, [section(run) for run in runs])
 
@@ -189,13 +187,6 @@ def _measure_link(link: Link, rate: int) -> Row:
         flush=True,
     )
     return {"rate_mbit": rate, "across_mbit": across, "within_mbit": within}
-
-
-def _planned_bytes(job: Job, ranks_per_node: int) -> int | None:
-    if job.side != "zero":
-        return None
-    plan = job.plan(ranks_per_node=ranks_per_node, device_type="cpu")
-    return ranks_per_node * sum(kind.between_nodes_bytes for kind in plan.traffic)
 
 
 def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:

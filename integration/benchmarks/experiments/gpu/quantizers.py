@@ -27,7 +27,7 @@ import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -74,9 +74,8 @@ DRY: Final = Settings((1 << 10, 1 << 12), 1 << 10, rounds=1, calls=1)
 def _run(context: Context) -> Row:
     # The measurement stops itself before its process would be killed.
     deadline = time.time() + MEASURING * context.runner.left_s()
-    settings = DRY if context.is_dry_run else REAL
-    target = f"{__name__}:measure"
-    (found,) = context.runner.start(target, {"settings": settings, "deadline": deadline})
+    arguments = {"is_dry_run": context.is_dry_run, "deadline": deadline}
+    (found,) = context.runner.start(f"{__name__}:measure", arguments)
     rows: dict[str, Row] = {_name(row): row for row in found.pop("rows", ())}
     if num_left := found.pop("num_left", 0):
         rows["others"] = {"skipped": f"{num_left} rows: the time was over"}
@@ -89,13 +88,13 @@ def _name(row: Row) -> str:
     return f"{row['operation']} {row['kind']} {row['dtype']} {row['numel']}"
 
 
-def measure(place: Place, settings: Mapping[str, Any], deadline: float) -> Row:
+def measure(place: Place, is_dry_run: bool, deadline: float) -> Row:
     """Measure all rows in this process. A target of `benchmarks.harness.ranks`.
 
     The result is written after every row. Rows that would begin after ``deadline`` (a `time.time`)
     are only counted.
     """
-    what = Settings(**settings)
+    what = DRY if is_dry_run else REAL
     device = find_device()
     backend = interpreted() if device.type == "cpu" else on_device(device)
     stopwatch = Stopwatch(device)
